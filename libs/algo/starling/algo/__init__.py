@@ -1,0 +1,1 @@
+"""The mathematics of the loop: advantages, staleness, packing and losses."""

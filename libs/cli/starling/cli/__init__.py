@@ -1,0 +1,1 @@
+"""The `starling` command and the supervisor of a run on one machine."""

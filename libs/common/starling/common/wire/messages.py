@@ -1,0 +1,359 @@
+"""Every message between services, declared once.
+
+Two tagged unions: `Up` (replica to controller) and `Down` (controller to replica). A message may be followed by raw
+buffer frames, which the message describes by `TensorMeta`; the controller forwards them without decoding them.
+
+Growth: a new field comes last and has a default that means "absent"; a tag is never reused. `schema.json` beside this
+file records what was agreed, and a test compares.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Literal
+
+import msgspec
+
+from starling.common.ids import Purpose, Role
+
+PROTOCOL_VERSION = 1
+
+
+class Status(enum.StrEnum):
+    """How one trajectory ended. A failure is a status, never a reward of 0."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"
+    ENV_ERROR = "env_error"
+    REWARD_TIMEOUT = "reward_timeout"
+    REWARD_ERROR = "reward_error"
+    INFRA_LOST = "infra_lost"
+    CANCELLED_STALE = "cancelled_stale"
+
+
+USABLE = frozenset({Status.OK, Status.TRUNCATED})
+"""The statuses of trajectories that may be trained."""
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """Who says the message that follows, as which incarnation, and in answer to what."""
+
+    protocol: int
+    """Protocol version of the sender; a receiver drops any other than its own."""
+    run: str
+    """Run id; replicas of another run are refused."""
+    sender: str
+    """Name of the sending replica, for example ``rollout-0``."""
+    epoch: int
+    """Incarnation of the sender: greater after every start."""
+    seq: int
+    """Position of this message in what the sender said to this peer during this epoch, from 1."""
+    cause: str = ""
+    """Id of the event that caused the message: ``<peer>/<epoch>/<seq>`` or ``tick``."""
+    seen: int = 0
+    """Highest `seq` that the sender had received from this peer when it spoke, 0 for none."""
+
+
+class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """One buffer frame: its element type (numpy name), shape, and size in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a conversation, in the form that chat templates take."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One input with its reference answer."""
+
+    id: str
+    """Unique in the run, for example ``train/0/17``: dataset, pass, row."""
+    messages: tuple[ChatMessage, ...] = ()
+    """A conversation for the model's chat template; empty when `text` is the prompt."""
+    text: str = ""
+    """The prompt as plain text, tokenized as it stands; used when `messages` is empty."""
+    reference: str = ""
+    """The reference answer; the response to learn in SFT."""
+    metadata: dict[str, Any] = {}
+    """What the scorers of this dataset need besides (JSON values)."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to draw tokens."""
+
+    max_tokens: int
+    """Most tokens of one completion; one that reaches it is `truncated`."""
+    temperature: float = 1.0
+    """Divisor of the logits; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Smallest set of most likely tokens whose probabilities sum to this; 1 keeps all."""
+    top_k: int = 0
+    """Most likely tokens kept; 0 keeps all."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion besides the tokenizer's end-of-sequence token."""
+    seed: int = 0
+    """With the completion's index, decides every draw, whatever else shares the batch."""
+
+
+class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion of a group; its tokens are in the group's buffers."""
+
+    status: Status
+    num_tokens: int
+    """Sampled tokens, the stop token included."""
+    text: str
+    """The completion decoded without special tokens, for scorers that read text."""
+    oldest_version: int
+    """The least weight version among the sampled tokens."""
+    newest_version: int
+    """The greatest weight version among the sampled tokens."""
+
+
+class CompletionText(msgspec.Struct, frozen=True, kw_only=True):
+    """What a scorer sees of one completion."""
+
+    text: str
+    status: Status
+    num_tokens: int
+
+
+class ScoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory of a training step: its length, versions and reward."""
+
+    num_tokens: int
+    oldest_version: int
+    reward: float
+    status: Status = Status.OK
+
+
+class TrainGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One group of a training step. Its buffers follow in the order of `tensors`.
+
+    The tensors are: prompt token ids (int32, [prompt]), completion token ids (int32, [sum of num_tokens]),
+    log-probabilities (float32, the same shape), weight versions (int32, the same shape).
+    """
+
+    prompt_id: str
+    trajectories: tuple[ScoredTrajectory, ...]
+    tensors: tuple[TensorMeta, ...]
+
+
+class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
+    """One lease in a replica's heartbeat."""
+
+    lease: str
+    phase: Literal["queued", "working", "answered"]
+    """`answered`: the result was sent and the controller has not released the lease yet."""
+
+
+# --- Up: replica to controller -------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """A replica announces itself. Buffer 0, when `has_layout`: a `weightsync.Layout` in MessagePack."""
+
+    role: Role
+    host: str
+    pid: int
+    num_slots: int = 0
+    """Groups that the replica works on at a time (rollout, reward)."""
+    version: int = -1
+    """Weight version that it holds; -1 for none."""
+    has_layout: bool = False
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """A replica's whole state. The controller answers with whatever differs from its own view."""
+
+    leases: tuple[HeldLease, ...] = ()
+    version: int = -1
+    """Weight version in use; -1 for none."""
+    gauges: dict[str, float] = {}
+    """Measurements for the screen: tokens_per_s, queue_depth, ..."""
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """A replica's last message: everything it held is free."""
+
+    reason: str
+
+
+class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_generated"):
+    """The completions of one prompt. The buffers follow as `TrainGroup` lists them."""
+
+    lease: str
+    trajectories: tuple[TrajectoryMeta, ...]
+    tensors: tuple[TensorMeta, ...]
+
+
+class GroupScored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored"):
+    """The rewards of one group, in the order of its completions; null where a scorer failed."""
+
+    lease: str
+    rewards: tuple[float | None, ...]
+    statuses: tuple[Status, ...]
+    components: dict[str, tuple[float | None, ...]] = {}
+    """Each scorer's unweighted score, by name."""
+    problems: tuple[str, ...] = ()
+    """One sentence for each failure."""
+
+
+class StepTrained(msgspec.Struct, frozen=True, kw_only=True, tag="step_trained"):
+    """A step is done: the policy's weights are version `step` now."""
+
+    lease: str
+    step: int
+    metrics: dict[str, float]
+
+
+class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True, tag="weights_published"):
+    """A version may be pulled. Buffer 0: a `weightsync.Offer` in MessagePack."""
+
+    lease: str
+    version: int
+    publish_s: float
+    """Seconds that training waited for the publication."""
+
+
+class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="weights_adopted"):
+    """A rollout generates with `version` now; `root` is the digest of what its engine holds."""
+
+    lease: str
+    version: int
+    root: str
+    pull_s: float
+    """Seconds of the transfer, while generation went on."""
+    pause_s: float
+    """Seconds that generation paused for the switch."""
+    size_bytes: int
+    transport: str
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):
+    """A checkpoint is on disk."""
+
+    lease: str
+    step: int
+    path: str
+
+
+class LeaseFailed(msgspec.Struct, frozen=True, kw_only=True, tag="lease_failed"):
+    """The replica cannot do this piece of work; it goes on and holds the lease no longer."""
+
+    lease: str
+    status: Status
+    reason: str
+    fatal: bool = False
+    """No other attempt at this replica could succeed."""
+
+
+Up = (
+    Hello
+    | Heartbeat
+    | Leave
+    | GroupGenerated
+    | GroupScored
+    | StepTrained
+    | WeightsPublished
+    | WeightsAdopted
+    | CheckpointSaved
+    | LeaseFailed
+)
+
+
+# --- Down: controller to replica -----------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The replica is a member. It heartbeats every `heartbeat_s` and is forgotten after `lease_s` of silence."""
+
+    heartbeat_s: float
+    lease_s: float
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The replica is not a member and must leave, for the reason given."""
+
+    reason: str
+
+
+class GenerateGroup(msgspec.Struct, frozen=True, kw_only=True, tag="generate_group"):
+    """Generate `num_completions` completions of `prompt`."""
+
+    lease: str
+    purpose: Purpose
+    prompt: Prompt
+    num_completions: int
+    sampling: Sampling
+    min_version: int
+    """Oldest weight version that may sample a token of this group."""
+
+
+class ScoreGroup(msgspec.Struct, frozen=True, kw_only=True, tag="score_group"):
+    """Score the completions of `prompt`."""
+
+    lease: str
+    prompt: Prompt
+    completions: tuple[CompletionText, ...]
+
+
+class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step"):
+    """Make version `step` out of version `step - 1`, from scored groups or from supervised examples."""
+
+    lease: str
+    step: int
+    groups: tuple[TrainGroup, ...] = ()
+    examples: tuple[Prompt, ...] = ()
+
+
+class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, tag="publish_weights"):
+    """Copy the present weights into a snapshot and offer it."""
+
+    lease: str
+    version: int
+
+
+class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, tag="adopt_weights"):
+    """Pull a version and switch to it. Buffers: a `weightsync.Offer`, a `weightsync.Plan`, both in MessagePack."""
+
+    lease: str
+    version: int
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save_checkpoint"):
+    """Write the present weights in Hugging Face form."""
+
+    lease: str
+    step: int
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """Forget these leases: their results have arrived, or are wanted no longer."""
+
+    leases: tuple[str, ...]
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Nothing more will come: say `Leave` and exit with 0."""
+
+    reason: str
+
+
+Down = (
+    Welcome
+    | Refused
+    | GenerateGroup
+    | ScoreGroup
+    | TrainStep
+    | PublishWeights
+    | AdoptWeights
+    | SaveCheckpoint
+    | Release
+    | Drain
+)

@@ -1,0 +1,1 @@
+"""Moves tensors peer to peer: layouts, plans, snapshots, transports and digests."""

@@ -1,0 +1,1 @@
+"""The controller: decides what every replica does next."""

@@ -1,0 +1,1 @@
+"""The policy: learns from trajectories and publishes weight versions."""

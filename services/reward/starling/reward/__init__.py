@@ -1,0 +1,1 @@
+"""The reward service: scores trajectories in killable worker processes."""

@@ -1,0 +1,1 @@
+"""The rollout: generates completions and adopts new weights between two tokens."""
