@@ -50,8 +50,6 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """Position of this message in what the sender said to this peer during this epoch, from 1."""
     cause: str = ""
     """Id of the event that caused the message: ``<peer>/<epoch>/<seq>`` or ``tick``."""
-    seen: int = 0
-    """Highest `seq` that the sender had received from this peer when it spoke, 0 for none."""
 
 
 class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,10 +269,17 @@ Up = (
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The replica is a member. It heartbeats every `heartbeat_s` and is forgotten after `lease_s` of silence."""
+    """The replica is a member; also the answer to each heartbeat, so that silence means a lost controller.
+
+    It heartbeats every `heartbeat_s` and is forgotten after `lease_s` of silence.
+    """
 
     heartbeat_s: float
     lease_s: float
+
+
+class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
+    """The controller does not know the sender (any more): say `Hello` again."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -310,6 +315,8 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step"):
     step: int
     groups: tuple[TrainGroup, ...] = ()
     examples: tuple[Prompt, ...] = ()
+    temperature: float = 1.0
+    """Divisor of the logits under which the groups were sampled."""
 
 
 class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, tag="publish_weights"):
@@ -345,15 +352,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     reason: str
 
 
-Down = (
-    Welcome
-    | Refused
-    | GenerateGroup
-    | ScoreGroup
-    | TrainStep
-    | PublishWeights
-    | AdoptWeights
-    | SaveCheckpoint
-    | Release
-    | Drain
-)
+Work = GenerateGroup | ScoreGroup | TrainStep | PublishWeights | AdoptWeights | SaveCheckpoint
+"""The commands that hand out a lease."""
+
+Down = Welcome | Introduce | Refused | Work | Release | Drain

@@ -1,0 +1,79 @@
+"""What a replica holds: pure bookkeeping that makes at-least-once delivery idempotent.
+
+A lease is queued when its command arrives, working once somebody took it up, and answered when its result is known.
+The result stays here, and is sent again from time to time, until the controller releases the lease. A command that
+arrives a second time is therefore never done a second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from starling.common.wire.messages import HeldLease, Up
+
+Phase = Literal["queued", "working", "answered"]
+
+
+@dataclass
+class _Entry:
+    phase: Phase = "queued"
+    answer: Up | None = None
+    buffers: tuple[bytes, ...] = ()
+    sent_at: float = 0.0
+
+
+@dataclass
+class LeaseBook:
+    """The leases of one replica."""
+
+    resend_s: float
+    """An answer that was not released for so long is sent again."""
+    _entries: dict[str, _Entry] = field(default_factory=dict)
+
+    def grant(self, lease: str) -> bool:
+        """Note a command. Returns False when the lease is already held: the command is a repetition."""
+        if lease in self._entries:
+            return False
+        self._entries[lease] = _Entry()
+        return True
+
+    def work(self, lease: str) -> bool:
+        """Mark a lease as taken up. Returns False when it has been released meanwhile."""
+        entry = self._entries.get(lease)
+        if entry is None:
+            return False
+        entry.phase = "working"
+        return True
+
+    def answer(self, lease: str, message: Up, buffers: tuple[bytes, ...], now: float) -> bool:
+        """Keep a result until it is released. Returns False when nobody wants it any more."""
+        entry = self._entries.get(lease)
+        if entry is None:
+            return False
+        entry.phase, entry.answer, entry.buffers, entry.sent_at = "answered", message, buffers, now
+        return True
+
+    def release(self, leases: tuple[str, ...]) -> list[str]:
+        """Forget leases. Returns those whose work had not been answered, so that it can be given up."""
+        dropped = [(lease, self._entries.pop(lease)) for lease in leases if lease in self._entries]
+        return [lease for lease, entry in dropped if entry.phase != "answered"]
+
+    def due(self, now: float) -> list[tuple[Up, tuple[bytes, ...]]]:
+        """Return the answers that are to be sent again now."""
+        again = []
+        for entry in self._entries.values():
+            if entry.answer is not None and now - entry.sent_at >= self.resend_s:
+                entry.sent_at = now
+                again.append((entry.answer, entry.buffers))
+        return again
+
+    def resend(self, lease: str) -> None:
+        """Make the answer of `lease`, if there is one, due at once: its command came again."""
+        entry = self._entries.get(lease)
+        if entry is not None:
+            entry.sent_at = float("-inf")
+
+    def held(self) -> tuple[HeldLease, ...]:
+        """Return every lease with its phase, for the heartbeat."""
+        return tuple(HeldLease(lease=lease, phase=entry.phase) for lease, entry in self._entries.items())

@@ -1,0 +1,205 @@
+"""The controller's socket: a ROUTER that knows its peers by name and never stops for what they send.
+
+Names are not routing ids: ROUTER assigns those at random, and a peer is known only once an envelope has come whose
+sender the connection's own key stands for. Nobody can therefore speak, or receive, under another's name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from starling.common.errors import ConfigError, WireError
+from starling.common.net import curve
+from starling.common.wire import codec
+from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Up
+
+log = structlog.get_logger(__name__)
+
+MAX_BATCH = 256
+"""Messages taken in one `poll`, so that a flood cannot keep the controller from its clock."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One valid message from a peer."""
+
+    envelope: Envelope
+    message: Up
+    buffers: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """The connection of a peer closed."""
+
+    name: str
+
+
+@dataclass
+class _Peer:
+    route: bytes
+    epoch: int
+    descriptor: int
+    seq_out: int = 0
+
+
+@dataclass(frozen=True)
+class HubKeys:
+    """The controller's key pair and whom it lets in."""
+
+    own: curve.KeyFile
+    allowed: dict[str, str] = field(default_factory=dict)
+
+
+class Hub:
+    """ROUTER at the controller. Not thread-safe: one thread polls and sends."""
+
+    def __init__(self, bind: str, run: str, epoch: int, keys: HubKeys | None) -> None:
+        """Bind to `bind` (``tcp://host:port``, port 0 for a free one). Raises ConfigError if that is taken."""
+        self.run, self.epoch = run, epoch
+        self.dropped: Counter[str] = Counter()
+        self._keys = keys
+        self._peers: dict[str, _Peer] = {}
+        self._names: dict[bytes, str] = {}
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._authenticator = None
+        if keys is not None:
+            self._authenticator = curve.start_authenticator(self._context, curve.AllowList(keys.allowed))
+        self._socket = self._open(zmq.ROUTER)
+        self._socket.router_mandatory = True
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._publisher = self._open(zmq.PUB)
+        try:
+            self._socket.bind(bind)
+            self._publisher.bind(bind.rpartition(":")[0] + ":0")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen on {bind}: {error.strerror}; choose another port, or 0") from None
+        self.address = self._last_endpoint(self._socket)
+        self.telemetry_address = self._last_endpoint(self._publisher)
+        self._poller = zmq.Poller()
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> list[Arrival | PeerLost]:
+        """Wait up to `timeout_s` and return what happened, in order; invalid frames are counted and dropped."""
+        happened: list[Arrival | PeerLost] = []
+        self._poller.poll(max(0, int(timeout_s * 1000)))
+        # Whose connections closed is looked up before new messages are read, since a new connection may take over a
+        # descriptor; it is told after them, since what a peer said last counts.
+        closed: list[tuple[str, bytes]] = []
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            closed += self._peers_on(int(event["value"]))
+        for _ in range(MAX_BATCH):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            arrival = self._admit(frames)
+            if arrival is not None:
+                happened.append(arrival)
+        happened += [PeerLost(name) for name, route in closed if self._forget(name, route)]
+        return happened
+
+    def send(self, name: str, message: Down, *, cause: str = "", buffers: codec.Buffers = ()) -> bool:
+        """Send to a peer. Returns False when it is not connected or not reading; its heartbeats will heal that."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return False
+        peer.seq_out += 1
+        envelope = Envelope(
+            protocol=PROTOCOL_VERSION,
+            run=self.run,
+            sender=curve.CONTROLLER,
+            epoch=self.epoch,
+            seq=peer.seq_out,
+            cause=cause,
+        )
+        frames = [peer.route, *codec.pack(envelope, message, buffers)]
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            log.warning("cannot send", peer=name, message=type(message).__name__, error=error.strerror)
+            return False
+        return True
+
+    def publish(self, payload: bytes) -> None:
+        """Offer telemetry to whoever listens; it may be lost."""
+        self._publisher.send(payload, zmq.NOBLOCK)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Let the last messages leave for at most `linger_s`, then close everything."""
+        self._socket.disable_monitor()
+        self._socket.close(int(linger_s * 1000))
+        self._publisher.close(0)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _open(self, kind: int) -> zmq.Socket[Any]:
+        socket: zmq.Socket[Any] = self._context.socket(kind)
+        socket.linger = 0
+        socket.maxmsgsize = codec.MAX_BUFFER_BYTES
+        socket.sndhwm = 10_000
+        if self._keys is not None:
+            curve.serve_with(socket, self._keys.own)
+        return socket
+
+    def _last_endpoint(self, socket: zmq.Socket[Any]) -> str:
+        return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def _admit(self, frames: list[zmq.Frame]) -> Arrival | None:
+        route, parts = frames[0].bytes, frames[1:]
+        try:
+            envelope = codec.unpack_envelope([part.buffer for part in parts])
+            self._check(envelope, frames[-1])
+            message = codec.unpack_up([part.buffer for part in parts])
+        except WireError as error:
+            self._drop(route, str(error))
+            return None
+        self._remember(route, envelope, frames[-1].get(zmq.SRCFD))
+        return Arrival(envelope, message, tuple(part.bytes for part in parts[2:]))
+
+    def _check(self, envelope: Envelope, frame: zmq.Frame) -> None:
+        if envelope.protocol != PROTOCOL_VERSION:
+            raise WireError(f"protocol {envelope.protocol} instead of {PROTOCOL_VERSION}")
+        if envelope.run != self.run:
+            raise WireError("another run's id")
+        if self._keys is not None and self._keys.allowed.get(str(frame.get("User-Id"))) != envelope.sender:
+            raise WireError(f"{envelope.sender} does not own the key of its connection")
+        known = self._peers.get(envelope.sender)
+        if known is not None and envelope.epoch < known.epoch:
+            raise WireError(f"{envelope.sender} is an older incarnation")
+
+    def _remember(self, route: bytes, envelope: Envelope, descriptor: int) -> None:
+        peer = self._peers.get(envelope.sender)
+        if peer is None or peer.route != route or peer.epoch != envelope.epoch:
+            if peer is not None:
+                self._names.pop(peer.route, None)
+            self._peers[envelope.sender] = _Peer(route, envelope.epoch, descriptor)
+            self._names[route] = envelope.sender
+
+    def _peers_on(self, descriptor: int) -> list[tuple[str, bytes]]:
+        return [(name, peer.route) for name, peer in self._peers.items() if peer.descriptor == descriptor]
+
+    def _forget(self, name: str, route: bytes) -> bool:
+        """Forget a peer, unless it has come back over another connection meanwhile."""
+        peer = self._peers.get(name)
+        if peer is None or peer.route != route:
+            return False
+        del self._peers[name]
+        self._names.pop(route, None)
+        return True
+
+    def _drop(self, route: bytes, reason: str) -> None:
+        peer = self._names.get(route, "an unknown peer")
+        if self.dropped[reason] == 0:
+            log.warning("dropped a message", peer=peer, reason=reason)
+        self.dropped[reason] += 1

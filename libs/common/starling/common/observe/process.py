@@ -1,0 +1,67 @@
+"""The edge of a service process: title, death with its parent, signals, and errors as one sentence."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import setproctitle
+import structlog
+
+from starling.common.errors import StarlingError
+from starling.common.observe import log
+
+PR_SET_PDEATHSIG = 1
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+class StopSignal:
+    """Set by SIGTERM or SIGINT; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.name = ""
+
+    def install(self, notify: Callable[[], None] = lambda: None) -> None:
+        """Take over SIGTERM and SIGINT; `notify` is called from the signal handler."""
+        self._notify = notify
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.event.is_set():
+            os._exit(128 + number)
+        self.name = signal.Signals(number).name
+        self.event.set()
+        self._notify()
+
+    def __bool__(self) -> bool:
+        return self.event.is_set()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent goes, so that no run leaves anything behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run_service(name: str, body: Callable[[], None]) -> int:
+    """Run `body` as the service `name`. Returns the exit code; an error of ours is one sentence on stderr."""
+    setproctitle.setproctitle(f"starling: {name}")
+    log.configure(name)
+    try:
+        body()
+    except StarlingError as error:
+        print(f"starling {name}: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception:  # noqa: BLE001 - the edge of the process: the traceback is the report
+        structlog.get_logger(__name__).exception("failed")
+        return EXIT_FAILED
+    return 0

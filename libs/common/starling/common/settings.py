@@ -1,0 +1,291 @@
+"""How every process of Starling reads its configuration.
+
+TOML files stack (a later one wins), then the environment (``STARLING_ROLLOUT__MAX_ROWS=8``), then flags
+(``--rollout.max-rows 8``). What results is validated once and is frozen. An unknown key is an error that names the
+nearest valid one. This is the only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from starling.common.errors import ConfigError
+
+ENV_PREFIX = "STARLING_"
+Tree = dict[str, Any]
+B = TypeVar("B", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A frozen group of settings; each field's docstring is its help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSettings(Section):
+    """What the whole run shares."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its files go to <folder>/<name>/attempt-<n>/."""
+    kind: Literal["grpo", "sft"] = "grpo"
+    """`grpo`: reinforcement learning, after [sft] steps if there are any. `sft`: supervised fine-tuning only."""
+    seed: int = 0
+    """Decides the initial weights, the order of the data and every sampled token."""
+    folder: Path = Path("runs")
+    """Where runs are kept."""
+    id: str = ""
+    """Identity of this attempt on the wire; set by `starling run`. Replicas of another run are refused."""
+
+
+class NetworkSettings(Section):
+    """How the services reach each other."""
+
+    host: str = "127.0.0.1"
+    """Address that the controller listens on, and that replicas serve weights on."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the controller; 0 takes a free one."""
+    curve: bool = True
+    """Encrypt and authenticate every connection to the controller."""
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    """How often each replica tells its whole state."""
+    lease_s: float = Field(default=10.0, gt=0)
+    """A replica that is silent for so long has left; what it worked on is given to others."""
+    connect_s: float = Field(default=60.0, gt=0)
+    """How long a starting replica waits for the controller."""
+    silence_s: float = Field(default=30.0, gt=0)
+    """How long the controller may be silent before a replica gives up."""
+
+
+class ModelSettings(Section):
+    """The model that is trained."""
+
+    path: str = ""
+    """A Hugging Face model folder."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the weights, in training and on the way."""
+    device: str = "auto"
+    """Where to compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
+
+
+class ServiceSettings(BaseSettings):
+    """What the process of any service reads; each service adds the sections that it owns."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+    )
+
+    run: RunSettings = RunSettings()
+    network: NetworkSettings = NetworkSettings()
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def load(schema: type[S], files: Sequence[Path], flags: Sequence[str] = (), *, others: Sequence[str] = ()) -> S:
+    """Read `files`, the environment and `flags` into a `schema`.
+
+    `others` names top-level sections that belong to other services: they are allowed and not looked at.
+    Raises ConfigError, one sentence for the first problem.
+    """
+    foreign = set(others) - set(schema.model_fields)
+    trees = [_own(schema, _read_toml(file), foreign, str(file)) for file in files]
+    given = _own(schema, flags_tree(schema, flags), foreign, "the command line")
+    _own(schema, _environment_tree(), foreign, "the environment")
+
+    class Sourced(schema):  # type: ignore[valid-type,misc]
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            stacked = [InitSettingsSource(settings_cls, tree) for tree in reversed(trees)]
+            return (init_settings, env_settings, *stacked)
+
+    try:
+        settings: S = Sourced(**given)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+    return settings
+
+
+def validate(schema: type[B], tree: Mapping[str, Any]) -> B:
+    """Make a `schema` of `tree`. Raises ConfigError that names the key, the value, and what is wrong with it."""
+    try:
+        return schema.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the configuration"
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, Exception):
+        return f"{where}: {cause}"
+    if first["type"] == "missing":
+        return f"{where} is missing; set it in a recipe or with --{where.replace('_', '-')}"
+    return f"{where} = {first['input']!r}: {first['msg']}"
+
+
+def _own(schema: type[BaseModel], tree: Tree, foreign: set[str], origin: str) -> Tree:
+    """Return `tree` without the sections of others. Raises ConfigError for a key that nobody knows."""
+    own = {key: value for key, value in tree.items() if key not in foreign}
+    problem = _unknown_key(schema, own, ())
+    if problem is not None:
+        raise ConfigError(f"{problem} (in {origin})")
+    return own
+
+
+def _environment_tree() -> Tree:
+    """Return the keys that ``STARLING_SECTION__KEY=value`` variables name, to find misspelt ones."""
+    tree: Tree = {}
+    for name, text in sorted(os.environ.items()):
+        if name.startswith(ENV_PREFIX):
+            _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text, name)
+    return tree
+
+
+def flags_tree(schema: type[BaseModel], flags: Sequence[str]) -> Tree:
+    """Return what ``--section.key value`` (or ``=value``; a lone flag of a boolean means true) sets, as a tree."""
+    tree: Tree = {}
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or len(flag) < 3:
+            raise ConfigError(f"{flag!r} is no flag; settings are given as --section.key value")
+        name, equals, value = flag[2:].partition("=")
+        keys = name.replace("-", "_").split(".")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif _is_boolean(schema, keys):
+                value = "true"
+            else:
+                raise ConfigError(f"--{name} needs a value")
+        _put(tree, keys, _parse_value(value), f"--{name}")
+    return tree
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """Return the environment for a child process, with `extra`."""
+    return {**os.environ, **extra}
+
+
+def parent_variable(name: str) -> str | None:
+    """Read one variable of the environment; every other module asks here."""
+    return os.environ.get(name)
+
+
+def describe(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield (key, type, default, help) of every setting below `schema`, for ``--help``."""
+    for name, field in schema.model_fields.items():
+        key = f"{prefix}{name}"
+        nested = section_of(field)
+        if nested is not None:
+            yield from describe(nested, f"{key}.")
+        else:
+            default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
+            yield key, _type_name(field.annotation), default, field.description or ""
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the settings class that a field holds, if it is a section (or an optional one)."""
+    candidates = [field.annotation, *typing.get_args(field.annotation)]
+    is_union = typing.get_origin(field.annotation) in (None, typing.Union, types.UnionType)
+    for candidate in candidates if is_union else []:
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def nearest(word: str, words: Sequence[str]) -> str | None:
+    """Return the word of `words` most like `word`, if any is like it at all."""
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.5)), None)
+
+
+def _unknown_key(schema: type[BaseModel], tree: Tree, path: tuple[str, ...]) -> str | None:
+    for key, value in tree.items():
+        field = schema.model_fields.get(key)
+        if field is None:
+            where = ".".join((*path, key))
+            like = nearest(key, list(schema.model_fields)) or nearest_anywhere(key, schema)
+            hint = f"did you mean {'.'.join((*path, like))}?" if like else f"known: {', '.join(schema.model_fields)}"
+            return f"unknown setting {where} = {value!r}; {hint}"
+        nested = section_of(field)
+        if nested is not None and isinstance(value, dict):
+            problem = _unknown_key(nested, value, (*path, key))
+            if problem is not None:
+                return problem
+    return None
+
+
+def nearest_anywhere(key: str, schema: type[BaseModel]) -> str | None:
+    """Return the full key of a setting below `schema` whose last part is like `key`: the wrong section was named."""
+    for known, *_ in describe(schema):
+        if nearest(key, [known.rpartition(".")[2]]):
+            return known
+    return None
+
+
+def _is_boolean(schema: type[BaseModel], keys: Sequence[str]) -> bool:
+    field = None
+    current: type[BaseModel] | None = schema
+    for key in keys:
+        field = current.model_fields.get(key) if current is not None else None
+        current = section_of(field) if field is not None else None
+    return field is not None and field.annotation is bool
+
+
+def _read_toml(file: Path) -> Tree:
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        siblings = [path.name for path in file.parent.glob("*.toml")] if file.parent.is_dir() else []
+        like = nearest(file.name, siblings)
+        hint = f"did you mean {file.parent / like}?" if like else "give the path of a TOML file"
+        raise ConfigError(f"the configuration file {file} does not exist; {hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {file} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from None
+
+
+def _parse_value(text: str) -> Any:
+    """Read `text` as a TOML value where it is one (numbers, booleans, lists, tables), else as a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(tree: Tree, keys: Sequence[str], value: Any, origin: str) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{origin} sets a key below {key}, which is a value")
+    tree[keys[-1]] = value
+
+
+def _type_name(annotation: Any) -> str:
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("pathlib._local.", "").replace("pathlib.", "")

@@ -1,0 +1,111 @@
+"""Frames <-> messages. A frame that is not one of ours becomes a `WireError`, whatever it holds.
+
+    [envelope][message][buffer ...]      (after the identity frame that ROUTER adds)
+
+The sizes are checked before anything is decoded; the buffers that a message describes must be there, each of the
+stated size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+import msgspec
+
+from starling.common.errors import WireError
+from starling.common.wire import messages
+from starling.common.wire.messages import Down, Envelope, TensorMeta, Up
+
+MAX_ENVELOPE_BYTES: Final = 4 << 10
+MAX_MESSAGE_BYTES: Final = 16 << 20
+MAX_BUFFER_BYTES: Final = 1 << 30
+MAX_BUFFERS: Final = 1 << 16
+
+type_names: Final = {
+    "up": tuple(sorted(t.__struct_config__.tag for t in messages.Up.__args__)),
+    "down": tuple(sorted(t.__struct_config__.tag for t in messages.Down.__args__)),
+}
+"""The tags of each direction, for documentation and tests."""
+
+M = TypeVar("M")
+
+Buffers = Sequence[bytes | memoryview]
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_envelope: Final = msgspec.msgpack.Decoder(Envelope)
+_up: Final[msgspec.msgpack.Decoder[Up]] = msgspec.msgpack.Decoder(messages.Up)
+_down: Final[msgspec.msgpack.Decoder[Down]] = msgspec.msgpack.Decoder(messages.Down)
+
+
+def pack(envelope: Envelope, message: Up | Down, buffers: Buffers = ()) -> list[bytes | memoryview]:
+    """Encode one message as frames. Raises WireError when it would be refused at the other end."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_MESSAGE_BYTES}; "
+            "make the prompts or the step smaller"
+        )
+    return [_encoder.encode(envelope), body, *buffers]
+
+
+def unpack_envelope(frames: Sequence[bytes | memoryview]) -> Envelope:
+    """Decode the first frame only, so that a receiver can refuse a peer before reading what it says."""
+    if len(frames) < 2:
+        raise WireError(f"a message has at least 2 frames, this one has {len(frames)}")
+    if len(frames) > MAX_BUFFERS + 2:
+        raise WireError(f"a message of {len(frames)} frames is over the limit of {MAX_BUFFERS + 2}")
+    if len(frames[0]) > MAX_ENVELOPE_BYTES:
+        raise WireError(f"an envelope of {len(frames[0])} bytes is over the limit of {MAX_ENVELOPE_BYTES}")
+    try:
+        return _envelope.decode(frames[0])
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"an envelope does not decode: {error}") from None
+
+
+def unpack_up(frames: Sequence[bytes | memoryview]) -> Up:
+    """Decode the second frame as something that a replica says, and check the buffers after it."""
+    return _checked(_decode(_up, frames[1]), frames[2:])
+
+
+def unpack_down(frames: Sequence[bytes | memoryview]) -> Down:
+    """Decode the second frame as something that the controller says, and check the buffers after it."""
+    return _checked(_decode(_down, frames[1]), frames[2:])
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes | memoryview) -> M:
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"a message does not decode: {error}") from None
+
+
+def _checked(message: M, buffers: Buffers) -> M:
+    expected = expected_sizes(message)
+    if isinstance(expected, int):
+        if len(buffers) != expected:
+            raise WireError(f"{type(message).__name__} has {len(buffers)} buffers instead of {expected}")
+        return message
+    found = [len(b) for b in buffers]
+    if found != [meta.nbytes for meta in expected]:
+        raise WireError(f"{type(message).__name__} describes buffers of other sizes than the {len(found)} that came")
+    return message
+
+
+def expected_sizes(message: object) -> int | list[TensorMeta]:
+    """Return what must follow `message`: described tensors, or just a number of buffers."""
+    match message:
+        case messages.GroupGenerated(tensors=tensors):
+            return list(tensors)
+        case messages.TrainStep(groups=groups):
+            return [meta for group in groups for meta in group.tensors]
+        case messages.Hello(has_layout=has_layout):
+            return 1 if has_layout else 0
+        case messages.WeightsPublished():
+            return 1
+        case messages.AdoptWeights():
+            return 2
+        case _:
+            return 0

@@ -1,0 +1,195 @@
+"""Rows become prompts, and prompts an endless, repeatable stream.
+
+The stream is a function of one integer: the prompt at position `i` of a run is the same in every process and after
+every restart, so a run resumes by its position alone. Pass `p` over `n` training rows takes the positions
+`p * n .. p * n + n - 1` and visits every row once, in an order that `(seed, p)` decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from random import Random
+from string import Formatter
+from typing import Any, Final
+
+import msgspec
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import ChatMessage, Prompt
+from starling.controller.data.settings import DataSettings
+from starling.controller.data.sources import Row, load_rows, nearest
+
+_HELD_OUT_SEED: Final = "starling/held-out"
+
+
+class PromptSource:
+    """The prompts of one dataset: an endless stream to train, and a fixed list to evaluate."""
+
+    def __init__(
+        self,
+        train: Mapping[int, Prompt],
+        held_out: Mapping[int, Prompt],
+        *,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        """Take the prompts by row number; `train` must not be empty."""
+        assert train, "a stream needs at least one prompt"
+        self._train = dict(train)
+        self._rows = tuple(self._train)
+        self._held_out = [_named(prompt, f"eval/{row}") for row, prompt in held_out.items()]
+        self._shuffle = shuffle
+        self._seed = seed
+        # Two passes: near the end of one, the groups of the next are admitted while some of this are repeated.
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def __len__(self) -> int:
+        """Count the training prompts of one pass."""
+        return len(self._rows)
+
+    def prompt(self, index_in_run: int) -> Prompt:
+        """Return the prompt at position `index_in_run` >= 0 of the run; its id is ``train/<pass>/<row>``."""
+        if index_in_run < 0:
+            raise ValueError(f"index_in_run = {index_in_run} must be 0 or more")
+        pass_, offset = divmod(index_in_run, len(self._rows))
+        row = self._order(pass_)[offset]
+        return _named(self._train[row], f"train/{pass_}/{row}")
+
+    def held_out_prompts(self) -> list[Prompt]:
+        """Return the prompts that are never trained, in the order of their rows; ids are ``eval/<row>``."""
+        return list(self._held_out)
+
+    def _make_order(self, pass_: int) -> Sequence[int]:
+        if not self._shuffle:
+            return self._rows
+        order = list(self._rows)
+        Random(f"{self._seed}/{pass_}").shuffle(order)
+        return order
+
+
+def load_prompts(settings: DataSettings) -> PromptSource:
+    """Read a dataset and make its stream of prompts.
+
+    A training row that asks the same as a held-out row is left out of training.
+    Errors: `ConfigError` for a source or a row that cannot be used, and when nothing is left to train.
+    """
+    rows = load_rows(settings)
+    if settings.held_out >= len(rows):
+        raise ConfigError(
+            f"held_out = {settings.held_out} leaves nothing to train of the {len(rows)} rows of "
+            f"{settings.source!r}: make it smaller"
+        )
+    prompts = [make_prompt(row, number, settings) for number, row in enumerate(rows)]
+    order = list(range(len(prompts)))
+    Random(_HELD_OUT_SEED).shuffle(order)
+    held_out = {row: prompts[row] for row in sorted(order[len(order) - settings.held_out :])}
+    asked = {_question(prompt) for prompt in held_out.values()}
+    train = {
+        row: prompt for row, prompt in enumerate(prompts) if row not in held_out and _question(prompt) not in asked
+    }
+    if not train:
+        raise ConfigError(
+            f"every training row of {settings.source!r} asks the same as one of the {settings.held_out} held-out "
+            "rows: make held_out smaller, or give other rows"
+        )
+    return PromptSource(train, held_out, shuffle=settings.shuffle, seed=settings.seed)
+
+
+def make_prompt(row: Row | Prompt, number: int, settings: DataSettings) -> Prompt:
+    """Make the prompt of row `number` (counted from 0): plain text by `settings.format`, else a conversation.
+
+    Errors: `ConfigError` when a column is missing or holds something that is no prompt, reference or metadata.
+    """
+    if isinstance(row, Prompt):
+        if not row.messages and not row.text:
+            raise ConfigError(f"row {number} of {settings.source!r} is a Prompt without messages and text: set one")
+        return row
+    where = f"row {number} of {settings.source!r}"
+    return Prompt(
+        id=f"row/{number}",
+        text=_fill_format(row, where, settings.format) if settings.format else "",
+        messages=() if settings.format else _conversation(row, where, settings),
+        reference=_reference(row, where, settings.reference_column),
+        metadata={**row.metadata, **_chosen_metadata(row, where, settings.metadata_columns)},
+    )
+
+
+def _column(row: Row, name: str, where: str, setting: str) -> Any:
+    if name not in row.columns:
+        raise ConfigError(
+            f"{where} has no column {name!r}, which {setting} names; {nearest(name, map(str, row.columns))}"
+        )
+    return row.columns[name]
+
+
+def _fill_format(row: Row, where: str, format_: str) -> str:
+    for _, name, _, _ in Formatter().parse(format_):
+        if name is not None:
+            _column(row, name.replace("[", ".").partition(".")[0], where, "format")
+    try:
+        text = format_.format_map(row.columns)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where} does not fit format = {format_!r} ({type(error).__name__}: {error}): correct the format"
+        ) from None
+    if not text:
+        raise ConfigError(f"{where} gives an empty prompt by format = {format_!r}: correct the row or the format")
+    return text
+
+
+def _conversation(row: Row, where: str, settings: DataSettings) -> tuple[ChatMessage, ...]:
+    name = settings.prompt_column
+    value = _column(row, name, where, "prompt_column")
+    if isinstance(value, str) and value:
+        messages: tuple[ChatMessage, ...] = (ChatMessage(role="user", content=value),)
+    elif isinstance(value, list | tuple) and value:
+        messages = tuple(_message(item, f"column {name!r} of {where}") for item in value)
+    else:
+        raise ConfigError(
+            f"column {name!r} of {where} holds {value!r:.60}: give a text or a list of {{role, content}} messages"
+        )
+    if settings.system and messages[0].role != "system":
+        messages = (ChatMessage(role="system", content=settings.system), *messages)
+    return messages
+
+
+def _message(item: object, where: str) -> ChatMessage:
+    if isinstance(item, Mapping):
+        role, content = item.get("role"), item.get("content")
+        if isinstance(role, str) and isinstance(content, str):
+            return ChatMessage(role=role, content=content)
+    raise ConfigError(f"{where} holds the message {item!r:.60}: a message has a role and a content, both texts")
+
+
+def _reference(row: Row, where: str, name: str) -> str:
+    if not name:
+        return ""
+    value = _column(row, name, where, 'reference_column (empty: "" for none)')
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    raise ConfigError(
+        f"column {name!r} of {where} holds {value!r:.60}: a reference is a text or a number; hand anything else to "
+        "the scorers by metadata_columns"
+    )
+
+
+def _chosen_metadata(row: Row, where: str, names: Iterable[str]) -> dict[str, Any]:
+    chosen = {name: _column(row, name, where, "metadata_columns") for name in names}
+    try:
+        json.dumps(chosen)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the metadata_columns of {where} are no JSON values ({error}): choose other columns"
+        ) from None
+    return chosen
+
+
+def _named(prompt: Prompt, id_: str) -> Prompt:
+    return msgspec.structs.replace(prompt, id=id_)
+
+
+def _question(prompt: Prompt) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Return what two prompts have in common that ask the same."""
+    return prompt.text, tuple((message.role, message.content) for message in prompt.messages)

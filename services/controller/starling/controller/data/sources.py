@@ -1,0 +1,268 @@
+"""Where rows come from: a file, a Hugging Face dataset, a reasoning-gym task, or a function of the user's.
+
+`load_rows` reads the whole dataset at the start of a run, so that a bad row is an error then and not an hour later.
+The libraries that a source needs are imported only when it is used: some take seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import Prompt
+from starling.controller.data.settings import DataSettings
+
+FORMS = "a path to a .jsonl or .parquet file, hf:NAME, reasoning_gym:TASK, or MODULE:FACTORY"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a dataset."""
+
+    columns: Mapping[str, Any]
+    """Its values by column name."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the scorers of this source need, whatever columns the user chooses (JSON values)."""
+
+
+def load_rows(settings: DataSettings) -> list[Row | Prompt]:
+    """Read the rows of `settings.source`, at most `settings.limit` of them (0: all).
+
+    Errors: `ConfigError` when the source does not exist, cannot be read, or has no rows.
+    """
+    limit = settings.limit or None
+    scheme, colon, name = settings.source.rpartition(":")
+    rows: list[Row | Prompt]
+    if settings.source.startswith("hf:"):
+        rows = [*_read_hugging_face(settings.source.removeprefix("hf:"), settings, limit)]
+    elif settings.source.startswith("reasoning_gym:"):
+        rows = [*_read_reasoning_gym(settings.source.removeprefix("reasoning_gym:"), settings, limit)]
+    elif colon and name.isidentifier() and "/" not in name:
+        rows = _read_factory(scheme, name, limit)
+    else:
+        rows = [*_read_file(Path(settings.source).expanduser(), limit)]
+    if not rows:
+        raise ConfigError(f"the dataset {settings.source!r} is empty: give one with at least one row")
+    return rows
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a clause that names the members of `known` most like `name`, or lists some of them."""
+    names = sorted(known)
+    if not names:
+        return "there are none"
+    if matches := get_close_matches(name, names, n=3, cutoff=0.5):
+        return f"nearest: {', '.join(matches)}"
+    return f"there are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def _read_file(path: Path, limit: int | None) -> list[Row]:
+    readers: dict[str, Callable[[Path, int | None], list[Row]]] = {
+        ".jsonl": _read_jsonl,
+        ".parquet": _read_parquet,
+    }
+    reader = readers.get(path.suffix)
+    if not path.is_file():
+        if reader is None and path.parent == Path():
+            raise ConfigError(f"source = {str(path)!r} is no file and no known form of source: give {FORMS}")
+        _raise_missing(path)
+    if reader is None:
+        raise ConfigError(
+            f"the dataset {path} ends in {path.suffix!r}: give a file that ends in .jsonl (one JSON object a line) "
+            "or .parquet"
+        )
+    return reader(path, limit)
+
+
+def _raise_missing(path: Path) -> NoReturn:
+    if path.is_dir():
+        raise ConfigError(f"the dataset {path} is a folder: name a file in it, or write hf:{path}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the dataset {path} does not exist, nor does its folder: correct the path")
+    siblings = [sibling.name for sibling in path.parent.iterdir()]
+    raise ConfigError(f"the dataset {path} does not exist; in its folder, {nearest(path.name, siblings)}")
+
+
+def _read_jsonl(path: Path, limit: int | None) -> list[Row]:
+    rows: list[Row] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if len(rows) == limit:
+                break
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(
+                    f"line {number} of {path} is not JSON ({error}): write one JSON object a line"
+                ) from None
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"line {number} of {path} holds {json.dumps(value)[:60]}: write a JSON object, column to value"
+                )
+            rows.append(Row(value))
+    return rows
+
+
+def _read_parquet(path: Path, limit: int | None) -> list[Row]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            table = file.read()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as Parquet ({error}): give another file") from None
+    return [Row(row) for row in table.slice(0, limit).to_pylist()]
+
+
+# --- Hugging Face --------------------------------------------------------------------------------------------------
+
+
+def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> list[Row]:
+    import datasets
+
+    path = Path(name).expanduser()
+    if not path.exists() and (name.startswith(("/", ".", "~")) or not name):
+        _raise_missing(path)
+    datasets.disable_progress_bars()
+    saved = path.is_dir() and any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
+    try:
+        if saved:
+            loaded = datasets.load_from_disk(str(path))
+            if isinstance(loaded, datasets.DatasetDict):
+                if settings.split not in loaded:
+                    raise ValueError(f"it has no split {settings.split!r}; {nearest(settings.split, loaded)}")
+                loaded = loaded[settings.split]
+        else:
+            source = str(path) if path.exists() else name
+            loaded = datasets.load_dataset(source, settings.config or None, split=settings.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(
+            f"the Hugging Face dataset {name!r} cannot be loaded ({_first_line(error)}): check its name, "
+            f"split = {settings.split!r}, config = {settings.config!r} and the network, or give a local folder"
+        ) from None
+    if limit is not None:
+        loaded = loaded.select(range(min(limit, len(loaded))))
+    return [Row(row) for row in loaded]
+
+
+# --- reasoning-gym -------------------------------------------------------------------------------------------------
+
+
+def _read_reasoning_gym(task: str, settings: DataSettings, limit: int | None) -> list[Row]:
+    """Generate the rows of a task: `question`, `answer`, `metadata`; a question that repeats is taken once.
+
+    Each row carries, as `metadata["reasoning_gym"]`, the task and the entry that the task's `score_answer` takes.
+    The question is not repeated there: no task's scorer reads it, and it can be long.
+    """
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if task not in DATASETS:
+        raise ConfigError(f"reasoning-gym has no task {task!r}; {nearest(task, DATASETS)}")
+    known = DATASETS[task][1].__dataclass_fields__.keys() - {"size"}
+    for option in settings.options:
+        if option not in known:
+            remedy = "set size beside options" if option == "size" else nearest(option, known)
+            raise ConfigError(f"the reasoning-gym task {task!r} has no option {option!r}; {remedy}")
+    try:
+        dataset = create_dataset(task, **{"seed": 0, **settings.options, "size": settings.size})
+        entries = [dataset[index] for index in range(settings.size)]
+    except Exception as error:  # noqa: BLE001 - the tasks check their options by whatever they happen to raise
+        raise ConfigError(
+            f"the reasoning-gym task {task!r} cannot be made with options = {settings.options} "
+            f"({_first_line(error)}): correct the options"
+        ) from None
+    firsts: dict[str, Mapping[str, Any]] = {}
+    for entry in entries:
+        firsts.setdefault(str(entry["question"]), entry)
+    return [_reasoning_gym_row(task, settings.options, entry) for entry in islice(firsts.values(), limit)]
+
+
+def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> Row:
+    plain = json.loads(json.dumps(entry, default=str))
+    scorer: dict[str, Any] = {
+        "task": task,
+        "entry": {"answer": plain["answer"], "metadata": plain["metadata"]},
+    }
+    if options:
+        scorer["options"] = dict(options)
+    return Row(plain, {"reasoning_gym": scorer})
+
+
+# --- the user's own ------------------------------------------------------------------------------------------------
+
+
+def _read_factory(module: str, name: str, limit: int | None) -> list[Row | Prompt]:
+    source = f"{module}:{name}"
+    loaded = _import_module(module, source)
+    factory = getattr(loaded, name, None)
+    if not callable(factory):
+        functions = [other for other, value in vars(loaded).items() if callable(value)]
+        raise ConfigError(f"{module} has no function {name!r} for the dataset; {nearest(name, functions)}")
+    try:
+        made = factory()
+        values = None if made is None or isinstance(made, str | bytes | Mapping) else list(islice(made, limit))
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(
+            f"the dataset {source} raised {type(error).__name__}: {_first_line(error)}; correct the function"
+        ) from error
+    if values is None:
+        raise ConfigError(f"the dataset {source} returned {made!r}: return a sequence of rows")
+    return [_own_row(value, number, source) for number, value in enumerate(values)]
+
+
+def _own_row(value: object, number: int, source: str) -> Row | Prompt:
+    if isinstance(value, Prompt):
+        return value
+    if isinstance(value, Mapping):
+        return Row(value)
+    raise ConfigError(f"row {number} of {source} is {value!r:.60}: return dicts (column to value) or Prompts")
+
+
+def _import_module(module: str, source: str) -> ModuleType:
+    """Import `module`, a dotted name or the path of a .py file."""
+    if not module.endswith(".py") and not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"source = {source!r} is no known form of source: give {FORMS}")
+    try:
+        if not module.endswith(".py"):
+            return importlib.import_module(module)
+        path = Path(module).expanduser().resolve()
+        if not path.is_file():
+            _raise_missing(path)
+        return _run_file(path)
+    except ConfigError:
+        raise
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ConfigError(
+            f"the dataset {source} cannot be imported ({type(error).__name__}: {_first_line(error)}): "
+            f"correct the module, or give {FORMS}"
+        ) from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    # The name keeps a file json.py from taking the place of the module json.
+    spec = importlib.util.spec_from_file_location(f"starling_dataset_{path.stem}", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

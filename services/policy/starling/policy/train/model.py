@@ -1,0 +1,121 @@
+"""Load a causal language model, and name its tensors."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from torch import Tensor
+
+from starling.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    # Importing transformers takes seconds, so this module does it when it loads a model.
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = torch.nn.Module
+
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def load_model(
+    folder: Path,
+    *,
+    init: Literal["pretrained", "random"] = "pretrained",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load the causal language model of a Hugging Face folder, ready to train on the CPU.
+
+    The model is in evaluation mode for good: dropout would make the trainer's log-probabilities differ from those of
+    the rollout, and importance ratios differ from 1 for no reason.
+
+    Args:
+        folder: holds ``config.json`` and, unless `init` is ``"random"``, weights.
+        init: take the weights of the folder, or draw them from the configuration; weights that are there stay unused.
+        seed: decides random weights, whatever was drawn before; the global generator is left as it was.
+        dtype: element type of all weights.
+        trust_remote_code: run Python code that lies in the folder.
+
+    Raises:
+        ConfigError: the folder is missing or unusable; the text names it and the remedy.
+    """
+    _check_folder(folder, init)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if init == "random":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+            _check_complete(folder, info["missing_keys"], info["mismatched_keys"])
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the folder is the user's and its loaders raise anything.
+        raise ConfigError(f"the model in {folder} cannot be loaded: {_sentence(error)}") from error
+    return cast(PreTrainedModel, model.eval())
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of `model` that never changes: the reference of a KL term."""
+    reference = copy.deepcopy(model)
+    reference.requires_grad_(False)
+    return reference
+
+
+def tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return what makes up a weight version: parameters and persistent buffers, by Hugging Face name.
+
+    Tied weights occur once, under the name that `named_parameters` gives them. The tensors are the model's own, detached:
+    they change with every step.
+    """
+    saved = model.state_dict(keep_vars=True).keys()
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    named.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return named
+
+
+def _check_folder(folder: Path, init: str) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"the model folder {folder} does not exist: give the path of a Hugging Face model folder")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"the model folder {folder} has no config.json: it is not a Hugging Face model folder")
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}): write it anew") from error
+    if init != "random" and not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES):
+        raise ConfigError(
+            f"the model folder {folder} has a config.json but no weights: "
+            'add model.safetensors, or set init = "random" to start from random weights'
+        )
+
+
+def _check_complete(folder: Path, missing: set[str], mismatched: set[str]) -> None:
+    """Refuse weights that do not fill the model: the loader would leave the rest at random."""
+    absent = sorted(str(name) for name in missing) or sorted(str(name) for name in mismatched)
+    if absent:
+        raise ConfigError(
+            f"the weights in {folder} do not fit its config.json: {len(absent)} tensors are missing or of another "
+            f"shape, the first is {absent[0]}"
+        )
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no further reason given'}"

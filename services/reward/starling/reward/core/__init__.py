@@ -1,0 +1,1 @@
+"""Decides: which groups are being scored, and what their rewards are."""

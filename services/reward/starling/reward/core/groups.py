@@ -1,0 +1,219 @@
+"""From scores to rewards: the groups that this service holds, as a pure machine.
+
+    ScoreGroup --add--> queued --slot free--> working --last score recorded--> answered --release--> gone
+
+`add`, `record` and `release` return the commands that now follow. The reward of a trajectory is the sum of its
+scores, each times its scorer's weight. A trajectory that arrives with an unusable status is not scored and keeps that
+status. A trajectory one of whose *needed* scores (weight other than 0) failed has no reward: it gets the status of the
+failure, never a reward of 0. A scorer of weight 0 is only observed: its failure is told but costs no reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from starling.common.leases import LeaseBook
+from starling.common.wire.messages import USABLE, GroupScored, HeldLease, Prompt, ScoreGroup, Status
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedScorer:
+    """One column of every group: the scorer's name in metrics, and its share of the reward."""
+
+    label: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTask:
+    """The completions of one group that are to be scored, by every scorer."""
+
+    id: str
+    """The lease."""
+    completions: tuple[tuple[int, str], ...]
+    """Position in the group, and text, of each completion to score."""
+    reference: str
+    prompt_text: str
+    metadata: dict[str, Any]
+
+
+class Score(NamedTuple):
+    """What one scorer said of one completion."""
+
+    task: str
+    completion: int
+    """Position of the completion in its group."""
+    scorer: int
+    """Position of the scorer in the settings."""
+    value: float | None
+    """The unweighted score, finite; None when there is none."""
+    status: Status = Status.OK
+    """`reward_error` or `reward_timeout` where `value` is None."""
+    problem: str = ""
+    """One sentence on the failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Have this task scored."""
+
+    task: ScoreTask
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Give up the task of this lease: nobody waits for it."""
+
+    lease: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tell the controller."""
+
+    message: GroupScored
+
+
+Command = Submit | Cancel | Answer
+
+
+@dataclass(slots=True)
+class _Group:
+    message: ScoreGroup
+    task: ScoreTask
+    scores: list[list[Score | None]]
+    """[scorer][completion]; None while the score is outstanding or not wanted."""
+    num_missing: int
+
+
+@dataclass
+class GroupScores:
+    """The groups of one reward replica. At most `num_slots` of them are worked on at a time; others queue."""
+
+    scorers: tuple[WeightedScorer, ...]
+    num_slots: int
+    leases: LeaseBook
+    """Phases and unreleased answers; ask it for the answers to send again (`due`)."""
+    _groups: dict[str, _Group] = field(default_factory=dict)
+    _queue: deque[str] = field(default_factory=deque)
+    _num_working: int = 0
+
+    def add(self, message: ScoreGroup, now: float) -> list[Command]:
+        """Take a group. A lease that is held already is not scored again; if it is answered, its answer is due."""
+        if not self.leases.grant(message.lease):
+            self.leases.resend(message.lease)
+            return []
+        task = _task_of(message)
+        num_completions = len(message.completions)
+        scores: list[list[Score | None]] = [[None] * num_completions for _ in self.scorers]
+        group = _Group(message, task, scores, num_missing=len(task.completions) * len(self.scorers))
+        if not group.num_missing:
+            return [self._answer(group, now)]
+        self._groups[message.lease] = group
+        self._queue.append(message.lease)
+        return self._fill_slots()
+
+    def record(self, score: Score, now: float) -> list[Command]:
+        """Take one score. One for a group that is not held any more, or that is known already, changes nothing."""
+        group = self._groups.get(score.task)
+        if group is None or group.scores[score.scorer][score.completion] is not None:
+            return []
+        group.scores[score.scorer][score.completion] = score
+        group.num_missing -= 1
+        if group.num_missing:
+            return []
+        del self._groups[score.task]
+        self._num_working -= 1
+        return [self._answer(group, now), *self._fill_slots()]
+
+    def release(self, leases: tuple[str, ...]) -> list[Command]:
+        """Forget leases, whatever their phase."""
+        commands: list[Command] = []
+        for lease in self.leases.release(leases):
+            del self._groups[lease]
+            if lease in self._queue:
+                self._queue.remove(lease)
+            else:
+                self._num_working -= 1
+                commands.append(Cancel(lease))
+        return commands + self._fill_slots()
+
+    def held(self) -> tuple[HeldLease, ...]:
+        """Return every lease with its phase, for the heartbeat."""
+        return self.leases.held()
+
+    def _fill_slots(self) -> list[Command]:
+        commands: list[Command] = []
+        while self._queue and self._num_working < self.num_slots:
+            lease = self._queue.popleft()
+            self.leases.work(lease)
+            self._num_working += 1
+            commands.append(Submit(self._groups[lease].task))
+        return commands
+
+    def _answer(self, group: _Group, now: float) -> Answer:
+        message = _scored(group, self.scorers)
+        self.leases.answer(message.lease, message, (), now)
+        return Answer(message)
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """Return the prompt as a scorer reads it: its text, or its messages' contents parted by blank lines."""
+    if not prompt.messages:
+        return prompt.text
+    return "\n\n".join(message.content for message in prompt.messages)
+
+
+def _task_of(message: ScoreGroup) -> ScoreTask:
+    usable = [(i, item.text) for i, item in enumerate(message.completions) if item.status in USABLE]
+    prompt = message.prompt
+    return ScoreTask(message.lease, tuple(usable), prompt.reference, prompt_text(prompt), prompt.metadata)
+
+
+def _scored(group: _Group, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
+    rewards: list[float | None] = []
+    statuses: list[Status] = []
+    problems: list[str] = []
+    for index, completion in enumerate(group.message.completions):
+        column = [row[index] for row in group.scores]
+        problems += [f"Completion {index}: {score.problem}" for score in column if score and score.problem]
+        reward, status = None, completion.status
+        if status in USABLE:
+            reward, failure = _reward(column, scorers)
+            status = failure or status
+            if failure and not any(score and score.problem for score in column):
+                problems.append(f"Completion {index}: the weighted sum of its scores is too large for a float.")
+        rewards.append(reward)
+        statuses.append(status)
+    return GroupScored(
+        lease=group.message.lease,
+        rewards=tuple(rewards),
+        statuses=tuple(statuses),
+        components={
+            scorer.label: tuple(score.value if score else None for score in row)
+            for scorer, row in zip(scorers, group.scores, strict=True)
+        },
+        problems=tuple(problems),
+    )
+
+
+def _reward(
+    column: list[Score | None], scorers: tuple[WeightedScorer, ...]
+) -> tuple[float | None, Status | None]:
+    """Return the weighted sum of one completion's scores, or None and the status of the first needed failure."""
+    terms = []
+    for score, scorer in zip(column, scorers, strict=True):
+        assert score is not None, "a group is answered only when every wanted score is in"
+        if not scorer.weight:
+            continue
+        if score.value is None:
+            return None, score.status
+        terms.append(scorer.weight * score.value)
+    try:
+        total = math.fsum(terms)
+    except (OverflowError, ValueError):  # a partial sum overflows, or terms of both infinities meet
+        return None, Status.REWARD_ERROR
+    return (total, None) if math.isfinite(total) else (None, Status.REWARD_ERROR)

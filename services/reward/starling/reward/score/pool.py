@@ -1,0 +1,331 @@
+"""The worker processes, and who scores what.
+
+Everything happens inside `poll`, `submit` and `close`; there is no thread. A service's loop waits until `fileno()` is
+readable or `next_deadline()` has come, and calls `poll()`:
+
+    pool.submit(task)
+    while working:
+        poller.poll(...)               # on pool.fileno() among others, at most until pool.next_deadline()
+        for score in pool.poll(): ...
+
+A *call* is one scorer on one completion. Calls travel to workers in chunks of about `_CHUNK_S` of expected work, so
+that cheap scorers are not slowed by messages and expensive ones spread over the workers. The worker reports after each
+call, with the time; so the service always knows which call a worker is at and since when. Three ends are no score:
+
+    the call raised, or returned no finite number    reward_error     the worker goes on
+    the worker process ended                         reward_error     it is replaced
+    the call exceeded its limit                      reward_timeout   it is killed (SIGKILL) and replaced
+
+Only the call that the worker was at fails; the others of its chunks go back to the head of the queue.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Self
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import Status
+from starling.reward.core.groups import Score, ScoreTask
+from starling.reward.score.process import WorkerProcess
+from starling.reward.score.protocol import Chunk, FromWorker, Ready, Report, ScorerSpec, Setup, StartFailed
+from starling.reward.settings import RewardSettings, ScorerSettings
+
+_CHUNK_S: Final = 0.004
+"""Expected seconds of work in a chunk; a worker gets another when it has less than this left."""
+_CHUNK_CALLS: Final = 64
+"""Most calls of a chunk. Twice that many reports fit a socket's buffer, so a worker never waits to report."""
+_UNKNOWN_S: Final = 0.05
+"""Expected seconds of a call before the first was measured: one call at a time."""
+_MOST_FAILED_STARTS: Final = 3
+_RETRY_S: Final = 0.5
+_LONGEST_RETRY_S: Final = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    task: ScoreTask
+    cancelled: bool = False
+    num_left: int = 0
+
+
+class _Call(NamedTuple):
+    job: _Job
+    completion: int
+    text: str
+    scorer: int
+
+
+class _Outstanding(NamedTuple):
+    call: _Call
+    serial: int
+    expected_s: float
+    sent_at: float
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: WorkerProcess
+    started_at: float
+    ready: bool = False
+    serial: int = 0
+    calls: deque[_Outstanding] = field(default_factory=deque)
+    """Sent and not reported, in order; the worker is at the first."""
+    begun_at: float = 0.0
+    """When it began the first of `calls`."""
+    expected_s: float = 0.0
+
+
+class ScoringPool:
+    """Worker processes that score tasks. Make it in the thread that lives longest: its end is theirs."""
+
+    def __init__(self, settings: RewardSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._setup = setup_of(settings)
+        self._limits_s = [scorer.timeout_s or settings.timeout_s for scorer in settings.scorers]
+        self._expected_s = [_UNKNOWN_S] * len(settings.scorers)
+        self._clock = clock
+        self._selector = selectors.EpollSelector()
+        self._jobs: dict[str, _Job] = {}
+        self._queue: deque[_Call] = deque()
+        self._scores: list[Score] = []
+        self._workers: list[_Worker] = []
+        self._num_failed_starts = 0
+        self._start_at = 0.0
+        self._num_replaced = 0
+        self._start_workers()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """A file descriptor that is readable when `poll` has something to do; the same one until `close`."""
+        return self._selector.fileno()
+
+    def submit(self, task: ScoreTask) -> None:
+        """Have every scorer score every completion of `task`. ValueError when its id is in work already."""
+        if task.id in self._jobs:
+            raise ValueError(f"task {task.id!r} is being scored already")
+        num_scorers = len(self._limits_s)
+        job = _Job(task, num_left=len(task.completions) * num_scorers)
+        if not job.num_left:
+            return
+        self._jobs[task.id] = job
+        for completion, text in task.completions:
+            self._queue.extend(_Call(job, completion, text, scorer) for scorer in range(num_scorers))
+        self._dispatch(self._clock())
+
+    def cancel(self, task_id: str) -> None:
+        """Forget a task: nothing more is returned of it. A call that runs already is let run, to its limit."""
+        job = self._jobs.pop(task_id, None)
+        if job is not None:
+            job.cancelled = True
+
+    def poll(self, timeout_s: float = 0.0) -> list[Score]:
+        """Return what has been scored since; wait up to `timeout_s` for the first.
+
+        ConfigError when no worker runs and none can be started: the service cannot go on.
+        """
+        give_up = self._clock() + timeout_s
+        while True:
+            deadline = self.next_deadline()
+            until = give_up if deadline is None else min(give_up, deadline)
+            self._turn(max(0.0, until - self._clock()))
+            if self._scores or self._clock() >= give_up:
+                break
+        scores, self._scores = self._scores, []
+        return scores
+
+    def next_deadline(self) -> float | None:
+        """When `poll` must be called at the latest (monotonic seconds), None for no such time."""
+        deadlines = [d for worker in self._workers if (d := self._deadline(worker)) is not None]
+        if len(self._workers) < self._settings.num_workers:
+            deadlines.append(self._start_at)
+        return min(deadlines, default=None)
+
+    def gauges(self) -> dict[str, float]:
+        """Return measurements for the heartbeat."""
+        return {
+            "queue_depth": float(sum(job.num_left for job in self._jobs.values())),
+            "workers_ready": float(sum(worker.ready for worker in self._workers)),
+            "workers_replaced": float(self._num_replaced),
+        }
+
+    def close(self, grace_s: float = 0.5) -> None:
+        """End every worker: an idle one may end by itself within `grace_s`, all together; the rest is killed."""
+        until = self._clock() + grace_s
+        for worker in self._workers:
+            worker.process.hang_up()
+        for worker in self._workers:
+            idle = worker.ready and not worker.calls
+            worker.process.end(max(0.0, until - self._clock()) if idle else 0.0)
+        self._workers.clear()
+        self._jobs.clear()
+        self._queue.clear()
+        self._selector.close()
+
+    # --- one turn of the loop ------------------------------------------------------------------------------------
+
+    def _turn(self, wait_s: float) -> None:
+        for key, _ in self._selector.select(wait_s):
+            self._hear(key.data)
+        now = self._clock()
+        for worker in [worker for worker in self._workers if (self._deadline(worker) or now) < now]:
+            self._expire(worker)
+        self._start_workers()
+        self._dispatch(now)
+
+    def _hear(self, worker: _Worker) -> None:
+        for message in worker.process.receive():
+            problem = self._take(worker, message)
+            if problem:
+                self._bury(worker, problem)
+                return
+        if worker.process.over:
+            self._bury(worker, "")
+        elif worker.process.flush():
+            self._selector.modify(worker.process, selectors.EVENT_READ, worker)
+
+    def _take(self, worker: _Worker, message: FromWorker) -> str:
+        """Take one message; return why its sender must end, or nothing."""
+        match message:
+            case Report() if worker.calls and worker.calls[0].serial == message.serial:
+                self._finish(worker, message)
+                return ""
+            case Ready() if not worker.ready:
+                worker.ready = True
+                self._num_failed_starts = 0
+                return ""
+            case StartFailed():
+                return message.problem
+        return "spoke out of turn"
+
+    def _finish(self, worker: _Worker, report: Report) -> None:
+        call, _, expected_s, sent_at = worker.calls.popleft()
+        worker.expected_s = worker.expected_s - expected_s if worker.calls else 0.0
+        begun_at = max(worker.begun_at, sent_at)
+        finished_at = min(max(report.finished_at, begun_at), self._clock())
+        worker.begun_at = finished_at
+        self._expected_s[call.scorer] += 0.3 * (finished_at - begun_at - self._expected_s[call.scorer])
+        if report.value is None:
+            self._settle(call, None, Status.REWARD_ERROR, report.problem)
+        else:
+            self._settle(call, report.value)
+
+    def _settle(
+        self, call: _Call, value: float | None, status: Status = Status.OK, problem: str = ""
+    ) -> None:
+        job = call.job
+        if job.cancelled:
+            return
+        job.num_left -= 1
+        if not job.num_left:
+            del self._jobs[job.task.id]
+        if problem:
+            problem = f"scorer {self._settings.scorers[call.scorer].title!r} {problem}."
+        self._scores.append(Score(job.task.id, call.completion, call.scorer, value, status, problem))
+
+    # --- lives ---------------------------------------------------------------------------------------------------
+
+    def _deadline(self, worker: _Worker) -> float | None:
+        if not worker.ready:
+            return worker.started_at + self._settings.start_timeout_s
+        if not worker.calls:
+            return None
+        first = worker.calls[0]
+        return max(worker.begun_at, first.sent_at) + self._limits_s[first.call.scorer]
+
+    def _expire(self, worker: _Worker) -> None:
+        if not worker.ready:
+            self._bury(worker, f"took longer than {self._settings.start_timeout_s:g} s to import the scorers")
+            return
+        call = worker.calls.popleft().call
+        problem = f"took longer than {self._limits_s[call.scorer]:g} s"
+        self._settle(call, None, Status.REWARD_TIMEOUT, problem)
+        self._bury(worker, problem)
+
+    def _bury(self, worker: _Worker, problem: str) -> None:
+        """End a worker and give its calls back. Without a `problem` it ended itself, and its first call did that."""
+        self._selector.unregister(worker.process)
+        self._workers.remove(worker)
+        how = worker.process.end() if problem else worker.process.last_words()
+        if not worker.ready:
+            self._start_failed(problem or f"ended while it imported the scorers ({how})")
+            return
+        self._num_replaced += 1
+        if worker.process.over and worker.calls:
+            call = worker.calls.popleft().call
+            self._settle(call, None, Status.REWARD_ERROR, f"ended its worker process ({how})")
+        self._queue.extendleft(outstanding.call for outstanding in reversed(worker.calls))
+
+    def _start_failed(self, problem: str) -> None:
+        self._num_failed_starts += 1
+        backoff_s = min(_RETRY_S * 2**self._num_failed_starts, _LONGEST_RETRY_S)
+        self._start_at = self._clock() + backoff_s
+        if self._num_failed_starts >= _MOST_FAILED_STARTS and not any(w.ready for w in self._workers):
+            raise ConfigError(f"No scoring worker can be started: {problem}")
+
+    def _start_workers(self) -> None:
+        now = self._clock()
+        while len(self._workers) < self._settings.num_workers and now >= self._start_at:
+            worker = _Worker(WorkerProcess(self._setup), started_at=now)
+            self._workers.append(worker)
+            self._selector.register(worker.process, selectors.EVENT_READ, worker)
+
+    # --- who scores what -----------------------------------------------------------------------------------------
+
+    def _dispatch(self, now: float) -> None:
+        free = [worker for worker in self._workers if worker.ready and worker.expected_s < _CHUNK_S]
+        for worker in sorted(free, key=lambda worker: worker.expected_s):
+            if not self._queue:
+                return
+            chunk = self._next_chunk()
+            if chunk:
+                self._send(worker, chunk, now)
+
+    def _next_chunk(self) -> list[_Call]:
+        """Take the next calls of one task from the queue, as many as a chunk holds."""
+        chunk: list[_Call] = []
+        expected_s = 0.0
+        while self._queue and len(chunk) < _CHUNK_CALLS:
+            call = self._queue[0]
+            if call.job.cancelled:
+                self._queue.popleft()
+                continue
+            expected_s += self._expected_s[call.scorer]
+            if chunk and (call.job is not chunk[0].job or expected_s > _CHUNK_S):
+                break
+            chunk.append(self._queue.popleft())
+        return chunk
+
+    def _send(self, worker: _Worker, chunk: Sequence[_Call], now: float) -> None:
+        texts: dict[str, int] = {}
+        calls = []
+        for call in chunk:
+            text = texts.setdefault(call.text, len(texts))
+            calls.append((worker.serial, text, call.scorer))
+            expected_s = self._expected_s[call.scorer]
+            worker.calls.append(_Outstanding(call, worker.serial, expected_s, now))
+            worker.expected_s += expected_s
+            worker.serial += 1
+        task = chunk[0].job.task
+        worker.process.send(Chunk(task.reference, task.prompt_text, task.metadata, tuple(texts), tuple(calls)))
+        if not worker.process.flush():
+            self._selector.modify(worker.process, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+
+
+def setup_of(settings: RewardSettings) -> Setup:
+    """Return what a worker must be told of the settings."""
+    return Setup(tuple(ScorerSpec(scorer.name, scorer.options) for scorer in settings.scorers))
+
+
+def titles(scorers: Sequence[ScorerSettings]) -> tuple[str, ...]:
+    """Return the scorers' names in metrics."""
+    return tuple(scorer.title for scorer in scorers)

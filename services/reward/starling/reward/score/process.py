@@ -1,0 +1,114 @@
+"""One worker process as the service sees it: a line to speak over, and a life to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from typing import Final
+
+import msgspec
+
+from starling.reward.score.protocol import FrameReader, FromWorker, Setup, ToWorker, decode_from_worker, frame
+
+_RECEIVE_BYTES: Final = 1 << 18
+_EXIT_S: Final = 0.2
+"""Between the end of a process's line and its end; and between SIGKILL and its end, when the kernel is idle."""
+
+
+class WorkerProcess:
+    """A worker with a session of its own: a terminal's Ctrl-C does not reach it, and its children die with it.
+
+    The kernel kills it when the *thread* that made this object ends; so make it in one that lives as long as the
+    service.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-u", "-m", "starling.reward.score.worker"]
+            self._child = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # scorers may print
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._life = os.pidfd_open(self._child.pid)
+        self._line.setblocking(False)
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+        self.over = False
+        """Whether the worker will say no more."""
+        self.send(setup)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._child.pid
+
+    def fileno(self) -> int:
+        """The file descriptor of the line: readable when the worker said something, or ended."""
+        return self._line.fileno()
+
+    def send(self, message: ToWorker) -> None:
+        """Say something, as far as the line takes it now; `flush` says the rest."""
+        self._unsent += frame(message)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Go on saying what `send` could not. Returns whether all is said."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._line.send(self._unsent)]
+        except BlockingIOError:
+            return False
+        except OSError:  # it ended: `receive` will tell
+            self._unsent.clear()
+        return True
+
+    def receive(self) -> list[FromWorker]:
+        """Return what the worker said since. Sets `over` when it will say no more, or speaks garbage."""
+        messages: list[FromWorker] = []
+        try:
+            while data := self._line.recv(_RECEIVE_BYTES):
+                for body in self._reader.feed(data):
+                    messages.append(decode_from_worker.decode(body))
+                if len(data) < _RECEIVE_BYTES:
+                    return messages
+        except BlockingIOError:
+            return messages
+        except (OSError, ValueError, msgspec.MsgspecError):
+            pass  # it ended abruptly, or a scorer wrote into the line
+        self.over = True
+        return messages
+
+    def end(self, grace_s: float = 0.0) -> str:
+        """End the worker and everything of its session: after `grace_s` of its own accord, else by SIGKILL.
+
+        Returns how it ended: ``exit status 3``, ``signal SIGSEGV``. Call it once, last.
+        """
+        self._line.close()
+        itself = self._ended(grace_s)
+        # Before the worker is reaped, so that the number of its process group cannot have passed to another.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        gone = itself or self._ended(_EXIT_S)
+        os.close(self._life)
+        if not gone:  # asleep in the kernel; SIGKILL waits for it, and `subprocess` reaps it later
+            return "no exit status yet"
+        code = self._child.wait(timeout=_EXIT_S)
+        return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def last_words(self) -> str:
+        """Wait a moment for a worker whose line has ended to end itself, then `end` it."""
+        return self.end(grace_s=_EXIT_S)
+
+    def _ended(self, timeout_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self._life, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))

@@ -1,0 +1,107 @@
+"""Scorers by name.
+
+A scorer is a function of four positional arguments: the completion's text, the prompt's reference answer, the
+prompt's text and the prompt's metadata. It returns a finite number, greater for better. When it cannot judge it
+raises: the trajectory then has no reward. This module imports nothing heavy; what a scorer needs is imported by
+`resolve`, in the worker processes that use it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
+
+from starling.common.errors import ConfigError
+
+Scorer = Callable[[str, str, str, dict[str, Any]], float]
+Key = Literal["completion", "reference", "prompt", "metadata"]
+
+GYM_PREFIX: Final = "reasoning_gym:"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A scorer as the service knows it before anything of it is imported."""
+
+    place: str
+    """``module:maker``; the maker takes the scorer's options by name and returns the scorer."""
+    keys: tuple[Key, ...]
+    """What it reads of a trajectory."""
+    media: Literal["text"] = "text"
+    """The form in which it reads completions."""
+    scope: Literal["trajectory", "group"] = "trajectory"
+    """Whether it judges each trajectory by itself, or a group together."""
+
+
+_HERE: Final = "starling.reward.score"
+BUILT_IN: Final[dict[str, Declaration]] = {
+    "exact_match": Declaration(f"{_HERE}.matching:make_exact_match", ("completion", "reference")),
+    "prefix_match": Declaration(f"{_HERE}.matching:make_prefix_match", ("completion", "reference")),
+    "format": Declaration(f"{_HERE}.matching:make_format", ("completion",)),
+    "gsm8k": Declaration(f"{_HERE}.gsm8k:make_gsm8k", ("completion", "reference")),
+    "math": Declaration(f"{_HERE}.mathematics:make_math", ("completion", "reference")),
+}
+GYM: Final = Declaration(f"{_HERE}.gym:make_gym", ("completion", "reference", "prompt", "metadata"))
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless `name` is built in or has the form of a user's scorer; imports nothing."""
+    place, colon, function = name.rpartition(":")
+    if name in BUILT_IN or (colon and place and function):
+        return
+    raise ConfigError(
+        f"There is no scorer {name!r}: {nearest(name, [*BUILT_IN, GYM_PREFIX + '<task>'])}; a function of yours "
+        "is named `module:function` or `path/to/file.py:function`."
+    )
+
+
+def resolve(name: str, options: dict[str, Any]) -> Scorer:
+    """Import what scorer `name` needs and return it, ready to call. ConfigError when that is impossible."""
+    check_name(name)
+    if name not in BUILT_IN and not name.startswith(GYM_PREFIX):
+        from starling.reward.score.imported import import_scorer
+
+        scorer = import_scorer(name)
+        check_arguments(name, scorer, ("completion", "reference", "prompt_text", {}), options)
+        return partial(scorer, **options) if options else scorer
+    declaration = GYM if name.startswith(GYM_PREFIX) else BUILT_IN[name]
+    subject = (name.removeprefix(GYM_PREFIX),) if name.startswith(GYM_PREFIX) else ()
+    module, _, maker = declaration.place.partition(":")
+    make: Callable[..., Scorer] = getattr(importlib.import_module(module), maker)
+    check_arguments(name, make, subject, options)
+    return make(*subject, **options)
+
+
+def check_arguments(
+    name: str, function: Callable[..., Any], positional: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Raise ConfigError when `function` cannot be called with these arguments; calls nothing."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    accepted = list(signature.parameters)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    for option in options:
+        if option not in accepted and not takes_any:
+            raise ConfigError(f"Scorer {name!r} has no option {option!r}; it takes {signature}.")
+    try:
+        signature.bind(*positional, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"Scorer {name!r} cannot be called as (completion, reference, prompt_text, metadata) with options "
+            f"{sorted(options)}: it takes {signature} ({error})."
+        ) from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a clause that names what `name` was probably meant to be, or else everything known."""
+    import difflib  # costs as much as a scorer's whole start, and only a mistake needs it
+
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, close))}" if close else f"known are {', '.join(names)}"

@@ -1,0 +1,109 @@
+"""Settings of the reward service.
+
+    [reward]
+    num_workers = 2
+
+    [[reward.scorers]]
+    name = "gsm8k"
+
+    [[reward.scorers]]
+    name = "format"
+    weight = 0.2
+    timeout_s = 1.0
+    options = { pattern = "<answer>.*</answer>" }
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from starling.common.errors import ConfigError
+from starling.reward.score.scorers import check_name
+
+
+class ScorerSettings(BaseModel):
+    """One scorer and its share of the reward."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: str
+    """A built-in scorer (exact_match, prefix_match, gsm8k, math, format), `reasoning_gym:<task>`, or a function of
+    yours as `module:function` or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """The reward is the sum of the scores times their weights. 0: the score is observed, not learned from."""
+    timeout_s: float | None = None
+    """Seconds that scoring one completion may take; without it, the service's `timeout_s`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the scorer itself, given to it by name."""
+    label: str = ""
+    """Its name in metrics; without it, `name`."""
+
+    @property
+    def title(self) -> str:
+        """The name in metrics: `label`, or else `name`."""
+        return self.label or self.name
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        check_name(name)
+        return name
+
+    @field_validator("weight")
+    @classmethod
+    def _finite(cls, weight: float) -> float:
+        if not math.isfinite(weight):
+            raise ConfigError(f"A scorer's weight must be a finite number, not {weight}.")
+        return weight
+
+    @field_validator("timeout_s")
+    @classmethod
+    def _limited(cls, timeout_s: float | None) -> float | None:
+        return timeout_s if timeout_s is None else _positive("timeout_s", timeout_s)
+
+
+class RewardSettings(BaseModel):
+    """How trajectories are scored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    scorers: tuple[ScorerSettings, ...] = Field(default=(), validate_default=True)
+    """The scorers whose weighted sum is the reward; at least one with a weight other than 0."""
+    num_workers: int = Field(default=2, ge=1)
+    """Worker processes; each scores one completion at a time."""
+    timeout_s: float = 10.0
+    """Seconds that one scorer may take for one completion before its worker is killed and replaced."""
+    start_timeout_s: float = 120.0
+    """Seconds that a worker may take to start and to import its scorers."""
+    num_slots: int = Field(default=8, ge=1)
+    """Groups worked on at a time; the controller sends no more."""
+
+    @field_validator("scorers")
+    @classmethod
+    def _some(cls, scorers: tuple[ScorerSettings, ...]) -> tuple[ScorerSettings, ...]:
+        if not scorers:
+            raise ConfigError(
+                "No scorer is set, so there would be no reward: add `scorers = [{ name = \"exact_match\" }]`."
+            )
+        if not any(scorer.weight for scorer in scorers):
+            raise ConfigError("Every scorer has weight 0, so every reward would be 0: give one another weight.")
+        twice = [title for title, count in Counter(scorer.title for scorer in scorers).items() if count > 1]
+        if twice:
+            raise ConfigError(f"Two scorers are called {twice[0]!r} in metrics: give one of them another `label`.")
+        return scorers
+
+    @model_validator(mode="after")
+    def _limits(self) -> Self:
+        _positive("timeout_s", self.timeout_s)
+        _positive("start_timeout_s", self.start_timeout_s)
+        return self
+
+
+def _positive(field: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{field} must be a finite number of seconds above 0, not {value}.")
+    return value
