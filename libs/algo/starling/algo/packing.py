@@ -97,12 +97,17 @@ def plan_microbatches(
     widest = max(longest, min(tokens_per_microbatch, sum(lengths)))
     candidates = dict.fromkeys(min(longest * multiple, widest) for multiple in _ROW_MULTIPLES)
     plans = [_plan(lengths, tokens_per_microbatch, candidate) for candidate in candidates]
-    return min(plans, key=lambda plan: _cost(plan, pair_cost))
+    return min(plans, key=lambda plan: cost(plan, pair_cost))
 
 
 def num_cells(microbatches: Sequence[Microbatch]) -> int:
     """Return the cells of all `microbatches` together."""
     return sum(microbatch.num_cells for microbatch in microbatches)
+
+
+def cost(microbatches: Sequence[Microbatch], pair_cost: float = PAIR_COST) -> float:
+    """Return what `plan_microbatches` minimises: cells, and query-key pairs at `pair_cost` each."""
+    return sum(batch.num_cells * (1.0 + pair_cost * batch.row_tokens) for batch in microbatches)
 
 
 def padding_waste(microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> float:
@@ -132,10 +137,6 @@ def _plan(lengths: Sequence[int], budget: int, row_tokens: int) -> list[Microbat
 
 def _microbatch(filled: Sequence[tuple[int, list[int]]]) -> Microbatch:
     return Microbatch(rows=tuple(tuple(row) for _, row in filled), row_tokens=max(used for used, _ in filled))
-
-
-def _cost(plan: Sequence[Microbatch], pair_cost: float) -> float:
-    return sum(batch.num_cells * (1.0 + pair_cost * batch.row_tokens) for batch in plan)
 
 
 def _check(lengths: Sequence[int], limit: int, name: str) -> None:

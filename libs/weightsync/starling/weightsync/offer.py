@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import Piece, decode
+from starling.weightsync.layout import ITEM_BYTES, Piece, decode
 from starling.weightsync.plan import Plan
 
 Transport = Literal["ucx", "local"]
@@ -64,6 +64,9 @@ def check_offer(offer: Offer) -> None:
     """
     if len({rank.rank for rank in offer.ranks}) != len(offer.ranks):
         raise WeightsError(f"The offer of version {offer.version} lists a rank twice.")
+    for piece in (piece for rank in offer.ranks for piece in rank.pieces):
+        if not piece.names or piece.dtype not in ITEM_BYTES or min((*piece.box.offset, *piece.box.size), default=0) < 0:
+            raise WeightsError(f"The offer of version {offer.version} has the malformed piece {piece}.")
     if any(len(rank.pieces) != len(rank.digests) for rank in offer.ranks):
         raise WeightsError(f"The offer of version {offer.version} has pieces without digests.")
     if root_of(_proofs(offer)) != offer.root:

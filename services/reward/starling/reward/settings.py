@@ -1,16 +1,16 @@
 """Settings of the reward service.
 
-    [reward]
-    num_workers = 2
+[reward]
+num_workers = 2
 
-    [[reward.scorers]]
-    name = "gsm8k"
+[[reward.scorers]]
+name = "gsm8k"
 
-    [[reward.scorers]]
-    name = "format"
-    weight = 0.2
-    timeout_s = 1.0
-    options = { pattern = "<answer>.*</answer>" }
+[[reward.scorers]]
+name = "format"
+weight = 0.2
+timeout_s = 1.0
+options = { pattern = "<answer>.*</answer>" }
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from starling.common.errors import ConfigError
+from starling.reward.core.groups import WeightedScorer
 from starling.reward.score.scorers import check_name
 
 
@@ -82,12 +83,16 @@ class RewardSettings(BaseModel):
     num_slots: int = Field(default=8, ge=1)
     """Groups worked on at a time; the controller sends no more."""
 
+    def weighted_scorers(self) -> tuple[WeightedScorer, ...]:
+        """Return the scorers as the core takes them."""
+        return tuple(WeightedScorer(scorer.title, scorer.weight) for scorer in self.scorers)
+
     @field_validator("scorers")
     @classmethod
     def _some(cls, scorers: tuple[ScorerSettings, ...]) -> tuple[ScorerSettings, ...]:
         if not scorers:
             raise ConfigError(
-                "No scorer is set, so there would be no reward: add `scorers = [{ name = \"exact_match\" }]`."
+                'No scorer is set, so there would be no reward: add `scorers = [{ name = "exact_match" }]`.'
             )
         if not any(scorer.weight for scorer in scorers):
             raise ConfigError("Every scorer has weight 0, so every reward would be 0: give one another weight.")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -246,6 +247,8 @@ class Link:
                 self._heartbeat_s = heartbeat_s
                 self._welcomed.set()
             case messages.Introduce():
+                with self._lock:
+                    self._hello = msgspec.structs.replace(self._hello, version=self._state.version)
                 self._welcomed.clear()
             case messages.Refused(reason=reason):
                 raise RefusedError(f"the controller refuses {self._settings.name}: {reason}")

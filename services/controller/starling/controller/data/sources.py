@@ -222,7 +222,7 @@ def _read_factory(module: str, name: str, limit: int | None) -> list[Row | Promp
             f"the dataset {source} raised {type(error).__name__}: {_first_line(error)}; correct the function"
         ) from error
     if values is None:
-        raise ConfigError(f"the dataset {source} returned {made!r}: return a sequence of rows")
+        raise ConfigError(f"the dataset {source} returned {made!r:.60}: return a sequence of rows")
     return [_own_row(value, number, source) for number, value in enumerate(values)]
 
 

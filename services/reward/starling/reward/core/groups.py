@@ -200,9 +200,7 @@ def _scored(group: _Group, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
     )
 
 
-def _reward(
-    column: list[Score | None], scorers: tuple[WeightedScorer, ...]
-) -> tuple[float | None, Status | None]:
+def _reward(column: list[Score | None], scorers: tuple[WeightedScorer, ...]) -> tuple[float | None, Status | None]:
     """Return the weighted sum of one completion's scores, or None and the status of the first needed failure."""
     terms = []
     for score, scorer in zip(column, scorers, strict=True):

@@ -13,9 +13,9 @@ from typing import Any, Final
 from starling.reward.score.scorers import Scorer
 
 MARK: Final = "####"
-# A minus counts as a sign only where it cannot be a subtraction or a hyphen: not after a digit, letter or bracket.
+# A minus is a sign only where it stands at the number and cannot be a subtraction, a range or a bullet.
 _NUMBER: Final = re.compile(
-    r"(?P<sign>(?<![0-9A-Za-z)\]])[-−])?\s?\$?\s?(?P<minus>[-−])?"
+    r"(?P<sign>(?<![0-9A-Za-z)\]])[-−])?(?:\$\s?(?P<inner_sign>[-−])?)?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 
@@ -25,7 +25,7 @@ def find_numbers(text: str) -> list[Decimal]:
     numbers = []
     for match in _NUMBER.finditer(text):
         number = Decimal(match["digits"].replace(",", ""))
-        numbers.append(-number if match["sign"] or match["minus"] else number)
+        numbers.append(-number if match["sign"] or match["inner_sign"] else number)
     return numbers
 
 

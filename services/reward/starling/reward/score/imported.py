@@ -22,7 +22,7 @@ def import_scorer(name: str) -> Scorer:
         raise ConfigError(f"Scorer {name!r}: there is no file {str(path.absolute())!r}.")
     try:
         module = _load_file(path) if path.suffix == ".py" else importlib.import_module(place)
-    except BaseException as error:  # noqa: BLE001 - a user's module may do anything while it is imported, even exit
+    except BaseException as error:  # a user's module may raise anything while it is imported, even SystemExit
         raise ConfigError(f"Scorer {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
     return _callable_of(name, module, function)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any, Final
 
 from starling.common.errors import ConfigError
 from starling.reward.score.scorers import Scorer
 
 # Tempered (no tag inside its own element), so that matching takes time linear in the completion.
-DEFAULT_FORMAT: Final = (
-    r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>"
-)
+DEFAULT_FORMAT: Final = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>"
 
 
 def exact_match(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
@@ -28,7 +26,8 @@ def prefix_match(completion: str, reference: str, prompt_text: str, metadata: di
     """
     given, wanted = completion.strip(), reference.strip()
     longer = max(len(given), len(wanted))
-    return len(commonprefix((given, wanted))) / longer if longer else 1.0
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(given, wanted, strict=False)))
+    return common / longer if longer else 1.0
 
 
 def make_exact_match() -> Scorer:

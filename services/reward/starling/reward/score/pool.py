@@ -32,8 +32,8 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import Status
 from starling.reward.core.groups import Score, ScoreTask
 from starling.reward.score.process import WorkerProcess
-from starling.reward.score.protocol import Chunk, FromWorker, Ready, Report, ScorerSpec, Setup, StartFailed
-from starling.reward.settings import RewardSettings, ScorerSettings
+from starling.reward.score.protocol import Chunk, Ready, Report, ScorerSpec, Setup, StartFailed
+from starling.reward.settings import RewardSettings
 
 _CHUNK_S: Final = 0.004
 """Expected seconds of work in a chunk; a worker gets another when it has less than this left."""
@@ -78,6 +78,9 @@ class _Worker:
     begun_at: float = 0.0
     """When it began the first of `calls`."""
     expected_s: float = 0.0
+    """Expected seconds of `calls`."""
+    is_writing: bool = False
+    """Whether a message waits for room in the line."""
 
 
 class ScoringPool:
@@ -137,7 +140,7 @@ class ScoringPool:
         while True:
             deadline = self.next_deadline()
             until = give_up if deadline is None else min(give_up, deadline)
-            self._turn(max(0.0, until - self._clock()))
+            self._turn(0.0 if self._scores else max(0.0, until - self._clock()))
             if self._scores or self._clock() >= give_up:
                 break
         scores, self._scores = self._scores, []
@@ -149,6 +152,10 @@ class ScoringPool:
         if len(self._workers) < self._settings.num_workers:
             deadlines.append(self._start_at)
         return min(deadlines, default=None)
+
+    def worker_pids(self) -> tuple[int, ...]:
+        """Return the process ids of the workers as they are now."""
+        return tuple(worker.process.pid for worker in self._workers)
 
     def gauges(self) -> dict[str, float]:
         """Return measurements for the heartbeat."""
@@ -177,35 +184,42 @@ class ScoringPool:
         for key, _ in self._selector.select(wait_s):
             self._hear(key.data)
         now = self._clock()
-        for worker in [worker for worker in self._workers if (self._deadline(worker) or now) < now]:
-            self._expire(worker)
+        for worker in list(self._workers):
+            deadline = self._deadline(worker)
+            if deadline is not None and deadline <= now:
+                self._expire(worker)
         self._start_workers()
         self._dispatch(now)
 
     def _hear(self, worker: _Worker) -> None:
         for message in worker.process.receive():
-            problem = self._take(worker, message)
-            if problem:
-                self._bury(worker, problem)
+            if isinstance(message, StartFailed):
+                self._start_failed(worker, message.problem)
+                return
+            if not self._take(worker, message):
+                self._lose(worker, Status.REWARD_ERROR, "spoke for its worker out of turn")
                 return
         if worker.process.over:
-            self._bury(worker, "")
-        elif worker.process.flush():
+            how = worker.process.last_words()
+            if worker.ready:
+                self._lose(worker, Status.REWARD_ERROR, f"ended its worker process ({how})")
+            else:
+                self._start_failed(worker, f"the process ended while it imported the scorers ({how}).")
+        elif worker.is_writing and worker.process.flush():
+            worker.is_writing = False
             self._selector.modify(worker.process, selectors.EVENT_READ, worker)
 
-    def _take(self, worker: _Worker, message: FromWorker) -> str:
-        """Take one message; return why its sender must end, or nothing."""
-        match message:
-            case Report() if worker.calls and worker.calls[0].serial == message.serial:
-                self._finish(worker, message)
-                return ""
-            case Ready() if not worker.ready:
-                worker.ready = True
-                self._num_failed_starts = 0
-                return ""
-            case StartFailed():
-                return message.problem
-        return "spoke out of turn"
+    def _take(self, worker: _Worker, message: Ready | Report) -> bool:
+        """Take one message. Returns False when it is not the worker's turn to say that."""
+        if isinstance(message, Ready):
+            is_due = not worker.ready
+            worker.ready = True
+            self._num_failed_starts = 0
+            return is_due
+        if not worker.calls or worker.calls[0].serial != message.serial:
+            return False
+        self._finish(worker, message)
+        return True
 
     def _finish(self, worker: _Worker, report: Report) -> None:
         call, _, expected_s, sent_at = worker.calls.popleft()
@@ -219,9 +233,7 @@ class ScoringPool:
         else:
             self._settle(call, report.value)
 
-    def _settle(
-        self, call: _Call, value: float | None, status: Status = Status.OK, problem: str = ""
-    ) -> None:
+    def _settle(self, call: _Call, value: float | None, status: Status = Status.OK, problem: str = "") -> None:
         job = call.job
         if job.cancelled:
             return
@@ -244,33 +256,31 @@ class ScoringPool:
 
     def _expire(self, worker: _Worker) -> None:
         if not worker.ready:
-            self._bury(worker, f"took longer than {self._settings.start_timeout_s:g} s to import the scorers")
+            limit_s = self._settings.start_timeout_s
+            self._start_failed(worker, f"importing the scorers took longer than {limit_s:g} s.")
             return
-        call = worker.calls.popleft().call
-        problem = f"took longer than {self._limits_s[call.scorer]:g} s"
-        self._settle(call, None, Status.REWARD_TIMEOUT, problem)
-        self._bury(worker, problem)
+        limit_s = self._limits_s[worker.calls[0].call.scorer]
+        self._lose(worker, Status.REWARD_TIMEOUT, f"took longer than {limit_s:g} s")
 
-    def _bury(self, worker: _Worker, problem: str) -> None:
-        """End a worker and give its calls back. Without a `problem` it ended itself, and its first call did that."""
-        self._selector.unregister(worker.process)
-        self._workers.remove(worker)
-        how = worker.process.end() if problem else worker.process.last_words()
-        if not worker.ready:
-            self._start_failed(problem or f"ended while it imported the scorers ({how})")
-            return
+    def _lose(self, worker: _Worker, status: Status, problem: str) -> None:
+        """End a worker for the sake of the call that it is at, and give its other calls back."""
+        self._end(worker)
         self._num_replaced += 1
-        if worker.process.over and worker.calls:
-            call = worker.calls.popleft().call
-            self._settle(call, None, Status.REWARD_ERROR, f"ended its worker process ({how})")
+        if worker.calls:
+            self._settle(worker.calls.popleft().call, None, status, problem)
         self._queue.extendleft(outstanding.call for outstanding in reversed(worker.calls))
 
-    def _start_failed(self, problem: str) -> None:
+    def _start_failed(self, worker: _Worker, problem: str) -> None:
+        self._end(worker)
         self._num_failed_starts += 1
-        backoff_s = min(_RETRY_S * 2**self._num_failed_starts, _LONGEST_RETRY_S)
-        self._start_at = self._clock() + backoff_s
+        self._start_at = self._clock() + min(_RETRY_S * 2**self._num_failed_starts, _LONGEST_RETRY_S)
         if self._num_failed_starts >= _MOST_FAILED_STARTS and not any(w.ready for w in self._workers):
             raise ConfigError(f"No scoring worker can be started: {problem}")
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self._selector.unregister(worker.process)
+        worker.process.end()
 
     def _start_workers(self) -> None:
         now = self._clock()
@@ -282,13 +292,15 @@ class ScoringPool:
     # --- who scores what -----------------------------------------------------------------------------------------
 
     def _dispatch(self, now: float) -> None:
-        free = [worker for worker in self._workers if worker.ready and worker.expected_s < _CHUNK_S]
-        for worker in sorted(free, key=lambda worker: worker.expected_s):
-            if not self._queue:
-                return
+        free = [worker for worker in self._workers if worker.ready and _has_room(worker)]
+        while self._queue and free:
+            worker = min(free, key=lambda worker: worker.expected_s)
             chunk = self._next_chunk()
-            if chunk:
-                self._send(worker, chunk, now)
+            if not chunk:
+                return
+            self._send(worker, chunk, now)
+            if not _has_room(worker):
+                free.remove(worker)
 
     def _next_chunk(self) -> list[_Call]:
         """Take the next calls of one task from the queue, as many as a chunk holds."""
@@ -317,15 +329,15 @@ class ScoringPool:
             worker.serial += 1
         task = chunk[0].job.task
         worker.process.send(Chunk(task.reference, task.prompt_text, task.metadata, tuple(texts), tuple(calls)))
-        if not worker.process.flush():
+        if not worker.is_writing and not worker.process.flush():
+            worker.is_writing = True
             self._selector.modify(worker.process, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+
+
+def _has_room(worker: _Worker) -> bool:
+    return worker.expected_s < _CHUNK_S and len(worker.calls) <= _CHUNK_CALLS
 
 
 def setup_of(settings: RewardSettings) -> Setup:
     """Return what a worker must be told of the settings."""
     return Setup(tuple(ScorerSpec(scorer.name, scorer.options) for scorer in settings.scorers))
-
-
-def titles(scorers: Sequence[ScorerSettings]) -> tuple[str, ...]:
-    """Return the scorers' names in metrics."""
-    return tuple(scorer.title for scorer in scorers)

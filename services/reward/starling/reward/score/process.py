@@ -44,6 +44,7 @@ class WorkerProcess:
         self._unsent = bytearray()
         self.over = False
         """Whether the worker will say no more."""
+        self._how = ""
         self.send(setup)
 
     @property
@@ -87,12 +88,29 @@ class WorkerProcess:
         self.over = True
         return messages
 
+    def hang_up(self) -> None:
+        """Tell the worker that nothing more comes: an idle one ends by itself."""
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+
     def end(self, grace_s: float = 0.0) -> str:
         """End the worker and everything of its session: after `grace_s` of its own accord, else by SIGKILL.
 
-        Returns how it ended: ``exit status 3``, ``signal SIGSEGV``. Call it once, last.
+        Returns how it ended: ``exit status 3``, ``signal SIGSEGV``. Nothing else may be asked of it afterwards, but
+        `end` may be repeated.
         """
+        if self._how:
+            return self._how
+        self._how = self._end(grace_s)
         self._line.close()
+        return self._how
+
+    def last_words(self) -> str:
+        """Wait a moment for a worker whose line has ended to end itself, then `end` it."""
+        return self.end(grace_s=_EXIT_S)
+
+    def _end(self, grace_s: float) -> str:
+        self.hang_up()
         itself = self._ended(grace_s)
         # Before the worker is reaped, so that the number of its process group cannot have passed to another.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -103,10 +121,6 @@ class WorkerProcess:
             return "no exit status yet"
         code = self._child.wait(timeout=_EXIT_S)
         return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-    def last_words(self) -> str:
-        """Wait a moment for a worker whose line has ended to end itself, then `end` it."""
-        return self.end(grace_s=_EXIT_S)
 
     def _ended(self, timeout_s: float) -> bool:
         poller = select.poll()

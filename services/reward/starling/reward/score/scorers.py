@@ -84,17 +84,19 @@ def check_arguments(
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C have none
         return
-    accepted = list(signature.parameters)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    for option in options:
-        if option not in accepted and not takes_any:
-            raise ConfigError(f"Scorer {name!r} has no option {option!r}; it takes {signature}.")
+    parameters = signature.parameters.values()
+    accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for option in options:
+            if option not in accepted:
+                known = ", ".join(accepted[len(positional) :]) or "none"
+                raise ConfigError(f"Scorer {name!r} has no option {option!r}; its options are: {known}.")
     try:
         signature.bind(*positional, **options)
     except TypeError as error:
         raise ConfigError(
-            f"Scorer {name!r} cannot be called as (completion, reference, prompt_text, metadata) with options "
-            f"{sorted(options)}: it takes {signature} ({error})."
+            f"Scorer {name!r} must take (completion, reference, prompt_text, metadata) and its options by name, "
+            f"here {sorted(options)}; it takes {signature}: {error}."
         ) from None
 
 

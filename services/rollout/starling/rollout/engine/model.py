@@ -11,9 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from starling.common.errors import ConfigError
 
 
-def build_model(
-    path: str | Path, *, dtype: torch.dtype, device: str | torch.device, weights: bool
-) -> torch.nn.Module:
+def build_model(path: str | Path, *, dtype: torch.dtype, device: str | torch.device, weights: bool) -> torch.nn.Module:
     """Build the causal language model described in folder `path`, ready to generate.
 
     Args:

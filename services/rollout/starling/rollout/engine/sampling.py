@@ -35,7 +35,8 @@ def uniforms(keys: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> n
     z = (z ^ (z >> np.uint64(27))) * MIX_2
     z = z ^ (z >> np.uint64(31))
     # 52 bits: u * total then stays below total in float64, so that the inversion always hits a token of the support.
-    return (z >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    result: npt.NDArray[np.float64] = (z >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,7 @@ def sampling_rows(
     )
 
 
-def draw(
-    logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverting its distribution function.
 
     Args:

@@ -1,0 +1,177 @@
+"""A model folder from nothing: a configuration and a character tokenizer in Hugging Face form, without weights.
+
+The policy that opens such a folder starts from random weights. The same settings give the same bytes.
+
+Importing this module is cheap; `make_model_folder` imports transformers, and with it torch where torch is installed
+(2 to 3 s). A process that wants neither calls it in a child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import string
+import tempfile
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from starling.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+PAD: Final = "<pad>"
+EOS: Final = "<eos>"
+UNK: Final = "<unk>"
+SPECIAL_TOKENS: Final = (PAD, EOS, UNK)
+"""The first tokens of every vocabulary, so their ids are 0, 1, 2."""
+
+RECORD: Final = "scratch.json"
+"""The file in the folder that records the settings it was made with."""
+
+_ANY_CHARACTER: Final = r"[\s\S]"
+_OWNED: Final = ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id", "max_position_embeddings")
+
+
+class ScratchSettings(BaseModel):
+    """A small causal language model to train from nothing, and its tokenizer with one token for each character."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    model_type: str = "qwen3"
+    """Architecture: any Hugging Face `model_type` of a causal language model."""
+    config: dict[str, Any] = {}
+    """Fields of that architecture's configuration, for example `hidden_size`; its defaults are of full size."""
+    alphabet: str = Field(default=string.ascii_letters + string.digits + string.punctuation + " \n", min_length=1)
+    """The characters that the tokenizer knows, in the order of their ids; any other becomes `<unk>`."""
+    chat_template: str | None = None
+    """Jinja chat template of the tokenizer; none for a model that is prompted with plain text."""
+    max_length: int = Field(default=512, ge=1)
+    """Most tokens of a sequence."""
+
+    @field_validator("alphabet")
+    @classmethod
+    def _check_alphabet(cls, alphabet: str) -> str:
+        repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
+        if repeated:
+            raise ValueError(f"alphabet repeats {''.join(repeated)!r}: write each character once")
+        return alphabet
+
+
+def make_model_folder(settings: ScratchSettings, folder: Path) -> None:
+    """Write config.json, generation_config.json and the tokenizer of `settings` to `folder`, all or nothing.
+
+    A folder made before with the same settings is left as it is.
+    Errors: `ConfigError` for an unknown architecture, a configuration that it does not take, and a folder that holds
+    something else.
+    """
+    if folder.exists():
+        if _is_made_with(settings, folder):
+            return
+        if not folder.is_dir() or any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder} exists and was not made with these settings: remove it, or name another folder"
+            )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _write_folder(settings, unfinished)
+        unfinished.chmod(0o755)
+        os.replace(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _is_made_with(settings: ScratchSettings, folder: Path) -> bool:
+    try:
+        return (folder / RECORD).read_text(encoding="utf-8") == _record(settings)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _record(settings: ScratchSettings) -> str:
+    return json.dumps(settings.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+
+
+def _write_folder(settings: ScratchSettings, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    tokenizer = _make_tokenizer(settings)
+    config = _make_config(settings, tokenizer)
+    config.save_pretrained(folder)
+    GenerationConfig(
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / RECORD).write_text(_record(settings), encoding="utf-8")
+
+
+def _make_tokenizer(settings: ScratchSettings) -> PreTrainedTokenizerFast:
+    """Make a tokenizer whose tokens are single characters, so that decoding undoes encoding exactly."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *settings.alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_ANY_CHARACTER), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        chat_template=settings.chat_template,
+        model_max_length=settings.max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _make_config(settings: ScratchSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if settings.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"model_type = {settings.model_type!r} is no causal language model of transformers; "
+            f"{_nearest(settings.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}"
+        )
+    kind = CONFIG_MAPPING[settings.model_type]
+    known = {*kind.__dataclass_fields__, *kind.attribute_map}
+    for name in settings.config:
+        if name in _OWNED:
+            raise ConfigError(
+                f"config.{name} follows from the alphabet and max_length: remove it, and set those instead"
+            )
+        if name not in known:
+            raise ConfigError(f"a {settings.model_type} has no config.{name}; {_nearest(name, known)}")
+    length = {"max_position_embeddings": settings.max_length} if "max_position_embeddings" in known else {}
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(
+            settings.model_type,
+            **settings.config,
+            **length,
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings.model_type]],
+        )
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config of the {settings.model_type} is refused ({reason}): correct it") from None
+    return config
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    matches = get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"nearest: {', '.join(matches)}" if matches else "see the documentation of transformers"

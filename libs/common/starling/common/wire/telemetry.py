@@ -1,0 +1,40 @@
+"""What the controller shows of a run several times a second over PUB/SUB. It may be lost by design."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica, for the screen."""
+
+    name: str
+    role: str
+    version: int
+    num_leases: int
+    gauges: dict[str, float] = {}
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the run at one moment."""
+
+    phase: str
+    """sft, grpo, checkpointing, draining, or over."""
+    version: int
+    """Steps made."""
+    last_step: int
+    num_sft_steps: int
+    elapsed_s: float
+    waiting_for: str
+    """What the run waits for, in words."""
+    groups: dict[str, int] = {}
+    """Groups in each state."""
+    replicas: tuple[ReplicaView, ...] = ()
+    step: dict[str, float | str | None] = {}
+    """Metrics of the last step."""
+    rewards: tuple[float, ...] = ()
+    """Mean reward of the last steps, oldest first."""
+    evaluations: tuple[dict[str, float | None], ...] = ()
+    """Summaries of the evaluations so far."""
+    dropped: int = 0
+    """Frames that were refused."""

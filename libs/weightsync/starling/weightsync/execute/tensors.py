@@ -1,0 +1,68 @@
+"""Shards as torch tensors: the only place that turns a layout's strides into views of live memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from starling.common.errors import WeightsError
+from starling.weightsync.execute.regions import Memory
+from starling.weightsync.layout import Box, Layout, item_bytes, packed_offsets, pieces_of
+
+
+def live_views(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return each shard of `rank` as a view into `tensors`, which maps storage names to tensors.
+
+    Raises:
+        WeightsError: a storage that is missing, of another element type, or too small.
+    """
+    return tuple(_live_view(layout, rank, index, tensors) for index in range(len(layout.ranks[rank].shards)))
+
+
+def _live_view(layout: Layout, rank: int, index: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    shard = layout.ranks[rank].shards[index]
+    spec = layout.tensors[shard.tensor]
+    tensor = tensors.get(shard.storage)
+    if tensor is None:
+        raise WeightsError(f"Tensor {shard.storage} of {layout.replica} is in the layout but was not given.")
+    if str(tensor.dtype).removeprefix("torch.") != spec.dtype:
+        raise WeightsError(
+            f"Tensor {shard.storage} is {tensor.dtype} but {spec.dtype} in the layout of {layout.replica}."
+        )
+    tensor = tensor.detach()
+    if shard.offset_bytes == 0 and tuple(tensor.shape) == shard.box.size:
+        return tensor
+    offset = tensor.storage_offset() + shard.offset_bytes // item_bytes(spec)
+    try:
+        return tensor.as_strided(shard.box.size, shard.strides, offset)
+    except RuntimeError as error:
+        raise WeightsError(
+            f"Box {shard.box} of {spec.name} does not fit tensor {shard.storage} of shape {tuple(tensor.shape)}."
+        ) from error
+
+
+def packed_views(layout: Layout, rank: int, memory: Memory) -> tuple[torch.Tensor, ...]:
+    """Return each shard of `rank` as a contiguous tensor inside `memory`, at `packed_offsets` of the shards."""
+    pieces = pieces_of(layout, rank)
+    offsets, _ = packed_offsets(piece.size_bytes for piece in pieces)
+    flat = torch.from_numpy(memory)
+    return tuple(
+        flat[offset : offset + piece.size_bytes].view(getattr(torch, piece.dtype)).view(piece.box.size)
+        for piece, offset in zip(pieces, offsets, strict=True)
+    )
+
+
+def part_of(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """Return `part` of a tensor that holds `box`, as a view."""
+    for dim, (origin, begin, n) in enumerate(zip(box.offset, part.offset, part.size, strict=True)):
+        tensor = tensor.narrow(dim, begin - origin, n)
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> Memory:
+    """Return the bytes of a tensor, row-major; a view where it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    memory: Memory = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    return memory

@@ -1,0 +1,1 @@
+"""The controller's decisions: pure state machines, coupled by `machine.py`."""

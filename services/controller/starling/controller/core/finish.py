@@ -1,0 +1,55 @@
+"""How a run ends: last step, last publication, last evaluation, checkpoint, drain, and only then the exit.
+
+    running -> checkpointing -> draining -> over
+
+A stop request takes the same road, without the steps and the evaluation that were still to come.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Stage(enum.StrEnum):
+    """How far the end has come."""
+
+    RUNNING = "running"
+    CHECKPOINTING = "checkpointing"
+    DRAINING = "draining"
+    OVER = "over"
+
+
+@dataclass
+class Ending:
+    """The end of the run."""
+
+    drain_s: float
+    """Most seconds that replicas get to leave."""
+    stage: Stage = Stage.RUNNING
+    stopping: str = ""
+    """Why the run is to end early; empty when it is not."""
+    failure: str = ""
+    """What makes the run a failure; empty when nothing does."""
+    deadline: float = 0.0
+    told: bool = False
+    """The replicas were told to leave."""
+
+    @property
+    def reason(self) -> str:
+        """Say in words why the run ends."""
+        return self.failure or self.stopping or "the run is complete"
+
+    def stop(self, reason: str) -> None:
+        """Note a stop request; the first reason stands."""
+        self.stopping = self.stopping or reason
+
+    def drain(self, now: float) -> None:
+        """Begin to drain."""
+        self.stage, self.deadline = Stage.DRAINING, now + self.drain_s
+
+    def fail(self, reason: str, now: float) -> None:
+        """Give up: drain at once, and exit as a failure."""
+        if self.stage in (Stage.RUNNING, Stage.CHECKPOINTING):
+            self.failure = self.failure or reason
+            self.drain(now)

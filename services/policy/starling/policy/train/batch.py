@@ -1,0 +1,213 @@
+"""Stop 7 of the walk, pack: the sequences of a step become microbatches of tensors.
+
+A sequence is a prompt and one completion. A *block* is a prompt followed by one or more of its completions, and is
+what `starling.algo.packing` puts into rows: with several completions the prompt is computed once for all of them.
+A completion sees its prompt and itself, never its siblings nor another block, so each sequence is computed as if it
+were alone. Legend of shapes: R rows, L row length, N trained tokens of the microbatch, T of the step.
+
+The last token of a completion predicts nothing and is therefore no input: a block has prompt + sum(completion - 1)
+cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from starling.algo import packing
+from starling.policy.train.groups import IntArray
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompted:
+    """A prompt and those of its completions that are trained, as [start, stop) spans of the step's T tokens."""
+
+    prompt_ids: IntArray
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def num_cells(self) -> int:
+        """Input tokens of one block that holds all of this."""
+        return len(self.prompt_ids) + sum(stop - start - 1 for start, stop in self.spans)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The sequences of a step, laid out: microbatches of blocks."""
+
+    blocks: tuple[Prompted, ...]
+    plan: tuple[packing.Microbatch, ...]
+    padding_waste: float
+    """Share of cells without a token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """One microbatch as the model takes it, and which of its outputs matter."""
+
+    input_ids: Tensor
+    """int64 [R, L]; 0 where a cell is empty."""
+    position_ids: Tensor
+    """int64 [R, L]; from 0 in each sequence."""
+    attention_mask: Tensor
+    """[R or 1, 1, L, L], added to the attention scores: 0 where a cell may be seen, else the least finite number."""
+    source: Tensor
+    """int64 [N]: the cell of R x L whose output predicts each trained token."""
+    targets: Tensor
+    """int64 [N]: the trained tokens."""
+    tokens: Index
+    """[N]: where each trained token lies among the step's T tokens."""
+
+
+def lay_out(
+    prompted: Sequence[Prompted],
+    tokens_per_microbatch: int,
+    *,
+    share_prompts: bool = True,
+    pair_cost: float = packing.PAIR_COST,
+) -> Batch:
+    """Divide the step's completions over blocks, rows and microbatches, at the least cost.
+
+    With `share_prompts` the completions of a prompt are tried 1, 2, 4, ... and all to a block. Sharing saves the cells
+    of prompts; longer blocks cost more attention. See `starling.algo.packing.plan_microbatches` for the cost.
+    """
+    most = max((len(item.spans) for item in prompted), default=1) if share_prompts else 1
+    best: tuple[float, Batch] | None = None
+    for size in sorted({min(2**power, most) for power in range(most.bit_length() + 1)}):
+        blocks = tuple(block for item in prompted for block in _split(item, size))
+        lengths = [block.num_cells for block in blocks]
+        if best is not None and max(lengths) > tokens_per_microbatch:
+            break  # Sharing must not make a block that exceeds the budget.
+        plan = packing.plan_microbatches(lengths, tokens_per_microbatch, pair_cost=pair_cost)
+        cost = packing.cost(plan, pair_cost)
+        if best is None or cost < best[0]:
+            best = cost, Batch(blocks, tuple(plan), packing.padding_waste(plan, lengths))
+    assert best is not None
+    return best[1]
+
+
+def to_tensors(
+    batch: Batch, microbatch: packing.Microbatch, token_ids: IntArray, dtype: torch.dtype = torch.float32
+) -> Inputs:
+    """Make the tensors of one microbatch.
+
+    Args:
+        batch: the layout of the step.
+        microbatch: one of its plan.
+        token_ids: the step's T completion tokens, to which the blocks' spans refer.
+        dtype: of the attention mask: the model's.
+    """
+    shape = (len(microbatch.rows), microbatch.row_tokens)
+    pieces, segments, spans = _segments(batch, microbatch, token_ids)
+    cells = _ranges(segments.cell, segments.length)
+    ids = np.zeros(shape[0] * shape[1], dtype=np.int64)
+    ids[cells] = np.concatenate(pieces)
+    positions = np.zeros_like(ids)
+    positions[cells] = _ranges(segments.position, segments.length)
+    tokens = _ranges(spans.start, spans.length)
+    source = _ranges(spans.cell - 1, spans.length)
+    # The first token of a completion is predicted by its prompt's last cell, wherever the completion itself lies.
+    source[np.cumsum(spans.length) - spans.length] = spans.prompt_end
+    return Inputs(
+        input_ids=torch.from_numpy(ids).view(shape),
+        position_ids=torch.from_numpy(positions).view(shape),
+        attention_mask=_attention_mask(segments, cells, shape, dtype),
+        source=torch.from_numpy(source),
+        targets=torch.from_numpy(token_ids[tokens].astype(np.int64)),
+        tokens=tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Segments:
+    """Runs of input tokens: prompts, and completions without their last token."""
+
+    cell: Index
+    length: Index
+    position: Index
+    """Position id of the first token."""
+    parent: Index
+    """Number of the segment that this one sees besides itself: its prompt; a prompt's own number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spans:
+    """Completions: where they lie among the step's tokens, and in the rectangle."""
+
+    start: Index
+    length: Index
+    cell: Index
+    prompt_end: Index
+
+
+def _segments(
+    batch: Batch, microbatch: packing.Microbatch, token_ids: IntArray
+) -> tuple[list[IntArray], _Segments, _Spans]:
+    pieces: list[IntArray] = []
+    segments: list[tuple[int, int, int, int]] = []
+    spans: list[tuple[int, int, int, int]] = []
+    for row, indices in enumerate(microbatch.rows):
+        cell = row * microbatch.row_tokens
+        for index in indices:
+            block = batch.blocks[index]
+            prompt, width = len(segments), len(block.prompt_ids)
+            pieces.append(block.prompt_ids)
+            segments.append((cell, width, 0, prompt))
+            cell += width
+            prompt_end = cell - 1
+            for start, stop in block.spans:
+                pieces.append(token_ids[start : stop - 1])
+                segments.append((cell, stop - start - 1, width, prompt))
+                spans.append((start, stop - start, cell, prompt_end))
+                cell += stop - start - 1
+    return pieces, _Segments(*_columns(segments)), _Spans(*_columns(spans))
+
+
+def _columns(rows: list[tuple[int, int, int, int]]) -> list[Index]:
+    return list(np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+
+
+def _ranges(start: Index, length: Index) -> Index:
+    """Return start[0], start[0] + 1, ... (length[0] of them), start[1], ..."""
+    ends = np.cumsum(length)
+    return np.repeat(start - (ends - length), length) + np.arange(ends[-1], dtype=np.int64)
+
+
+def _attention_mask(segments: _Segments, cells: Index, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    num_rows, row_tokens = shape
+    visible = torch.ones(row_tokens, row_tokens, dtype=torch.bool).tril()[None]
+    if len(np.unique(segments.parent)) > num_rows or len(segments.parent) > 2 * num_rows:
+        # Empty cells belong to segment -1; they see each other, so that no row of the scores is wholly masked.
+        own, parent = (np.full(num_rows * row_tokens, -1, dtype=np.int64) for _ in range(2))
+        own[cells] = np.repeat(np.arange(len(segments.length)), segments.length)
+        parent[cells] = np.repeat(segments.parent, segments.length)
+        own_RL, parent_RL = (torch.from_numpy(array).view(shape) for array in (own, parent))
+        seen_R1L = own_RL[:, None, :]
+        visible = visible & ((seen_R1L == own_RL[:, :, None]) | (seen_R1L == parent_RL[:, :, None]))
+    # Otherwise each row holds one sequence from its first cell, and causality alone hides the empty ones.
+    mask = torch.zeros(visible.shape, dtype=dtype)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def _split(item: Prompted, size: int) -> list[Prompted]:
+    """Cut the completions of a prompt into the fewest blocks of at most `size`, as evenly as can be."""
+    count = -(-len(item.spans) // size)
+    bounds = [len(item.spans) * part // count for part in range(count + 1)]
+    return [
+        Prompted(item.prompt_ids, item.spans[start:stop])
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+        if stop > start
+    ]
+
+
+def per_token(values: Sequence[float], lengths: Sequence[int]) -> npt.NDArray[Any]:
+    """Repeat each sequence's value for each of its tokens, as float32."""
+    return np.repeat(np.asarray(values, dtype=np.float32), np.asarray(lengths, dtype=np.int64))

@@ -1,0 +1,77 @@
+"""A supervised step: examples become a new weight version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from starling.algo.loss.aggregate import token_mean
+from starling.algo.loss.sft import sft_loss
+from starling.common.errors import ConfigError
+from starling.policy.settings import PolicySettings
+from starling.policy.train.batch import Prompted, lay_out, to_tensors
+from starling.policy.train.forward import token_logprobs, trained_logits
+from starling.policy.train.groups import Example
+from starling.policy.train.optimizer import Descent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = torch.nn.Module
+
+
+class SftTrainer:
+    """Trains a model on the responses of examples; the prompts are read, not learnt."""
+
+    def __init__(self, model: PreTrainedModel, settings: PolicySettings, *, total_steps: int) -> None:
+        """Start with a fresh optimizer; `model` is trained in place."""
+        self._model = model
+        self._settings = settings
+        self._descent = Descent(model, settings.sft.optimizer, total_steps)
+
+    def step(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Make the next version out of `examples`, every response token weighing the same.
+
+        Returns:
+            The metrics: ``loss`` (nats per response token), ``entropy`` (the same), ``grad_norm`` before clipping,
+            ``learning_rate``, ``skipped_step``, ``num_tokens`` (of responses), ``num_sequences``,
+            ``num_microbatches``, ``padding_waste``.
+
+        Raises:
+            ConfigError: there are no examples.
+        """
+        if not examples:
+            raise ConfigError("a supervised step has no examples: there is nothing to train")
+        ends = np.cumsum([len(example.response_ids) for example in examples]).tolist()
+        starts = [0, *ends[:-1]]
+        prompted = [
+            Prompted(example.prompt_ids, ((start, end),))
+            for example, start, end in zip(examples, starts, ends, strict=True)
+        ]
+        token_ids = np.concatenate([example.response_ids for example in examples])
+        batch = lay_out(prompted, self._settings.tokens_per_microbatch)
+        self._descent.clear()
+        parts = []
+        for microbatch in batch.plan:
+            inputs = to_tensors(batch, microbatch, token_ids, self._model.dtype)
+            logits = trained_logits(self._model, inputs)
+            logprobs, entropy = token_logprobs(logits, inputs.targets)
+            loss = token_mean(sft_loss(logprobs), ends[-1])
+            loss.backward()
+            parts.append(torch.stack([loss.detach(), entropy.sum() / ends[-1]]))
+        applied = self._descent.apply()
+        loss_sum, entropy_sum = torch.stack(parts).sum(dim=0).tolist()
+        return {
+            "loss": loss_sum,
+            "entropy": entropy_sum,
+            "grad_norm": applied.grad_norm,
+            "learning_rate": applied.learning_rate,
+            "skipped_step": float(applied.skipped),
+            "num_tokens": float(ends[-1]),
+            "num_sequences": float(len(examples)),
+            "num_microbatches": float(len(batch.plan)),
+            "padding_waste": batch.padding_waste,
+        }

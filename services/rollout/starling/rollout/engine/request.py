@@ -1,0 +1,37 @@
+"""Whether a group can be generated as asked."""
+
+from __future__ import annotations
+
+import math
+
+from starling.rollout.engine.base import GroupRequest, RequestError
+
+
+def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, max_rows: int) -> None:
+    """Raise a `RequestError` that names what is wrong with `request`, if anything is."""
+    lease, prompt, sampling = request.lease, request.prompt_ids, request.sampling
+    if not prompt:
+        raise RequestError(f"{lease}: the prompt is empty; give at least one token")
+    if len(prompt) >= max_model_len:
+        raise RequestError(
+            f"{lease}: the prompt of {len(prompt)} tokens leaves no room in the context of {max_model_len}; "
+            "shorten it or raise max_model_len"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+        raise RequestError(
+            f"{lease}: prompt token id {wrong} is outside the model's vocabulary of {vocab_size}; "
+            "use the model's own tokenizer"
+        )
+    if not 1 <= request.num_completions <= max_rows:
+        raise RequestError(
+            f"{lease}: num_completions is {request.num_completions}; give 1 to {max_rows}, or raise max_rows"
+        )
+    if sampling.max_tokens < 1:
+        raise RequestError(f"{lease}: max_tokens is {sampling.max_tokens}; give at least 1")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
+        raise RequestError(f"{lease}: temperature is {sampling.temperature}; give 0 or a positive number")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise RequestError(f"{lease}: top_p is {sampling.top_p}; give a number above 0, at most 1")
+    if sampling.top_k < 0:
+        raise RequestError(f"{lease}: top_k is {sampling.top_k}; give 0 to keep all, or a positive number")

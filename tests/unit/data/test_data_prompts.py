@@ -1,0 +1,215 @@
+"""How a row becomes a prompt, and what the stream promises: every row once a pass, resumable, nothing held out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import ChatMessage, Prompt
+from starling.controller.data.prompts import PromptSource, load_prompts, make_prompt
+from starling.controller.data.settings import DataSettings
+from starling.controller.data.sources import Row
+
+USER = ChatMessage(role="user", content="Why?")
+SYSTEM = ChatMessage(role="system", content="Be brief.")
+TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+def make(columns: dict[str, Any], **changes: Any) -> Prompt:
+    return make_prompt(Row(columns), 4, DataSettings(source="rows.jsonl", **changes))
+
+
+def stream(num_rows: int, *, shuffle: bool = True, seed: int = 0) -> PromptSource:
+    train = {row: Prompt(id="", text=f"row {row}") for row in range(num_rows)}
+    return PromptSource(train, {}, shuffle=shuffle, seed=seed)
+
+
+# --- a row becomes a prompt ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "messages", "text"),
+    [
+        ({"question": "Why?"}, {}, (USER,), ""),
+        ({"question": "Why?"}, {"system": "Be brief."}, (SYSTEM, USER), ""),
+        ({"ask": "Why?"}, {"prompt_column": "ask"}, (USER,), ""),
+        ({"question": TALK}, {}, (USER, ChatMessage(role="assistant", content="So.")), ""),
+        ({"question": TALK[:1]}, {"system": "Be brief."}, (SYSTEM, USER), ""),
+        (
+            {"question": [{"role": "system", "content": "Own."}, TALK[0]]},
+            {"system": "Be brief."},
+            (ChatMessage(role="system", content="Own."), USER),
+            "",
+        ),
+        ({"question": "Why?"}, {"format": "Q: {question}\n"}, (), "Q: Why?\n"),
+        ({"a": 2, "b": {"c": [5]}}, {"format": "{a:03}{{{b[c][0]}}}"}, (), "002{5}"),
+    ],
+)
+def test_prompt(columns: dict[str, Any], changes: dict[str, Any], messages: tuple[ChatMessage, ...], text: str) -> None:
+    prompt = make(columns, reference_column="", **changes)
+    assert (prompt.messages, prompt.text, prompt.reference, prompt.metadata) == (messages, text, "", {})
+
+
+@pytest.mark.parametrize(("value", "reference"), [("42", "42"), (42, "42"), (0.5, "0.5"), ("", "")])
+def test_reference(value: object, reference: str) -> None:
+    assert make({"question": "Why?", "answer": value}).reference == reference
+
+
+def test_metadata_holds_the_chosen_columns_and_what_the_source_adds() -> None:
+    row = Row({"question": "Why?", "tests": ["a"], "other": 1}, {"reasoning_gym": {"task": "t"}})
+    settings = DataSettings(source="rows.jsonl", reference_column="", metadata_columns=("tests",))
+    assert make_prompt(row, 0, settings).metadata == {"reasoning_gym": {"task": "t"}, "tests": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "complaint"),
+    [
+        ({"questions": "Why?"}, {}, "has no column 'question', which prompt_column names; nearest: questions"),
+        ({"question": "Why?", "anwser": "x"}, {}, "no column 'answer', which reference_column .*nearest: anwser"),
+        ({"question": "Why?"}, {"format": "{quesion}"}, "no column 'quesion', which format names; nearest: question"),
+        ({"question": "Why?"}, {"format": "{question[word]}"}, "does not fit format"),
+        ({"question": {"a": 1}}, {"format": "{question[word]}"}, "does not fit format .*KeyError"),
+        ({"question": ""}, {"format": "{question}"}, "gives an empty prompt"),
+        ({"question": ""}, {}, "holds '': give a text or a list"),
+        ({"question": None}, {}, "holds None: give a text"),
+        ({"question": []}, {}, r"holds \[\]: give a text"),
+        ({"question": ["Why?"]}, {}, "holds the message 'Why"),
+        ({"question": [{"role": "user", "content": ["part"]}]}, {}, "a message has a role and a content"),
+        ({"question": "Why?", "answer": ["a"]}, {}, r"holds \['a'\]: a reference is a text or a number"),
+        ({"question": "Why?", "answer": True}, {}, "a reference is a text or a number"),
+        ({"question": "Why?", "answer": "x"}, {"metadata_columns": ("test",)}, "which metadata_columns names"),
+        (
+            {"question": "Why?", "answer": "x", "tests": {1, 2}},
+            {"metadata_columns": ("tests",)},
+            "no JSON values .*choose other columns",
+        ),
+    ],
+)
+def test_refuses_a_row(columns: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        make(columns, **changes)
+    assert "row 4 of 'rows.jsonl'" in str(caught.value)
+
+
+def test_prompt_of_the_user_stays_as_it_is() -> None:
+    own = Prompt(id="mine", text="Why?", reference="So.", metadata={"a": 1})
+    settings = DataSettings(source="m:f", format="{question}")
+    assert make_prompt(own, 0, settings) == own
+    with pytest.raises(ConfigError, match="without messages and text"):
+        make_prompt(Prompt(id="mine"), 0, settings)
+
+
+# --- the stream ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 2**40))
+def test_every_row_once_in_every_pass(num_rows: int, pass_: int, seed: int) -> None:
+    source = stream(num_rows, seed=seed)
+    prompts = [source.prompt(pass_ * num_rows + offset) for offset in range(len(source))]
+    assert sorted(prompt.text for prompt in prompts) == sorted(f"row {row}" for row in range(num_rows))
+    assert {prompt.id for prompt in prompts} == {f"train/{pass_}/{row}" for row in range(num_rows)}
+    assert all(prompt.id.rpartition("/")[2] == prompt.text.removeprefix("row ") for prompt in prompts)
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 500), max_size=20), st.booleans())
+def test_the_position_alone_decides_the_prompt(num_rows: int, positions: list[int], shuffle: bool) -> None:
+    whole = stream(num_rows, shuffle=shuffle)
+    expected = [whole.prompt(position) for position in range(501)]
+    resumed = stream(num_rows, shuffle=shuffle)
+    assert [resumed.prompt(position) for position in positions] == [expected[position] for position in positions]
+
+
+def test_passes_and_seeds_differ_in_order() -> None:
+    orders = {
+        tuple(stream(50, seed=seed).prompt(pass_ * 50 + offset).text for offset in range(50))
+        for seed in range(3)
+        for pass_ in range(3)
+    }
+    assert len(orders) == 9
+
+
+def test_without_shuffle_the_rows_come_in_their_order() -> None:
+    ids = [stream(3, shuffle=False).prompt(position).id for position in range(5)]
+    assert ids == ["train/0/0", "train/0/1", "train/0/2", "train/1/0", "train/1/1"]
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    """Recorded once: a run that resumes after an upgrade must see the same prompts."""
+    assert [stream(6, seed=3).prompt(position).id for position in range(6)] == [
+        f"train/0/{row}" for row in (1, 2, 5, 0, 3, 4)
+    ]
+
+
+def test_a_position_before_the_start_is_refused() -> None:
+    with pytest.raises(ValueError, match="index_in_run = -1"):
+        stream(3).prompt(-1)
+
+
+# --- held out ------------------------------------------------------------------------------------------------------
+
+
+def write_words(path: Path, words: list[str]) -> str:
+    path.write_text("".join(json.dumps({"question": word, "answer": "x"}) + "\n" for word in words), "utf-8")
+    return str(path)
+
+
+@given(words=st.lists(st.integers(0, 30), min_size=2, max_size=40), data=st.data())
+def test_held_out_prompts_are_never_trained(
+    tmp_path_factory: pytest.TempPathFactory, words: list[int], data: st.DataObject
+) -> None:
+    source = write_words(tmp_path_factory.mktemp("data") / "rows.jsonl", [f"word {word}" for word in words])
+    held_out = data.draw(st.integers(0, len(set(words)) - 1))
+    prompts = load_prompts(DataSettings(source=source, held_out=held_out, format="{question}"))
+    trained = [prompts.prompt(position) for position in range(len(prompts))]
+    evaluated = prompts.held_out_prompts()
+    assert len(evaluated) == held_out
+    assert not {prompt.text for prompt in trained} & {prompt.text for prompt in evaluated}
+    for prompt in (*trained, *evaluated):
+        assert prompt.text == f"word {words[int(prompt.id.rpartition('/')[2])]}"
+    assert {f"word {word}" for word in words} == {prompt.text for prompt in (*trained, *evaluated)}
+
+
+def test_held_out_rows_depend_on_no_seed(tmp_path: Path) -> None:
+    source = write_words(tmp_path / "rows.jsonl", [f"word {word}" for word in range(30)])
+    first, second = (load_prompts(DataSettings(source=source, held_out=5, seed=seed)) for seed in (0, 1))
+    assert first.held_out_prompts() == second.held_out_prompts()
+    assert len(first.held_out_prompts()) == 5
+    assert all(prompt.id.startswith("eval/") for prompt in first.held_out_prompts())
+    assert [first.prompt(i) for i in range(25)] != [second.prompt(i) for i in range(25)]
+
+
+@pytest.mark.parametrize("held_out", [3, 4])
+def test_holding_out_everything_is_refused(tmp_path: Path, held_out: int) -> None:
+    source = write_words(tmp_path / "rows.jsonl", ["a", "b", "c"])
+    with pytest.raises(ConfigError, match=f"held_out = {held_out} leaves nothing to train of the 3 rows"):
+        load_prompts(DataSettings(source=source, held_out=held_out))
+
+
+def test_rows_that_all_ask_the_same_cannot_be_held_out(tmp_path: Path) -> None:
+    source = write_words(tmp_path / "rows.jsonl", ["a", "a", "a"])
+    with pytest.raises(ConfigError, match="asks the same as one of the 1 held-out"):
+        load_prompts(DataSettings(source=source, held_out=1))
+
+
+def test_reasoning_gym_gives_disjoint_words_by_a_format() -> None:
+    settings = DataSettings(
+        source="reasoning_gym:spell_backward",
+        size=2000,
+        options={"min_word_len": 3, "max_word_len": 4},
+        format="{metadata[word]}>",
+        held_out=100,
+    )
+    prompts = load_prompts(settings)
+    trained = [prompts.prompt(position) for position in range(len(prompts))]
+    evaluated = prompts.held_out_prompts()
+    assert len(evaluated) == 100
+    assert not {prompt.text for prompt in trained} & {prompt.text for prompt in evaluated}
+    for prompt in trained:
+        assert prompt.text == prompt.reference[::-1] + ">"
+        assert prompt.metadata["reasoning_gym"]["entry"]["answer"] == prompt.reference

@@ -1,0 +1,40 @@
+"""What DataSettings takes and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from starling.controller.data.settings import DataSettings
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"format": "{question"}, "not a format string"),
+        ({"format": "{}"}, "a field without a column"),
+        ({"format": "{0}"}, "a field without a column"),
+        ({"format": "{question}", "system": "Be brief."}, "put the text into format"),
+        ({"limit": -1}, "limit"),
+        ({"held_out": -1}, "held_out"),
+        ({"size": 0}, "size"),
+        ({"prompt_colum": "question"}, "prompt_colum"),
+    ],
+)
+def test_refuses(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        DataSettings.model_validate({"source": "rows.jsonl", **changes})
+
+
+@pytest.mark.parametrize("format_", ["", "{question}\n", "{metadata[word]}>", "{{literal}} {question!r:>8}"])
+def test_takes_a_format(format_: str) -> None:
+    assert DataSettings(source="rows.jsonl", format=format_).format == format_
+
+
+def test_every_field_is_described_and_frozen() -> None:
+    settings = DataSettings(source="rows.jsonl")
+    assert all(field.description for field in DataSettings.model_fields.values())
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.source = "other.jsonl"

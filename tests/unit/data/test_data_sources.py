@@ -1,0 +1,278 @@
+"""Rows from real files, folders, tasks and functions, and one clear sentence for each that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import Prompt
+from starling.controller.data.settings import DataSettings
+from starling.controller.data.sources import Row, load_rows
+
+ROWS = [{"question": f"{number} + 1?", "answer": number + 1} for number in range(5)]
+
+
+def load_columns(source: str | Path, **changes: Any) -> list[dict[str, Any]]:
+    rows = load_rows(DataSettings(source=str(source), **changes))
+    assert all(isinstance(row, Row) for row in rows)
+    return [dict(row.columns) for row in rows if isinstance(row, Row)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path) -> Path:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return path
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 3, 99])
+def test_jsonl_and_parquet_give_the_same_rows(tmp_path: Path, limit: int) -> None:
+    expected = ROWS[: limit or None]
+    assert load_columns(write_jsonl(tmp_path / "rows.jsonl"), limit=limit) == expected
+    assert load_columns(write_parquet(tmp_path / "rows.parquet"), limit=limit) == expected
+
+
+def test_jsonl_skips_blank_lines_and_reads_no_further_than_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"question": "é"}\n  \n{"question": "b"}\nnot json\n', encoding="utf-8")
+    assert load_columns(path, limit=2) == [{"question": "é"}, {"question": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("rows.jsonl", b'{"a": 1}\n{"a": \n', "line 2 of .* is not JSON"),
+        ("rows.jsonl", b'\n\n["a"]\n', r'line 3 of .* holds \["a"\]: write a JSON object'),
+        ("rows.jsonl", b'{"a": "\xff"}\n', "line 1 of .* is not JSON"),
+        ("rows.jsonl", b"\n", "is empty: give one with at least one row"),
+        ("rows.parquet", b"PAR2", "cannot be read as Parquet"),
+        ("rows.csv", b"a,b\n", "ends in '.csv': give a file that ends in .jsonl"),
+    ],
+)
+def test_refuses_a_file(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=complaint):
+        load_columns(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("{folder}/trian.jsonl", r"does not exist; in its folder, nearest: train\.jsonl"),
+        ("{folder}/nowhere/train.jsonl", "nor does its folder"),
+        ("{folder}", "is a folder: name a file in it, or write hf:"),
+        ("hf:{folder}/set", "does not exist; in its folder, there are: train.jsonl"),
+        ("gsm8k", "no known form of source: give a path to a .jsonl"),
+        ("reasoning-gym:spell_backward", "no known form of source"),
+    ],
+)
+def test_names_what_is_missing(tmp_path: Path, source: str, complaint: str) -> None:
+    write_jsonl(tmp_path / "train.jsonl")
+    with pytest.raises(ConfigError, match=complaint):
+        load_columns(source.format(folder=tmp_path))
+
+
+# --- Hugging Face --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the cache of the library in the test's folder, and the library off the network."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def test_hugging_face_folder_of_files(hugging_face: Path) -> None:
+    folder = hugging_face / "set"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl")
+    write_jsonl(folder / "test.jsonl", ROWS[:2])
+    assert load_columns(f"hf:{folder}") == ROWS
+    assert load_columns(f"hf:{folder}", split="test", limit=1) == ROWS[:1]
+    with pytest.raises(ConfigError, match=r"cannot be loaded .*split = 'tset'"):
+        load_columns(f"hf:{folder}", split="tset")
+
+
+def test_hugging_face_folder_saved_to_disk(hugging_face: Path) -> None:
+    import datasets
+
+    one = datasets.Dataset.from_list(ROWS)
+    one.save_to_disk(str(hugging_face / "one"))
+    datasets.DatasetDict({"train": one}).save_to_disk(str(hugging_face / "many"))
+    assert load_columns(f"hf:{hugging_face / 'one'}") == ROWS
+    assert load_columns(f"hf:{hugging_face / 'many'}") == ROWS
+    with pytest.raises(ConfigError, match="no split 'trian'; nearest: train"):
+        load_columns(f"hf:{hugging_face / 'many'}", split="trian")
+
+
+def test_unknown_hugging_face_dataset(hugging_face: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'nobody/nothing' cannot be loaded .*check its name"):
+        load_columns("hf:nobody/nothing")
+
+
+# --- reasoning-gym -------------------------------------------------------------------------------------------------
+
+SHORT = {"min_word_len": 3, "max_word_len": 3}
+
+
+def test_reasoning_gym_questions_are_distinct_and_follow_the_options() -> None:
+    columns = load_columns("reasoning_gym:spell_backward", size=3000, options=SHORT)
+    questions = [row["question"] for row in columns]
+    assert len(set(questions)) == len(questions) < 1371
+    assert {len(row["metadata"]["word"]) for row in columns} == {3}
+    assert all(row["answer"] == row["metadata"]["word"][::-1] for row in columns)
+    assert load_columns("reasoning_gym:spell_backward", size=3000, options=SHORT, seed=5) == columns
+    assert load_columns("reasoning_gym:spell_backward", size=3000, options={**SHORT, "seed": 99_999}) != columns
+    assert load_columns("reasoning_gym:spell_backward", size=3000, options=SHORT, limit=7) == columns[:7]
+
+
+@pytest.mark.parametrize(
+    "task", ["spell_backward", "basic_arithmetic", "countdown", "knights_knaves", "word_ladder", "n_queens"]
+)
+def test_reasoning_gym_metadata_is_enough_for_the_scorer_of_the_task(task: str) -> None:
+    from reasoning_gym.factory import create_dataset
+
+    rows = load_rows(DataSettings(source=f"reasoning_gym:{task}", size=3))
+    for row in rows:
+        assert isinstance(row, Row)
+        told = json.loads(json.dumps(row.metadata))["reasoning_gym"]
+        scorer = create_dataset(told["task"], **told.get("options", {}))
+        assert scorer.score_answer(row.columns["answer"], told["entry"]) == 1.0
+        assert scorer.score_answer("no such answer", told["entry"]) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "complaint"),
+    [
+        ("spell_backwards", {}, "no task 'spell_backwards'; nearest: spell_backward"),
+        ("spell_backward", {"min_wordlen": 3}, "no option 'min_wordlen'; nearest: min_word_len"),
+        ("spell_backward", {"size": 3}, "no option 'size'; set size beside options"),
+        ("spell_backward", {"min_word_len": 9, "max_word_len": 3}, "max_word_len must be >= min_word_len"),
+        ("spell_backward", {"min_word_len": 30, "max_word_len": 30}, "correct the options"),
+    ],
+)
+def test_refuses_a_reasoning_gym_task(task: str, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_columns(f"reasoning_gym:{task}", options=options)
+
+
+# --- functions -----------------------------------------------------------------------------------------------------
+
+FACTORIES = """
+from itertools import count
+from dataclasses import dataclass
+from starling.common.wire.messages import Prompt
+
+@dataclass
+class Holder:
+    value: int
+
+def rows():
+    return [{"question": "a", "answer": "b"}, Prompt(id="mine", text="c", reference="d")]
+
+def endless():
+    return ({"question": str(number)} for number in count())
+
+def nothing():
+    pass
+
+def none_left():
+    return iter(())
+
+def text():
+    return "abc"
+
+def broken():
+    raise RuntimeError("no disk\\nno luck")
+
+def odd():
+    return [{"question": "a"}, 7]
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path) -> Path:
+    path = tmp_path / "json.py"  # the name of a module that must not be replaced
+    path.write_text(FACTORIES, encoding="utf-8")
+    return path
+
+
+def test_function_of_a_file(factories: Path) -> None:
+    assert load_rows(DataSettings(source=f"{factories}:rows")) == [
+        Row({"question": "a", "answer": "b"}),
+        Prompt(id="mine", text="c", reference="d"),
+    ]
+    assert [row["question"] for row in load_columns(f"{factories}:endless", limit=3)] == ["0", "1", "2"]
+    assert sys.modules["json"] is json
+
+
+def test_function_of_a_module(factories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    factories.rename(factories.with_name("rows_of_a_test.py"))
+    monkeypatch.syspath_prepend(factories.parent)
+    assert len(load_rows(DataSettings(source="rows_of_a_test:rows"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("row", "has no function 'row' for the dataset; nearest: rows"),
+        ("nothing", "returned None: return a sequence of rows"),
+        ("none_left", "is empty"),
+        ("text", "returned 'abc': return a sequence"),
+        ("broken", "raised RuntimeError: no disk; correct the function"),
+        ("odd", "row 1 of .* is 7: return dicts"),
+    ],
+)
+def test_refuses_a_function(factories: Path, name: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_columns(f"{factories}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("no_such_module_anywhere:rows", "cannot be imported .*No module named"),
+        ("{folder}/other.py:rows", "does not exist; in its folder"),
+        ("{folder}/bad.py:rows", "cannot be imported .SyntaxError"),
+    ],
+)
+def test_refuses_a_module(tmp_path: Path, source: str, complaint: str) -> None:
+    (tmp_path / "bad.py").write_text("def rows(:\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=complaint):
+        load_columns(source.format(folder=tmp_path))
+
+
+# --- imports -------------------------------------------------------------------------------------------------------
+
+
+def test_heavy_libraries_are_imported_only_when_needed(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl")
+    program = (
+        "import sys\n"
+        "from starling.controller.data.prompts import load_prompts\n"
+        "from starling.controller.data.settings import DataSettings\n"
+        f"assert len(load_prompts(DataSettings(source={str(path)!r}))) == 5\n"
+        "print(*sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'reasoning_gym'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""

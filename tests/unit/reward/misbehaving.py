@@ -1,0 +1,110 @@
+"""Scorers as users should not write them, for the tests of the pool; and a few good ones."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+Metadata = dict[str, Any]
+
+
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -> object:
+    """Do what the completion says; anything else is worth 1."""
+    what, _, detail = completion.partition(" ")
+    match what:
+        case "raise":
+            raise ValueError(detail)
+        case "raise-unsayable":
+            raise Unsayable
+        case "raise-surrogate":
+            raise ValueError("\ud800")
+        case "raise-long":
+            raise ValueError("x" * 100_000)
+        case "sys-exit":
+            sys.exit(detail)
+        case "value":
+            return {
+                "nan": float("nan"),
+                "inf": float("-inf"),
+                "none": None,
+                "text": "1.0",
+                "pair": (1.0, {}),
+                "decimal": Decimal(1),
+                "huge": 10**400,
+                "true": True,
+                "int": 3,
+            }[detail]
+        case "hang":
+            while True:
+                time.sleep(1000)
+        case "hang-in-c":
+            signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+            ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock held
+        case "hang-with-child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+            Path(detail).write_text(str(child.pid))
+            time.sleep(1000)
+        case "exit":
+            os._exit(int(detail))
+        case "segfault":
+            ctypes.string_at(0)
+        case "print":
+            print("x" * 100_000)
+            os.write(1, b"\xff" * 1000)
+            subprocess.run(["echo", "noise"], check=True)
+        case "fork":
+            if os.fork() == 0:
+                return 7.0  # the child goes on as if it were the worker
+        case "close-all":
+            os.closerange(3, 1000)
+        case "write-into-line":
+            _line().sendall(b"\xff\xff\xff\xff garbage")
+    return 1.0
+
+
+def _line() -> Any:
+    import socket
+
+    for fd in range(3, 100):
+        try:
+            return socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue
+    raise AssertionError("no socket")
+
+
+def length(completion: str, reference: str, prompt_text: str, metadata: Metadata) -> int:
+    return len(completion)
+
+
+def modules(completion: str, reference: str, prompt_text: str, metadata: Metadata) -> bool:
+    """Whether this process has imported the module that the completion names."""
+    return completion in sys.modules
+
+
+def everything(completion: str, reference: str, prompt_text: str, metadata: Metadata, *, bonus: float = 0.0) -> float:
+    assert (completion, reference, prompt_text, metadata["deep"]) == ("c", "r", "p", {"list": [1, 2.5, None]})
+    return 1.0 + bonus
+
+
+def too_few(completion: str, reference: str) -> float:
+    return 1.0
+
+
+async def coroutine(completion: str, reference: str, prompt_text: str, metadata: Metadata) -> float:
+    return 1.0
+
+
+NOT_CALLABLE = 3

@@ -1,0 +1,86 @@
+"""Scorers that cannot be used are found at start, in one sentence."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from starling.common.errors import ConfigError
+from starling.reward.score.check import check
+from starling.reward.score.gym import make_gym
+from starling.reward.score.scorers import BUILT_IN
+from starling.reward.settings import RewardSettings
+
+MISBEHAVING = Path(__file__).with_name("misbehaving.py")
+
+
+def settings(name: str, **others: Any) -> RewardSettings:
+    scorer = {"name": name, **({"options": others.pop("options")} if "options" in others else {})}
+    return RewardSettings.model_validate({"scorers": [scorer], **others})
+
+
+def test_every_built_in_scorer_can_be_used() -> None:
+    scorers = [{"name": name} for name in [*BUILT_IN, "reasoning_gym:spell_backward", "math:hypot"]]
+    check(RewardSettings.model_validate({"scorers": scorers[:-1]}))
+
+
+def test_a_user_scorer_is_found_by_path_and_beside_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("from beside import f\nclass A:\n    g = staticmethod(f)\n")
+    (tmp_path / "beside.py").write_text("def f(completion, reference, prompt_text, metadata): return 1\n")
+    (tmp_path / "signal.py").write_text("raise RuntimeError('I took the place of the standard library')\n")
+    check(settings(f"{tmp_path}/mine.py:f"))
+    monkeypatch.chdir(tmp_path)
+    check(settings("mine.py:f"))
+    check(settings("mine:f"))
+    check(settings("mine:A.g"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("no_such_module_at_all:f", {}, r"cannot be imported: ModuleNotFoundError: No module named 'no_such"),
+        ("/nowhere/mine.py:f", {}, r"there is no file '/nowhere/mine.py'"),
+        (f"{MISBEHAVING}:lenght", {}, r"no 'lenght' in there; did you mean 'length'"),
+        (f"{MISBEHAVING}:NOT_CALLABLE", {}, r"is a int, not a function"),
+        (f"{MISBEHAVING}:too_few", {}, r"must take \(completion, reference, prompt_text, metadata\)"),
+        (f"{MISBEHAVING}:coroutine", {}, r"not async"),
+        (f"{MISBEHAVING}:everything", {"bonsu": 1}, r"no option 'bonsu'; its options are: bonus\."),
+        ("exact_match", {"strip": True}, r"no option 'strip'; its options are: none\."),
+        ("format", {"pattern": "(open"}, r"'\(open' is not a regular expression"),
+        ("format", {"pattern": 3}, r"3 is not a regular expression"),
+        ("math", {"precision": -1}, r"precision must be a whole number"),
+        ("reasoning_gym:spell_backwards", {}, r"no task 'spell_backwards': did you mean 'spell_backward'"),
+        ("reasoning_gym:spell_backward", {"min_word_len": -3}, r"refuses its options"),
+        ("reasoning_gym:spell_backward", {"colour": 1}, r"refuses its options"),
+    ],
+)
+def test_an_unusable_scorer_is_named_with_a_remedy(name: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check(settings(name, options=options))
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("import os; os._exit(5)", r"ended their process \(exit status 5\)"),
+        ("import sys; sys.exit('no licence')", r"SystemExit: no licence"),
+        ("1 / 0", r"ZeroDivisionError"),
+        ("while True: pass", r"took longer than 1 s"),
+        ("def f(:", r"SyntaxError"),
+    ],
+)
+def test_a_module_that_misbehaves_on_import_is_found_at_start(tmp_path: Path, code: str, problem: str) -> None:
+    (tmp_path / "bad.py").write_text(code)
+    with pytest.raises(ConfigError, match=problem):
+        check(settings(f"{tmp_path / 'bad.py'}:f", start_timeout_s=1.0 if "while" in code else 60.0))
+
+
+def test_reasoning_gym_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ConfigError, match="pip install reasoning-gym"):
+        make_gym("spell_backward")

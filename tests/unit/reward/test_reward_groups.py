@@ -1,0 +1,203 @@
+"""The core: scores in any order become the rewards of a group, once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from starling.common.leases import LeaseBook
+from starling.common.wire.messages import (
+    USABLE,
+    ChatMessage,
+    CompletionText,
+    GroupScored,
+    HeldLease,
+    Prompt,
+    ScoreGroup,
+    Status,
+)
+from starling.reward.core.groups import (
+    Answer,
+    Cancel,
+    GroupScores,
+    Score,
+    Submit,
+    WeightedScorer,
+    prompt_text,
+)
+
+TWO = (WeightedScorer("right", 1.0), WeightedScorer("form", 0.5))
+
+
+def machine(scorers: tuple[WeightedScorer, ...] = TWO, num_slots: int = 2) -> GroupScores:
+    return GroupScores(scorers, num_slots, LeaseBook(resend_s=5.0))
+
+
+def group(lease: str, *statuses: Status) -> ScoreGroup:
+    completions = tuple(CompletionText(text=f"c{i}", status=s, num_tokens=1) for i, s in enumerate(statuses))
+    prompt = Prompt(id="train/0/0", text="p", reference="r", metadata={"k": 1})
+    return ScoreGroup(lease=lease, prompt=prompt, completions=completions)
+
+
+def phases(scores: GroupScores) -> dict[str, str]:
+    return {held.lease: held.phase for held in scores.held()}
+
+
+def test_a_group_from_arrival_to_release() -> None:
+    scores = machine()
+    (submit,) = scores.add(group("score:1:0", Status.OK, Status.TRUNCATED, Status.ENV_ERROR), now=0.0)
+    assert isinstance(submit, Submit)
+    assert submit.task.completions == ((0, "c0"), (1, "c1"))
+    assert (submit.task.reference, submit.task.prompt_text, submit.task.metadata) == ("r", "p", {"k": 1})
+    assert scores.held() == (HeldLease(lease="score:1:0", phase="working"),)
+
+    assert scores.record(Score("score:1:0", 1, 1, 1.0), now=1.0) == []
+    assert scores.record(Score("score:1:0", 0, 0, 1.0), now=1.0) == []
+    assert scores.record(Score("score:1:0", 0, 1, 0.0), now=1.0) == []
+    (answer,) = scores.record(Score("score:1:0", 1, 0, 0.25), now=2.0)
+    expected = GroupScored(
+        lease="score:1:0",
+        rewards=(1.0, 0.75, None),
+        statuses=(Status.OK, Status.TRUNCATED, Status.ENV_ERROR),
+        components={"right": (1.0, 0.25, None), "form": (0.0, 1.0, None)},
+    )
+    assert answer == Answer(expected)
+    assert phases(scores) == {"score:1:0": "answered"}
+    assert scores.leases.due(now=3.0) == []
+    assert scores.leases.due(now=7.0) == [(expected, ())]
+    assert scores.release(("score:1:0", "score:9:9")) == []
+    assert scores.held() == ()
+
+
+def test_a_failed_scorer_leaves_no_reward_and_says_why() -> None:
+    scores = machine()
+    scores.add(group("score:1:0", Status.OK, Status.OK), now=0.0)
+    scores.record(Score("score:1:0", 0, 0, None, Status.REWARD_TIMEOUT, "it hung."), now=0.0)
+    scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."), now=0.0)
+    scores.record(Score("score:1:0", 1, 0, 2.0), now=0.0)
+    (answer,) = scores.record(Score("score:1:0", 1, 1, -1.0), now=0.0)
+    assert isinstance(answer, Answer)
+    assert answer.message.rewards == (None, 1.5)
+    assert answer.message.statuses == (Status.REWARD_TIMEOUT, Status.OK)
+    assert answer.message.problems == ("Completion 0: it hung.", "Completion 0: it raised.")
+    assert answer.message.components == {"right": (None, 2.0), "form": (None, -1.0)}
+
+
+def test_a_scorer_of_weight_0_is_only_observed() -> None:
+    scores = machine((WeightedScorer("right", 2.0), WeightedScorer("seen", 0.0)))
+    scores.add(group("score:1:0", Status.OK), now=0.0)
+    scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."), now=0.0)
+    (answer,) = scores.record(Score("score:1:0", 0, 0, 1.0), now=0.0)
+    assert isinstance(answer, Answer)
+    assert (answer.message.rewards, answer.message.statuses) == ((2.0,), (Status.OK,))
+    assert answer.message.problems == ("Completion 0: it raised.",)
+
+
+@pytest.mark.parametrize("values", [(1e308, 1e308), (1.7e308, -1.7e308), (1.7e308, 1.7e308)])
+def test_a_sum_beyond_floats_is_a_failure(values: tuple[float, float]) -> None:
+    scores = machine((WeightedScorer("a", 10.0), WeightedScorer("b", 10.0)))
+    scores.add(group("score:1:0", Status.OK), now=0.0)
+    scores.record(Score("score:1:0", 0, 0, values[0]), now=0.0)
+    (answer,) = scores.record(Score("score:1:0", 0, 1, values[1]), now=0.0)
+    assert isinstance(answer, Answer)
+    assert (answer.message.rewards, answer.message.statuses) == ((None,), (Status.REWARD_ERROR,))
+    assert "too large" in answer.message.problems[0]
+
+
+@pytest.mark.parametrize("statuses", [(), (Status.INFRA_LOST, Status.CANCELLED_STALE)])
+def test_a_group_with_nothing_to_score_is_answered_at_once(statuses: tuple[Status, ...]) -> None:
+    scores = machine()
+    (answer,) = scores.add(group("score:1:0", *statuses), now=0.0)
+    assert isinstance(answer, Answer)
+    assert answer.message.rewards == (None,) * len(statuses)
+    assert answer.message.statuses == statuses
+
+
+def test_groups_beyond_the_slots_queue_and_follow_in_order() -> None:
+    scores = machine((WeightedScorer("right", 1.0),), num_slots=1)
+    leases = ["score:1:0", "score:2:0", "score:3:0"]
+    commands = [command for lease in leases for command in scores.add(group(lease, Status.OK), now=0.0)]
+    assert [command.task.id for command in commands if isinstance(command, Submit)] == leases[:1]
+    assert list(phases(scores).values()) == ["working", "queued", "queued"]
+    assert scores.release(("score:2:0",)) == []
+    answer, submit = scores.record(Score("score:1:0", 0, 0, 1.0), now=0.0)
+    assert isinstance(answer, Answer)
+    assert isinstance(submit, Submit)
+    assert submit.task.id == "score:3:0"
+    assert scores.release(("score:3:0",)) == [Cancel("score:3:0")]
+
+
+def test_repeated_and_late_messages_change_nothing() -> None:
+    scores = machine((WeightedScorer("right", 1.0),))
+    message = group("score:1:0", Status.OK, Status.OK)
+    scores.add(message, now=0.0)
+    assert scores.add(message, now=0.0) == []
+    assert scores.record(Score("score:1:0", 0, 0, 1.0), now=0.0) == []
+    assert scores.record(Score("score:1:0", 0, 0, 9.0), now=0.0) == []
+    (answer,) = scores.record(Score("score:1:0", 1, 0, 1.0), now=0.0)
+    assert isinstance(answer, Answer)
+    assert answer.message.rewards == (1.0, 1.0)
+    assert scores.add(message, now=1.0) == []
+    assert scores.leases.due(now=1.0) == [(answer.message, ())]
+    scores.release(("score:1:0",))
+    assert scores.record(Score("score:1:0", 1, 0, 1.0), now=0.0) == []
+
+
+def test_a_conversation_reads_as_its_contents() -> None:
+    messages = (ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="2+2?"))
+    assert prompt_text(Prompt(id="x", messages=messages, text="unused")) == "Be brief.\n\n2+2?"
+    assert prompt_text(Prompt(id="x", text="2+2?")) == "2+2?"
+
+
+values = st.one_of(st.none(), st.floats(-1e6, 1e6))
+weights = st.floats(-10, 10).filter(lambda weight: weight != 0)
+
+
+@given(st.data(), st.lists(st.sampled_from(Status), max_size=5), st.lists(weights, min_size=1, max_size=3))
+def test_rewards_do_not_depend_on_the_order_of_the_scores(
+    data: st.DataObject, statuses: list[Status], scorer_weights: list[float]
+) -> None:
+    scorers = tuple(WeightedScorer(str(i), weight) for i, weight in enumerate(scorer_weights))
+    scores = machine(scorers)
+    commands = scores.add(group("score:1:0", *statuses), now=0.0)
+    wanted = [(c, s) for c, status in enumerate(statuses) if status in USABLE for s in range(len(scorers))]
+    given_values = {place: data.draw(values) for place in wanted}
+    for completion, scorer in data.draw(st.permutations(wanted)):
+        value = given_values[completion, scorer]
+        status = Status.OK if value is not None else Status.REWARD_ERROR
+        problem = "" if value is not None else "failed."
+        commands += scores.record(Score("score:1:0", completion, scorer, value, status, problem), now=0.0)
+    (message,) = [command.message for command in commands if isinstance(command, Answer)]
+    for index, status in enumerate(statuses):
+        row = [given_values.get((index, s)) for s in range(len(scorers))]
+        if status not in USABLE:
+            assert (message.rewards[index], message.statuses[index]) == (None, status)
+        elif None in row:
+            assert (message.rewards[index], message.statuses[index]) == (None, Status.REWARD_ERROR)
+        else:
+            exact = math.fsum(w * v for w, v in zip(scorer_weights, row, strict=True) if v is not None)
+            assert (message.rewards[index], message.statuses[index]) == (exact, status)
+    assert len(message.problems) == sum(value is None for value in given_values.values())
+
+
+actions = st.lists(st.tuples(st.sampled_from(["add", "record", "release"]), st.integers(0, 5)), max_size=40)
+
+
+@given(actions, st.integers(1, 3))
+def test_slots_never_leak(steps: list[tuple[str, int]], num_slots: int) -> None:
+    scores = machine((WeightedScorer("right", 1.0),), num_slots)
+    for action, number in steps:
+        lease = f"score:{number}:0"
+        if action == "add":
+            scores.add(group(lease, Status.OK), now=0.0)
+        elif action == "record" and phases(scores).get(lease) == "working":
+            scores.record(Score(lease, 0, 0, 1.0), now=0.0)
+        elif action == "release":
+            scores.release((lease,))
+        counts = list(phases(scores).values())
+        assert counts.count("working") == min(num_slots, counts.count("working") + counts.count("queued"))
+    scores.release(tuple(phases(scores)))
+    assert scores == machine(scores.scorers, num_slots)

@@ -1,0 +1,291 @@
+"""The pool with real processes: every way in which a scorer can fail, and that nothing outlives the service."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import Status
+from starling.reward.core.groups import Score, ScoreTask
+from starling.reward.score.pool import ScoringPool
+from starling.reward.settings import RewardSettings
+
+MISBEHAVING = Path(__file__).with_name("misbehaving.py")
+PATIENCE_S = 60.0
+
+
+def settings(*functions: str, **others: Any) -> RewardSettings:
+    scorers = [{"name": f"{MISBEHAVING}:{function}", "label": function} for function in functions]
+    return RewardSettings.model_validate({"scorers": scorers, "num_workers": 1, **others})
+
+
+def task(*texts: str, id: str = "score:0:0", **others: Any) -> ScoreTask:
+    fields: dict[str, Any] = {"reference": "", "prompt_text": "", "metadata": {}, **others}
+    return ScoreTask(id=id, completions=tuple(enumerate(texts)), **fields)
+
+
+def collect(pool: ScoringPool, count: int) -> list[Score]:
+    scores: list[Score] = []
+    while len(scores) < count:
+        new = pool.poll(PATIENCE_S)
+        assert new, f"{len(scores)} of {count} scores came in {PATIENCE_S} s"
+        scores += new
+    return sorted(scores, key=lambda score: (score.task, score.completion, score.scorer))
+
+
+def has_ended(pid: int) -> bool:
+    """Wait until the process is gone or a zombie; returns False when it lives on."""
+    try:
+        life = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    poller = select.poll()
+    poller.register(life, select.POLLIN)
+    try:
+        return bool(poller.poll(PATIENCE_S * 1000))
+    finally:
+        os.close(life)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ScoringPool]:
+    """One pool for the failures after which the worker goes on, or is replaced."""
+    with ScoringPool(settings("act", num_workers=2, timeout_s=30)) as shared:
+        yield shared
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("raise wrong number", "scorer 'act' raised ValueError: wrong number."),
+        ("raise", "scorer 'act' raised ValueError."),
+        ("raise-unsayable", "scorer 'act' raised Unsayable: (its text cannot be had)."),
+        ("raise-surrogate", "scorer 'act' raised ValueError: ?."),
+        ("sys-exit bye", "scorer 'act' raised SystemExit: bye."),
+        ("value nan", "scorer 'act' returned nan."),
+        ("value inf", "scorer 'act' returned -inf."),
+        ("value none", "scorer 'act' returned a NoneType, not a number."),
+        ("value text", "scorer 'act' returned a str, not a number."),
+        ("value pair", "scorer 'act' returned a tuple, not a number."),
+        ("value decimal", "scorer 'act' returned a Decimal, not a number."),
+        ("value huge", "scorer 'act' raised OverflowError: int too large to convert to float."),
+        ("exit 3", "scorer 'act' ended its worker process (exit status 3)."),
+        ("segfault", "scorer 'act' ended its worker process (signal SIGSEGV)."),
+        ("close-all", "scorer 'act' ended its worker process"),
+        ("write-into-line", "scorer 'act' ended its worker process"),
+    ],
+)
+def test_a_failure_is_a_status_and_spoils_no_other_sample(pool: ScoringPool, text: str, problem: str) -> None:
+    pool.submit(task("good", text, "good"))
+    first, failed, last = collect(pool, 3)
+    assert (first.value, first.status, first.problem) == (1.0, Status.OK, "")
+    assert (last.value, last.status, last.problem) == (1.0, Status.OK, "")
+    assert (failed.value, failed.status) == (None, Status.REWARD_ERROR)
+    assert failed.problem.startswith(problem)
+
+
+@pytest.mark.parametrize(("text", "value"), [("value true", 1.0), ("value int", 3.0), ("print", 1.0)])
+def test_numbers_of_every_kind_count_and_printing_does_no_harm(pool: ScoringPool, text: str, value: float) -> None:
+    pool.submit(task(text, "good"))
+    assert [score.value for score in collect(pool, 2)] == [value, 1.0]
+
+
+def test_a_long_problem_is_cut(pool: ScoringPool) -> None:
+    pool.submit(task("raise-long"))
+    (score,) = collect(pool, 1)
+    assert score.problem.endswith("xxx....")
+    assert len(score.problem) < 400
+
+
+def test_a_forked_child_cannot_speak_for_the_worker(pool: ScoringPool) -> None:
+    pool.submit(task("fork", *["good"] * 20))
+    scores = collect(pool, 21)
+    assert scores[0].value in (1.0, 7.0)
+    assert all(score.value in (1.0, None) for score in scores[1:])
+
+
+@pytest.mark.parametrize("text", ["hang", "hang-in-c"])
+def test_a_hanging_scorer_is_killed_at_its_limit(text: str) -> None:
+    with ScoringPool(settings("act", timeout_s=0.3)) as pool:
+        before = pool.worker_pids()
+        pool.submit(task("good", text, "good"))
+        scores = collect(pool, 3)
+        assert [score.value for score in scores] == [1.0, None, 1.0]
+        assert scores[1].status is Status.REWARD_TIMEOUT
+        assert scores[1].problem == "scorer 'act' took longer than 0.3 s."
+        assert pool.worker_pids() != before
+        assert has_ended(before[0])
+        assert pool.gauges()["workers_replaced"] == 1
+
+
+def test_what_a_killed_scorer_had_started_is_killed_too(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    with ScoringPool(settings("act", timeout_s=2)) as pool:
+        pool.submit(task(f"hang-with-child {note}"))
+        (score,) = collect(pool, 1)
+        assert score.status is Status.REWARD_TIMEOUT
+    assert has_ended(int(note.read_text()))
+
+
+def test_each_scorer_has_its_own_limit_and_loses_only_its_own_score() -> None:
+    scorers = [
+        {"name": f"{MISBEHAVING}:length", "label": "length"},
+        {"name": f"{MISBEHAVING}:act", "label": "act", "timeout_s": 0.2},
+    ]
+    with ScoringPool(RewardSettings.model_validate({"scorers": scorers, "timeout_s": 60})) as pool:
+        pool.submit(task("good", "hang"))
+        scores = collect(pool, 4)
+    assert [score.value for score in scores] == [4.0, 1.0, 4.0, None]
+    assert "took longer than 0.2 s" in scores[3].problem
+
+
+def test_scorers_receive_everything_and_their_options() -> None:
+    scorers = [{"name": f"{MISBEHAVING}:everything", "options": {"bonus": 0.5}}]
+    with ScoringPool(RewardSettings.model_validate({"scorers": scorers})) as pool:
+        metadata = {"deep": {"list": [1, 2.5, None]}}
+        pool.submit(task("c", reference="r", prompt_text="p", metadata=metadata))
+        (score,) = collect(pool, 1)
+    assert score.value == 1.5, score.problem
+
+
+def test_many_tasks_and_long_texts_all_arrive_once() -> None:
+    with ScoringPool(settings("length", "act", num_workers=2)) as pool:
+        expected: dict[tuple[str, int, int], float] = {}
+        for number in range(60):
+            texts = ["y" * (number * 37 + i) for i in range(number % 9)]
+            if number == 30:
+                texts += ["z" * 3_000_000, "z" * 2_000_000]  # more than a socket takes at once
+            pool.submit(task(*texts, id=f"score:{number}:0"))
+            expected |= {(f"score:{number}:0", i, 0): float(len(text)) for i, text in enumerate(texts)}
+            expected |= {(f"score:{number}:0", i, 1): 1.0 for i in range(len(texts))}
+        scores = collect(pool, len(expected))
+        assert {(s.task, s.completion, s.scorer): s.value for s in scores} == expected
+        assert len(scores) == len(expected)
+        assert pool.gauges()["queue_depth"] == 0
+
+
+def test_a_cancelled_task_says_nothing_and_its_id_may_return() -> None:
+    with ScoringPool(settings("act", timeout_s=0.5)) as pool:
+        pool.submit(task("hang", "good"))
+        pool.cancel("score:0:0")
+        pool.cancel("score:unknown:0")
+        pool.submit(task("value int"))
+        (score,) = collect(pool, 1)
+        assert score.value == 3.0
+        assert pool.poll() == []
+
+
+def test_a_task_in_work_cannot_be_submitted_again() -> None:
+    with ScoringPool(settings("act")) as pool:
+        pool.submit(task("good"))
+        with pytest.raises(ValueError, match="being scored already"):
+            pool.submit(task("good"))
+
+
+def test_an_idle_worker_that_was_killed_is_replaced() -> None:
+    with ScoringPool(settings("act")) as pool:
+        pool.submit(task("good"))
+        collect(pool, 1)
+        (pid,) = pool.worker_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert has_ended(pid)
+        pool.submit(task("good"))
+        (score,) = collect(pool, 1)
+        assert score.value == 1.0 or "signal SIGKILL" in score.problem
+        assert pool.worker_pids() != (pid,)
+
+
+def test_the_pool_fits_a_zeromq_poll_loop() -> None:
+    with ScoringPool(settings("act", timeout_s=0.3)) as pool:
+        poller = zmq.Poller()
+        poller.register(pool.fileno(), zmq.POLLIN)
+        pool.submit(task("good", "hang", "exit 1", "good"))
+        statuses: dict[int, Status] = {}
+        for _ in range(1000):
+            deadline = pool.next_deadline()
+            poller.poll(60_000 if deadline is None else max(0, math.ceil(1000 * (deadline - time.monotonic()))))
+            statuses |= {score.completion: score.status for score in pool.poll()}
+            if len(statuses) == 4:
+                break
+        assert statuses == {
+            0: Status.OK,
+            1: Status.REWARD_TIMEOUT,
+            2: Status.REWARD_ERROR,
+            3: Status.OK,
+        }
+
+
+def test_workers_import_only_what_their_scorers_need() -> None:
+    with ScoringPool(settings("modules")) as pool:
+        pool.submit(task("sympy", "math_verify", "reasoning_gym", "torch", "pydantic", "zmq", "msgspec"))
+        scores = collect(pool, 7)
+    assert [score.value for score in scores] == [0, 0, 0, 0, 0, 0, 1]
+
+
+def test_close_leaves_no_process_even_when_scorers_hang() -> None:
+    with closing(ScoringPool(settings("act", num_workers=3))) as pool:
+        pool.submit(task("good", "hang"))
+        collect(pool, 1)
+        pids = pool.worker_pids()
+        assert len(pids) == 3
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_pool_whose_scorers_no_longer_import_says_so(tmp_path: Path) -> None:
+    scorer = tmp_path / "vanishing.py"
+    scorer.write_text("def f(c, r, p, m): return 1\n")
+    wanted = RewardSettings.model_validate({"scorers": [{"name": f"{scorer}:f"}], "num_workers": 3})
+    scorer.unlink()
+    with ScoringPool(wanted) as pool, pytest.raises(ConfigError, match=r"can be started.*there is no file"):
+        pool.poll(PATIENCE_S)
+
+
+SERVICE = """
+    import sys
+    from starling.reward.core.groups import ScoreTask
+    from starling.reward.score.pool import ScoringPool
+    from starling.reward.settings import RewardSettings
+
+    pool = ScoringPool(RewardSettings(scorers=[{"name": sys.argv[1]}], num_workers=2, timeout_s=600))
+    pool.submit(ScoreTask("t", ((0, "good"), (1, "hang-in-c"), (2, "good")), "", "", {}))
+    scores = []
+    while len(scores) < 2:
+        scores += pool.poll(60)
+    print(*pool.worker_pids(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_no_worker_outlives_a_killed_service() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(SERVICE), f"{MISBEHAVING}:act"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None
+        pids = [int(pid) for pid in service.stdout.readline().split()]
+        service.kill()
+    assert len(pids) == 2
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_the_service_imports_no_heavy_package() -> None:
+    check = (
+        "import sys, starling.reward.score.pool, starling.reward.score.check, starling.reward.settings;"
+        "heavy = {'torch', 'transformers', 'numpy', 'sympy', 'math_verify', 'reasoning_gym'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)

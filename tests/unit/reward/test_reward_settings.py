@@ -1,0 +1,67 @@
+"""Settings that cannot be meant are refused in one sentence."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from starling.reward.settings import RewardSettings
+
+WHOLE = """
+num_workers = 3
+num_slots = 5
+timeout_s = 4
+
+[[scorers]]
+name = "gsm8k"
+
+[[scorers]]
+name = "format"
+weight = 0.2
+timeout_s = 1.5
+label = "form"
+options = { pattern = "<answer>.*</answer>" }
+"""
+
+
+def test_the_form_in_toml() -> None:
+    settings = RewardSettings.model_validate(tomllib.loads(WHOLE))
+    assert [(s.label, s.weight) for s in settings.weighted_scorers()] == [("gsm8k", 1.0), ("form", 0.2)]
+    assert settings.scorers[1].options == {"pattern": "<answer>.*</answer>"}
+    assert (settings.num_workers, settings.num_slots, settings.timeout_s) == (3, 5, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({}, "No scorer is set"),
+        ({"scorers": []}, "No scorer is set"),
+        ({"scorers": [{"name": "gsm8k", "weight": 0}]}, "Every scorer has weight 0"),
+        ({"scorers": [{"name": "gsm8k", "weight": float("nan")}]}, "finite number, not nan"),
+        ({"scorers": [{"name": "gsm8k", "weight": float("inf")}]}, "finite number, not inf"),
+        ({"scorers": [{"name": "gsm8k", "timeout_s": 0}]}, "timeout_s must be a finite number of seconds above 0"),
+        ({"scorers": [{"name": "gsm8k"}, {"name": "gsm8k"}]}, "'gsm8k' in metrics: give one .* `label`"),
+        ({"scorers": [{"name": "gsm8"}]}, "no scorer 'gsm8': did you mean 'gsm8k'.*`module:function`"),
+        ({"scorers": [{"name": "zzzzz"}]}, "known are exact_match, format, gsm8k"),
+        ({"scorers": [{"name": "module:"}]}, "no scorer 'module:'"),
+        ({"scorers": [{"name": ""}]}, "no scorer ''"),
+        ({"scorers": [{"name": "gsm8k", "wieght": 1}]}, "wieght"),
+        ({"scorers": [{"name": "gsm8k"}], "timeout_s": float("nan")}, "timeout_s must be .* not nan"),
+        ({"scorers": [{"name": "gsm8k"}], "timeout_s": -1}, "timeout_s must be .* not -1"),
+        ({"scorers": [{"name": "gsm8k"}], "start_timeout_s": float("inf")}, "start_timeout_s must be"),
+        ({"scorers": [{"name": "gsm8k"}], "num_workers": 0}, "num_workers"),
+        ({"scorers": [{"name": "gsm8k"}], "num_slots": 0}, "num_slots"),
+    ],
+)
+def test_bad_settings_are_refused(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        RewardSettings.model_validate(values)
+
+
+def test_every_field_is_documented() -> None:
+    schema = RewardSettings.model_json_schema()
+    for part in (schema, schema["$defs"]["ScorerSettings"]):
+        assert all(field.get("description") for field in part["properties"].values())
