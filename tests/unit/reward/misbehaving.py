@@ -58,6 +58,8 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
             time.sleep(1000)
         case "exit":
             os._exit(int(detail))
+        case "signal":
+            signal.raise_signal(int(detail))
         case "segfault":
             ctypes.string_at(0)
         case "print":

@@ -84,6 +84,7 @@ def pool() -> Iterator[ScoringPool]:
         ("value decimal", "scorer 'act' returned a Decimal, not a number."),
         ("value huge", "scorer 'act' raised OverflowError: int too large to convert to float."),
         ("exit 3", "scorer 'act' ended its worker process (exit status 3)."),
+        ("signal 36", "scorer 'act' ended its worker process (signal 36)."),
         ("segfault", "scorer 'act' ended its worker process (signal SIGSEGV)."),
         ("close-all", "scorer 'act' ended its worker process"),
         ("write-into-line", "scorer 'act' ended its worker process"),

@@ -17,6 +17,7 @@ from starling.common.settings import ServiceSettings, describe
 
 SECTIONS = (
     "run",
+    "launch",
     "network",
     "model",
     "data",
@@ -107,3 +108,11 @@ def help_of(schema: type[BaseModel]) -> str:
         lines.append(f"  --{key.replace('_', '-')} {kind} (default {default})")
         lines += [f"      {line}" for line in text.splitlines()]
     return "\n".join(lines)
+
+
+def process_name(role: str, argv: Sequence[str]) -> str:
+    """Return the name that a service's command line gives it, before that is parsed."""
+    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+        if flag == "--name" and value:
+            return value
+    return f"{role}-0"

@@ -95,8 +95,9 @@ class BoxIndex:
         self._dim = splits.index(max(splits)) if splits else 0
         self.boxes = tuple(sorted(boxes, key=self._position))
         """The boxes in the order of the sweep."""
-        begins: npt.NDArray[np.int64] = np.array([box.offset for box in self.boxes], np.int64).reshape(-1, num_dims)
-        ends = begins + np.array([box.size for box in self.boxes], np.int64).reshape(-1, num_dims)
+        shape = (len(boxes), num_dims)
+        begins: npt.NDArray[np.int64] = np.array([box.offset for box in self.boxes], np.int64).reshape(shape)
+        ends = begins + np.array([box.size for box in self.boxes], np.int64).reshape(shape)
         self._begins, self._ends = begins, ends
         # The furthest end so far: boxes before the first one that passes a query's begin cannot meet the query.
         self._reach = np.maximum.accumulate(ends[:, self._dim]) if num_dims and boxes else None

@@ -31,6 +31,8 @@ from starling.weightsync.layout import (
 
 MAX_TRANSFERS: Final = 1024
 """Most transfers in one bucket, which bounds the request for it."""
+MAX_BUCKET_BYTES: Final = 1 << 30
+"""Largest bucket that can be asked for, and the most that a source sends at once."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -87,8 +89,8 @@ def make_plan(source: Layout, destination: Layout, *, bucket_bytes: int = 32 << 
         WeightsError: a tensor that the source lacks, holds in another shape or element type, or does not hold wholly,
             or in overlapping boxes; the tensor and the box are named.
     """
-    if bucket_bytes < ALIGNMENT:
-        raise WeightsError(f"bucket_bytes is {bucket_bytes}, expected at least {ALIGNMENT}.")
+    if not ALIGNMENT <= bucket_bytes <= MAX_BUCKET_BYTES:
+        raise WeightsError(f"bucket_bytes is {bucket_bytes}, expected {ALIGNMENT} to {MAX_BUCKET_BYTES}.")
     check_layout(source)
     check_layout(destination)
     supply = _Supply(source, destination)

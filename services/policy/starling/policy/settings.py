@@ -17,9 +17,9 @@ class OptimizerSettings(BaseModel):
     learning_rate: float = Field(default=1e-6, gt=0.0, allow_inf_nan=False)
     """Highest learning rate, reached at the end of the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises from 0 in equal parts; 0 starts at the highest."""
+    """Steps over which the learning rate rises in equal parts; 0 starts at the highest."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up: stay, or fall to 0 at the last step."""
+    """What the learning rate does after the warm-up: stay, or fall towards 0 until the last step."""
     weight_decay: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Decoupled weight decay of the matrices; vectors (norms, biases) are never decayed."""
     betas: tuple[float, float] = (0.9, 0.999)

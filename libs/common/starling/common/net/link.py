@@ -87,13 +87,20 @@ class _State:
 class Link:
     """The line of one replica. `receive`, `answer`, `work` and `report` belong to the working thread."""
 
-    def __init__(self, settings: LinkSettings, hello: messages.Hello, hello_buffers: tuple[bytes, ...] = ()) -> None:
+    def __init__(
+        self,
+        settings: LinkSettings,
+        hello: messages.Hello,
+        hello_buffers: tuple[bytes, ...] = (),
+        inbox: queue.SimpleQueue[Any] | None = None,
+    ) -> None:
+        """Prepare to say `hello`. Deliveries go to `inbox`, which the owner may feed with events of its own."""
         self._settings, self._hello, self._hello_buffers = settings, hello, hello_buffers
         self._epoch, self._seq = make_epoch(), 0
         self._lock = threading.Lock()
         self._book = LeaseBook(resend_s=RESEND_S)
         self._state = _State(version=hello.version)
-        self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue() if inbox is None else inbox
         self._outbox: deque[tuple[Up, tuple[bytes, ...]]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._welcomed = threading.Event()
@@ -111,10 +118,10 @@ class Link:
         self._heard_at = time.monotonic()
         self._thread.start()
 
-    def receive(self, timeout_s: float | None) -> Inbound | None:
-        """Return the next delivery, or None after `timeout_s` (None: do not wait)."""
+    def receive(self, timeout_s: float) -> Any | None:
+        """Return the next `Inbound` (or what the owner put into the inbox), or None after `timeout_s`."""
         try:
-            return self._inbox.get_nowait() if timeout_s is None else self._inbox.get(timeout=timeout_s)
+            return self._inbox.get_nowait() if timeout_s <= 0 else self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
 

@@ -317,6 +317,10 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step"):
     examples: tuple[Prompt, ...] = ()
     temperature: float = 1.0
     """Divisor of the logits under which the groups were sampled."""
+    num_steps: int = 0
+    """Steps of this kind in the whole run, for schedules of the learning rate."""
+    ordinal: int = 0
+    """Which of them this is, from 1."""
 
 
 class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, tag="publish_weights"):

@@ -106,9 +106,12 @@ class Puller:
         """Copy the staged version into the live tensors, in place. Return the version.
 
         Raises:
-            WeightsError: nothing is staged, or the tensors do not fit the layout; then nothing was touched.
+            WeightsError: nothing is staged, a pull is under way, or the tensors do not fit the layout; then nothing
+                was touched.
         """
-        with self._busy:
+        if not self._busy.acquire(blocking=False):  # waiting would pause the engine for the length of a pull
+            raise WeightsError("There is no staged version to switch to: a pull is under way.")
+        try:
             if self._staged_version < 0:
                 raise WeightsError("There is no staged version to switch to: pull first.")
             live = live_views(self._layout, self._rank, tensors)
@@ -119,6 +122,8 @@ class Puller:
             self.version, self._staged_version = self._staged_version, -1
             self.state = "current"
             return self.version
+        finally:
+            self._busy.release()
 
     def attest(self, tensors: Mapping[str, torch.Tensor], offer: Offer) -> str:
         """Return the root of what the live tensors really hold of the pieces of `offer`.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layout import Box, aligned, packed_offsets
+from starling.weightsync.plan import MAX_BUCKET_BYTES
 
 Memory = npt.NDArray[np.uint8]
 """Flat memory, one byte per element."""
@@ -101,7 +102,7 @@ def view(memory: Memory, region: Region) -> npt.NDArray[Any]:
 
 
 def check_regions(regions: Sequence[Region], extent_bytes: int) -> None:
-    """Check what a stranger asks for: every byte inside the snapshot, and not more than the snapshot in all.
+    """Check what a stranger asks for: every byte inside the snapshot, and not too much in all.
 
     Raises:
         WeightsError: a region outside `extent_bytes`, or too much in all.
@@ -111,14 +112,14 @@ def check_regions(regions: Sequence[Region], extent_bytes: int) -> None:
         alike = len(region.size) == len(region.strides_bytes) <= 32
         if not alike or region.item_bytes not in (1, 2, 4, 8) or min((*region.size, region.offset_bytes)) < 0:
             raise WeightsError(f"Refused to read a malformed region: {region}.")
-        if min(region.strides_bytes, default=1) <= 0:
+        if min(region.strides_bytes, default=region.item_bytes) < region.item_bytes:
             raise WeightsError(f"Refused to read a region that repeats bytes: {region}.")
         last = sum((n - 1) * stride for n, stride in zip(region.size, region.strides_bytes, strict=True))
         if region.offset_bytes + last + region.item_bytes > extent_bytes:
             raise WeightsError(f"Refused to read outside the snapshot of {extent_bytes} bytes: {region}.")
         total += region.num_bytes
-    if total > extent_bytes:
-        raise WeightsError(f"Refused to read {total} bytes at once from a snapshot of {extent_bytes}.")
+    if total > MAX_BUCKET_BYTES:
+        raise WeightsError(f"Refused to read {total} bytes at once, more than {MAX_BUCKET_BYTES}.")
 
 
 def as_run(memory: Memory, regions: Sequence[Region]) -> Memory | None:

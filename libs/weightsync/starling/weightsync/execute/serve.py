@@ -6,6 +6,7 @@ connection may read is one snapshot at a time, and only after it presented that 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Generator
@@ -32,7 +33,7 @@ from starling.weightsync.execute.requests import (
 
 MAX_CONNECTIONS: Final = 1024
 SILENCE_S: Final = 10.0
-"""How long a connection may last without presenting a token."""
+"""How long a connection may last that has presented no token, or was refused."""
 
 Steps = Generator[Transmission, None, None]
 
@@ -48,11 +49,11 @@ class _Connection:
         self._scratch: Memory = np.empty(0, np.uint8)
         self._steps = self._serve()
         self._waiting: Transmission | None = None
-        self._born = time.monotonic()
+        self._ends = time.monotonic() + SILENCE_S
 
     def advance(self) -> bool:
         """Go as far as possible without waiting. Return whether the connection lives on."""
-        if self._lease is None and time.monotonic() > self._born + SILENCE_S:
+        if time.monotonic() > self._ends:
             return False
         try:
             while self._waiting is None or self._waiting.completed:
@@ -79,6 +80,7 @@ class _Connection:
             try:
                 payload, tag = self._grant(body.tobytes())
             except WeightsError as refusal:
+                self._refuse()
                 yield self._link.stream_send(self.endpoint, frame(Answer(reason=str(refusal))))
                 # The reader hangs up; were this side first, the reason could be lost on the way.
                 yield self._link.stream_receive(self.endpoint, np.empty(1, np.uint8))
@@ -86,6 +88,13 @@ class _Connection:
             yield self._link.stream_send(self.endpoint, frame(Answer()))
             if payload is not None:
                 yield self._link.tag_send(self.endpoint, payload, tag)
+
+    def _refuse(self) -> None:
+        """Hold nothing for a reader that is to leave, and do not wait for it for ever."""
+        self._ends = time.monotonic() + SILENCE_S
+        self._memory = None
+        if self._lease is not None:
+            self._lease.release()
 
     def _grant(self, body: bytes) -> tuple[Memory | None, int]:
         """Carry out a request; the answer is a payload to send and its tag, if there is one."""
@@ -101,6 +110,7 @@ class _Connection:
                 self._lease = lease
             else:
                 self._memory = self._lease.open(request.snapshot, request.token)
+            self._ends = math.inf
             return None, 0
         if self._lease is None or self._memory is None:
             raise WeightsError("Refused: open a snapshot with its token first.")
@@ -158,7 +168,10 @@ class Server:
             raise WeightsError(f"The serving thread did not end within {deadline_s:g} s.")
 
     def _accept(self, request: int) -> None:
-        endpoint = self._listener.create_endpoint_from_conn_request(request, True)
+        try:
+            endpoint = self._listener.create_endpoint_from_conn_request(request, True)
+        except self._link.error:
+            return  # the reader was gone before it was accepted
         self._connections.append(_Connection(self._link, endpoint, self._arena))
 
     def _run(self) -> None:

@@ -53,7 +53,10 @@ def supervise(state: State, now: float) -> None:
         return
     first, step = state.version * plan.examples_per_step, state.version + 1
     examples = tuple(state.examples.prompt(first + i) for i in range(plan.examples_per_step))
-    state.grant(policy, "train", step, now, lambda lease: wire.TrainStep(lease=lease, step=step, examples=examples))
+    command = functools.partial(
+        wire.TrainStep, step=step, examples=examples, num_steps=plan.num_sft_steps, ordinal=step
+    )
+    state.grant(policy, "train", step, now, lambda lease: command(lease=lease))
 
 
 def publish(state: State, now: float) -> None:
@@ -155,16 +158,16 @@ def train(state: State, now: float) -> None:
     sealed = state.ledger.seal()
     if not sealed:
         return
-    step, groups = state.version + 1, tuple(_train_group(group) for group in sealed)
-    temperature = plan.sampling.temperature or 1.0
-    state.grant(
-        policy,
-        "train",
-        step,
-        now,
-        lambda lease: wire.TrainStep(lease=lease, step=step, groups=groups, temperature=temperature),
-        tuple(buffer for group in sealed for buffer in group.buffers),
+    command = functools.partial(
+        wire.TrainStep,
+        step=state.version + 1,
+        groups=tuple(_train_group(group) for group in sealed),
+        temperature=plan.sampling.temperature or 1.0,
+        num_steps=plan.num_steps,
+        ordinal=state.version + 1 - plan.num_sft_steps,
     )
+    buffers = tuple(buffer for group in sealed for buffer in group.buffers)
+    state.grant(policy, "train", state.version + 1, now, lambda lease: command(lease=lease), buffers)
 
 
 def end(state: State, now: float) -> None:

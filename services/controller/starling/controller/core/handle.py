@@ -71,6 +71,8 @@ def hello(state: State, event: Received, message: wire.Hello) -> None:
 def heartbeat(state: State, member: Member, message: wire.Heartbeat, now: float) -> None:
     """A replica told its whole state: answer with the difference."""
     member.gauges = message.gauges
+    if member.role == "rollout":
+        member.version = min(member.version, message.version)  # a torn engine holds none, whatever it once proved
     state.welcome(member)
     held = [held.lease for held in message.leases]
     forget, lost = state.leases.compare(member.name, held, now, 2 * state.plan.heartbeat_s)
@@ -92,6 +94,8 @@ def result(state: State, member: Member, message: Result, event: Received) -> No
             state.version = step
             phase = "sft" if step <= state.plan.num_sft_steps else "grpo"
             state.note("step", step=step, phase=phase, **{**message.metrics, **state.ledger.sealed_metrics(step)})
+            if phase == "grpo":
+                state.note("trained", step=step, prompts=[g.prompt.id for g in state.ledger.within(GroupState.SEALED)])
         case wire.WeightsPublished(version=version):
             state.rounds.publish(version, event.buffers[0])
             state.ledger.trained()

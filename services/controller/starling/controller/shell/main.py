@@ -38,7 +38,7 @@ from starling.controller.shell.status import History, snapshot
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.25
-QUIET_NOTES = frozenset({"step", "published", "adopted"})
+QUIET_NOTES = frozenset({"step", "trained", "published", "adopted"})
 """Notes that come with every step: recorded, and shown on the screen, but not logged."""
 
 

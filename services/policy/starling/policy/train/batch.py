@@ -11,9 +11,9 @@ cells.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from starling.algo import packing
+from starling.common.errors import ConfigError
 from starling.policy.train.groups import IntArray
 
 Index = npt.NDArray[np.int64]
@@ -64,7 +65,22 @@ class Inputs:
     targets: Tensor
     """int64 [N]: the trained tokens."""
     tokens: Index
-    """[N]: where each trained token lies among the step's T tokens."""
+    """int64 [N], on the CPU: where each trained token lies among the step's T tokens."""
+
+
+def check_lengths(prompted: Sequence[Prompted], longest: int | None) -> None:
+    """Refuse sequences of more than `longest` tokens, the most that the model can take.
+
+    Raises:
+        ConfigError: names the length and the limit.
+    """
+    for item in prompted:
+        tokens = len(item.prompt_ids) + max(stop - start for start, stop in item.spans)
+        if longest is not None and tokens > longest:
+            raise ConfigError(
+                f"a sequence of {tokens} tokens exceeds the {longest} that the model can attend to: "
+                "shorten the prompts or lower max_tokens"
+            )
 
 
 def lay_out(
@@ -95,7 +111,11 @@ def lay_out(
 
 
 def to_tensors(
-    batch: Batch, microbatch: packing.Microbatch, token_ids: IntArray, dtype: torch.dtype = torch.float32
+    batch: Batch,
+    microbatch: packing.Microbatch,
+    token_ids: IntArray,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> Inputs:
     """Make the tensors of one microbatch.
 
@@ -104,6 +124,7 @@ def to_tensors(
         microbatch: one of its plan.
         token_ids: the step's T completion tokens, to which the blocks' spans refer.
         dtype: of the attention mask: the model's.
+        device: where the model is.
     """
     shape = (len(microbatch.rows), microbatch.row_tokens)
     pieces, segments, spans = _segments(batch, microbatch, token_ids)
@@ -117,11 +138,11 @@ def to_tensors(
     # The first token of a completion is predicted by its prompt's last cell, wherever the completion itself lies.
     source[np.cumsum(spans.length) - spans.length] = spans.prompt_end
     return Inputs(
-        input_ids=torch.from_numpy(ids).view(shape),
-        position_ids=torch.from_numpy(positions).view(shape),
-        attention_mask=_attention_mask(segments, cells, shape, dtype),
-        source=torch.from_numpy(source),
-        targets=torch.from_numpy(token_ids[tokens].astype(np.int64)),
+        input_ids=torch.from_numpy(ids).view(shape).to(device),
+        position_ids=torch.from_numpy(positions).view(shape).to(device),
+        attention_mask=_attention_mask(segments, cells, shape, dtype).to(device),
+        source=torch.from_numpy(source).to(device),
+        targets=torch.from_numpy(token_ids[tokens].astype(np.int64)).to(device),
         tokens=tokens,
     )
 
@@ -184,7 +205,7 @@ def _ranges(start: Index, length: Index) -> Index:
 def _attention_mask(segments: _Segments, cells: Index, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     num_rows, row_tokens = shape
     visible = torch.ones(row_tokens, row_tokens, dtype=torch.bool).tril()[None]
-    if len(np.unique(segments.parent)) > num_rows or len(segments.parent) > 2 * num_rows:
+    if len(segments.parent) > 2 * num_rows:
         # Empty cells belong to segment -1; they see each other, so that no row of the scores is wholly masked.
         own, parent = (np.full(num_rows * row_tokens, -1, dtype=np.int64) for _ in range(2))
         own[cells] = np.repeat(np.arange(len(segments.length)), segments.length)
@@ -192,7 +213,7 @@ def _attention_mask(segments: _Segments, cells: Index, shape: tuple[int, int], d
         own_RL, parent_RL = (torch.from_numpy(array).view(shape) for array in (own, parent))
         seen_R1L = own_RL[:, None, :]
         visible = visible & ((seen_R1L == own_RL[:, :, None]) | (seen_R1L == parent_RL[:, :, None]))
-    # Otherwise each row holds one sequence from its first cell, and causality alone hides the empty ones.
+    # Else each row holds one prompt and one completion from its first cell: causality alone hides the empty cells.
     mask = torch.zeros(visible.shape, dtype=dtype)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
@@ -201,13 +222,4 @@ def _split(item: Prompted, size: int) -> list[Prompted]:
     """Cut the completions of a prompt into the fewest blocks of at most `size`, as evenly as can be."""
     count = -(-len(item.spans) // size)
     bounds = [len(item.spans) * part // count for part in range(count + 1)]
-    return [
-        Prompted(item.prompt_ids, item.spans[start:stop])
-        for start, stop in zip(bounds, bounds[1:], strict=False)
-        if stop > start
-    ]
-
-
-def per_token(values: Sequence[float], lengths: Sequence[int]) -> npt.NDArray[Any]:
-    """Repeat each sequence's value for each of its tokens, as float32."""
-    return np.repeat(np.asarray(values, dtype=np.float32), np.asarray(lengths, dtype=np.int64))
+    return [Prompted(item.prompt_ids, item.spans[start:stop]) for start, stop in itertools.pairwise(bounds)]

@@ -60,7 +60,8 @@ def save_hf(model: PreTrainedModel, tokenizer: Saveable | None, folder: Path) ->
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
-            f"the checkpoint {folder} cannot be written ({error.strerror or error}): free space or choose another folder"
+            f"the checkpoint {folder} cannot be written ({error.strerror or error}): "
+            "free space or choose another folder"
         ) from error
 
 

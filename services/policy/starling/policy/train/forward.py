@@ -41,8 +41,8 @@ def trained_logits(model: torch.nn.Module, inputs: Inputs) -> Tensor:
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target, and the entropy of its distribution, both float32 [N].
 
-    The entropy is a metric: it carries no gradient. Both are of ``softmax(logits / temperature)``, the distribution from
-    which the tokens were drawn.
+    The entropy is a metric: it carries no gradient. Both are of ``softmax(logits / temperature)``, the distribution
+    from which the tokens were drawn.
     """
     logits = logits.float()
     if temperature != 1.0:

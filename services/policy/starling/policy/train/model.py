@@ -65,7 +65,7 @@ def load_model(
             _check_complete(folder, info["missing_keys"], info["mismatched_keys"])
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - the folder is the user's and its loaders raise anything.
+    except Exception as error:  # The folder is the user's, and its loaders raise anything.
         raise ConfigError(f"the model in {folder} cannot be loaded: {_sentence(error)}") from error
     return cast(PreTrainedModel, model.eval())
 
@@ -74,14 +74,46 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of `model` that never changes: the reference of a KL term."""
     reference = copy.deepcopy(model)
     reference.requires_grad_(False)
+    reference.zero_grad(set_to_none=True)
     return reference
+
+
+def longest_sequence(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a sequence that training can take, None for no limit.
+
+    It is the context of the model or, where layers attend to a window or a chunk only, the size of that: up to it they
+    attend to everything, as the masks of packed rows say.
+
+    Raises:
+        ConfigError: some layers carry a state along the row, which no mask can keep from leaking between sequences.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    others = set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"}
+    if others or getattr(model, "_is_stateful", False):
+        raise ConfigError(
+            f"{config.model_type} has layers that are not attention ({', '.join(sorted(others)) or 'recurrent'}): "
+            "sequences packed into one row would leak through them, so choose a model of attention layers"
+        )
+    limits = [getattr(config, "max_position_embeddings", None)]
+    if not kinds or "sliding_attention" in kinds:
+        limits.append(getattr(config, "sliding_window", None))
+    if "chunked_attention" in kinds:
+        limits.append(getattr(config, "attention_chunk_size", None))
+    return min((limit for limit in limits if limit), default=None)
+
+
+def pair_cost(model: PreTrainedModel) -> float:
+    """Return the cost of a query-key pair against that of a cell; see `starling.algo.packing.PAIR_COST`."""
+    hidden_size: int = model.config.get_text_config().hidden_size
+    return 1.0 / (6.0 * hidden_size)
 
 
 def tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return what makes up a weight version: parameters and persistent buffers, by Hugging Face name.
 
-    Tied weights occur once, under the name that `named_parameters` gives them. The tensors are the model's own, detached:
-    they change with every step.
+    Tied weights occur once, under the name that `named_parameters` gives them. The tensors are the model's own,
+    detached: they change with every step.
     """
     saved = model.state_dict(keep_vars=True).keys()
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -12,9 +12,10 @@ from starling.algo.loss.aggregate import token_mean
 from starling.algo.loss.sft import sft_loss
 from starling.common.errors import ConfigError
 from starling.policy.settings import PolicySettings
-from starling.policy.train.batch import Prompted, lay_out, to_tensors
+from starling.policy.train.batch import Prompted, check_lengths, lay_out, to_tensors
 from starling.policy.train.forward import token_logprobs, trained_logits
 from starling.policy.train.groups import Example
+from starling.policy.train.model import longest_sequence, pair_cost
 from starling.policy.train.optimizer import Descent
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class SftTrainer:
         """Start with a fresh optimizer; `model` is trained in place."""
         self._model = model
         self._settings = settings
+        self._longest = longest_sequence(model)
+        self._pair_cost = pair_cost(model)
         self._descent = Descent(model, settings.sft.optimizer, total_steps)
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -41,7 +44,7 @@ class SftTrainer:
             ``num_microbatches``, ``padding_waste``.
 
         Raises:
-            ConfigError: there are no examples.
+            ConfigError: there are no examples, or one is longer than the model's context.
         """
         if not examples:
             raise ConfigError("a supervised step has no examples: there is nothing to train")
@@ -52,15 +55,15 @@ class SftTrainer:
             for example, start, end in zip(examples, starts, ends, strict=True)
         ]
         token_ids = np.concatenate([example.response_ids for example in examples])
-        batch = lay_out(prompted, self._settings.tokens_per_microbatch)
+        check_lengths(prompted, self._longest)
+        batch = lay_out(prompted, self._settings.tokens_per_microbatch, pair_cost=self._pair_cost)
         self._descent.clear()
         parts = []
         for microbatch in batch.plan:
-            inputs = to_tensors(batch, microbatch, token_ids, self._model.dtype)
-            logits = trained_logits(self._model, inputs)
-            logprobs, entropy = token_logprobs(logits, inputs.targets)
+            inputs = to_tensors(batch, microbatch, token_ids, self._model.dtype, self._model.device)
+            logprobs, entropy = token_logprobs(trained_logits(self._model, inputs), inputs.targets)
             loss = token_mean(sft_loss(logprobs), ends[-1])
-            loss.backward()
+            torch.autograd.backward(loss)
             parts.append(torch.stack([loss.detach(), entropy.sum() / ends[-1]]))
         applied = self._descent.apply()
         loss_sum, entropy_sum = torch.stack(parts).sum(dim=0).tolist()

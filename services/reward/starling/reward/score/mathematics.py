@@ -29,9 +29,9 @@ def make_math(precision: int = 6) -> Scorer:
     r"""Make the scorer `math`: 1 when the completion's answer equals the reference, else 0.
 
     The answer is what stands in ``\boxed{...}`` (several boxes are one set, so that guessing does not pay), else the
-    last LaTeX, else the last plain expression of the completion. `precision` is the number
-    of decimals to which numbers must agree. One that cannot be parsed or compared is not equal. The library's own
-    time limits are off, since they would turn an expression that hangs into a wrong answer: the worker's limit holds.
+    last LaTeX, else the last plain expression of the completion; one that cannot be parsed or compared is not equal.
+    `precision` is the number of decimals to which numbers must agree. The library's own time limits are off, since
+    they would turn an expression that hangs into a wrong answer: the worker's limit holds.
     """
     if not isinstance(precision, int) or precision < 0:
         raise ConfigError(f"Scorer 'math': precision must be a whole number of at least 0, not {precision!r}.")

@@ -194,17 +194,19 @@ class ScoringPool:
     def _hear(self, worker: _Worker) -> None:
         for message in worker.process.receive():
             if isinstance(message, StartFailed):
-                self._start_failed(worker, message.problem)
+                self._end(worker)
+                self._start_failed(message.problem)
                 return
             if not self._take(worker, message):
+                self._end(worker)
                 self._lose(worker, Status.REWARD_ERROR, "spoke for its worker out of turn")
                 return
         if worker.process.over:
-            how = worker.process.last_words()
+            how = self._end(worker)
             if worker.ready:
                 self._lose(worker, Status.REWARD_ERROR, f"ended its worker process ({how})")
             else:
-                self._start_failed(worker, f"the process ended while it imported the scorers ({how}).")
+                self._start_failed(f"the process ended while it imported the scorers ({how}).")
         elif worker.is_writing and worker.process.flush():
             worker.is_writing = False
             self._selector.modify(worker.process, selectors.EVENT_READ, worker)
@@ -255,32 +257,32 @@ class ScoringPool:
         return max(worker.begun_at, first.sent_at) + self._limits_s[first.call.scorer]
 
     def _expire(self, worker: _Worker) -> None:
+        self._end(worker)
         if not worker.ready:
             limit_s = self._settings.start_timeout_s
-            self._start_failed(worker, f"importing the scorers took longer than {limit_s:g} s.")
+            self._start_failed(f"importing the scorers took longer than {limit_s:g} s.")
             return
         limit_s = self._limits_s[worker.calls[0].call.scorer]
         self._lose(worker, Status.REWARD_TIMEOUT, f"took longer than {limit_s:g} s")
 
     def _lose(self, worker: _Worker, status: Status, problem: str) -> None:
-        """End a worker for the sake of the call that it is at, and give its other calls back."""
-        self._end(worker)
+        """Blame the call that an ended worker was at, and give its other calls back."""
         self._num_replaced += 1
         if worker.calls:
             self._settle(worker.calls.popleft().call, None, status, problem)
         self._queue.extendleft(outstanding.call for outstanding in reversed(worker.calls))
 
-    def _start_failed(self, worker: _Worker, problem: str) -> None:
-        self._end(worker)
+    def _start_failed(self, problem: str) -> None:
         self._num_failed_starts += 1
         self._start_at = self._clock() + min(_RETRY_S * 2**self._num_failed_starts, _LONGEST_RETRY_S)
         if self._num_failed_starts >= _MOST_FAILED_STARTS and not any(w.ready for w in self._workers):
             raise ConfigError(f"No scoring worker can be started: {problem}")
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: _Worker) -> str:
+        """End a worker, which may have ended itself; returns how."""
         self._workers.remove(worker)
         self._selector.unregister(worker.process)
-        worker.process.end()
+        return worker.process.last_words() if worker.process.over else worker.process.end()
 
     def _start_workers(self) -> None:
         now = self._clock()

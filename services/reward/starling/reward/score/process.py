@@ -17,7 +17,9 @@ from starling.reward.score.protocol import FrameReader, FromWorker, Setup, ToWor
 
 _RECEIVE_BYTES: Final = 1 << 18
 _EXIT_S: Final = 0.2
-"""Between the end of a process's line and its end; and between SIGKILL and its end, when the kernel is idle."""
+"""How long a process may live on after its line has ended."""
+_KILLED_S: Final = 2.0
+"""How long a killed process may take to be gone: the kernel must free its memory."""
 
 
 class WorkerProcess:
@@ -115,14 +117,21 @@ class WorkerProcess:
         # Before the worker is reaped, so that the number of its process group cannot have passed to another.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
-        gone = itself or self._ended(_EXIT_S)
+        gone = itself or self._ended(_KILLED_S)
         os.close(self._life)
         if not gone:  # asleep in the kernel; SIGKILL waits for it, and `subprocess` reaps it later
             return "no exit status yet"
-        code = self._child.wait(timeout=_EXIT_S)
-        return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        code = self._child.wait(timeout=_KILLED_S)
+        return f"exit status {code}" if code >= 0 else f"signal {_signal_name(-code)}"
 
     def _ended(self, timeout_s: float) -> bool:
         poller = select.poll()
         poller.register(self._life, select.POLLIN)
         return bool(poller.poll(timeout_s * 1000))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return str(number)

@@ -70,21 +70,20 @@ class TransformersEngine:
             raise ConfigError(f"max_model_len is {length}; give at least 2, a prompt token and a sampled one")
         use_grouped_decode(model)
         self._model = model
-        self._device = next(model.parameters()).device
-        self._dtype = next(model.parameters()).dtype
+        first = next(model.parameters())
+        self._device, self._dtype = first.device, first.dtype
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._eos_token_ids = tuple(int(token) for token in eos_token_ids)
-        self._max_rows = max_rows
-        self._max_model_len = length
+        self._max_rows, self._max_model_len = max_rows, length
         self._exclusive = exclusive
         self._version = version
         self._waiting: deque[Group] = deque()
         self._running: dict[int, Group] = {}
         self._leases: set[str] = set()
         self._rows = RunningRows(max_rows)
-        window = model.config.get_text_config().sliding_window if self._sliding else None
-        self._cache = RowCache(self._dtype, window)
+        self._window: int | None = model.config.get_text_config().sliding_window if self._sliding else None
+        self._cache = RowCache(self._dtype, self._window)
         self._sampling: SamplingRows | None = None
         self._num_added = 0
 
@@ -233,8 +232,8 @@ class TransformersEngine:
         def additive(visible: torch.Tensor) -> torch.Tensor:
             return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~visible, -torch.inf)
 
-        window = self._model.config.get_text_config().sliding_window if self._sliding else None
-        return self._by_kind(additive(seen), additive(seen & (behind < window)) if window else None)
+        sliding = additive(seen & (behind < self._window)) if self._window else None
+        return self._by_kind(additive(seen), sliding)
 
     def _by_kind(
         self, full: torch.Tensor, sliding: torch.Tensor | None

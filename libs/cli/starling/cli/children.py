@@ -1,0 +1,112 @@
+"""The processes of a run on this machine: started, listened to, and never left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starling.common.observe.process import die_with_parent
+from starling.common.settings import child_environment
+
+KEPT_LINES = 30
+
+
+@dataclass
+class Child:
+    """One service process."""
+
+    name: str
+    role: str
+    process: subprocess.Popen[str]
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    reader: threading.Thread | None = None
+    reported: bool = False
+    """Its end has been dealt with."""
+
+    @property
+    def code(self) -> int | None:
+        """Return its exit code, or None while it runs; -n when signal n killed it."""
+        return self.process.poll()
+
+    def ending(self) -> str:
+        """Say how it ended."""
+        code = self.code
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+
+class Children:
+    """All service processes of one run."""
+
+    def __init__(self, logs: Path, num_threads: int, on_line: Callable[[str, str], None]) -> None:
+        """Log files go to `logs`; `on_line(name, line)` sees every line as it comes."""
+        self._logs, self._on_line = logs, on_line
+        self._environment = child_environment(
+            OMP_NUM_THREADS=str(num_threads),
+            MKL_NUM_THREADS=str(num_threads),
+            TOKENIZERS_PARALLELISM="false",
+            PYTHONUNBUFFERED="1",
+            HF_HUB_OFFLINE="1",
+        )
+        self.all: list[Child] = []
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def start(self, name: str, role: str, arguments: Sequence[str]) -> Child:
+        """Start the service `role` as `name`."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"starling.{role}.shell.main", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=self._environment,
+            # Its own session: Ctrl-C reaches the supervisor only, which then ends the run in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        child = Child(name, role, process)
+        child.reader = threading.Thread(target=self._listen, args=(child,), name=f"log-{name}", daemon=True)
+        child.reader.start()
+        self.all.append(child)
+        return child
+
+    def of(self, role: str) -> list[Child]:
+        """Return the processes of a role that still run."""
+        return [child for child in self.all if child.role == role and child.code is None]
+
+    def running(self) -> list[Child]:
+        """Return the processes that still run."""
+        return [child for child in self.all if child.code is None]
+
+    def wait(self, timeout_s: float) -> list[Child]:
+        """Wait until all have ended, at most `timeout_s`. Returns those that still run."""
+        deadline = time.monotonic() + timeout_s
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.running()
+
+    def kill(self) -> None:
+        """Kill what still runs, and wait for it to be gone."""
+        for child in self.running():
+            child.process.kill()
+        for child in self.all:
+            child.process.wait(10)
+            if child.reader is not None:
+                child.reader.join(2)
+
+    def _listen(self, child: Child) -> None:
+        assert child.process.stdout is not None
+        with (self._logs / f"{child.name}.log").open("a", buffering=1) as file:
+            for line in child.process.stdout:
+                file.write(line)
+                child.last_lines.append(line.rstrip("\n"))
+                self._on_line(child.name, line.rstrip("\n"))

@@ -1,0 +1,91 @@
+"""A recipe: the configuration of a whole run, from which every service reads its own sections."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import Field, model_validator
+
+from starling.cli.scratch import ScratchSettings
+from starling.common.settings import ModelSettings, Section, load
+from starling.controller.settings import ControllerProcess
+from starling.policy.settings import PolicySettings
+from starling.reward.settings import RewardSettings
+from starling.rollout.settings import RolloutSettings
+
+
+class RecipeModel(ModelSettings):
+    """The model: a folder, or one made from nothing."""
+
+    scratch: ScratchSettings | None = None
+    """Make a small model and its tokenizer in the run's folder, instead of reading `path`."""
+
+
+class LaunchSettings(Section):
+    """What `starling run` starts on this machine."""
+
+    num_rollouts: int = Field(default=1, ge=0)
+    """Rollout replicas."""
+    num_rewards: int = Field(default=1, ge=0)
+    """Reward replicas."""
+    num_threads: int = Field(default=1, ge=1)
+    """Threads that each process computes with (OMP_NUM_THREADS). Processes that spin on shared cores are very slow."""
+    screen: Literal["auto", "live", "plain"] = "auto"
+    """`live`: one screen that is redrawn. `plain`: lines. `auto`: live on a terminal."""
+    stop_s: float = Field(default=300.0, gt=0)
+    """How long an orderly stop may take (the step in hand, the checkpoint) before everything is killed."""
+
+
+class Recipe(ControllerProcess):
+    """All settings of a run."""
+
+    launch: LaunchSettings = LaunchSettings()
+    model: RecipeModel = RecipeModel()
+    policy: PolicySettings = PolicySettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings | None = None
+
+    @model_validator(mode="after")
+    def _check_recipe(self) -> Self:
+        if not self.model.path and self.model.scratch is None:
+            raise ValueError("model.path is missing; give a model folder, or [model.scratch] to make a small one")
+        if self.model.path and self.model.scratch is not None:
+            raise ValueError(f"model.path = {self.model.path!r} and [model.scratch] exclude each other; remove one")
+        generates = self.plan().needs_rollouts
+        if generates and self.launch.num_rollouts == 0:
+            raise ValueError("launch.num_rollouts = 0, but this run generates completions; set at least 1")
+        if generates and (self.reward is None or self.launch.num_rewards == 0):
+            raise ValueError("this run generates completions and nothing scores them; add [[reward.scorers]]")
+        return self
+
+
+def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
+    """Read a recipe and resolve what follows from it. Raises ConfigError."""
+    recipe = load(Recipe, files, flags)
+    counts = {"num_rollouts": max(1, recipe.launch.num_rollouts), "num_rewards": max(1, recipe.launch.num_rewards)}
+    return recipe.model_copy(update={"controller": recipe.controller.model_copy(update=counts)})
+
+
+def to_toml(recipe: Recipe) -> str:
+    """Return the resolved recipe as TOML, which every service can read again."""
+    tree = json.loads(recipe.model_dump_json(exclude_none=True))
+    return tomli_w.dumps(_without_none(tree))
+
+
+def with_model_folder(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe with the model made in `folder`, whose weights the policy draws at random."""
+    model = recipe.model.model_copy(update={"path": str(folder), "scratch": None})
+    policy = recipe.policy.model_copy(update={"init": "random"})
+    return recipe.model_copy(update={"model": model, "policy": policy})
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value if item is not None]
+    return value

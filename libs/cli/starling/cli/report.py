@@ -1,0 +1,99 @@
+"""What is left of a run: a table, and the reward curve as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from starling.cli.supervisor import Attempt, read_metrics
+
+
+def report(attempt: Attempt, seconds: float, console: Console) -> None:
+    """Print the table of a finished run and draw its curve."""
+    lines = read_metrics(attempt.metrics)
+    steps = [line for line in lines if line["kind"] == "step" and "reward_mean" in line]
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    adopted = [line for line in lines if line["kind"] == "adopted"]
+    table = Table(title=f"{attempt.folder.parent.name}: {seconds:.0f} s", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, text in _rows(lines, steps, evaluations, adopted):
+        table.add_row(name, text)
+    if steps:
+        curve = attempt.folder / "reward.png"
+        draw_curve(steps, evaluations, curve)
+        table.add_row("reward curve", str(curve))
+    table.add_row("metrics", str(attempt.metrics))
+    for line in lines:
+        if line["kind"] == "checkpoint":
+            table.add_row("checkpoint", line["path"])
+    console.print(table)
+
+
+def _rows(
+    lines: list[dict[str, Any]],
+    steps: list[dict[str, Any]],
+    evaluations: list[dict[str, Any]],
+    adopted: list[dict[str, Any]],
+) -> list[tuple[str, str]]:
+    rows = [("steps", f"{sum(line['kind'] == 'step' for line in lines)}, {len(steps)} of them by reinforcement")]
+    if steps:
+        tenth = max(1, len(steps) // 10)
+        first, last = (sum(s["reward_mean"] for s in part) / tenth for part in (steps[:tenth], steps[-tenth:]))
+        rows.append(("training reward", f"{first:.3f} -> {last:.3f} (first and last tenth of the steps)"))
+        stale = max(step["staleness_max"] for step in steps)
+        mean = sum(step["staleness_mean"] for step in steps) / len(steps)
+        rows.append(("staleness", f"mean {mean:.2f}, most {stale}"))
+    if len(evaluations) > 1:
+        scores = [name for name in evaluations[0] if name == "reward_mean" or name.startswith("score/")]
+        for name in scores:
+            before, after = evaluations[0][name], evaluations[-1][name]
+            if before is not None and after is not None:
+                label = "reward" if name == "reward_mean" else name.removeprefix("score/")
+                rows.append((f"held-out {label}", f"{before:.3f} -> {after:.3f} ({after - before:+.3f})"))
+    if adopted:
+        pull = sorted(line["pull_s"] for line in adopted)[len(adopted) // 2]
+        pause = sorted(line["pause_s"] for line in adopted)[len(adopted) // 2]
+        proven = sum(line["attested"] for line in adopted)
+        rows.append(
+            (
+                "weight sync",
+                f"{len(adopted)} adoptions over {adopted[0]['transport']}, {proven} attested; "
+                f"median pull {pull * 1e3:.1f} ms, pause {pause * 1e3:.1f} ms",
+            )
+        )
+    return rows
+
+
+def draw_curve(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
+    """Draw reward against step, with the evaluations on held-out prompts."""
+    # Only now: importing matplotlib takes most of a second.
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    x = [step["step"] for step in steps]
+    y = [step["reward_mean"] for step in steps]
+    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=120, layout="constrained")
+    axes.plot(x, y, color="#9ecae1", linewidth=1, label="step")
+    axes.plot(x, _smooth(y), color="#08519c", linewidth=2, label="moving mean")
+    points = [(e["version"], e["reward_mean"]) for e in evaluations if e["reward_mean"] is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), "o--", color="#d95f0e", label="held-out prompts")
+    axes.set(xlabel="step", ylabel="mean reward", title="Reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _smooth(values: list[float], window: int = 9) -> list[float]:
+    out = []
+    for i in range(len(values)):
+        part = values[max(0, i - window + 1) : i + 1]
+        out.append(sum(part) / len(part))
+    return out

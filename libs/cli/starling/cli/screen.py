@@ -1,0 +1,248 @@
+"""What a run shows: one live screen on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from starling.cli.recipe import Recipe
+from starling.common.wire.telemetry import Snapshot
+
+BARS = "▁▂▃▄▅▆▇█"
+SHOWN_NOTICES = 4
+
+
+class Screen(Protocol):
+    """Where a run shows itself."""
+
+    def __enter__(self) -> Self:
+        """Begin to show."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the state of the run."""
+
+    def line(self, name: str, text: str) -> None:
+        """Take one line of a process's log; called from other threads."""
+
+    def say(self, text: str) -> None:
+        """Show a notice of the supervisor's."""
+
+
+def make_screen(kind: Literal["auto", "live", "plain"], recipe: Recipe, folder: Path) -> Screen:
+    """Return the screen to use."""
+    live = kind == "live" or (kind == "auto" and sys.stdout.isatty())
+    return LiveScreen(recipe, folder) if live else PlainScreen(recipe)
+
+
+class PlainScreen:
+    """Lines: a summary after every tenth of the steps, and the services' logs with their names before them."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Show at most ten lines for each phase."""
+        self._next_step = 0
+        self._every = {
+            "sft": max(1, recipe.sft.num_steps // 5),
+            "grpo": max(1, recipe.rl.num_steps // 20),
+        }
+        self._phase = ""
+        self._num_evaluations = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Print a line when the run has come far enough since the last."""
+        if snapshot.phase != self._phase:
+            self._phase, self._next_step = snapshot.phase, 0
+        for summary in snapshot.evaluations[self._num_evaluations :]:
+            self._print(f"evaluation of version {summary['version']}: {evaluation_text(summary)}")
+        self._num_evaluations = len(snapshot.evaluations)
+        if snapshot.step and snapshot.version >= self._next_step and snapshot.phase in self._every:
+            self._next_step = snapshot.version + self._every[snapshot.phase]
+            self._print(step_text(snapshot))
+
+    def line(self, name: str, text: str) -> None:
+        """Print a log line behind its process's name."""
+        self._print(f"{name:<11}| {text}")
+
+    def say(self, text: str) -> None:
+        """Print a notice."""
+        self._print(f"starling   | {text}")
+
+    def _print(self, text: str) -> None:
+        with self._lock:
+            print(text, flush=True)
+
+
+class LiveScreen:
+    """One screen that is redrawn: roles and versions, progress, reward, staleness, tokens/s, time left."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        """Show the run of `recipe`, whose files are in `folder`."""
+        self._recipe, self._folder = recipe, folder
+        self._notices: deque[str] = deque(maxlen=SHOWN_NOTICES)
+        self._pace = Pace()
+        self._live = Live(Text("starting ..."), console=Console(), refresh_per_second=4, transient=False)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Redraw."""
+        self._live.update(self._draw(snapshot))
+
+    def line(self, name: str, text: str) -> None:
+        """Keep warnings and errors as notices; the rest is in the log files."""
+        if "[warning" in text or "[error" in text or text.startswith("starling "):
+            self.say(f"{name}: {text}")
+
+    def say(self, text: str) -> None:
+        """Show a notice below the tables."""
+        with self._lock:
+            self._notices.append(text)
+
+    def _draw(self, snapshot: Snapshot) -> RenderableType:
+        with self._lock:
+            notices = [Text(notice, style="yellow", overflow="ellipsis", no_wrap=True) for notice in self._notices]
+        title = f"starling · {self._recipe.run.name} · {snapshot.phase}"
+        parts: list[RenderableType] = [self._progress(snapshot), self._figures(snapshot), _replicas(snapshot)]
+        parts.append(Text(f"waiting for {snapshot.waiting_for}", style="dim"))
+        return Panel(Group(*parts, *notices), title=title, subtitle=str(self._folder), border_style="cyan")
+
+    def _progress(self, snapshot: Snapshot) -> RenderableType:
+        left_s = self._pace.left_s(snapshot)
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(width=18)
+        row.add_column(ratio=1)
+        row.add_column(justify="right", width=30)
+        left = "" if left_s is None else f"about {duration(left_s)} left"
+        row.add_row(
+            f"step {snapshot.version} of {snapshot.last_step}",
+            ProgressBar(total=max(1, snapshot.last_step), completed=snapshot.version),
+            f"{duration(snapshot.elapsed_s)}  {left}",
+        )
+        return row
+
+    def _figures(self, snapshot: Snapshot) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        if snapshot.rewards:
+            trend = sparkline(snapshot.rewards)
+            table.add_row("reward", f"{recent_mean(snapshot.rewards):.3f}  [green]{trend}[/]")
+        elif "loss" in snapshot.step:
+            table.add_row("loss", f"{snapshot.step['loss']:.4f}")
+        if "staleness_max" in snapshot.step:
+            bound = self._recipe.rl.max_staleness
+            mean, most = snapshot.step["staleness_mean"], snapshot.step["staleness_max"]
+            table.add_row("staleness", f"mean {mean:.2f}, most {most:.0f} of {bound} allowed")
+        for summary in snapshot.evaluations:
+            table.add_row("held out", f"version {summary['version']}: {evaluation_text(summary)}")
+        return table
+
+
+class Pace:
+    """Estimates the time that is left from the pace of the present phase."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._phase = ""
+        self._from: tuple[float, int] = (0.0, 0)
+
+    def left_s(self, snapshot: Snapshot) -> float | None:
+        """Return the seconds to the end of the present phase, None while unknown."""
+        now = time.monotonic()
+        if snapshot.phase != self._phase:
+            self._phase, self._from = snapshot.phase, (now, snapshot.version)
+        goal = snapshot.num_sft_steps if snapshot.phase == "sft" else snapshot.last_step
+        since, first = self._from
+        done = snapshot.version - first
+        if snapshot.phase not in ("sft", "grpo") or done < 2:
+            return None
+        return (now - since) / done * max(0, goal - snapshot.version)
+
+
+def _replicas(snapshot: Snapshot) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for heading, justify in (("replica", "left"), ("version", "right"), ("work", "right"), ("tokens/s", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for replica in snapshot.replicas:
+        speed = replica.gauges.get("tokens_per_s")
+        version = str(replica.version) if replica.role in ("policy", "rollout") else ""
+        table.add_row(replica.name, version, str(replica.num_leases), f"{speed:,.0f}" if speed else "")
+    return table
+
+
+def step_text(snapshot: Snapshot) -> str:
+    """Return one line on the last step."""
+    step = snapshot.step
+    speed = sum(r.gauges.get("tokens_per_s", 0.0) for r in snapshot.replicas if r.role == "rollout")
+    parts = [f"step {snapshot.version} of {snapshot.last_step}", f"{duration(snapshot.elapsed_s)}"]
+    if snapshot.rewards and snapshot.phase == "grpo":
+        parts.append(f"reward {recent_mean(snapshot.rewards):.3f}")
+        parts.append(f"staleness {step.get('staleness_max', 0):.0f}")
+        parts.append(f"{speed:,.0f} tokens/s")
+    elif step.get("loss") is not None:
+        parts.append(f"loss {step['loss']:.4f}")
+    return "  ".join(parts)
+
+
+def evaluation_text(summary: dict[str, float | None]) -> str:
+    """Return the figures of an evaluation."""
+    scores = [f"{name[6:]} {value:.3f}" for name, value in summary.items() if name.startswith("score/") and value is not None]
+    mean = summary["reward_mean"]
+    reward = "no reward" if mean is None else f"reward {mean:.3f}"
+    return f"{reward} on {summary['num_prompts']} prompts" + (f" ({', '.join(scores)})" if scores else "")
+
+
+def recent_mean(values: tuple[float, ...], window: int = 5) -> float:
+    """Return the mean of the last values: single steps are noisy."""
+    last = values[-window:]
+    return sum(last) / len(last)
+
+
+def sparkline(values: tuple[float, ...], width: int = 60) -> str:
+    """Return a curve of block characters, at most `width` wide; several values share a column."""
+    size = max(1, -(-len(values) // width))
+    columns = [values[i : i + size] for i in range(0, len(values), size)]
+    means = [sum(column) / len(column) for column in columns]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """Return ``1:05`` or ``2:03:04``."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,1 @@
+"""What the policy decides: which work fits its version."""

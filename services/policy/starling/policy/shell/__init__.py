@@ -1,0 +1,1 @@
+"""The policy's hands: the line to the controller, the model, the publisher."""

@@ -1,0 +1,213 @@
+"""The policy process: takes steps from the controller, one at a time, and publishes versions."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+
+from starling.algo.text import encode_prompt, encode_response
+from starling.common.errors import ConfigError, StarlingError
+from starling.common.net.link import Command, Ended, GivenUp, Link
+from starling.common.observe.process import StopSignal, run_service
+from starling.common.service import (
+    SECTIONS,
+    ServiceArguments,
+    host_name,
+    link_settings,
+    parse_arguments,
+    process_name,
+)
+from starling.common.settings import ModelSettings, ServiceSettings, load
+from starling.common.wire import messages as wire
+from starling.policy.core.progress import Progress
+from starling.policy.settings import PolicySettings
+
+log = structlog.get_logger(__name__)
+
+IDLE_S = 0.5
+
+
+class PolicyProcess(ServiceSettings):
+    """All settings of a policy process."""
+
+    model: ModelSettings = ModelSettings()
+    policy: PolicySettings = PolicySettings()
+
+
+class Shell:
+    """One policy replica of one rank."""
+
+    def __init__(self, settings: PolicyProcess, arguments: ServiceArguments) -> None:
+        """Load the model and prepare its publication. Raises ConfigError when it cannot be loaded."""
+        # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
+        from transformers import AutoTokenizer
+
+        from starling.policy.train.model import load_model, place, tensors
+        from starling.weightsync.execute.layouts import layout_of
+        from starling.weightsync.execute.publish import Publisher
+        from starling.weightsync.layout import encode
+
+        self._settings, self._folder = settings, arguments.folder
+        path = Path(settings.model.path)
+        self._model = place(
+            load_model(
+                path,
+                init=settings.policy.init,
+                seed=settings.run.seed,
+                dtype=settings.model.dtype,
+                trust_remote_code=settings.policy.trust_remote_code,
+            ),
+            settings.model.device,
+        )
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._tensors = tensors(self._model)
+        layout = layout_of(self._tensors, arguments.name)
+        self._publisher = Publisher(
+            layout,
+            transport=settings.policy.transport,
+            host=settings.network.host,
+            read_timeout_s=settings.policy.publish_timeout_s,
+        )
+        self._trainer: Any = None
+        self._progress = Progress()
+        hello = wire.Hello(role="policy", host=host_name(), pid=os.getpid(), version=0, has_layout=True)
+        self._link = Link(link_settings(arguments, settings), hello, (encode(layout),))
+        log.info("ready", parameters=self._model.num_parameters(), transport=settings.policy.transport)
+
+    def run(self, stop: StopSignal) -> None:
+        """Serve until the controller says that nothing more will come."""
+        self._link.start()
+        reason = "its service failed"
+        try:
+            while not stop:
+                inbound = self._link.receive(IDLE_S)
+                if isinstance(inbound, Ended):
+                    reason = inbound.reason
+                    if inbound.error is not None:
+                        raise inbound.error
+                    return
+                if isinstance(inbound, Command):
+                    self._do(inbound)
+                else:
+                    assert inbound is None or isinstance(inbound, GivenUp)  # a step cannot be given up half-way
+            reason = f"stopped by {stop.name}"
+        finally:
+            self._link.close(reason)
+            self._publisher.close()
+
+    def _do(self, command: Command) -> None:
+        message = command.message
+        assert isinstance(message, wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint), message
+        if not self._link.work(message.lease):
+            return
+        objection = self._progress.objection(message)
+        try:
+            if objection is not None:
+                raise ConfigError(objection)
+            answer = self._work(message, command.buffers)
+        except StarlingError as error:
+            answer = (
+                wire.LeaseFailed(lease=message.lease, status=wire.Status.INFRA_LOST, reason=str(error), fatal=True),
+                (),
+            )
+        self._link.answer(message.lease, *answer)
+
+    def _work(
+        self, message: wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint, buffers: tuple[bytes, ...]
+    ) -> tuple[wire.Up, tuple[bytes, ...]]:
+        match message:
+            case wire.TrainStep():
+                return self._train(message, buffers), ()
+            case wire.PublishWeights():
+                return self._publish(message)
+            case wire.SaveCheckpoint():
+                return self._save(message), ()
+
+    def _train(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> wire.StepTrained:
+        begin = time.perf_counter()
+        metrics = self._supervise(message) if message.examples else self._reinforce(message, buffers)
+        metrics["train_s"] = time.perf_counter() - begin
+        self._progress.version = message.step
+        self._link.report(
+            version=message.step, gauges={"tokens_per_s": metrics["num_tokens"] / max(metrics["train_s"], 1e-9)}
+        )
+        return wire.StepTrained(lease=message.lease, step=message.step, metrics=metrics)
+
+    def _supervise(self, message: wire.TrainStep) -> dict[str, float]:
+        from starling.policy.train.groups import Example
+        from starling.policy.train.sft import SftTrainer
+
+        examples = [
+            Example(
+                np.array(encode_prompt(self._tokenizer, example), dtype=np.int32),
+                np.array(encode_response(self._tokenizer, example), dtype=np.int32),
+                example.id,
+            )
+            for example in message.examples
+        ]
+        trainer = self._trainer_of(
+            SftTrainer,
+            lambda: SftTrainer(self._model, self._settings.policy, total_steps=message.num_steps),
+        )
+        metrics: dict[str, float] = trainer.step(examples)
+        return metrics
+
+    def _reinforce(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> dict[str, float]:
+        from starling.policy.train.groups import groups_from_wire
+        from starling.policy.train.step import GrpoTrainer
+
+        groups = groups_from_wire(message.groups, buffers)
+        trainer = self._trainer_of(
+            GrpoTrainer,
+            lambda: GrpoTrainer(self._model, self._settings.policy, total_steps=message.num_steps),
+        )
+        metrics: dict[str, float] = trainer.step(groups, step=message.step, temperature=message.temperature)
+        return metrics
+
+    def _trainer_of(self, kind: type, make: Callable[[], Any]) -> Any:
+        """Return the trainer of this kind of step; the first step of another kind begins with a fresh one."""
+        if not isinstance(self._trainer, kind):
+            self._trainer = make()
+        return self._trainer
+
+    def _publish(self, message: wire.PublishWeights) -> tuple[wire.WeightsPublished, tuple[bytes, ...]]:
+        from starling.weightsync.layout import encode
+
+        begin = time.perf_counter()
+        offer = self._publisher.publish(message.version, self._tensors)
+        self._progress.published = message.version
+        publish_s = time.perf_counter() - begin
+        published = wire.WeightsPublished(lease=message.lease, version=message.version, publish_s=publish_s)
+        return published, (encode(offer),)
+
+    def _save(self, message: wire.SaveCheckpoint) -> wire.CheckpointSaved:
+        from starling.policy.train.checkpoint import save_hf
+
+        folder = self._folder / "checkpoints" / f"step-{message.step}"
+        save_hf(self._model, self._tokenizer, folder)
+        return wire.CheckpointSaved(lease=message.lease, step=message.step, path=str(folder))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a policy replica."""
+    stop = StopSignal()
+    given = sys.argv[1:] if argv is None else argv
+
+    def body() -> None:
+        arguments = parse_arguments("policy", given, PolicyProcess)
+        settings = load(PolicyProcess, arguments.configs, arguments.flags, others=SECTIONS)
+        stop.install()
+        Shell(settings, arguments).run(stop)
+
+    return run_service(process_name("policy", given), body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the rollout decides: when to generate, pull and switch."""

@@ -1,0 +1,1 @@
+"""The rollout's hands: the line to the controller, the engine, the puller."""

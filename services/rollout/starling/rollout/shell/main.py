@@ -1,0 +1,236 @@
+"""The rollout process: token by token, with everything else between two tokens."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from starling.algo.text import decode, encode_prompt
+from starling.common.errors import StarlingError
+from starling.common.net.link import Command, Ended, GivenUp, Link
+from starling.common.observe.process import StopSignal, run_service
+from starling.common.service import (
+    SECTIONS,
+    ServiceArguments,
+    host_name,
+    link_settings,
+    parse_arguments,
+    process_name,
+)
+from starling.common.settings import load
+from starling.common.wire import messages as wire
+from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Pull, Rollout, Switch
+from starling.rollout.settings import RolloutProcess
+from starling.rollout.shell.answer import answer_of
+
+log = structlog.get_logger(__name__)
+
+IDLE_S = 0.5
+GAUGE_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """The pulling thread has done."""
+
+    lease: str
+    problem: str | None
+    seconds: float = 0.0
+    size_bytes: int = 0
+    transport: str = ""
+
+
+class Shell:
+    """One rollout replica of one rank."""
+
+    def __init__(self, settings: RolloutProcess, arguments: ServiceArguments) -> None:
+        """Build the model without weights: they come from the policy. Raises ConfigError when it cannot be built."""
+        # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
+        from transformers import AutoTokenizer
+
+        from starling.rollout.engine.model import build_model
+        from starling.rollout.engine.text import end_token_ids
+        from starling.rollout.engine.transformers import TransformersEngine
+        from starling.weightsync.execute.layouts import layout_of
+        from starling.weightsync.execute.pull import Puller
+        from starling.weightsync.layout import encode
+
+        self._settings = settings
+        path = Path(settings.model.path)
+        model = build_model(path, dtype=settings.model.dtype, device=settings.model.device, weights=False)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        self._engine = TransformersEngine(
+            model,
+            eos_token_ids=end_token_ids(self._tokenizer, path),
+            max_rows=settings.rollout.max_rows,
+            max_model_len=settings.rollout.max_model_len,
+            exclusive=settings.rollout.exclusive,
+        )
+        layout = layout_of(self._engine.tensors(), arguments.name)
+        self._puller = Puller(layout)
+        self._offers: dict[str, Any] = {}
+        self._core = Rollout()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._pulls = ThreadPoolExecutor(1, thread_name_prefix="pull")
+        hello = wire.Hello(
+            role="rollout", host=host_name(), pid=os.getpid(), num_slots=settings.rollout.num_slots, has_layout=True
+        )
+        self._link = Link(link_settings(arguments, settings), hello, (encode(layout),), self._inbox)
+        self._num_tokens, self._gauged_at = 0, time.monotonic()
+        self._last_pull = Pulled("", None)
+        log.info("ready", max_model_len=self._engine.max_model_len)
+
+    def run(self, stop: StopSignal) -> None:
+        """Serve until the controller says that nothing more will come."""
+        self._link.start()
+        reason, ended = "its service failed", False
+        try:
+            while not stop and not ended:
+                inbound = self._link.receive(0.0 if self._core.may_generate else IDLE_S)
+                while inbound is not None and not ended:
+                    if isinstance(inbound, Ended):
+                        reason, ended = inbound.reason, True
+                        if inbound.error is not None:
+                            raise inbound.error
+                    self._act(self._decide(inbound))
+                    inbound = self._link.receive(0.0)
+                if self._core.may_generate and not ended:
+                    self._generate()
+            if stop:
+                reason = f"stopped by {stop.name}"
+        finally:
+            self._link.close(reason)
+            self._pulls.shutdown(wait=False, cancel_futures=True)
+            self._puller.close()
+
+    def _decide(self, inbound: Any) -> list[Action]:
+        match inbound:
+            case Command(message=wire.GenerateGroup() as message):
+                return self._core.generate(message) if self._link.work(message.lease) else []
+            case Command(message=wire.AdoptWeights() as message, buffers=buffers):
+                return self._core.adopt(message, buffers) if self._link.work(message.lease) else []
+            case Pulled():
+                self._last_pull = inbound
+                return self._core.pulled(inbound.lease, inbound.problem)
+            case GivenUp(leases=leases):
+                return self._core.given_up(leases)
+            case Ended():
+                return []
+            case _:
+                raise AssertionError(f"a rollout is not sent {inbound!r}")
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Generate(message=message):
+                    self._begin(message)
+                case Pull(message=message, buffers=buffers):
+                    self._pull(message, buffers)
+                case Switch(lease=lease):
+                    self._switch(lease)
+                case Forget(lease=lease):
+                    self._engine.cancel(lease)
+                case Fail(lease=lease, reason=reason):
+                    self._fail(lease, reason)
+
+    def _begin(self, message: wire.GenerateGroup) -> None:
+        from starling.rollout.engine.base import GroupRequest
+
+        try:
+            ids = encode_prompt(self._tokenizer, message.prompt)
+            self._engine.add(GroupRequest(message.lease, ids, message.num_completions, message.sampling))
+        except StarlingError as error:
+            # The prompt is at fault, not this replica: no other would do better.
+            self._core.finished(message.lease)
+            self._fail(message.lease, f"prompt {message.prompt.id}: {error}", fatal=True)
+
+    def _generate(self) -> None:
+        from starling.rollout.engine.base import GroupFailed
+
+        self._num_tokens += self._engine.num_running
+        for result in self._engine.step():
+            self._core.finished(result.lease)
+            if isinstance(result, GroupFailed):
+                self._fail(result.lease, result.reason)
+            else:
+                message, buffers = answer_of(result, lambda ids: decode(self._tokenizer, ids))
+                self._link.answer(result.lease, message, buffers)
+        elapsed = time.monotonic() - self._gauged_at
+        if elapsed >= GAUGE_EVERY_S:
+            self._link.report(gauges={"tokens_per_s": self._num_tokens / elapsed, "rows": self._engine.num_running})
+            self._num_tokens, self._gauged_at = 0, time.monotonic()
+
+    def _pull(self, message: wire.AdoptWeights, buffers: tuple[bytes, ...]) -> None:
+        from starling.weightsync.offer import decode_offer
+        from starling.weightsync.plan import decode_plan
+
+        def work() -> Pulled:
+            offer, plan = decode_offer(buffers[0]), decode_plan(buffers[1])
+            self._offers = {message.lease: offer}
+            report = self._puller.pull(offer, plan, deadline_s=self._settings.rollout.pull_timeout_s)
+            return Pulled(message.lease, None, report.seconds, report.size_bytes, report.transport)
+
+        def done(future: Future[Pulled]) -> None:
+            error = future.exception()
+            if error is None:
+                self._inbox.put(future.result())
+            else:
+                # Whatever went wrong, the old version stays in use and the controller is told.
+                self._inbox.put(Pulled(message.lease, f"{type(error).__name__}: {error}"))
+
+        self._pulls.submit(work).add_done_callback(done)
+
+    def _switch(self, lease: str) -> None:
+        begin = time.perf_counter()
+        offer = self._offers.pop(lease)
+        version = self._puller.switch(self._engine.tensors())
+        root = self._puller.attest(self._engine.tensors(), offer)
+        self._engine.set_version(version)
+        pause_s = time.perf_counter() - begin
+        actions = self._core.switched(lease, proven=root == offer.root)
+        self._link.report(version=self._core.version)
+        if self._core.version == version:
+            pull = self._last_pull
+            adopted = wire.WeightsAdopted(
+                lease=lease,
+                version=version,
+                root=root,
+                pull_s=pull.seconds,
+                pause_s=pause_s,
+                size_bytes=pull.size_bytes,
+                transport=pull.transport,
+            )
+            self._link.answer(lease, adopted)
+        self._act(actions)
+
+    def _fail(self, lease: str, reason: str, *, fatal: bool = False) -> None:
+        log.warning("failed", lease=lease, reason=reason)
+        failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason=reason, fatal=fatal)
+        self._link.answer(lease, failed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a rollout replica."""
+    stop = StopSignal()
+    given = sys.argv[1:] if argv is None else argv
+
+    def body() -> None:
+        arguments = parse_arguments("rollout", given, RolloutProcess)
+        settings = load(RolloutProcess, arguments.configs, arguments.flags, others=SECTIONS)
+        stop.install()
+        Shell(settings, arguments).run(stop)
+
+    return run_service(process_name("rollout", given), body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

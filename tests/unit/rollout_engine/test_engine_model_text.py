@@ -1,0 +1,144 @@
+"""Models out of folders, and text to token ids and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import drain, make_engine, make_model, request
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import ChatMessage, Prompt
+from starling.rollout.engine.model import build_model, live_tensors
+from starling.rollout.engine.text import decode, encode_prompt, end_token_ids
+from starling.rollout.engine.transformers import TransformersEngine
+
+torch.set_num_threads(1)
+CHAT = (
+    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>a:{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model("qwen3", seed=3).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of single characters that adds <s> in front unless told not to."""
+    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, **{c: 3 + i for i, c in enumerate("abcdef :u")}}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+# --- model --------------------------------------------------------------------------------------------------------
+
+
+def test_build_model_with_weights(folder: Path) -> None:
+    model = build_model(folder, dtype=torch.float32, device="cpu", weights=True)
+    original = dict(make_model("qwen3", seed=3).named_parameters())
+    assert not model.training
+    for name, tensor in live_tensors(model).items():
+        assert not tensor.requires_grad
+        assert torch.equal(tensor, original[name])
+
+
+def test_build_model_without_weights_has_the_same_tensors(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    model = build_model(folder, dtype=torch.bfloat16, device="cpu", weights=False)
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in live_tensors(model).items()}
+    expected = {n: (p.shape, torch.bfloat16) for n, p in make_model("qwen3").named_parameters()}
+    assert shapes == expected
+    assert not any(tensor.requires_grad for tensor in live_tensors(model).values())
+
+
+def test_weights_pulled_into_an_empty_model_generate_as_the_source_does(folder: Path) -> None:
+    source = make_model("qwen3", seed=3)
+    engine = make_engine(build_model(folder, dtype=torch.float32, device="cpu", weights=False))
+    with torch.no_grad():
+        for name, tensor in engine.tensors().items():
+            tensor.copy_(dict(source.named_parameters())[name])
+    other = make_engine(source)
+    for one in (engine, other):
+        one.add(request("g", [1, 2, 3], max_tokens=10, temperature=0.0))
+    ours, theirs = (drain(one)["g"].completions[0].token_ids.tolist() for one in (engine, other))
+    assert ours == theirs
+
+
+def test_persistent_buffers_are_listed_and_others_are_not() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("passing", torch.zeros(1), persistent=False)
+    assert list(live_tensors(module)) == ["weight", "bias", "kept"]
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        build_model(tmp_path / "nowhere", dtype=torch.float32, device="cpu", weights=False)
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        build_model(tmp_path, dtype=torch.float32, device="cpu", weights=False)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"model_type": "no_such_model"}'])
+def test_unreadable_config(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        build_model(tmp_path, dtype=torch.float32, device="cpu", weights=False)
+
+
+def test_missing_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        build_model(folder, dtype=torch.float32, device="cpu", weights=True)
+
+
+def test_a_model_that_cannot_be_decoded_is_refused() -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
+    with pytest.raises(ConfigError, match="MambaForCausalLM takes no"):
+        TransformersEngine(model, eos_token_ids=(), max_model_len=64)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def test_plain_text_is_tokenized_as_it_stands() -> None:
+    assert encode_prompt(make_tokenizer(None), Prompt(id="p", text="abc")) == [3, 4, 5]
+
+
+def test_a_conversation_goes_through_the_template_up_to_the_answer() -> None:
+    prompt = Prompt(id="p", messages=(ChatMessage(role="u", content="ab"),), text="ignored")
+    assert encode_prompt(make_tokenizer(CHAT), prompt) == [0, 11, 10, 3, 4, 1, 0, 3, 10]
+
+
+def test_a_conversation_without_a_template_is_a_clear_error() -> None:
+    prompt = Prompt(id="train/0/1", messages=(ChatMessage(role="u", content="ab"),))
+    with pytest.raises(ConfigError, match=r"'train/0/1' is a conversation .* no chat template"):
+        encode_prompt(make_tokenizer(None), prompt)
+
+
+def test_decode_skips_special_tokens() -> None:
+    text = decode(make_tokenizer(None), [0, 3, 4, 5, 1])
+    assert text.replace(" ", "") == "abc"
+
+
+def test_end_tokens_are_the_tokenizers_and_the_folders(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(None)
+    assert end_token_ids(tokenizer, tmp_path) == (1,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert end_token_ids(tokenizer, tmp_path) == (1, 7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert end_token_ids(tokenizer, tmp_path) == (1, 9)

@@ -1,0 +1,123 @@
+"""The processes at the other end: a publisher that obeys, and a reader that dies in mid-read."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import torch
+
+from starling.weightsync.execute.layouts import layout_of
+from starling.weightsync.execute.publish import Publisher
+from starling.weightsync.execute.pull import Puller
+from starling.weightsync.layout import Layout, decode_layout, encode
+from starling.weightsync.offer import Offer, Transport, decode_offer
+from starling.weightsync.plan import make_plan
+
+ANSWER_S = 30.0
+BUCKET_BYTES = 64 << 10
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """A small model with everything that is awkward: odd sizes, scalars, empty, strided and tied tensors, NaNs."""
+    draw = torch.Generator().manual_seed(version)
+    embed = torch.randn(257, 129, generator=draw).to(torch.bfloat16)
+    odd = torch.randn(7, 13, 11, generator=draw)
+    odd.view(torch.int32)[0, 0, :3] = torch.tensor([0x7FC00001, -1, -0x80000000])  # NaN payloads, minus zero
+    return {
+        "embed": embed,
+        "odd": odd,
+        "turned": torch.randn(31, 17, generator=draw).t(),
+        "counts": torch.randint(-(2**62), 2**62, (1023,), generator=draw),
+        "scalar": torch.randn((), generator=draw),
+        "steps": torch.tensor(version),
+        "mask": torch.rand(5, 3, generator=draw) < 0.5,
+        "empty": torch.empty(0, 4),
+        "large": torch.randn(600, 601, generator=draw),
+        "head": embed,
+    }
+
+
+def blank() -> dict[str, torch.Tensor]:
+    """Tensors that `weights` fit into, untied and contiguous."""
+    return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights(0).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors hold the same bits."""
+    return a.keys() == b.keys() and all(
+        a[name].contiguous().reshape(-1).view(torch.uint8).equal(b[name].contiguous().reshape(-1).view(torch.uint8))
+        for name in a
+        if a[name].numel()
+    )
+
+
+def _publish(transport: Transport, read_timeout_s: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    with Publisher(layout_of(weights(0), "policy-0"), transport=transport, read_timeout_s=read_timeout_s) as publisher:
+        pipe.send_bytes(encode(layout_of(weights(0), "policy-0")))
+        while (version := pipe.recv()) is not None:
+            pipe.send_bytes(encode(publisher.publish(version, weights(version))))
+
+
+class Source:
+    """A publisher in a process of its own."""
+
+    def __init__(self, transport: Transport, read_timeout_s: float = 60.0) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_publish, args=(transport, read_timeout_s, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.layout: Layout = decode_layout(self._answer())
+        self.version = -1
+
+    def publish(self) -> Offer:
+        """Publish the next version; its tensors are `weights(version)`."""
+        self.version += 1
+        self._pipe.send(self.version)
+        return decode_offer(self._answer())
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> int | None:
+        """Ask it to close and to end; return its exit code."""
+        self._pipe.send(None)
+        self.process.join(ANSWER_S)
+        return self.process.exitcode
+
+    def _answer(self) -> bytes:
+        assert self._pipe.poll(ANSWER_S), "the publisher does not answer"
+        return self._pipe.recv_bytes()
+
+
+@contextmanager
+def source(transport: Transport, read_timeout_s: float = 60.0) -> Iterator[Source]:
+    """A publisher that is gone afterwards, whatever happened to it."""
+    peer = Source(transport, read_timeout_s)
+    try:
+        yield peer
+    finally:
+        peer.process.kill()
+        peer.process.join(ANSWER_S)
+
+
+def die_reading(layout: bytes, offer: bytes) -> None:
+    """Pull, and die by SIGKILL between two buckets."""
+    torch.set_num_threads(1)
+    mine = layout_of(blank(), "rollout-1")
+    plan = make_plan(decode_layout(layout), mine, bucket_bytes=BUCKET_BYTES)
+    puller = Puller(mine)
+
+    def die() -> bool:
+        if any(tensor.any() for tensor in puller._staged):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    puller.pull(decode_offer(offer), plan, deadline_s=ANSWER_S, cancelled=die)
