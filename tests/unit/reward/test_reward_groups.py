@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.common.leases import LeaseBook
 from starling.common.wire.messages import (
     USABLE,
     ChatMessage,
     CompletionText,
     GroupScored,
-    HeldLease,
     Prompt,
     ScoreGroup,
     Status,
@@ -33,7 +31,7 @@ TWO = (WeightedScorer("right", 1.0), WeightedScorer("form", 0.5))
 
 
 def machine(scorers: tuple[WeightedScorer, ...] = TWO, num_slots: int = 2) -> GroupScores:
-    return GroupScores(scorers, num_slots, LeaseBook(resend_s=5.0))
+    return GroupScores(scorers, num_slots)
 
 
 def group(lease: str, *statuses: Status) -> ScoreGroup:
@@ -43,21 +41,21 @@ def group(lease: str, *statuses: Status) -> ScoreGroup:
 
 
 def phases(scores: GroupScores) -> dict[str, str]:
-    return {held.lease: held.phase for held in scores.held()}
+    return dict.fromkeys(scores.working, "working") | dict.fromkeys(scores.queued, "queued")
 
 
-def test_a_group_from_arrival_to_release() -> None:
+def test_a_group_from_arrival_to_answer() -> None:
     scores = machine()
-    (submit,) = scores.add(group("score:1:0", Status.OK, Status.TRUNCATED, Status.ENV_ERROR), now=0.0)
+    (submit,) = scores.add(group("score:1:0", Status.OK, Status.TRUNCATED, Status.ENV_ERROR))
     assert isinstance(submit, Submit)
     assert submit.task.completions == ((0, "c0"), (1, "c1"))
     assert (submit.task.reference, submit.task.prompt_text, submit.task.metadata) == ("r", "p", {"k": 1})
-    assert scores.held() == (HeldLease(lease="score:1:0", phase="working"),)
+    assert phases(scores) == {"score:1:0": "working"}
 
-    assert scores.record(Score("score:1:0", 1, 1, 1.0), now=1.0) == []
-    assert scores.record(Score("score:1:0", 0, 0, 1.0), now=1.0) == []
-    assert scores.record(Score("score:1:0", 0, 1, 0.0), now=1.0) == []
-    (answer,) = scores.record(Score("score:1:0", 1, 0, 0.25), now=2.0)
+    assert scores.record(Score("score:1:0", 1, 1, 1.0)) == []
+    assert scores.record(Score("score:1:0", 0, 0, 1.0)) == []
+    assert scores.record(Score("score:1:0", 0, 1, 0.0)) == []
+    (answer,) = scores.record(Score("score:1:0", 1, 0, 0.25))
     expected = GroupScored(
         lease="score:1:0",
         rewards=(1.0, 0.75, None),
@@ -65,20 +63,17 @@ def test_a_group_from_arrival_to_release() -> None:
         components={"right": (1.0, 0.25, None), "form": (0.0, 1.0, None)},
     )
     assert answer == Answer(expected)
-    assert phases(scores) == {"score:1:0": "answered"}
-    assert scores.leases.due(now=3.0) == []
-    assert scores.leases.due(now=7.0) == [(expected, ())]
-    assert scores.release(("score:1:0", "score:9:9")) == []
-    assert scores.held() == ()
+    assert scores.give_up(("score:1:0", "score:9:9")) == []
+    assert phases(scores) == {}
 
 
 def test_a_failed_scorer_leaves_no_reward_and_says_why() -> None:
     scores = machine()
-    scores.add(group("score:1:0", Status.OK, Status.OK), now=0.0)
-    scores.record(Score("score:1:0", 0, 0, None, Status.REWARD_TIMEOUT, "it hung."), now=0.0)
-    scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."), now=0.0)
-    scores.record(Score("score:1:0", 1, 0, 2.0), now=0.0)
-    (answer,) = scores.record(Score("score:1:0", 1, 1, -1.0), now=0.0)
+    scores.add(group("score:1:0", Status.OK, Status.OK))
+    scores.record(Score("score:1:0", 0, 0, None, Status.REWARD_TIMEOUT, "it hung."))
+    scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."))
+    scores.record(Score("score:1:0", 1, 0, 2.0))
+    (answer,) = scores.record(Score("score:1:0", 1, 1, -1.0))
     assert isinstance(answer, Answer)
     assert answer.message.rewards == (None, 1.5)
     assert answer.message.statuses == (Status.REWARD_TIMEOUT, Status.OK)
@@ -88,9 +83,9 @@ def test_a_failed_scorer_leaves_no_reward_and_says_why() -> None:
 
 def test_a_scorer_of_weight_0_is_only_observed() -> None:
     scores = machine((WeightedScorer("right", 2.0), WeightedScorer("seen", 0.0)))
-    scores.add(group("score:1:0", Status.OK), now=0.0)
-    scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."), now=0.0)
-    (answer,) = scores.record(Score("score:1:0", 0, 0, 1.0), now=0.0)
+    scores.add(group("score:1:0", Status.OK))
+    scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."))
+    (answer,) = scores.record(Score("score:1:0", 0, 0, 1.0))
     assert isinstance(answer, Answer)
     assert (answer.message.rewards, answer.message.statuses) == ((2.0,), (Status.OK,))
     assert answer.message.problems == ("Completion 0: it raised.",)
@@ -99,9 +94,9 @@ def test_a_scorer_of_weight_0_is_only_observed() -> None:
 @pytest.mark.parametrize("values", [(1e308, 1e308), (1.7e308, -1.7e308), (1.7e308, 1.7e308)])
 def test_a_sum_beyond_floats_is_a_failure(values: tuple[float, float]) -> None:
     scores = machine((WeightedScorer("a", 10.0), WeightedScorer("b", 10.0)))
-    scores.add(group("score:1:0", Status.OK), now=0.0)
-    scores.record(Score("score:1:0", 0, 0, values[0]), now=0.0)
-    (answer,) = scores.record(Score("score:1:0", 0, 1, values[1]), now=0.0)
+    scores.add(group("score:1:0", Status.OK))
+    scores.record(Score("score:1:0", 0, 0, values[0]))
+    (answer,) = scores.record(Score("score:1:0", 0, 1, values[1]))
     assert isinstance(answer, Answer)
     assert (answer.message.rewards, answer.message.statuses) == ((None,), (Status.REWARD_ERROR,))
     assert "too large" in answer.message.problems[0]
@@ -110,7 +105,7 @@ def test_a_sum_beyond_floats_is_a_failure(values: tuple[float, float]) -> None:
 @pytest.mark.parametrize("statuses", [(), (Status.INFRA_LOST, Status.CANCELLED_STALE)])
 def test_a_group_with_nothing_to_score_is_answered_at_once(statuses: tuple[Status, ...]) -> None:
     scores = machine()
-    (answer,) = scores.add(group("score:1:0", *statuses), now=0.0)
+    (answer,) = scores.add(group("score:1:0", *statuses))
     assert isinstance(answer, Answer)
     assert answer.message.rewards == (None,) * len(statuses)
     assert answer.message.statuses == statuses
@@ -119,31 +114,28 @@ def test_a_group_with_nothing_to_score_is_answered_at_once(statuses: tuple[Statu
 def test_groups_beyond_the_slots_queue_and_follow_in_order() -> None:
     scores = machine((WeightedScorer("right", 1.0),), num_slots=1)
     leases = ["score:1:0", "score:2:0", "score:3:0"]
-    commands = [command for lease in leases for command in scores.add(group(lease, Status.OK), now=0.0)]
+    commands = [command for lease in leases for command in scores.add(group(lease, Status.OK))]
     assert [command.task.id for command in commands if isinstance(command, Submit)] == leases[:1]
     assert list(phases(scores).values()) == ["working", "queued", "queued"]
-    assert scores.release(("score:2:0",)) == []
-    answer, submit = scores.record(Score("score:1:0", 0, 0, 1.0), now=0.0)
+    assert scores.give_up(("score:2:0",)) == []
+    answer, submit = scores.record(Score("score:1:0", 0, 0, 1.0))
     assert isinstance(answer, Answer)
     assert isinstance(submit, Submit)
     assert submit.task.id == "score:3:0"
-    assert scores.release(("score:3:0",)) == [Cancel("score:3:0")]
+    assert scores.give_up(("score:3:0",)) == [Cancel("score:3:0")]
 
 
 def test_repeated_and_late_messages_change_nothing() -> None:
     scores = machine((WeightedScorer("right", 1.0),))
     message = group("score:1:0", Status.OK, Status.OK)
-    scores.add(message, now=0.0)
-    assert scores.add(message, now=0.0) == []
-    assert scores.record(Score("score:1:0", 0, 0, 1.0), now=0.0) == []
-    assert scores.record(Score("score:1:0", 0, 0, 9.0), now=0.0) == []
-    (answer,) = scores.record(Score("score:1:0", 1, 0, 1.0), now=0.0)
+    scores.add(message)
+    assert scores.record(Score("score:1:0", 0, 0, 1.0)) == []
+    assert scores.record(Score("score:1:0", 0, 0, 9.0)) == []
+    (answer,) = scores.record(Score("score:1:0", 1, 0, 1.0))
     assert isinstance(answer, Answer)
     assert answer.message.rewards == (1.0, 1.0)
-    assert scores.add(message, now=1.0) == []
-    assert scores.leases.due(now=1.0) == [(answer.message, ())]
-    scores.release(("score:1:0",))
-    assert scores.record(Score("score:1:0", 1, 0, 1.0), now=0.0) == []
+    scores.give_up(("score:1:0",))
+    assert scores.record(Score("score:1:0", 1, 0, 1.0)) == []
 
 
 def test_a_conversation_reads_as_its_contents() -> None:
@@ -162,14 +154,14 @@ def test_rewards_do_not_depend_on_the_order_of_the_scores(
 ) -> None:
     scorers = tuple(WeightedScorer(str(i), weight) for i, weight in enumerate(scorer_weights))
     scores = machine(scorers)
-    commands = scores.add(group("score:1:0", *statuses), now=0.0)
+    commands = scores.add(group("score:1:0", *statuses))
     wanted = [(c, s) for c, status in enumerate(statuses) if status in USABLE for s in range(len(scorers))]
     given_values = {place: data.draw(values) for place in wanted}
     for completion, scorer in data.draw(st.permutations(wanted)):
         value = given_values[completion, scorer]
         status = Status.OK if value is not None else Status.REWARD_ERROR
         problem = "" if value is not None else "failed."
-        commands += scores.record(Score("score:1:0", completion, scorer, value, status, problem), now=0.0)
+        commands += scores.record(Score("score:1:0", completion, scorer, value, status, problem))
     (message,) = [command.message for command in commands if isinstance(command, Answer)]
     for index, status in enumerate(statuses):
         row = [given_values.get((index, s)) for s in range(len(scorers))]
@@ -191,13 +183,13 @@ def test_slots_never_leak(steps: list[tuple[str, int]], num_slots: int) -> None:
     scores = machine((WeightedScorer("right", 1.0),), num_slots)
     for action, number in steps:
         lease = f"score:{number}:0"
-        if action == "add":
-            scores.add(group(lease, Status.OK), now=0.0)
+        if action == "add" and lease not in phases(scores):
+            scores.add(group(lease, Status.OK))
         elif action == "record" and phases(scores).get(lease) == "working":
-            scores.record(Score(lease, 0, 0, 1.0), now=0.0)
+            scores.record(Score(lease, 0, 0, 1.0))
         elif action == "release":
-            scores.release((lease,))
+            scores.give_up((lease,))
         counts = list(phases(scores).values())
         assert counts.count("working") == min(num_slots, counts.count("working") + counts.count("queued"))
-    scores.release(tuple(phases(scores)))
+    scores.give_up(tuple(phases(scores)))
     assert scores == machine(scores.scorers, num_slots)

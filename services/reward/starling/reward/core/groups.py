@@ -1,8 +1,8 @@
 """From scores to rewards: the groups that this service holds, as a pure machine.
 
-    ScoreGroup --add--> queued --slot free--> working --last score recorded--> answered --release--> gone
+    ScoreGroup --add--> queued --slot free--> working --last score recorded--> answered
 
-`add`, `record` and `release` return the commands that now follow. The reward of a trajectory is the sum of its
+`add`, `record` and `give_up` return the commands that now follow. The reward of a trajectory is the sum of its
 scores, each times its scorer's weight. A trajectory that arrives with an unusable status is not scored and keeps that
 status. A trajectory one of whose *needed* scores (weight other than 0) failed has no reward: it gets the status of the
 failure, never a reward of 0. A scorer of weight 0 is only observed: its failure is told but costs no reward.
@@ -15,8 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from starling.common.leases import LeaseBook
-from starling.common.wire.messages import USABLE, GroupScored, HeldLease, Prompt, ScoreGroup, Status
+from starling.common.wire.messages import USABLE, GroupScored, Prompt, ScoreGroup, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +94,32 @@ class GroupScores:
 
     scorers: tuple[WeightedScorer, ...]
     num_slots: int
-    leases: LeaseBook
-    """Phases and unreleased answers; ask it for the answers to send again (`due`)."""
     _groups: dict[str, _Group] = field(default_factory=dict)
     _queue: deque[str] = field(default_factory=deque)
-    _num_working: int = 0
 
-    def add(self, message: ScoreGroup, now: float) -> list[Command]:
-        """Take a group. A lease that is held already is not scored again; if it is answered, its answer is due."""
-        if not self.leases.grant(message.lease):
-            self.leases.resend(message.lease)
-            return []
+    @property
+    def working(self) -> frozenset[str]:
+        """Return the leases that are being scored."""
+        return frozenset(self._groups.keys() - set(self._queue))
+
+    @property
+    def queued(self) -> tuple[str, ...]:
+        """Return the leases that wait for a slot."""
+        return tuple(self._queue)
+
+    def add(self, message: ScoreGroup) -> list[Command]:
+        """Take a group; its lease is one that was not held before."""
         task = _task_of(message)
         num_completions = len(message.completions)
         scores: list[list[Score | None]] = [[None] * num_completions for _ in self.scorers]
         group = _Group(message, task, scores, num_missing=len(task.completions) * len(self.scorers))
         if not group.num_missing:
-            return [self._answer(group, now)]
+            return [Answer(_scored(group, self.scorers))]
         self._groups[message.lease] = group
         self._queue.append(message.lease)
         return self._fill_slots()
 
-    def record(self, score: Score, now: float) -> list[Command]:
+    def record(self, score: Score) -> list[Command]:
         """Take one score. One for a group that is not held any more, or that is known already, changes nothing."""
         group = self._groups.get(score.task)
         if group is None or group.scores[score.scorer][score.completion] is not None:
@@ -126,38 +129,25 @@ class GroupScores:
         if group.num_missing:
             return []
         del self._groups[score.task]
-        self._num_working -= 1
-        return [self._answer(group, now), *self._fill_slots()]
+        return [Answer(_scored(group, self.scorers)), *self._fill_slots()]
 
-    def release(self, leases: tuple[str, ...]) -> list[Command]:
-        """Forget leases, whatever their phase."""
+    def give_up(self, leases: tuple[str, ...]) -> list[Command]:
+        """Forget leases that nobody waits for."""
         commands: list[Command] = []
-        for lease in self.leases.release(leases):
-            del self._groups[lease]
+        for lease in leases:
+            if self._groups.pop(lease, None) is None:
+                continue
             if lease in self._queue:
                 self._queue.remove(lease)
             else:
-                self._num_working -= 1
                 commands.append(Cancel(lease))
         return commands + self._fill_slots()
 
-    def held(self) -> tuple[HeldLease, ...]:
-        """Return every lease with its phase, for the heartbeat."""
-        return self.leases.held()
-
     def _fill_slots(self) -> list[Command]:
         commands: list[Command] = []
-        while self._queue and self._num_working < self.num_slots:
-            lease = self._queue.popleft()
-            self.leases.work(lease)
-            self._num_working += 1
-            commands.append(Submit(self._groups[lease].task))
+        while self._queue and len(self._groups) - len(self._queue) < self.num_slots:
+            commands.append(Submit(self._groups[self._queue.popleft()].task))
         return commands
-
-    def _answer(self, group: _Group, now: float) -> Answer:
-        message = _scored(group, self.scorers)
-        self.leases.answer(message.lease, message, (), now)
-        return Answer(message)
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -1,0 +1,129 @@
+"""The reward process: groups in, rewards out, every scorer in a worker that can be killed."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from starling.common.net.link import Command, Ended, GivenUp, Link
+from starling.common.observe.process import StopSignal, run_service
+from starling.common.service import (
+    SECTIONS,
+    ServiceArguments,
+    host_name,
+    link_settings,
+    parse_arguments,
+    process_name,
+)
+from starling.common.settings import ServiceSettings, load
+from starling.common.wire import messages as wire
+from starling.reward.core import groups as core
+from starling.reward.score.check import check
+from starling.reward.score.pool import ScoringPool
+from starling.reward.settings import RewardSettings
+
+log = structlog.get_logger(__name__)
+
+IDLE_S = 0.5
+
+
+class RewardProcess(ServiceSettings):
+    """All settings of a reward process."""
+
+    reward: RewardSettings
+
+
+class Shell:
+    """One reward replica."""
+
+    def __init__(self, settings: RewardProcess, arguments: ServiceArguments) -> None:
+        """Resolve every scorer, so that no sample has to find out. Raises ConfigError when one cannot be used."""
+        check(settings.reward)
+        self._settings = settings.reward
+        self._groups = core.GroupScores(settings.reward.weighted_scorers(), settings.reward.num_slots)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        hello = wire.Hello(role="reward", host=host_name(), pid=os.getpid(), num_slots=settings.reward.num_slots)
+        self._link = Link(link_settings(arguments, settings), hello)
+        self._ended: Ended | None = None
+
+    def run(self, stop: StopSignal) -> None:
+        """Serve until the controller says that nothing more will come."""
+        reason = "its service failed"
+        # The workers die with the thread that starts them, so the pool belongs to the main thread.
+        with ScoringPool(self._settings) as pool:
+            self._link.start(notify=self.wake)
+            log.info("ready", scorers=[scorer.title for scorer in self._settings.scorers])
+            try:
+                self._serve(pool, stop)
+                reason = f"stopped by {stop.name}" if stop else "the run is over"
+            finally:
+                self._link.close(reason)
+        os.close(self._wake)
+        if self._ended is not None and self._ended.error is not None:
+            raise self._ended.error
+
+    def wake(self) -> None:
+        """End the wait of the loop; safe in any thread and in a signal handler."""
+        os.eventfd_write(self._wake, 1)
+
+    def _serve(self, pool: ScoringPool, stop: StopSignal) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        poller.register(pool.fileno(), select.POLLIN)
+        while not stop and self._ended is None:
+            deadline = pool.next_deadline()
+            patience_s = IDLE_S if deadline is None else min(IDLE_S, max(0.0, deadline - time.monotonic()))
+            if any(descriptor == self._wake for descriptor, _ in poller.poll(patience_s * 1000)):
+                os.eventfd_read(self._wake)
+            self._take_in(pool)
+            for score in pool.poll():
+                self._carry_out(pool, self._groups.record(score))
+            self._link.report(gauges=pool.gauges())
+
+    def _take_in(self, pool: ScoringPool) -> None:
+        while (inbound := self._link.receive(0.0)) is not None:
+            match inbound:
+                case Command(message=wire.ScoreGroup() as message):
+                    self._carry_out(pool, self._groups.add(message))
+                case GivenUp(leases=leases):
+                    self._carry_out(pool, self._groups.give_up(leases))
+                case Ended():
+                    self._ended = inbound
+                    return
+                case _:
+                    raise AssertionError(f"a reward service is not sent {inbound!r}")
+
+    def _carry_out(self, pool: ScoringPool, commands: list[core.Command]) -> None:
+        for command in commands:
+            match command:
+                case core.Submit(task=task):
+                    self._link.work(task.id)
+                    pool.submit(task)
+                case core.Cancel(lease=lease):
+                    pool.cancel(lease)
+                case core.Answer(message=message):
+                    self._link.answer(message.lease, message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a reward replica."""
+    stop = StopSignal()
+    given = sys.argv[1:] if argv is None else argv
+
+    def body() -> None:
+        arguments = parse_arguments("reward", given, RewardProcess)
+        settings = load(RewardProcess, arguments.configs, arguments.flags, others=SECTIONS)
+        shell = Shell(settings, arguments)
+        stop.install(shell.wake)
+        shell.run(stop)
+
+    return run_service(process_name("reward", given), body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

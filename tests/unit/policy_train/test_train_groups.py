@@ -1,0 +1,81 @@
+"""Groups from the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from starling.common.errors import ConfigError, WireError
+from starling.common.wire.messages import ScoredTrajectory, TensorMeta, TrainGroup
+from starling.policy.train.groups import Group, groups_from_wire
+
+ARRAYS = (
+    np.array([1, 2, 3], dtype=np.int32),
+    np.array([4, 5, 6, 7, 8], dtype=np.int32),
+    np.array([-0.1, -0.2, -0.3, -0.4, -0.5], dtype=np.float32),
+    np.array([0, 0, 1, 1, 1], dtype=np.int32),
+)
+
+
+def message(arrays: tuple[np.ndarray[Any, Any], ...] = ARRAYS, prompt_id: str = "train/0/0") -> TrainGroup:
+    return TrainGroup(
+        prompt_id=prompt_id,
+        trajectories=(
+            ScoredTrajectory(num_tokens=2, oldest_version=0, reward=1.0),
+            ScoredTrajectory(num_tokens=3, oldest_version=1, reward=0.5),
+        ),
+        tensors=tuple(TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes) for a in arrays),
+    )
+
+
+def buffers(arrays: tuple[np.ndarray[Any, Any], ...] = ARRAYS) -> list[memoryview]:
+    return [memoryview(array.tobytes()) for array in arrays]
+
+
+def test_two_groups_are_read_in_order() -> None:
+    other = tuple(array + 1 for array in ARRAYS)
+    first, second = groups_from_wire([message(), message(other, "train/0/1")], buffers() + buffers(other))
+    assert first.lengths == (2, 3)
+    assert first.rewards == (1.0, 0.5)
+    for found, expected in zip(
+        (first.prompt_ids, first.completion_ids, first.logprobs, first.versions), ARRAYS, strict=True
+    ):
+        assert found.dtype == expected.dtype
+        assert found.tolist() == expected.tolist()
+    assert second.prompt_id == "train/0/1"
+    assert second.completion_ids.tolist() == other[1].tolist()
+
+
+def test_missing_and_surplus_buffers_are_refused() -> None:
+    with pytest.raises(WireError, match="lacks a buffer"):
+        groups_from_wire([message()], buffers()[:3])
+    with pytest.raises(WireError, match="1 buffers too many"):
+        groups_from_wire([message()], [*buffers(), memoryview(b"")])
+    with pytest.raises(WireError, match="describes 3 tensors"):
+        groups_from_wire([message(ARRAYS[:3])], buffers())
+
+
+def test_a_buffer_of_another_size_or_type_is_refused() -> None:
+    short = [*buffers()[:1], buffers()[1][:-4], *buffers()[2:]]
+    with pytest.raises(WireError, match=r"int32\[5\] in a buffer of 16 bytes"):
+        groups_from_wire([message()], short)
+    double = (*ARRAYS[:2], ARRAYS[2].astype(np.float64), ARRAYS[3])
+    with pytest.raises(WireError, match="expected one dimension of float32"):
+        groups_from_wire([message(double)], buffers(double))
+
+
+def test_lengths_that_do_not_add_up_are_refused() -> None:
+    wrong = msgspec.structs.replace(message(), trajectories=message().trajectories[:1])
+    with pytest.raises(WireError, match="each must have one entry per token"):
+        groups_from_wire([wrong], buffers())
+
+
+def test_a_group_needs_a_prompt_and_a_reward_per_completion() -> None:
+    prompt, ids, logprobs, versions = ARRAYS
+    with pytest.raises(ConfigError, match="'p' has no tokens"):
+        Group(prompt[:0], ids, logprobs, versions, (2, 3), (1.0, 0.0), "p")
+    with pytest.raises(ConfigError, match="2 completions but 1 rewards"):
+        Group(prompt, ids, logprobs, versions, (2, 3), (1.0,), "p")
