@@ -120,7 +120,7 @@ def test_unusable_folders_are_named_with_the_remedy(tiny: Callable[..., Any], tm
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         load_model(tmp_path)
     tiny().config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match='no weights: add model.safetensors, or set init = "random"'):
+    with pytest.raises(ConfigError, match=r'no weights: add model\.safetensors, or set init = "random"'):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="is not valid JSON"):

@@ -61,7 +61,7 @@ def test_three_steps_equal_the_algorithm_of_the_paper() -> None:
         gradients = {name: torch.randn(value.shape, generator=generator) for name, value in values.items()}
         descent.clear()
         model.weight.grad, model.bias.grad = gradients["weight"].clone(), gradients["bias"].clone()
-        applied = descent.apply()
+        applied = descent.apply(1.0)
         norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
         rate = 0.1 * min(step / 2, 1.0)
         assert applied.grad_norm == pytest.approx(norm, rel=1e-6)
@@ -78,16 +78,16 @@ def test_three_steps_equal_the_algorithm_of_the_paper() -> None:
     torch.testing.assert_close(model.bias.double(), values["bias"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_skipped(bad: float) -> None:
+@pytest.mark.parametrize(("gradient", "loss"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
+def test_a_gradient_or_loss_that_is_not_finite_is_skipped(gradient: float, loss: float) -> None:
     model = model_with(torch.ones(2, 2), torch.ones(2))
     descent = Descent(model, OptimizerSettings(learning_rate=0.1), total_steps=2)
-    model.weight.grad, model.bias.grad = torch.full((2, 2), bad), torch.ones(2)
-    assert descent.apply().skipped
+    model.weight.grad, model.bias.grad = torch.full((2, 2), gradient), torch.ones(2)
+    assert descent.apply(loss).skipped
     assert torch.equal(model.weight, torch.ones(2, 2))
     descent.clear()
     model.weight.grad, model.bias.grad = torch.ones(2, 2), torch.ones(2)
-    assert not descent.apply().skipped
+    assert not descent.apply(1.0).skipped
     assert torch.isfinite(model.weight).all()
     assert not torch.equal(model.weight, torch.ones(2, 2))
 

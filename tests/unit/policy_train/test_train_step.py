@@ -250,18 +250,17 @@ def test_a_bandit_learns_the_rewarded_token(tiny: Callable[..., Any]) -> None:
     assert float(distribution()[chosen]) > 0.9
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_skip_the_step(
+    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]], bad: float
 ) -> None:
     model = tiny()
-    g = make_groups([(4, [5, 3])])[0]
-    logprobs = g.logprobs.copy()
-    logprobs[2] = math.nan
+    with torch.no_grad():
+        model.model.norm.weight[3] = bad
     before = {name: tensor.clone() for name, tensor in tensors(model).items()}
-    groups = [Group(g.prompt_ids, g.completion_ids, logprobs, g.versions, g.lengths, g.rewards)]
-    metrics = GrpoTrainer(model, settings(), total_steps=1).step(groups, step=1)
+    metrics = GrpoTrainer(model, settings(), total_steps=1).step(make_groups([(4, [5, 3])]), step=1)
     assert metrics["skipped_step"] == 1.0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(model).items())
+    assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in tensors(model).items())
 
 
 def test_bad_steps_are_refused(tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]) -> None:
@@ -277,3 +276,6 @@ def test_bad_steps_are_refused(tiny: Callable[..., Any], make_groups: Callable[.
     nan = Group(g.prompt_ids, g.completion_ids, g.logprobs, g.versions, g.lengths, (1.0, math.nan), "train/0/9")
     with pytest.raises(ConfigError, match="'train/0/9' cannot be trained: reward 1"):
         trainer.step([nan], step=1)
+    bad = Group(g.prompt_ids, g.completion_ids, g.logprobs * math.nan, g.versions, g.lengths, g.rewards, "train/0/9")
+    with pytest.raises(ConfigError, match="'train/0/9' cannot be trained: a log-probability"):
+        trainer.step([bad], step=1)

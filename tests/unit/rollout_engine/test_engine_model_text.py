@@ -11,10 +11,10 @@ from tiny_models import drain, make_engine, make_model, request
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from starling.algo.text import decode, encode_prompt
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt
-from starling.rollout.engine.model import build_model, live_tensors
-from starling.rollout.engine.text import decode, encode_prompt, end_token_ids
+from starling.rollout.engine.model import build_model, end_token_ids, live_tensors
 from starling.rollout.engine.transformers import TransformersEngine
 
 torch.set_num_threads(1)
@@ -45,7 +45,7 @@ def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
 
 
 def test_build_model_with_weights(folder: Path) -> None:
-    model = build_model(folder, dtype=torch.float32, device="cpu", weights=True)
+    model = build_model(folder, dtype="float32", device="cpu", weights=True)
     original = dict(make_model("qwen3", seed=3).named_parameters())
     assert not model.training
     for name, tensor in live_tensors(model).items():
@@ -55,7 +55,7 @@ def test_build_model_with_weights(folder: Path) -> None:
 
 def test_build_model_without_weights_has_the_same_tensors(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    model = build_model(folder, dtype=torch.bfloat16, device="cpu", weights=False)
+    model = build_model(folder, dtype="bfloat16", device="cpu", weights=False)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in live_tensors(model).items()}
     expected = {n: (p.shape, torch.bfloat16) for n, p in make_model("qwen3").named_parameters()}
     assert shapes == expected
@@ -64,7 +64,7 @@ def test_build_model_without_weights_has_the_same_tensors(folder: Path) -> None:
 
 def test_weights_pulled_into_an_empty_model_generate_as_the_source_does(folder: Path) -> None:
     source = make_model("qwen3", seed=3)
-    engine = make_engine(build_model(folder, dtype=torch.float32, device="cpu", weights=False))
+    engine = make_engine(build_model(folder, dtype="float32", device="cpu", weights=False))
     with torch.no_grad():
         for name, tensor in engine.tensors().items():
             tensor.copy_(dict(source.named_parameters())[name])
@@ -84,25 +84,25 @@ def test_persistent_buffers_are_listed_and_others_are_not() -> None:
 
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
-        build_model(tmp_path / "nowhere", dtype=torch.float32, device="cpu", weights=False)
+        build_model(tmp_path / "nowhere", dtype="float32", device="cpu", weights=False)
 
 
 def test_missing_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        build_model(tmp_path, dtype=torch.float32, device="cpu", weights=False)
+        build_model(tmp_path, dtype="float32", device="cpu", weights=False)
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"model_type": "no_such_model"}'])
 def test_unreadable_config(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        build_model(tmp_path, dtype=torch.float32, device="cpu", weights=False)
+        build_model(tmp_path, dtype="float32", device="cpu", weights=False)
 
 
 def test_missing_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        build_model(folder, dtype=torch.float32, device="cpu", weights=True)
+        build_model(folder, dtype="float32", device="cpu", weights=True)
 
 
 def test_a_model_that_cannot_be_decoded_is_refused() -> None:

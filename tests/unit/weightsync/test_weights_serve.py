@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from weights_peers import blank, same, weights
@@ -16,6 +17,7 @@ from starling.weightsync.execute.layouts import layout_of
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller
 from starling.weightsync.execute.regions import BucketRead, Region
+from starling.weightsync.execute.requests import REQUEST_BYTES
 from starling.weightsync.execute.ucx import UcxReader
 from starling.weightsync.offer import Offer
 from starling.weightsync.plan import make_plan
@@ -67,16 +69,20 @@ def test_nothing_is_read_before_the_token(served: Offer) -> None:
     reader.close()
 
 
-def test_garbage_does_not_end_the_server(served: Offer) -> None:
+@pytest.mark.parametrize("excess", [0, 1])
+def test_garbage_does_not_end_the_server(served: Offer, excess: int) -> None:
     offer = served
     host, _, port = offer.ranks[0].address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as plain:
         plain.sendall(os.urandom(4096))
     reader = UcxReader(offer.ranks[0].address)
     assert reader._link is not None
-    sent = reader._link.stream_send(reader._endpoint, b"\xff" * 64)
-    reader._wait(sent, "sending", Deadline(DEADLINE_S))
-    with pytest.raises(WeightsError, match="broke"):
+    reader.open(offer.ranks[0], Deadline(DEADLINE_S))
+    assert reader._request_tag is not None
+    garbage = np.full(REQUEST_BYTES + excess, 0xC1, np.uint8)
+    sent = reader._link.send(reader._endpoint, garbage, reader._request_tag)
+    with pytest.raises(WeightsError, match="broke|malformed"):
+        reader._wait(sent, "sending", Deadline(DEADLINE_S))
         reader.confirm(Deadline(DEADLINE_S))
     reader.close()
     live = blank()

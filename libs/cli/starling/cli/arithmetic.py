@@ -62,8 +62,10 @@ def num_parameters(recipe: Recipe) -> int | None:
     else:
         path = Path(recipe.model.path)
         if not (path / "config.json").is_file():
-            raise ConfigError(f"the model folder {path} has no config.json; give the path of a Hugging Face model folder")
+            raise ConfigError(
+                f"the model folder {path} has no config.json; give the path of a Hugging Face model folder"
+            )
         config = AutoConfig.for_model(**json.loads((path / "config.json").read_text()))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(int(parameter.numel()) for parameter in model.parameters())

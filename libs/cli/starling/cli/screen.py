@@ -219,7 +219,9 @@ def step_text(snapshot: Snapshot) -> str:
 
 def evaluation_text(summary: dict[str, float | None]) -> str:
     """Return the figures of an evaluation."""
-    scores = [f"{name[6:]} {value:.3f}" for name, value in summary.items() if name.startswith("score/") and value is not None]
+    scores = [
+        f"{name[6:]} {value:.3f}" for name, value in summary.items() if name.startswith("score/") and value is not None
+    ]
     mean = summary["reward_mean"]
     reward = "no reward" if mean is None else f"reward {mean:.3f}"
     return f"{reward} on {summary['num_prompts']} prompts" + (f" ({', '.join(scores)})" if scores else "")

@@ -19,8 +19,8 @@ from typing import Any
 
 from starling.cli.children import Child, Children
 from starling.cli.recipe import Recipe, to_toml, with_model_folder
-from starling.cli.screen import Screen, make_screen
 from starling.cli.scratch import make_model_folder
+from starling.cli.screen import Screen, make_screen
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.net.curve import make_keys
 from starling.common.net.watch import Watch

@@ -71,15 +71,17 @@ class PolicySettings(BaseModel):
     model_config = _FROZEN
 
     init: Literal["pretrained", "random"] = "pretrained"
-    """Take the weights from the model's folder, or draw them from its configuration and `seed`."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Decides the random initial weights."""
+    """Take the weights from the model's folder, or draw them from its configuration and `run.seed`."""
     trust_remote_code: bool = False
     """Run Python code that lies in the model's folder."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Most cells (rows x row length) of one forward and backward pass; bounds the memory of activations."""
     share_prompts: bool = True
     """Compute a prompt once for several completions of its group where that makes the step cheaper."""
+    transport: Literal["ucx", "local"] = "ucx"
+    """How weights travel to the rollouts: `ucx` between any hosts, `local` through memory on this host."""
+    publish_timeout_s: float = Field(default=30.0, gt=0.0)
+    """How long a publication waits for rollouts that still read both snapshots, before it revokes the older one."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """The optimizer of reinforcement learning."""
     grpo: GrpoSettings = GrpoSettings()

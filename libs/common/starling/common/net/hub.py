@@ -137,6 +137,7 @@ class Hub:
     def close(self, linger_s: float = 1.0) -> None:
         """Let the last messages leave for at most `linger_s`, then close everything."""
         self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close(int(linger_s * 1000))
         self._publisher.close(0)
         if self._authenticator is not None:

@@ -173,6 +173,7 @@ class Link:
             self._end("the line is over", error)
         finally:
             socket.disable_monitor()
+            monitor.close(0)
             socket.close()
             context.term()
 

@@ -9,12 +9,11 @@ A request does not keep its buffer alive, and dropping a request does not stop i
 from __future__ import annotations
 
 import ipaddress
+import time
 from typing import Any, Final
 
-import numpy as np
-
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.deadline import Deadline
+from starling.weightsync.execute.deadline import LONGEST_WAIT_S
 from starling.weightsync.execute.regions import Memory
 
 _OPTIONS: Final = {
@@ -27,7 +26,7 @@ _OPTIONS: Final = {
 }
 _FORCE_NS: Final = 10**9
 """Period of a blocking close that amounts to a forced one: pending requests are cancelled at once."""
-_DRAIN_S: Final = 2.0
+_DRAIN_S: Final = 1.0
 
 
 def is_loopback(host: str) -> bool:
@@ -80,7 +79,7 @@ class Link:
         options = {**_OPTIONS, **({"NET_DEVICES": "lo"} if loopback else {})}
         feature = self.lib.Feature
         try:
-            self._context = self.lib.UCXContext(options, feature_flags=(feature.TAG, feature.STREAM, feature.WAKEUP))
+            self._context = self.lib.UCXContext(options, feature_flags=(feature.TAG, feature.WAKEUP))
             self.worker = self.lib.UCXWorker(self._context)
             self.worker.init_blocking_progress_mode()
         except self.error as error:
@@ -92,27 +91,18 @@ class Link:
         self.worker.progress_worker_event(max(1, int(wait_s * 1000)))
         self._pending = [item for item in self._pending if not item.completed]
 
-    def stream_send(self, endpoint: Any, data: bytes) -> Transmission:
-        """Send bytes on the endpoint's stream."""
-        memory = np.frombuffer(data, np.uint8)
-        return self._start(endpoint.stream_send, memory)
-
-    def stream_receive(self, endpoint: Any, memory: Memory) -> Transmission:
-        """Fill `memory` from the endpoint's stream."""
-        return self._start(endpoint.stream_recv, memory)
-
-    def tag_send(self, endpoint: Any, memory: Memory, tag: int) -> Transmission:
+    def send(self, endpoint: Any, memory: Memory, tag: int) -> Transmission:
         """Send `memory` with `tag`; it must not change before completion."""
-        return self._start(endpoint.tag_send, memory, self.lib.UCXXTag(tag))
+        return self._start(endpoint.tag_send, memory, tag)
 
-    def tag_receive(self, endpoint: Any, memory: Memory, tag: int) -> Transmission:
+    def receive(self, endpoint: Any, memory: Memory, tag: int) -> Transmission:
         """Fill `memory` with what arrives under `tag`. Posted on the endpoint, so that its death ends the wait."""
-        return self._start(endpoint.tag_recv, memory, self.lib.UCXXTag(tag))
+        return self._start(endpoint.tag_recv, memory, tag)
 
-    def _start(self, method: Any, memory: Memory, *tag: object) -> Transmission:
+    def _start(self, method: Any, memory: Memory, tag: int) -> Transmission:
         assert memory.flags.c_contiguous
         array = self._array(memory)
-        item = Transmission(method(array, *tag), (array, memory))
+        item = Transmission(method(array, self.lib.UCXXTag(tag)), (array, memory))
         self._pending.append(item)
         return item
 
@@ -123,13 +113,11 @@ class Link:
         except self.error:
             pass  # it was broken already, which is as good
 
-    def drain(self) -> None:
-        """Wait until no request uses memory any more; after hanging up that is at once."""
-        deadline = Deadline(_DRAIN_S)
-        while self._pending:
-            self.progress(deadline.check("ending transfers"))
-
     def close(self) -> None:
-        """Free worker and context; endpoints and listeners must be gone."""
-        self._pending = []
+        """Free worker and context. Endpoints must have been hung up, and listeners be gone."""
+        end = time.monotonic() + _DRAIN_S
+        while self._pending and time.monotonic() < end:
+            self.progress(LONGEST_WAIT_S)
+        last, self._pending = self._pending, []  # were UCX still at work, the memory would have to outlive the worker
         self.worker = self._context = None
+        del last

@@ -1,12 +1,14 @@
 """What a reader and a source say to each other over UCX.
 
-Each message is MessagePack after its length in four bytes, on the endpoint's stream; the reader speaks first, the
-source answers each request in turn. The payload of a `Read` travels by tag: the reader picks the tag, which is unique
-in its own worker.
+Each message is MessagePack after its length in four bytes, sent by tag. Tags are matched in the whole worker of who
+receives, so a connection needs one of its own: the source picks a random one for the requests of each connection and
+tells it first of all (`WELCOME_TAG`). A reader has one worker per source, where fixed tags do; it picks the tags of
+the payloads. UCX's streams would need no tags, but a stream receive that is posted on a dead endpoint never completes.
 """
 
 from __future__ import annotations
 
+import secrets
 import struct
 from typing import Final
 
@@ -15,9 +17,17 @@ import msgspec
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.regions import Region
 
-MAX_BYTES: Final = 1 << 20
-"""Longest message."""
-LENGTH: Final = struct.Struct("<I")
+REQUEST_BYTES: Final = 1 << 18
+"""Longest request, its length included; a bucket has at most `MAX_TRANSFERS` regions."""
+ANSWER_BYTES: Final = 4096
+"""Longest answer, its length included."""
+WELCOME: Final = struct.Struct("<Q")
+"""The first message of a source: the tag of this connection's requests."""
+WELCOME_TAG: Final = 1
+ANSWER_TAG: Final = 2
+FIRST_PAYLOAD_TAG: Final = 16
+_LENGTH: Final = struct.Struct("<I")
+_REASON_CHARACTERS: Final = 1000
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
@@ -55,50 +65,55 @@ _requests: Final = msgspec.msgpack.Decoder[Request](Request)
 _answers: Final = msgspec.msgpack.Decoder(Answer)
 
 
+def new_request_tag() -> int:
+    """Draw the tag of a connection's requests: nobody else can guess it."""
+    return secrets.randbits(63) | 1 << 63
+
+
+def refusal(reason: str) -> Answer:
+    """Refuse for `reason`, cut so that it fits an answer."""
+    return Answer(reason=reason[:_REASON_CHARACTERS])
+
+
 def frame(message: Request | Answer) -> bytes:
     """Write a message with its length.
 
     Raises:
-        WeightsError: it is longer than `MAX_BYTES`.
+        WeightsError: it is longer than its receiver takes.
     """
     body = msgspec.msgpack.encode(message)
-    if len(body) > MAX_BYTES:
-        raise WeightsError(f"A message of {len(body)} bytes exceeds {MAX_BYTES}; use smaller buckets.")
-    return LENGTH.pack(len(body)) + body
+    longest = ANSWER_BYTES if isinstance(message, Answer) else REQUEST_BYTES
+    if _LENGTH.size + len(body) > longest:
+        raise WeightsError(f"A message of {len(body)} bytes exceeds {longest}; use smaller buckets.")
+    return _LENGTH.pack(len(body)) + body
 
 
-def length_of(header: bytes) -> int:
-    """Read the length of the message that follows.
-
-    Raises:
-        WeightsError: it is longer than `MAX_BYTES`.
-    """
-    (length,) = LENGTH.unpack(header)
-    if not 0 < length <= MAX_BYTES:
-        raise WeightsError(f"A peer announced a message of {length} bytes; it is none of ours.")
-    return int(length)
+def _body(data: bytes) -> bytes:
+    """Return what follows the length; `data` may be longer than the message."""
+    (length,) = _LENGTH.unpack_from(data)
+    return data[_LENGTH.size : _LENGTH.size + length]
 
 
-def decode_request(body: bytes) -> Request:
-    """Read a request.
+def decode_request(data: bytes) -> Request:
+    """Read a request from the buffer that it was received in.
 
     Raises:
         WeightsError: it is none.
     """
     try:
-        request: Request = _requests.decode(body)
+        request: Request = _requests.decode(_body(data))
     except msgspec.MsgspecError as error:
         raise WeightsError(f"A peer sent a malformed request: {error}.") from error
     return request
 
 
-def decode_answer(body: bytes) -> Answer:
-    """Read an answer.
+def decode_answer(data: bytes) -> Answer:
+    """Read an answer from the buffer that it was received in.
 
     Raises:
         WeightsError: it is none.
     """
     try:
-        return _answers.decode(body)
+        return _answers.decode(_body(data))
     except msgspec.MsgspecError as error:
         raise WeightsError(f"The source sent a malformed answer: {error}.") from error

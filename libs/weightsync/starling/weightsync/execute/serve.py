@@ -20,7 +20,10 @@ from starling.weightsync.execute.deadline import LONGEST_WAIT_S
 from starling.weightsync.execute.link import Link, Transmission
 from starling.weightsync.execute.regions import Memory, as_run, check_regions, pack, payload_bytes
 from starling.weightsync.execute.requests import (
-    LENGTH,
+    ANSWER_TAG,
+    REQUEST_BYTES,
+    WELCOME,
+    WELCOME_TAG,
     Answer,
     Confirm,
     Open,
@@ -28,7 +31,8 @@ from starling.weightsync.execute.requests import (
     Release,
     decode_request,
     frame,
-    length_of,
+    new_request_tag,
+    refusal,
 )
 
 MAX_CONNECTIONS: Final = 1024
@@ -72,22 +76,25 @@ class _Connection:
             self._lease.close()
 
     def _serve(self) -> Steps:
+        tag = new_request_tag()
+        yield self._send(WELCOME.pack(tag), WELCOME_TAG)
+        request: Memory = np.empty(REQUEST_BYTES, np.uint8)
         while True:
-            header: Memory = np.empty(LENGTH.size, np.uint8)
-            yield self._link.stream_receive(self.endpoint, header)
-            body: Memory = np.empty(length_of(header.tobytes()), np.uint8)
-            yield self._link.stream_receive(self.endpoint, body)
+            yield self._link.receive(self.endpoint, request, tag)
             try:
-                payload, tag = self._grant(body.tobytes())
-            except WeightsError as refusal:
+                payload, payload_tag = self._grant(request.tobytes())
+            except WeightsError as error:
                 self._refuse()
-                yield self._link.stream_send(self.endpoint, frame(Answer(reason=str(refusal))))
+                yield self._send(frame(refusal(str(error))), ANSWER_TAG)
                 # The reader hangs up; were this side first, the reason could be lost on the way.
-                yield self._link.stream_receive(self.endpoint, np.empty(1, np.uint8))
+                yield self._link.receive(self.endpoint, request, tag)
                 return
-            yield self._link.stream_send(self.endpoint, frame(Answer()))
+            yield self._send(frame(Answer()), ANSWER_TAG)
             if payload is not None:
-                yield self._link.tag_send(self.endpoint, payload, tag)
+                yield self._link.send(self.endpoint, payload, payload_tag)
+
+    def _send(self, message: bytes, tag: int) -> Transmission:
+        return self._link.send(self.endpoint, np.frombuffer(message, np.uint8), tag)
 
     def _refuse(self) -> None:
         """Hold nothing for a reader that is to leave, and do not wait for it for ever."""
@@ -96,9 +103,9 @@ class _Connection:
         if self._lease is not None:
             self._lease.release()
 
-    def _grant(self, body: bytes) -> tuple[Memory | None, int]:
+    def _grant(self, data: bytes) -> tuple[Memory | None, int]:
         """Carry out a request; the answer is a payload to send and its tag, if there is one."""
-        request = decode_request(body)
+        request = decode_request(data)
         if isinstance(request, Open):
             if self._lease is None:
                 lease = Mapping(self._arena)
@@ -186,10 +193,6 @@ class Server:
             for connection in self._connections:
                 connection.close()
             self._connections = []
-            try:
-                self._link.drain()
-            except WeightsError:
-                pass  # the requests hold their memory; freeing the worker ends them
             self._link.close()
 
     def _advance(self) -> None:

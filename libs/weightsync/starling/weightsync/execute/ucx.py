@@ -11,7 +11,11 @@ from starling.weightsync.execute.deadline import Deadline
 from starling.weightsync.execute.link import Link, Transmission, is_loopback
 from starling.weightsync.execute.regions import BucketRead, Memory, as_run, payload_bytes, unpack
 from starling.weightsync.execute.requests import (
-    LENGTH,
+    ANSWER_BYTES,
+    ANSWER_TAG,
+    FIRST_PAYLOAD_TAG,
+    WELCOME,
+    WELCOME_TAG,
     Confirm,
     Open,
     Read,
@@ -19,7 +23,6 @@ from starling.weightsync.execute.requests import (
     Request,
     decode_answer,
     frame,
-    length_of,
 )
 from starling.weightsync.offer import RankOffer
 
@@ -33,7 +36,8 @@ class UcxReader:
             raise WeightsError(f"{address!r} is not an address of the form host:port.")
         self._address = address
         self._link: Link | None = Link(loopback=is_loopback(host))
-        self._next_tag = 1
+        self._request_tag: int | None = None
+        self._next_tag = FIRST_PAYLOAD_TAG
         self._scratch: Memory = np.empty(0, np.uint8)
         try:
             self._endpoint: Any = self._link.lib.UCXEndpoint.create(self._link.worker, host, int(port), True)
@@ -57,7 +61,7 @@ class UcxReader:
             payload = self._scratch[:size]
         tag = self._next_tag
         self._next_tag += 1
-        arriving = self._link.tag_receive(self._endpoint, payload, tag)
+        arriving = self._link.receive(self._endpoint, payload, tag)
         self._ask(Read(tag=tag, regions=bucket.sources), deadline)
         self._wait(arriving, "receiving weights", deadline)
         if not in_place:
@@ -77,26 +81,23 @@ class UcxReader:
         if link is not None:
             link.hang_up(self._endpoint)
             self._endpoint = None
-            try:
-                link.drain()
-            except WeightsError:
-                pass  # the requests hold their memory; freeing the worker ends them
             link.close()
 
     def _ask(self, request: Request, deadline: Deadline) -> None:
         assert self._link is not None
         doing = f"waiting for {self._address} to answer"
-        self._wait(self._link.stream_send(self._endpoint, frame(request)), doing, deadline)
-        header = self._receive(LENGTH.size, doing, deadline)
-        answer = decode_answer(self._receive(length_of(header), doing, deadline))
-        if answer.reason:
-            raise WeightsError(answer.reason)
-
-    def _receive(self, size: int, doing: str, deadline: Deadline) -> bytes:
-        assert self._link is not None
-        memory: Memory = np.empty(size, np.uint8)
-        self._wait(self._link.stream_receive(self._endpoint, memory), doing, deadline)
-        return memory.tobytes()
+        if self._request_tag is None:
+            welcome: Memory = np.empty(WELCOME.size, np.uint8)
+            self._wait(self._link.receive(self._endpoint, welcome, WELCOME_TAG), doing, deadline)
+            (self._request_tag,) = WELCOME.unpack(welcome)
+        answer: Memory = np.empty(ANSWER_BYTES, np.uint8)
+        arriving = self._link.receive(self._endpoint, answer, ANSWER_TAG)
+        message = np.frombuffer(frame(request), np.uint8)
+        self._wait(self._link.send(self._endpoint, message, self._request_tag), doing, deadline)
+        self._wait(arriving, doing, deadline)
+        reason = decode_answer(answer.tobytes()).reason
+        if reason:
+            raise WeightsError(reason)
 
     def _wait(self, item: Transmission, doing: str, deadline: Deadline) -> None:
         assert self._link is not None

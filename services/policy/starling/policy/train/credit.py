@@ -45,7 +45,7 @@ def credit(groups: Sequence[Group], *, step: int, scale: Scale = "std", skip_zer
         skip_zero: leave out completions whose advantage is exactly 0.
 
     Raises:
-        ConfigError: there is no token, or a reward is not finite.
+        ConfigError: there is no token, or a reward or log-probability is not finite.
     """
     num_tokens = sum(len(group.completion_ids) for group in groups)
     if not num_tokens:
@@ -68,6 +68,11 @@ def credit(groups: Sequence[Group], *, step: int, scale: Scale = "std", skip_zer
 
 
 def _advantages(group: Group, scale: Scale) -> list[float]:
+    if not np.isfinite(group.logprobs).all():
+        raise ConfigError(
+            f"group {group.prompt_id!r} cannot be trained: a log-probability is not finite, so the rollout's weights "
+            "or logits are not"
+        )
     try:
         return group_relative(group.rewards, scale=scale)
     except ValueError as error:

@@ -26,7 +26,7 @@ def load_model(
     *,
     init: Literal["pretrained", "random"] = "pretrained",
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "float32",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the causal language model of a Hugging Face folder, ready to train on the CPU.
@@ -38,7 +38,7 @@ def load_model(
         folder: holds ``config.json`` and, unless `init` is ``"random"``, weights.
         init: take the weights of the folder, or draw them from the configuration; weights that are there stay unused.
         seed: decides random weights, whatever was drawn before; the global generator is left as it was.
-        dtype: element type of all weights.
+        dtype: element type of all weights, by its name in torch.
         trust_remote_code: run Python code that lies in the folder.
 
     Raises:
@@ -52,12 +52,12 @@ def load_model(
         if init == "random":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+                model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
         else:
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
-                dtype=dtype,
+                dtype=getattr(torch, dtype),
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
@@ -68,6 +68,20 @@ def load_model(
     except Exception as error:  # The folder is the user's, and its loaders raise anything.
         raise ConfigError(f"the model in {folder} cannot be loaded: {_sentence(error)}") from error
     return cast(PreTrainedModel, model.eval())
+
+
+def place(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """Move `model` to `device`; ``auto`` takes a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return cast(PreTrainedModel, model.to(device))
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"model.device = {device!r} cannot be used: {_sentence(error)}") from error
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

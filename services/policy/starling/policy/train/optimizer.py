@@ -39,7 +39,7 @@ class Applied:
     """Euclidean norm of the whole gradient before it was scaled down."""
     learning_rate: float
     skipped: bool
-    """The gradient was not finite: weights and averages stayed as they were."""
+    """The gradient or the loss was not finite: weights and averages stayed as they were."""
 
 
 class Descent:
@@ -77,8 +77,12 @@ class Descent:
         """Forget the gradients, before the first microbatch of a step."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def apply(self) -> Applied:
-        """Make one optimizer step of the accumulated gradients; without any, of a gradient of 0."""
+    def apply(self, loss: float) -> Applied:
+        """Make one optimizer step of the accumulated gradients; without any, of a gradient of 0.
+
+        Skips the step when the norm of the gradient is not finite, or `loss`, the step's loss: where a loss clamps its
+        arguments, NaN in them gives a NaN loss with a gradient of 0.
+        """
         self.num_steps += 1
         rate = learning_rate(self._settings, self.num_steps, self._total_steps)
         for group in self.optimizer.param_groups:
@@ -89,7 +93,7 @@ class Descent:
                 parameter.grad = torch.zeros_like(parameter)
         norm_tensor = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         norm = float(norm_tensor)
-        if not math.isfinite(norm):
+        if not (math.isfinite(norm) and math.isfinite(loss)):
             return Applied(norm, rate, skipped=True)
         bound = self._settings.max_grad_norm
         if 0.0 < bound < norm:

@@ -65,8 +65,8 @@ class SftTrainer:
             loss = token_mean(sft_loss(logprobs), ends[-1])
             torch.autograd.backward(loss)
             parts.append(torch.stack([loss.detach(), entropy.sum() / ends[-1]]))
-        applied = self._descent.apply()
         loss_sum, entropy_sum = torch.stack(parts).sum(dim=0).tolist()
+        applied = self._descent.apply(loss_sum)
         return {
             "loss": loss_sum,
             "entropy": entropy_sum,

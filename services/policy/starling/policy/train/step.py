@@ -77,14 +77,13 @@ class GrpoTrainer:
             the sampling policy, ``kl_reference`` (with a KL term); ``mismatch_kl`` and ``mismatch_max`` (k3, and
             greatest absolute difference of log-probabilities) between rollout and trainer for completions sampled
             wholly by version `step - 1`, where any difference is one of computation; ``grad_norm`` before clipping,
-            ``learning_rate``, ``skipped_step`` (1 when the gradient was not finite); over completions:
+            ``learning_rate``, ``skipped_step`` (1 when loss or gradient was not finite); over completions:
             ``reward_mean``, ``reward_std``, ``zero_advantage_share``, ``staleness_max``, ``staleness_mean``;
             ``num_tokens``, ``num_trained_tokens``, ``num_sequences``, ``num_microbatches``, ``padding_waste``.
             What no token can tell is left out, such as ``mismatch_kl`` when every completion is stale.
 
         Raises:
-            ConfigError: there are no tokens, a reward is not finite, a sequence is longer than the model's context,
-                or `temperature` is not above 0.
+            ConfigError: no tokens, a reward or log-probability not finite, a sequence too long, `temperature` <= 0.
         """
         if not temperature > 0.0:
             raise ConfigError(f"temperature is {temperature}: training needs samples drawn at a temperature above 0")
@@ -103,10 +102,11 @@ class GrpoTrainer:
         for microbatch in batch.plan:
             inputs = to_tensors(batch, microbatch, credited.token_ids, self._model.dtype, self._model.device)
             parts.append(self._accumulate(inputs, credited, temperature))
-        applied = self._descent.apply()
+        measured = _summary(parts, credited, with_reference=self._reference is not None)
+        applied = self._descent.apply(measured["loss"])
         return {
             **credited.metrics,
-            **_summary(parts, credited, with_reference=self._reference is not None),
+            **measured,
             "grad_norm": applied.grad_norm,
             "learning_rate": applied.learning_rate,
             "skipped_step": float(applied.skipped),

@@ -106,7 +106,8 @@ class Rollout:
 
     def switched(self, lease: str, *, proven: bool) -> list[Action]:
         """The staged version is in place, and what the engine holds was compared with what was published."""
-        assert self.adopting is not None and self.adopting.lease == lease, "a switch follows its own pull"
+        assert self.adopting is not None, "a switch follows a pull"
+        assert self.adopting.lease == lease, "a switch follows its own pull"
         version, self.adopting = self.adopting.version, None
         if not proven:
             self.adoption, self.version = "torn", -1

@@ -2,7 +2,7 @@
 
 An engine is driven from outside: nothing happens between two calls of `step`, so whoever holds the engine pauses it by
 not calling, and may change the weights in place before the next call. Token ids go in and token ids come out; text is
-the affair of `engine/text.py`.
+the affair of `starling.algo.text`.
 """
 
 from __future__ import annotations

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from starling.rollout.engine.base import GroupResult
 
 
-def answer_of(
-    result: GroupResult, decode: Callable[[Sequence[int]], str]
-) -> tuple[GroupGenerated, tuple[bytes, ...]]:
+def answer_of(result: GroupResult, decode: Callable[[Sequence[int]], str]) -> tuple[GroupGenerated, tuple[bytes, ...]]:
     """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions."""
     completions = result.completions
     arrays: list[npt.NDArray[Any]] = [

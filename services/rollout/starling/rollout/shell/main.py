@@ -57,8 +57,7 @@ class Shell:
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
-        from starling.rollout.engine.model import build_model
-        from starling.rollout.engine.text import end_token_ids
+        from starling.rollout.engine.model import build_model, end_token_ids
         from starling.rollout.engine.transformers import TransformersEngine
         from starling.weightsync.execute.layouts import layout_of
         from starling.weightsync.execute.pull import Puller

@@ -1,0 +1,104 @@
+"""Configuration: what stacks on what, and one clear sentence for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from starling.common.errors import ConfigError
+from starling.common.settings import Section, ServiceSettings, describe, load
+from starling.controller.settings import ControllerProcess
+
+
+class EngineSettings(Section):
+    """A section."""
+
+    max_rows: int = Field(default=4, ge=1)
+    """Most rows."""
+    exclusive: bool = False
+    """One group at a time."""
+    names: tuple[str, ...] = ()
+    """A list."""
+
+
+class Process(ServiceSettings):
+    """A process."""
+
+    engine: EngineSettings = EngineSettings()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "base.toml"
+    path.write_text('[run]\nname = "one"\n[engine]\nmax_rows = 5\nnames = ["a"]\n[policy]\nanything = 1\n')
+    return path
+
+
+OTHERS = ("policy",)
+
+
+def test_files_stack_then_environment_then_flags(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = file.with_name("second.toml")
+    second.write_text("[engine]\nmax_rows = 6\n")
+    assert load(Process, [file], others=OTHERS).engine.max_rows == 5
+    settings = load(Process, [file, second], others=OTHERS)
+    assert (settings.run.name, settings.engine.max_rows, settings.engine.names) == ("one", 6, ("a",))
+    monkeypatch.setenv("STARLING_ENGINE__MAX_ROWS", "7")
+    assert load(Process, [file, second], others=OTHERS).engine.max_rows == 7
+    flags = ["--engine.max-rows=8", "--engine.exclusive", "--engine.names", '["b", "c"]', "--run.seed", "3"]
+    settings = load(Process, [file, second], flags, others=OTHERS)
+    assert settings.engine == EngineSettings(max_rows=8, exclusive=True, names=("b", "c"))
+    assert settings.run.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--engine.max-row", "1"], "unknown setting engine.max_row = 1; did you mean engine.max_rows?"),
+        (["--engin.max-rows", "1"], "unknown setting engin = .*; did you mean engine?"),
+        (["--max-rows", "1"], "unknown setting max_rows = 1; did you mean engine.max_rows?"),
+        (["--engine.max-rows", "many"], "engine.max_rows = 'many': Input should be a valid integer"),
+        (["--engine.max-rows", "0"], "engine.max_rows = 0: Input should be greater than or equal to 1"),
+        (["--engine.max-rows"], "--engine.max-rows needs a value"),
+        (["max_rows", "3"], "'max_rows' is no flag"),
+        (["--run.name", "a/b"], "run.name = 'a/b'"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_value_and_remedy(file: Path, flags: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        load(Process, [file], flags, others=OTHERS)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_variable_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARLING_ENGINE__MAXROWS", "7")
+    with pytest.raises(ConfigError, match=r"did you mean engine.max_rows\? \(in the environment\)"):
+        load(Process, [file], others=OTHERS)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path, file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bse.toml does not exist; did you mean .*base.toml\?"):
+        load(Process, [tmp_path / "bse.toml"])
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(Process, [broken])
+    with pytest.raises(ConfigError, match="unknown setting policy"):
+        load(Process, [file])
+
+
+def test_settings_are_frozen_and_described() -> None:
+    settings = load(Process, [])
+    with pytest.raises(ValueError, match="frozen"):
+        settings.engine.max_rows = 3  # type: ignore[misc]
+    help_texts = {key: text for key, _, _, text in describe(Process)}
+    assert help_texts["engine.max_rows"] == "Most rows."
+
+
+def test_every_setting_of_every_service_has_a_help_text() -> None:
+    from starling.cli.recipe import Recipe
+
+    bare = [key for schema in (ControllerProcess, Recipe) for key, _, _, text in describe(schema) if not text]
+    assert bare == []
