@@ -55,6 +55,8 @@ class Children:
             TOKENIZERS_PARALLELISM="false",
             PYTHONUNBUFFERED="1",
             HF_HUB_OFFLINE="1",
+            HF_HUB_DISABLE_PROGRESS_BARS="1",
+            UCX_WARN_UNUSED_ENV_VARS="n",
         )
         self.all: list[Child] = []
         logs.mkdir(parents=True, exist_ok=True)

@@ -88,13 +88,13 @@ def frame(message: Request | Answer) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def _body(data: bytes) -> bytes:
+def _body(data: bytes | memoryview) -> bytes | memoryview:
     """Return what follows the length; `data` may be longer than the message."""
     (length,) = _LENGTH.unpack_from(data)
     return data[_LENGTH.size : _LENGTH.size + length]
 
 
-def decode_request(data: bytes) -> Request:
+def decode_request(data: bytes | memoryview) -> Request:
     """Read a request from the buffer that it was received in.
 
     Raises:
@@ -107,7 +107,7 @@ def decode_request(data: bytes) -> Request:
     return request
 
 
-def decode_answer(data: bytes) -> Answer:
+def decode_answer(data: bytes | memoryview) -> Answer:
     """Read an answer from the buffer that it was received in.
 
     Raises:

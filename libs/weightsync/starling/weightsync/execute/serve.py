@@ -82,7 +82,7 @@ class _Connection:
         while True:
             yield self._link.receive(self.endpoint, request, tag)
             try:
-                payload, payload_tag = self._grant(request.tobytes())
+                payload, payload_tag = self._grant(request.data)
             except WeightsError as error:
                 self._refuse()
                 yield self._send(frame(refusal(str(error))), ANSWER_TAG)
@@ -103,7 +103,7 @@ class _Connection:
         if self._lease is not None:
             self._lease.release()
 
-    def _grant(self, data: bytes) -> tuple[Memory | None, int]:
+    def _grant(self, data: memoryview) -> tuple[Memory | None, int]:
         """Carry out a request; the answer is a payload to send and its tag, if there is one."""
         request = decode_request(data)
         if isinstance(request, Open):

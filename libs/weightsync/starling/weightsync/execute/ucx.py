@@ -89,13 +89,13 @@ class UcxReader:
         if self._request_tag is None:
             welcome: Memory = np.empty(WELCOME.size, np.uint8)
             self._wait(self._link.receive(self._endpoint, welcome, WELCOME_TAG), doing, deadline)
-            (self._request_tag,) = WELCOME.unpack(welcome)
+            (self._request_tag,) = WELCOME.unpack(welcome.data)
         answer: Memory = np.empty(ANSWER_BYTES, np.uint8)
         arriving = self._link.receive(self._endpoint, answer, ANSWER_TAG)
         message = np.frombuffer(frame(request), np.uint8)
         self._wait(self._link.send(self._endpoint, message, self._request_tag), doing, deadline)
         self._wait(arriving, doing, deadline)
-        reason = decode_answer(answer.tobytes()).reason
+        reason = decode_answer(answer.data).reason
         if reason:
             raise WeightsError(reason)
 
