@@ -1,0 +1,95 @@
+"""The whole loop in one process: the ten stops of the walk, in order, with the functions that the services use.
+
+    python examples/walk.py RECIPE.toml FOLDER [--section.key value ...]
+
+With `rl.max_staleness = 0`, one rollout and `rollout.exclusive = true`, `starling run` makes bitwise the same weights.
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from starling.algo.text import decode, encode_prompt
+from starling.cli.recipe import Recipe, load_recipe
+from starling.cli.scratch import make_model_folder
+from starling.controller.core.ledger import GroupState, Ledger
+from starling.controller.core.plan import draw_seed
+from starling.controller.data.prompts import load_prompts
+from starling.policy.train.checkpoint import save_hf
+from starling.policy.train.groups import Group
+from starling.policy.train.model import load_model, tensors
+from starling.policy.train.step import GrpoTrainer
+from starling.reward.score.scorers import resolve
+from starling.rollout.engine.base import GroupRequest, GroupResult
+from starling.rollout.engine.model import build_model, end_token_ids
+from starling.rollout.engine.transformers import TransformersEngine
+from starling.weightsync.execute.layouts import layout_of
+from starling.weightsync.execute.publish import Publisher
+from starling.weightsync.execute.pull import Puller
+from starling.weightsync.plan import make_plan
+
+
+def scored(result: GroupResult, rewards: tuple[float | None, ...]) -> Group:
+    """Put a generated group and its rewards together, as the trainer takes them."""
+    token_ids, logprobs, versions = (
+        np.concatenate([getattr(completion, name) for completion in result.completions])
+        for name in ("token_ids", "logprobs", "versions")
+    )
+    lengths = tuple(len(completion.token_ids) for completion in result.completions)
+    return Group(result.prompt_ids, token_ids, logprobs, versions, lengths, tuple(r for r in rewards if r is not None))
+
+
+def walk(recipe: Recipe, folder: Path) -> None:
+    """Train `recipe` by reinforcement from random weights; leave the model in `folder`/checkpoint."""
+    assert recipe.model.scratch is not None, "the walk makes its model from nothing: set [model.scratch]"
+    make_model_folder(recipe.model.scratch, path := folder / "model")
+    tokenizer, prompts, rl = AutoTokenizer.from_pretrained(path), load_prompts(recipe.data), recipe.rl
+    policy = load_model(path, init="random", seed=recipe.run.seed, dtype=recipe.model.dtype)
+    trainer = GrpoTrainer(policy, recipe.policy, total_steps=rl.num_steps)
+    engine = TransformersEngine(
+        build_model(path, dtype=recipe.model.dtype, device="cpu", weights=False),
+        eos_token_ids=end_token_ids(tokenizer, path),
+        exclusive=recipe.rollout.exclusive,
+    )
+    scorers = [(s.weight, resolve(s.name, s.options)) for s in recipe.reward.scorers] if recipe.reward else []
+    source, destination = layout_of(tensors(policy), "policy-0"), layout_of(engine.tensors(), "rollout-0")
+    publisher, puller, plan = Publisher(source, transport="local"), Puller(destination), make_plan(source, destination)
+    ledger = Ledger(
+        num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, num_slots=rl.prompts_per_step, max_tries=0
+    )
+    for step in range(1, rl.num_steps + 1):
+        offer = publisher.publish(step - 1, tensors(policy))  # 9 publish: (the first version is the initial weights)
+        puller.pull(offer, plan, deadline_s=10)  # 10 adopt: pull, switch, prove
+        puller.switch(engine.tensors())
+        assert puller.attest(engine.tensors(), offer) == offer.root
+        engine.set_version(offer.version)
+        groups = [ledger.admit(prompts.prompt(ledger.num_admitted)) for _ in range(ledger.free_slots())]  # 1 admit
+        for group in groups:  # 2 dispatch
+            ledger.move(group, GroupState.LEASED)
+            seed = draw_seed(recipe.run.seed, group.purpose, group.ordinal, group.tries)
+            sampling = msgspec.structs.replace(recipe.sampling.to_wire(), seed=seed)
+            engine.add(GroupRequest(group.key, encode_prompt(tokenizer, group.prompt), rl.group_size, sampling))
+        results = {}
+        while len(results) < len(groups):  # 3 generate: one token of every sequence at a time
+            results |= {result.lease: result for result in engine.step()}
+        for group in groups:  # 4 interact: a single turn, the completion is the trajectory
+            texts = [decode(tokenizer, c.token_ids.tolist()) for c in results[group.key].completions]
+            p = group.prompt
+            ledger.move(group, GroupState.GENERATED)
+            rewards = [sum(w * score(t, p.reference, p.text, p.metadata) for w, score in scorers) for t in texts]
+            ledger.scored(group, tuple(rewards), {})  # 5 score
+        sealed = [scored(results[group.key], group.rewards) for group in ledger.seal()]
+        metrics = trainer.step(sealed, step=step, temperature=recipe.sampling.temperature)  # 6 credit, 7 pack, 8 learn
+        ledger.trained()
+        print(f"step {step}: reward {metrics['reward_mean']:.3f}")
+    publisher.close()
+    save_hf(policy, tokenizer, folder / "checkpoint")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    walk(load_recipe([Path(sys.argv[1])], sys.argv[3:]), Path(sys.argv[2]))
