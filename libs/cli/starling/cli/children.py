@@ -16,11 +16,13 @@ from starling.common.observe.process import die_with_parent
 from starling.common.settings import child_environment
 
 KEPT_LINES = 30
+NEEDS_NO_HUB = ("policy", "rollout")
+"""They read a folder on this machine; what they load from it must not ask the Hugging Face hub about it."""
 
 
 @dataclass
 class Child:
-    """One service process."""
+    """One process of the run."""
 
     name: str
     role: str
@@ -29,6 +31,8 @@ class Child:
     reader: threading.Thread | None = None
     reported: bool = False
     """Its end has been dealt with."""
+    spared: bool = False
+    """It was killed, and the run goes on without it."""
 
     @property
     def code(self) -> int | None:
@@ -44,7 +48,7 @@ class Child:
 
 
 class Children:
-    """All service processes of one run."""
+    """All processes of one run."""
 
     def __init__(self, logs: Path, num_threads: int, on_line: Callable[[str, str], None]) -> None:
         """Log files go to `logs`; `on_line(name, line)` sees every line as it comes."""
@@ -54,23 +58,23 @@ class Children:
             MKL_NUM_THREADS=str(num_threads),
             TOKENIZERS_PARALLELISM="false",
             PYTHONUNBUFFERED="1",
-            HF_HUB_OFFLINE="1",
             HF_HUB_DISABLE_PROGRESS_BARS="1",
             UCX_WARN_UNUSED_ENV_VARS="n",
         )
         self.all: list[Child] = []
         logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, name: str, role: str, arguments: Sequence[str]) -> Child:
-        """Start the service `role` as `name`."""
+    def start(self, name: str, role: str, arguments: Sequence[str], module: str = "") -> Child:
+        """Start `module`, or else the service `role`, as `name`."""
+        offline = {"HF_HUB_OFFLINE": "1"} if role in NEEDS_NO_HUB else {}
         process = subprocess.Popen(
-            [sys.executable, "-m", f"starling.{role}.shell.main", *arguments],
+            [sys.executable, "-m", module or f"starling.{role}.shell.main", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=self._environment,
+            env={**self._environment, **offline},
             # Its own session: Ctrl-C reaches the supervisor only, which then ends the run in order.
             start_new_session=True,
             preexec_fn=die_with_parent,

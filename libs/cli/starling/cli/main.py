@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import runpy
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from starling.common.errors import StarlingError
+from starling.common.errors import ConfigError, StarlingError
 
 SERVICES = ("controller", "policy", "rollout", "reward")
 USAGE = """usage: starling COMMAND ...
@@ -20,6 +21,8 @@ USAGE = """usage: starling COMMAND ...
   controller | policy | rollout | reward --config FILE --controller tcp://HOST:PORT
                         run one service by itself; --help shows all its settings
   keys FOLDER NAME ...  make the CURVE keys of a run: for the controller and for each name
+  scratch RECIPE.toml FOLDER [--section.key value ...]
+                        make the folder of the recipe's [model.scratch]: configuration and tokenizer, no weights
 """
 
 
@@ -30,14 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    if command in SERVICES:
-        return run_service_module(command, rest)
-    commands = {"run": run, "smoke": smoke, "keys": keys}
-    if command not in commands:
+    commands = {"run": run, "smoke": smoke, "keys": keys, "scratch": scratch}
+    if command not in (*commands, *SERVICES):
         print(f"starling: unknown command {command!r}; known: {', '.join([*commands, *SERVICES])}", file=sys.stderr)
         return 2
     try:
-        return commands[command](rest)
+        return run_service_module(command, rest) if command in SERVICES else commands[command](rest)
     except StarlingError as error:
         print(f"starling: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
@@ -69,9 +70,11 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     known, flags = parser.parse_known_args(list(argv))
-    if known.help or known.recipe is None:
+    if known.help:
         print(USAGE + "\n" + help_of(Recipe))
-        return 0 if known.help else 2
+        return 0
+    if known.recipe is None:
+        raise ConfigError("which recipe? write `starling run RECIPE.toml`; `starling run --help` shows all settings")
     recipe = load_recipe([known.recipe, *known.config], flags)
     if known.dry_run:
         from starling.cli.arithmetic import arithmetic
@@ -91,7 +94,10 @@ def run(argv: Sequence[str]) -> int:
     except InterruptedRunError as error:
         print(f"starling: {error}", file=sys.stderr)
         return 130
-    report(attempt, time.monotonic() - begin, Console())
+    try:
+        report(attempt, time.monotonic() - begin, Console())
+    except KeyboardInterrupt:
+        print(f"starling: the run is over, without a report; its files are in {attempt.folder}", file=sys.stderr)
     return 0
 
 
@@ -112,6 +118,25 @@ def keys(argv: Sequence[str]) -> int:
     known = parser.parse_args(list(argv))
     make_keys(known.folder, known.names)
     print(f"wrote keys for the controller and {len(known.names)} replicas to {known.folder}")
+    return 0
+
+
+def scratch(argv: Sequence[str]) -> int:
+    """`starling scratch`."""
+    # transformers writes these files without torch, whose import would take most of the time; it warns of that.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    logging.disable(logging.WARNING)
+    from starling.cli.recipe import load_recipe
+    from starling.cli.scratch import make_model_folder
+
+    parser = argparse.ArgumentParser(prog="starling scratch", allow_abbrev=False)
+    parser.add_argument("recipe", type=Path, help="the recipe with the section [model.scratch]")
+    parser.add_argument("folder", type=Path, help="where to make the model's folder")
+    known, flags = parser.parse_known_args(list(argv))
+    settings = load_recipe([known.recipe], flags).model.scratch
+    if settings is None:
+        raise ConfigError(f"{known.recipe} has no section [model.scratch]; add one, or use the folder of model.path")
+    make_model_folder(settings, known.folder)
     return 0
 
 

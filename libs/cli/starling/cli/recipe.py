@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -11,11 +12,15 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from starling.cli.scratch import ScratchSettings
+from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, Section, load
 from starling.controller.settings import ControllerProcess
 from starling.policy.settings import PolicySettings
 from starling.reward.settings import RewardSettings
 from starling.rollout.settings import RolloutSettings
+
+MODEL_FOLDER = "model"
+"""Where in an attempt's folder a model from nothing is."""
 
 
 class RecipeModel(ModelSettings):
@@ -58,14 +63,32 @@ class Recipe(ControllerProcess):
         generates = self.plan().needs_rollouts
         if generates and self.launch.num_rollouts == 0:
             raise ValueError("launch.num_rollouts = 0, but this run generates completions; set at least 1")
-        if generates and (self.reward is None or self.launch.num_rewards == 0):
+        if generates and self.launch.num_rewards == 0:
+            raise ValueError("launch.num_rewards = 0, but this run scores completions; set at least 1")
+        if generates and self.reward is None:
             raise ValueError("this run generates completions and nothing scores them; add [[reward.scorers]]")
+        if generates:
+            self._check_rows()
         return self
+
+    def _check_rows(self) -> None:
+        """A group is generated in one batch, so it must fit."""
+        sizes = {"rl.group_size": self.rl.group_size if self.plan().num_steps else 0}
+        if self.evaluation.at_start or self.evaluation.at_end:
+            sizes["evaluation.num_completions"] = self.evaluation.num_completions
+        for key, size in sizes.items():
+            if size > self.rollout.max_rows:
+                raise ValueError(
+                    f"{key} = {size} is more than rollout.max_rows = {self.rollout.max_rows}, the sequences that a "
+                    f"rollout generates together; lower {key} or raise rollout.max_rows"
+                )
 
 
 def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     """Read a recipe and resolve what follows from it. Raises ConfigError."""
     recipe = load(Recipe, files, flags)
+    if recipe.model.scratch is None:
+        check_model_folder(recipe.model.path, weights=recipe.policy.init == "pretrained")
     counts = {"num_rollouts": max(1, recipe.launch.num_rollouts), "num_rewards": max(1, recipe.launch.num_rewards)}
     return recipe.model_copy(update={"controller": recipe.controller.model_copy(update=counts)})
 
@@ -76,9 +99,16 @@ def to_toml(recipe: Recipe) -> str:
     return tomli_w.dumps(_without_none(tree))
 
 
-def with_model_folder(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with the model made in `folder`, whose weights the policy draws at random."""
-    model = recipe.model.model_copy(update={"path": str(folder), "scratch": None})
+def resolved(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe as the services of the attempt in `folder` read it.
+
+    It has an id of its own, and a model made from nothing is a folder, whose weights the policy draws at random.
+    """
+    run_id = f"{folder.parent.name}/{folder.name}/{secrets.token_hex(4)}"
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": run_id})})
+    if recipe.model.scratch is None:
+        return recipe
+    model = recipe.model.model_copy(update={"path": str(folder / MODEL_FOLDER), "scratch": None})
     policy = recipe.policy.model_copy(update={"init": "random"})
     return recipe.model_copy(update={"model": model, "policy": policy})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -94,7 +95,11 @@ class PlainScreen:
 
     def _print(self, text: str) -> None:
         with self._lock:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:
+                # Whoever read has gone. The run goes on, and its log files have every line.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class LiveScreen:

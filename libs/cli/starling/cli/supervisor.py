@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import sys
 import time
@@ -18,15 +17,14 @@ from types import FrameType
 from typing import Any
 
 from starling.cli.children import Child, Children
-from starling.cli.recipe import Recipe, to_toml, with_model_folder
-from starling.cli.scratch import make_model_folder
+from starling.cli.recipe import MODEL_FOLDER, Recipe, resolved, to_toml
 from starling.cli.screen import Screen, make_screen
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.net.curve import make_keys
 from starling.common.net.watch import Watch
 
 POLL_S = 0.1
-CONTROLLER_START_S = 60.0
+START_S = 60.0
 LEAVE_S = 5.0
 OBSERVER = "observer-0"
 
@@ -46,8 +44,13 @@ class Attempt:
     folder: Path
 
     @property
+    def recipe(self) -> Path:
+        """The recipe as it was given, all files and flags in one: `starling run` takes it again."""
+        return self.folder / "recipe.toml"
+
+    @property
     def config(self) -> Path:
-        """The resolved recipe."""
+        """What the services read: the recipe with the run's id and the model's folder."""
         return self.folder / "config.toml"
 
     @property
@@ -108,37 +111,42 @@ class Supervisor:
 
     def _start(self) -> None:
         recipe, folder = self.recipe, self.attempt.folder
-        launch = recipe.launch
-        replicas = [("policy", 1), ("rollout", launch.num_rollouts), ("reward", launch.num_rewards)]
+        replicas = [("policy", 1), ("rollout", recipe.launch.num_rollouts), ("reward", recipe.launch.num_rewards)]
         if not recipe.plan().needs_rollouts:
             replicas = [("policy", 1)]
         names = [(role, f"{role}-{i}") for role, num in replicas for i in range(num)]
         make_keys(folder / "keys", [name for _, name in names] + [OBSERVER])
-        run = recipe.run.model_copy(update={"id": f"{folder.parent.name}/{folder.name}/{secrets.token_hex(4)}"})
-        recipe = recipe.model_copy(update={"run": run})
-        if recipe.model.scratch is not None:
-            recipe = with_model_folder(recipe, folder / "model")
-        self.attempt.config.write_text(to_toml(recipe))
+        self.attempt.recipe.write_text(to_toml(recipe))
+        self.attempt.config.write_text(to_toml(resolved(recipe, folder)))
         common = ["--config", str(self.attempt.config), "--dir", str(folder)]
-        controller = self.children.start("controller", "controller", common)
-        if self.recipe.model.scratch is not None:
-            make_model_folder(self.recipe.model.scratch, folder / "model")
-        addresses = self._await_controller(controller)
+        self.children.start("controller", "controller", common)
+        addresses = self._await_addresses(self._make_model())
         for role, name in names:
             self.children.start(name, role, [*common, "--name", name, "--controller", addresses["address"]])
         key = folder / "keys" / f"{OBSERVER}.json" if recipe.network.curve else None
         self._watch = Watch(addresses["telemetry"], key)
 
-    def _await_controller(self, controller: Child) -> dict[str, str]:
-        path, deadline = self.attempt.folder / "controller.json", time.monotonic() + CONTROLLER_START_S
-        while not path.exists():
-            if controller.code is not None:
-                raise RunFailedError(self._report(controller))
+    def _make_model(self) -> Child | None:
+        """Have a process make the model's folder, if there is one to make; this one has to stay responsive."""
+        if self.recipe.model.scratch is None:
+            return None
+        arguments = ["scratch", str(self.attempt.recipe), str(self.attempt.folder / MODEL_FOLDER)]
+        return self.children.start("model", "model", arguments, module="starling.cli.main")
+
+    def _await_addresses(self, model: Child | None) -> dict[str, str]:
+        """Wait until the controller listens and the model's folder is there."""
+        path, deadline = self.attempt.folder / "controller.json", time.monotonic() + START_S
+        while not path.exists() or (model is not None and model.code is None):
+            for child in self.children.all:
+                if child.code not in (None, 0):
+                    raise RunFailedError(self._report(child))
             if self._interrupts:
-                raise InterruptedRunError("stopped before the run had begun")
+                raise InterruptedRunError("stopped before the run had begun; there is nothing to save")
             if time.monotonic() > deadline:
-                raise RunFailedError(f"the controller did not listen within {CONTROLLER_START_S:.0f} s")
+                raise RunFailedError(f"the run could not begin: the controller did not listen within {START_S:.0f} s")
             time.sleep(0.02)
+        if model is not None and model.code != 0:
+            raise RunFailedError(self._report(model))
         addresses: dict[str, str] = json.loads(path.read_text())
         return addresses
 
@@ -157,13 +165,15 @@ class Supervisor:
                     child.reported = True
                     self._ended(child, controller)
             self.on_poll()
-        left = self.children.wait(LEAVE_S)
         if controller.code != 0:
             # A replica's own error explains more than the controller's report that it is gone.
-            culprit = next((c for c in self.children.all[1:] if c.code not in (0, None)), controller)
-            raise RunFailedError(self._report(culprit if controller.code != 2 else controller))
-        if left:
-            raise RunFailedError(f"{', '.join(c.name for c in left)} did not leave at the end of the run")
+            failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
+            raise RunFailedError(self._report(failed[0] if failed and controller.code == 1 else controller))
+        if self._interrupts and not read_metrics(self.attempt.metrics, "checkpoint"):
+            raise InterruptedRunError("stopped before the first step was made; there is nothing to save")
+        left = self.children.wait(0.0 if self._interrupts else LEAVE_S)
+        if left and not self._interrupts:
+            self.screen.say(f"{', '.join(child.name for child in left)} did not leave after the run, and is killed")
 
     def _check_stop(self, controller: Child) -> None:
         if self._interrupts == 0:
@@ -185,6 +195,7 @@ class Supervisor:
         if code == 0:
             return
         if code < 0 and child.role == "rollout" and self.children.of("rollout"):
+            child.spared = True
             self.screen.say(f"{child.name} {child.ending()}; the others take over what it had")
             return
         # Give the controller a moment: a replica that leaves because the run failed is not why it failed.
@@ -199,7 +210,8 @@ class Supervisor:
             child.reader.join(1.0)
         log = self.attempt.folder / "logs" / f"{child.name}.log"
         lines = [line for line in child.last_lines if line.strip()]
-        sentence = next((line for line in reversed(lines) if line.startswith(f"starling {child.name}: ")), None)
+        said = (f"starling {child.name}: ", "starling: ")
+        sentence = next((line for line in reversed(lines) if line.startswith(said)), None)
         if sentence is not None:
             return f"{child.name} {child.ending()}: {sentence.partition(': ')[2]}\n  its log: {log}"
         shown = "\n".join(f"  | {line}" for line in lines[-15:])

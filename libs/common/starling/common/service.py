@@ -32,6 +32,9 @@ SECTIONS = (
 )
 """The sections of a recipe. A service reads its own and leaves the others alone."""
 
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+"""What the weights of a Hugging Face model folder are called."""
+
 
 @dataclass(frozen=True)
 class ServiceArguments:
@@ -46,10 +49,16 @@ class ServiceArguments:
     flags: tuple[str, ...]
 
     def key_file(self, curve: bool) -> KeyFile | None:
-        """Return this service's keys, or None when the run does without."""
+        """Return this service's keys, or None when the run does without. Raises ConfigError."""
         if not curve:
             return None
-        return load_key(self.key or self.folder / "keys" / f"{self.name}.json")
+        path = self.key or self.folder / "keys" / f"{self.name}.json"
+        key = load_key(path)
+        if key.name != self.name:
+            raise ConfigError(
+                f"the key file {path} was made for {key.name}, and this is {self.name}; give --key or --name to match"
+            )
+        return key
 
 
 def parse_arguments(role: str, argv: Sequence[str], schema: type[BaseModel]) -> ServiceArguments:
@@ -96,6 +105,27 @@ def link_settings(arguments: ServiceArguments, settings: ServiceSettings) -> Lin
     )
 
 
+def check_model_folder(path: str, *, weights: bool) -> Path:
+    """Return the folder of the model at `path`. Raises ConfigError unless it is one, with weights where `weights`.
+
+    Asked before torch and transformers are imported, which takes seconds that a wrong path must not cost.
+    """
+    remedy = "give the path of a Hugging Face model folder"
+    if not path:
+        raise ConfigError(f"model.path is missing; {remedy}")
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"the model folder {path} does not exist; {remedy}")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"the model folder {path} has no config.json; {remedy}")
+    if weights and not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
+        raise ConfigError(
+            f"the model folder {path} has a config.json and no weights; add model.safetensors, or set "
+            'policy.init = "random" to begin with random weights'
+        )
+    return folder
+
+
 def host_name() -> str:
     """Return this machine's name."""
     return socket.gethostname()
@@ -105,8 +135,10 @@ def help_of(schema: type[BaseModel]) -> str:
     """Return the settings below `schema`, one paragraph each."""
     lines = ["settings (in TOML, as STARLING_SECTION__KEY in the environment, or as flags):"]
     for key, kind, default, text in describe(schema):
-        lines.append(f"  --{key.replace('_', '-')} {kind} (default {default})")
-        lines += [f"      {line}" for line in text.splitlines()]
+        section, of_a_list, name = key.rpartition("[].")
+        flag = f"[[{section}]] {name}" if of_a_list else f"--{key.replace('_', '-')}"
+        lines.append(f"  {flag} {kind} ({default if default == 'required' else f'default {default}'})")
+        lines += [f"      {line}".rstrip() for line in text.splitlines()]
     return "\n".join(lines)
 
 

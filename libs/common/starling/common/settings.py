@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 import types
 import typing
@@ -85,6 +86,8 @@ class ServiceSettings(BaseSettings):
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
+        # A section that is given in part keeps its own defaults for the rest, not those of its class.
+        nested_model_default_partial_update=True,
         env_prefix=ENV_PREFIX,
         env_nested_delimiter="__",
     )
@@ -137,10 +140,10 @@ def validate(schema: type[B], tree: Mapping[str, Any]) -> B:
 
 def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the configuration"
+    where = ".".join(str(part) for part in first["loc"])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, Exception):
-        return f"{where}: {cause}"
+        return f"{where}: {cause}" if where else str(cause)
     if first["type"] == "missing":
         return f"{where} is missing; set it in a recipe or with --{where.replace('_', '-')}"
     return f"{where} = {first['input']!r}: {first['msg']}"
@@ -195,16 +198,24 @@ def parent_variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def describe(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Yield (key, type, default, help) of every setting below `schema`, for ``--help``."""
+def describe(
+    schema: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (key, type, default, help) of every setting below `schema`, for ``--help``.
+
+    The key of a setting of a list's members is ``list[].setting``. `defaults` holds the section's own defaults, where
+    they differ from those of its class.
+    """
     for name, field in schema.model_fields.items():
-        key = f"{prefix}{name}"
-        nested = section_of(field)
+        key, nested, item = f"{prefix}{name}", section_of(field), item_of(field)
+        given = field.is_required() and defaults is None
+        default = None if given else getattr(defaults, name, field.get_default(call_default_factory=True))
         if nested is not None:
-            yield from describe(nested, f"{key}.")
-        else:
-            default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
-            yield key, _type_name(field.annotation), default, field.description or ""
+            yield from describe(nested, f"{key}.", default if isinstance(default, BaseModel) else None)
+            continue
+        yield key, _type_name(field.annotation), "required" if given else repr(default), field.description or ""
+        if item is not None:
+            yield from describe(item, f"{key}[].")
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -215,6 +226,14 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
+
+
+def item_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the settings class of the members of a field that holds a list of sections."""
+    if typing.get_origin(field.annotation) not in (tuple, list):
+        return None
+    item = typing.get_args(field.annotation)[0]
+    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
 
 
 def nearest(word: str, words: Sequence[str]) -> str | None:
@@ -229,21 +248,32 @@ def _unknown_key(schema: type[BaseModel], tree: Tree, path: tuple[str, ...]) -> 
             where = ".".join((*path, key))
             like = nearest(key, list(schema.model_fields)) or nearest_anywhere(key, schema)
             hint = f"did you mean {'.'.join((*path, like))}?" if like else f"known: {', '.join(schema.model_fields)}"
-            return f"unknown setting {where} = {value!r}; {hint}"
-        nested = section_of(field)
-        if nested is not None and isinstance(value, dict):
-            problem = _unknown_key(nested, value, (*path, key))
+            what = f"section {where}" if isinstance(value, dict) else f"setting {where} = {value!r}"
+            return f"unknown {what}; {hint}"
+        for nested, inner, at in _sections(field, value, (*path, key)):
+            problem = _unknown_key(nested, inner, at)
             if problem is not None:
                 return problem
     return None
 
 
+def _sections(
+    field: FieldInfo, value: Any, path: tuple[str, ...]
+) -> Iterator[tuple[type[BaseModel], Tree, tuple[str, ...]]]:
+    """Yield the sections that a value holds: itself, or the members of a list."""
+    one, many = section_of(field), item_of(field)
+    if one is not None and isinstance(value, dict):
+        yield one, value, path
+    for number, item in enumerate(value if many is not None and isinstance(value, list) else ()):
+        if many is not None and isinstance(item, dict):
+            yield many, item, (*path, str(number))
+
+
 def nearest_anywhere(key: str, schema: type[BaseModel]) -> str | None:
     """Return the full key of a setting below `schema` whose last part is like `key`: the wrong section was named."""
-    for known, *_ in describe(schema):
-        if nearest(key, [known.rpartition(".")[2]]):
-            return known
-    return None
+    known = {full.rpartition(".")[2]: full for full, *_ in reversed([*describe(schema)])}
+    like = nearest(key, list(known))
+    return known[like] if like else None
 
 
 def _is_boolean(schema: type[BaseModel], keys: Sequence[str]) -> bool:
@@ -288,4 +318,4 @@ def _put(tree: Tree, keys: Sequence[str], value: Any, origin: str) -> None:
 def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("pathlib._local.", "").replace("pathlib.", "")
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", str(annotation))

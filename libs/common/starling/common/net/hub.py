@@ -16,6 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
+from starling.common.net.frames import receive, send
 from starling.common.wire import codec
 from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Up
 
@@ -67,6 +68,7 @@ class Hub:
         self._keys = keys
         self._peers: dict[str, _Peer] = {}
         self._names: dict[bytes, str] = {}
+        self._closed: list[tuple[str, bytes]] = []
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = None
         if keys is not None:
@@ -90,22 +92,19 @@ class Hub:
     def poll(self, timeout_s: float) -> list[Arrival | PeerLost]:
         """Wait up to `timeout_s` and return what happened, in order; invalid frames are counted and dropped."""
         happened: list[Arrival | PeerLost] = []
-        self._poller.poll(max(0, int(timeout_s * 1000)))
-        # Whose connections closed is looked up before new messages are read, since a new connection may take over a
-        # descriptor; it is told after them, since what a peer said last counts.
-        closed: list[tuple[str, bytes]] = []
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            closed += self._peers_on(int(event["value"]))
+        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
+        if self._monitor in ready:
+            self._note_closed()
         for _ in range(MAX_BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            frames = receive(self._socket)
+            if frames is None:
                 break
             arrival = self._admit(frames)
             if arrival is not None:
                 happened.append(arrival)
-        happened += [PeerLost(name) for name, route in closed if self._forget(name, route)]
+        # Told after the messages, since what a peer said last counts.
+        happened += [PeerLost(name) for name, route in self._closed if self._forget(name, route)]
+        self._closed.clear()
         return happened
 
     def send(self, name: str, message: Down, *, cause: str = "", buffers: codec.Buffers = ()) -> bool:
@@ -122,9 +121,8 @@ class Hub:
             seq=peer.seq_out,
             cause=cause,
         )
-        frames = [peer.route, *codec.pack(envelope, message, buffers)]
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            send(self._socket, [peer.route, *codec.pack(envelope, message, buffers)])
         except zmq.ZMQError as error:
             log.warning("cannot send", peer=name, message=type(message).__name__, error=error.strerror)
             return False
@@ -157,16 +155,16 @@ class Hub:
         return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def _admit(self, frames: list[zmq.Frame]) -> Arrival | None:
-        route, parts = frames[0].bytes, frames[1:]
+        route, parts = frames[0].bytes, [frame.buffer for frame in frames[1:]]
         try:
-            envelope = codec.unpack_envelope([part.buffer for part in parts])
+            envelope = codec.unpack_envelope(parts)
             self._check(envelope, frames[-1])
-            message = codec.unpack_up([part.buffer for part in parts])
+            message = codec.unpack_up(parts)
         except WireError as error:
             self._drop(route, str(error))
             return None
-        self._remember(route, envelope, frames[-1].get(zmq.SRCFD))
-        return Arrival(envelope, message, tuple(part.bytes for part in parts[2:]))
+        self._remember(route, envelope, frames[-1])
+        return Arrival(envelope, message, tuple(frame.bytes for frame in frames[3:]))
 
     def _check(self, envelope: Envelope, frame: zmq.Frame) -> None:
         if envelope.protocol != PROTOCOL_VERSION:
@@ -179,16 +177,22 @@ class Hub:
         if known is not None and envelope.epoch < known.epoch:
             raise WireError(f"{envelope.sender} is an older incarnation")
 
-    def _remember(self, route: bytes, envelope: Envelope, descriptor: int) -> None:
+    def _remember(self, route: bytes, envelope: Envelope, frame: zmq.Frame) -> None:
         peer = self._peers.get(envelope.sender)
-        if peer is None or peer.route != route or peer.epoch != envelope.epoch:
-            if peer is not None:
-                self._names.pop(peer.route, None)
-            self._peers[envelope.sender] = _Peer(route, envelope.epoch, descriptor)
-            self._names[route] = envelope.sender
+        if peer is not None and peer.route == route and peer.epoch == envelope.epoch:
+            return
+        # A new connection may have the descriptor of one that closed, which is therefore noted before.
+        self._note_closed()
+        if peer is not None:
+            self._names.pop(peer.route, None)
+        self._peers[envelope.sender] = _Peer(route, envelope.epoch, frame.get(zmq.SRCFD))
+        self._names[route] = envelope.sender
 
-    def _peers_on(self, descriptor: int) -> list[tuple[str, bytes]]:
-        return [(name, peer.route) for name, peer in self._peers.items() if peer.descriptor == descriptor]
+    def _note_closed(self) -> None:
+        """Take in which connections have closed."""
+        while (frames := receive(self._monitor)) is not None:
+            descriptor = int(parse_monitor_message([frame.bytes for frame in frames])["value"])
+            self._closed += [(name, peer.route) for name, peer in self._peers.items() if peer.descriptor == descriptor]
 
     def _forget(self, name: str, route: bytes) -> bool:
         """Forget a peer, unless it has come back over another connection meanwhile."""

@@ -28,6 +28,7 @@ from starling.common.errors import RefusedError, StarlingError, UnreachableError
 from starling.common.leases import LeaseBook
 from starling.common.net import curve
 from starling.common.net.epoch import make_epoch
+from starling.common.net.frames import receive, send
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, Up, Work
 
@@ -108,6 +109,7 @@ class Link:
         self._heartbeat_s = 1.0
         self._heard_at = time.monotonic()
         self._spoken_at = float("-inf")
+        self._look_at = float("-inf")  # when the book is next looked through for answers to send again
         self._notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
@@ -194,11 +196,7 @@ class Link:
                     f"the controller at {self._settings.controller} refuses the key of {self._settings.name}; "
                     "use the key file that was made for this name in this run"
                 )
-            while socket in ready:
-                try:
-                    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    break
+            while socket in ready and (frames := receive(socket)) is not None:
                 if self._hear(frames):
                     return
 
@@ -212,10 +210,12 @@ class Link:
                 self._send(socket, self._heartbeat())
             else:
                 self._send(socket, self._hello, self._hello_buffers)
-        with self._lock:
-            again = self._book.due(now) if self._welcomed.is_set() else []
-        for message, buffers in again:
-            self._send(socket, message, buffers)
+        if now >= self._look_at and self._welcomed.is_set():
+            self._look_at = now + RESEND_S / 8
+            with self._lock:
+                again = self._book.due(now)
+            for message, buffers in again:
+                self._send(socket, message, buffers)
         while self._outbox:
             self._send(socket, *self._outbox.popleft())
 
@@ -235,17 +235,18 @@ class Link:
             seq=self._seq,
         )
         try:
-            socket.send_multipart(codec.pack(envelope, message, buffers), zmq.NOBLOCK, copy=False)
+            send(socket, codec.pack(envelope, message, buffers))
         except zmq.Again:
             log.warning("the line is full", message=type(message).__name__)
 
     def _hear(self, frames: list[zmq.Frame]) -> bool:
         """Take in one message. Returns True when it was the last."""
         try:
-            envelope = codec.unpack_envelope([frame.buffer for frame in frames])
+            parts = [frame.buffer for frame in frames]
+            envelope = codec.unpack_envelope(parts)
             if envelope.protocol != PROTOCOL_VERSION or envelope.run != self._settings.run:
                 raise WireError(f"protocol {envelope.protocol}, run {envelope.run}: not ours")
-            message = codec.unpack_down([frame.buffer for frame in frames])
+            message = codec.unpack_down(parts)
         except WireError as error:
             log.warning("dropped a message", reason=str(error))
             return False
@@ -276,6 +277,7 @@ class Link:
             new = self._book.grant(message.lease)
             if not new:
                 self._book.resend(message.lease)
+                self._look_at = float("-inf")
         if new:
             self._deliver(Command(message, buffers))
 

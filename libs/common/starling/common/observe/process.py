@@ -17,6 +17,8 @@ from starling.common.errors import StarlingError
 from starling.common.observe import log
 
 PR_SET_PDEATHSIG = 1
+# Loaded before any fork: a child of a process with threads must not wait for the loader's lock.
+LIBC = ctypes.CDLL(None, use_errno=True)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
@@ -47,7 +49,7 @@ class StopSignal:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent goes, so that no run leaves anything behind."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_service(name: str, body: Callable[[], None]) -> int:

@@ -32,6 +32,11 @@ M = TypeVar("M")
 
 Buffers = Sequence[bytes | memoryview]
 
+_WITH_BUFFERS: Final = frozenset(
+    {messages.GroupGenerated, messages.TrainStep, messages.Hello, messages.WeightsPublished, messages.AdoptWeights}
+)
+"""The messages that buffers may follow, as `expected_sizes` says; most messages are spared the question."""
+
 _encoder: Final = msgspec.msgpack.Encoder()
 _envelope: Final = msgspec.msgpack.Decoder(Envelope)
 _up: Final[msgspec.msgpack.Decoder[Up]] = msgspec.msgpack.Decoder(messages.Up)
@@ -83,6 +88,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes | memoryview) -> M
 
 
 def _checked(message: M, buffers: Buffers) -> M:
+    if not buffers and type(message) not in _WITH_BUFFERS:
+        return message
     expected = expected_sizes(message)
     if isinstance(expected, int):
         if len(buffers) != expected:

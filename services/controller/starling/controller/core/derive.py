@@ -3,9 +3,9 @@
 | derivation  | consumes                       | waits for                                          |
 |-------------|--------------------------------|----------------------------------------------------|
 | `supervise` | supervised examples            | the policy                                         |
-| `publish`   | a version that rollouts need   | the step that makes it                             |
-| `adopt`     | a publication                  | a rollout that no evaluation holds to its version  |
 | `evaluate`  | held-out prompts               | the publication of the version to evaluate         |
+| `publish`   | a version that rollouts need   | the step that makes it, and no open evaluation     |
+| `adopt`     | a publication                  | a rollout that is behind                           |
 | `admit`     | prompts                        | a slot, freed when a step publishes                |
 | `dispatch`  | waiting groups                 | a rollout with a slot whose version is new enough  |
 | `score`     | generated groups               | a reward replica with a slot                       |
@@ -21,6 +21,7 @@ import functools
 
 import msgspec
 
+from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.controller.core.evaluation import Evaluation
 from starling.controller.core.events import Finish
@@ -35,8 +36,8 @@ def advance(state: State, now: float) -> None:
     """Derive everything."""
     if state.ending.stage is Stage.RUNNING:
         supervise(state, now)
-        publish(state, now)
         evaluate(state)
+        publish(state, now)
         adopt(state, now)
         admit(state)
         dispatch(state, now)
@@ -63,7 +64,8 @@ def publish(state: State, now: float) -> None:
     """Have the policy offer a version that rollouts need."""
     policy, version = state.policy(), state.version
     due = state.plan.needs_rollouts and version >= state.plan.num_sft_steps and version > state.rounds.version
-    if policy is not None and due and not state.leases.has("publish"):
+    held = state.evaluation is not None or state.leases.has("publish")
+    if policy is not None and due and not held:
         state.grant(policy, "publish", version, now, lambda lease: wire.PublishWeights(lease=lease, version=version))
 
 
@@ -89,8 +91,13 @@ def adopt(state: State, now: float) -> None:
     if policy is None or rounds.version < 0:
         return
     for member in state.membership.of("rollout"):
-        pinned = state.evaluation is not None and state.evaluation.pins(member.version)
-        if pinned or state.leases.of(member.name, "adopt") or not rounds.may_adopt(member.name, member.version, now):
+        if state.leases.of(member.name, "adopt") or not rounds.may_adopt(member.name, member.version, now):
+            continue
+        try:
+            plan = rounds.plan(policy.layout, member.layout)
+        except WeightsError as error:
+            state.membership.leave(member.name)
+            state.refuse(member.name, str(error))
             continue
         state.grant(
             member,
@@ -98,7 +105,7 @@ def adopt(state: State, now: float) -> None:
             rounds.version,
             now,
             lambda lease: wire.AdoptWeights(lease=lease, version=rounds.version),
-            (rounds.offer, rounds.plan(policy.layout, member.layout)),
+            (rounds.offer, plan),
         )
 
 

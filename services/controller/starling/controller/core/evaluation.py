@@ -1,7 +1,7 @@
 """Evaluation of one pinned version on held-out prompts.
 
-Its groups go first, and a rollout that works on them adopts nothing until they are done: every token of an
-evaluation is of one version.
+Its groups go first, and no other version is published until it is done: every token of an evaluation is of one
+version, and a rollout that starts anew, or a group that is generated again, finds that version still on offer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ class Evaluation(Groups):
     def done(self) -> bool:
         """Say whether every prompt is scored or was given up."""
         return self.num_live == self.count(GroupState.SCORED)
-
-    def pins(self, version: int) -> bool:
-        """Say whether a rollout that holds `version` must keep it, because prompts still need it."""
-        ungenerated = self.count(GroupState.WAITING) + self.count(GroupState.LEASED)
-        return version == self.version and ungenerated > 0
 
     def summary(self) -> dict[str, Any]:
         """Return mean@k, pass@k (any completion with the full reward of 1), and what failed."""

@@ -12,18 +12,19 @@ MAX_DROPS = 3
 
 def explain(state: State) -> str:
     """Say what the run waits for now."""
-    missing = missing_role(state)
-    if missing is not None:
-        return missing
     leases, plan = state.leases, state.plan
     if state.ending.stage is not Stage.RUNNING:
         names = ", ".join(sorted(state.membership.members)) or "nobody"
         return f"{state.ending.stage}: {names}"
+    missing = missing_role(state)
+    if missing is not None:
+        return missing
     if leases.has("train"):
         return f"the policy trains step {state.version + 1}"
     if leases.has("publish"):
         return f"the policy publishes version {state.version}"
-    if state.evaluation is not None and state.ledger.num_sealed in (0, plan.num_steps):
+    unpublished = state.version > state.rounds.version
+    if state.evaluation is not None and (unpublished or state.ledger.num_sealed in (0, plan.num_steps)):
         done = state.evaluation.count(GroupState.SCORED)
         return f"evaluation of version {state.evaluation.version}: {done} of {state.evaluation.num_prompts} prompts"
     adopting = [m.name for m in state.membership.of("rollout") if leases.of(m.name, "adopt")]

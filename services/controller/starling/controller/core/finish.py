@@ -41,8 +41,9 @@ class Ending:
         return self.failure or self.stopping or "the run is complete"
 
     def stop(self, reason: str) -> None:
-        """Note a stop request; the first reason stands."""
-        self.stopping = self.stopping or reason
+        """Note a stop request; the first reason stands, and a run that is ending already goes on ending."""
+        if self.stage is Stage.RUNNING:
+            self.stopping = self.stopping or reason
 
     def drain(self, now: float) -> None:
         """Begin to drain."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from starling.common.errors import WeightsError
 from starling.common.ids import lease_kind
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Received
@@ -9,6 +10,7 @@ from starling.controller.core.finish import Stage
 from starling.controller.core.ledger import Group, Groups, GroupState
 from starling.controller.core.membership import Member
 from starling.controller.core.state import State
+from starling.weightsync.layout import decode_layout
 
 Result = (
     wire.GroupGenerated
@@ -28,6 +30,8 @@ TENSORS = ("prompt", "tokens", "logprobs", "versions")
 def received(state: State, event: Received) -> None:
     """A replica said something."""
     message, sender = event.message, event.sender
+    if state.membership.is_past(sender, event.epoch):
+        return
     if isinstance(message, wire.Hello):
         hello(state, event, message)
         return
@@ -52,27 +56,37 @@ def received(state: State, event: Received) -> None:
 def hello(state: State, event: Received, message: wire.Hello) -> None:
     """A replica announces itself: admit it or say why not."""
     known = state.membership.members.get(event.sender)
-    refusal = state.membership.refusal(event.sender, message)
+    layout = event.buffers[0] if message.has_layout else b""
+    refusal = state.membership.refusal(event.sender, message) or (flaw(layout) if message.has_layout else None)
     if refusal is None and message.role == "policy" and known is None and message.version != state.version:
         refusal = f"this run is at version {state.version} and the policy offers version {message.version}"
     if refusal is not None:
-        state.note("refused", replica=event.sender, reason=refusal)
-        state.send(event.sender, wire.Refused(reason=refusal))
+        state.refuse(event.sender, refusal)
         return
     if known is not None and known.epoch != event.epoch:
         lose(state, event.sender, "it was started again", event.now)
-    layout = event.buffers[0] if message.has_layout else b""
     member = state.membership.join(event.sender, event.epoch, message, layout, event.now)
     if known is None or known.epoch != event.epoch:
         state.note("joined", replica=member.name, role=member.role, host=message.host, pid=message.pid)
     state.welcome(member)
 
 
+def flaw(layout: bytes) -> str | None:
+    """Say what is wrong with the layout of a `Hello`, or None when nothing is."""
+    try:
+        decode_layout(layout)
+    except WeightsError as error:
+        return str(error)
+    return None
+
+
 def heartbeat(state: State, member: Member, message: wire.Heartbeat, now: float) -> None:
     """A replica told its whole state: answer with the difference."""
     member.gauges = message.gauges
     if member.role == "rollout":
-        member.version = min(member.version, message.version)  # a torn engine holds none, whatever it once proved
+        if message.version < 0 <= member.version:
+            take_back(state, member)  # its engine is torn: another rollout need not wait for its next adoption
+        member.version = min(member.version, message.version)
     state.welcome(member)
     held = [held.lease for held in message.leases]
     forget, lost = state.leases.compare(member.name, held, now, 2 * state.plan.heartbeat_s)
@@ -96,10 +110,8 @@ def result(state: State, member: Member, message: Result, event: Received) -> No
             state.note("step", step=step, phase=phase, **{**message.metrics, **state.ledger.sealed_metrics(step)})
             if phase == "grpo":
                 state.note("trained", step=step, prompts=[g.prompt.id for g in state.ledger.within(GroupState.SEALED)])
-        case wire.WeightsPublished(version=version):
-            state.rounds.publish(version, event.buffers[0])
-            state.ledger.trained()
-            state.note("published", version=version, publish_s=message.publish_s)
+        case wire.WeightsPublished():
+            published(state, member, message, event)
         case wire.WeightsAdopted():
             adopted(state, member, message, event.now)
         case wire.CheckpointSaved(step=step, path=path):
@@ -139,6 +151,17 @@ def scored(state: State, message: wire.GroupScored) -> None:
         retry(state, groups, group, "; ".join(message.problems[:3]) or "a scorer gave no reward")
 
 
+def published(state: State, member: Member, message: wire.WeightsPublished, event: Received) -> None:
+    """A version is on offer, which frees the slots of the step that made it."""
+    try:
+        state.rounds.publish(message.version, event.buffers[0])
+    except WeightsError as error:
+        state.ending.fail(f"{member.name} published version {message.version} in vain: {error}", event.now)
+        return
+    state.ledger.trained()
+    state.note("published", version=message.version, publish_s=message.publish_s)
+
+
 def adopted(state: State, member: Member, message: wire.WeightsAdopted, now: float) -> None:
     """A rollout switched. It holds the version only if it proved the publisher's root."""
     # A version older than the newest was proven by the rollout against its own offer, and checked here when newest.
@@ -157,8 +180,9 @@ def adopted(state: State, member: Member, message: wire.WeightsAdopted, now: flo
     if proven:
         member.version = message.version
     else:
-        # It generates with weights that nobody published: it must not be given work until it has adopted properly.
+        # It generates with weights that nobody published: it must have no work until it has adopted properly.
         member.version = -1
+        take_back(state, member)
         state.rounds.failed(member.name, now)
 
 
@@ -186,14 +210,27 @@ def retry(state: State, groups: Groups, group: Group, reason: str, *, hopeless: 
 def lose(state: State, name: str, why: str, now: float) -> None:
     """Free everything that a replica had; what it answers later changes nothing."""
     member = state.membership.leave(name)
-    dropped = state.leases.drop_peer(name)
-    for lease in dropped:
-        found = state.group_of(lease)
-        if found is not None:
-            groups, group = found
-            groups.requeue(group)
+    dropped = state.leases.drop(name)
+    requeue(state, dropped)
     if member is None:
         return
     state.note("left", replica=name, reason=why, num_leases=len(dropped))
     if member.role == "policy":
         state.ending.fail(f"{name} was lost ({why}), and with it the weights of version {state.version}", now)
+
+
+def take_back(state: State, member: Member) -> None:
+    """Free the groups that a rollout works on, since its weights are not what was published."""
+    dropped = state.leases.drop(member.name, "generate")
+    if dropped:
+        state.send(member.name, wire.Release(leases=tuple(dropped)))
+        requeue(state, dropped)
+
+
+def requeue(state: State, dropped: list[str]) -> None:
+    """Put the groups of these leases back to where they were before."""
+    for lease in dropped:
+        found = state.group_of(lease)
+        if found is not None:
+            groups, group = found
+            groups.requeue(group)

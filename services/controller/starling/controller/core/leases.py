@@ -42,9 +42,9 @@ class Leases:
         self._remove(found)
         return True
 
-    def drop_peer(self, peer: str) -> list[str]:
-        """End all leases of a replica that is gone."""
-        dropped = sorted(self._by_peer.get(peer, ()))
+    def drop(self, peer: str, *kinds: str) -> list[str]:
+        """End the leases that `peer` has of these kinds, or all when none is named."""
+        dropped = sorted(self.of(peer, *kinds) if kinds else self._by_peer.get(peer, ()))
         for lease in dropped:
             self._remove(self._leases[lease])
         return dropped

@@ -29,9 +29,16 @@ class Membership:
 
     lease_s: float
     members: dict[str, Member] = field(default_factory=dict)
+    _epochs: dict[str, int] = field(default_factory=dict)
+
+    def is_past(self, name: str, epoch: int) -> bool:
+        """Say whether `name` has been started again since `epoch`: what that incarnation said counts no more."""
+        return epoch < self._epochs.get(name, epoch)
 
     def refusal(self, name: str, hello: Hello) -> str | None:
         """Say why this replica may not join, or None when it may."""
+        if hello.role == "controller":
+            return "this run has its controller; a replica is a policy, a rollout or a reward"
         if name.rpartition("-")[0] != hello.role:
             return f"{name} is no name of a {hello.role}; it must be {hello.role}-<number>"
         if hello.role == "policy" and any(m.role == "policy" and m.name != name for m in self.members.values()):
@@ -48,6 +55,7 @@ class Membership:
         version = known.version if known is not None and known.epoch == epoch else -1
         if hello.role == "policy":
             version = hello.version
+        self._epochs[name] = epoch
         self.members[name] = Member(
             name=name,
             role=hello.role,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from starling.common.errors import WeightsError
 from starling.weightsync.layout import decode_layout
 from starling.weightsync.layout import encode as encode_weights
 from starling.weightsync.offer import decode_offer
@@ -32,16 +33,27 @@ class Rounds:
     _plans: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict)
 
     def publish(self, version: int, offer: bytes) -> None:
-        """Begin a round. Versions only grow: a repetition of an older one changes nothing."""
+        """Begin a round. Versions only grow: a repetition of an older one changes nothing.
+
+        Raises:
+            WeightsError: `offer` is none, or one of another version.
+        """
         if version <= self.version:
             return
+        offered = decode_offer(offer)
+        if offered.version != version:
+            raise WeightsError(f"An offer of version {offered.version} came in the publication of version {version}.")
         self.version, self.offer = version, offer
-        self.roots[version] = decode_offer(offer).root
+        self.roots[version] = offered.root
         self.roots.pop(version - KEPT_ROOTS, None)
         self.not_before.clear()
 
     def plan(self, source: bytes, destination: bytes) -> bytes:
-        """Return the plan between two encoded layouts; each pair is planned once."""
+        """Return the plan between two encoded layouts; each pair is planned once.
+
+        Raises:
+            WeightsError: as `decode_layout` and `make_plan`.
+        """
         key = (source, destination)
         if key not in self._plans:
             plan = make_plan(decode_layout(source), decode_layout(destination))

@@ -68,6 +68,11 @@ class State:
         """Tell a replica that it is a member."""
         self.send(member.name, wire.Welcome(heartbeat_s=self.plan.heartbeat_s, lease_s=self.plan.lease_s))
 
+    def refuse(self, name: str, reason: str) -> None:
+        """Tell a replica that it is no member, and why."""
+        self.note("refused", replica=name, reason=reason)
+        self.send(name, wire.Refused(reason=reason))
+
     def grant(
         self,
         member: Member,

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from starling.common.observe.process import StopSignal, run_service
 from starling.common.service import (
     SECTIONS,
     ServiceArguments,
+    check_model_folder,
     host_name,
     link_settings,
     parse_arguments,
@@ -46,6 +46,7 @@ class Shell:
 
     def __init__(self, settings: PolicyProcess, arguments: ServiceArguments) -> None:
         """Load the model and prepare its publication. Raises ConfigError when it cannot be loaded."""
+        path = check_model_folder(settings.model.path, weights=settings.policy.init == "pretrained")
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
@@ -55,7 +56,6 @@ class Shell:
         from starling.weightsync.layout import encode
 
         self._settings, self._folder = settings, arguments.folder
-        path = Path(settings.model.path)
         self._model = place(
             load_model(
                 path,

@@ -68,6 +68,8 @@ class Rollout:
     adopting: AdoptWeights | None = None
     running: set[str] = field(default_factory=set)
     """Leases that the engine holds."""
+    _newest: int = -1
+    """Newest version ever in use. A torn replica goes forward too, so that no group gets tokens that are too old."""
     _held_back: dict[str, GenerateGroup] = field(default_factory=dict)
 
     @property
@@ -84,8 +86,8 @@ class Rollout:
         """A version is to be adopted."""
         if self.adopting is not None:
             return [Fail(message.lease, f"version {self.adopting.version} is being adopted")]
-        if message.version < self.version:
-            return [Fail(message.lease, f"version {message.version} is older than version {self.version} in use")]
+        if message.version < self._newest:
+            return [Fail(message.lease, f"version {message.version} is older than version {self._newest}, used before")]
         self.adopting = message
         if self.adoption != "torn":
             self.adoption = "pulling"
@@ -112,7 +114,7 @@ class Rollout:
         if not proven:
             self.adoption, self.version = "torn", -1
             return [Fail(lease, f"after the switch the engine does not hold version {version} bit for bit")]
-        self.adoption, self.version = "current", version
+        self.adoption, self.version, self._newest = "current", version, version
         return self._admit()
 
     def finished(self, lease: str) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -21,6 +20,7 @@ from starling.common.observe.process import StopSignal, run_service
 from starling.common.service import (
     SECTIONS,
     ServiceArguments,
+    check_model_folder,
     host_name,
     link_settings,
     parse_arguments,
@@ -54,6 +54,7 @@ class Shell:
 
     def __init__(self, settings: RolloutProcess, arguments: ServiceArguments) -> None:
         """Build the model without weights: they come from the policy. Raises ConfigError when it cannot be built."""
+        path = check_model_folder(settings.model.path, weights=False)
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
@@ -64,7 +65,6 @@ class Shell:
         from starling.weightsync.layout import encode
 
         self._settings = settings
-        path = Path(settings.model.path)
         model = build_model(path, dtype=settings.model.dtype, device=settings.model.device, weights=False)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self._engine = TransformersEngine(
