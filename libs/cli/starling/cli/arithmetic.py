@@ -8,6 +8,7 @@ from pathlib import Path
 
 from starling.algo.staleness import num_slots
 from starling.cli.recipe import Recipe
+from starling.cli.scratch import SPECIAL_TOKENS
 from starling.common.errors import ConfigError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -22,13 +23,11 @@ def arithmetic(recipe: Recipe) -> list[str]:
         lines.append(f"supervised: {sft.num_steps} steps x {sft.examples_per_step} examples = {total} examples")
     if recipe.run.kind == "grpo" and recipe.rl.num_steps:
         lines += _reinforcement(recipe)
-    parameters = num_parameters(recipe)
-    if parameters is not None:
-        size = parameters * ITEM_BYTES[recipe.model.dtype]
-        lines.append(
-            f"weight sync: {parameters:,} parameters x {ITEM_BYTES[recipe.model.dtype]} bytes = {size:,} bytes "
-            f"to each of {recipe.launch.num_rollouts} rollouts, after every step"
-        )
+    parameters, item_bytes = num_parameters(recipe), ITEM_BYTES[recipe.model.dtype]
+    lines.append(
+        f"weight sync: {parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes "
+        f"to each of {recipe.launch.num_rollouts} rollouts, after every step"
+    )
     return lines
 
 
@@ -50,22 +49,16 @@ def _reinforcement(recipe: Recipe) -> list[str]:
     ]
 
 
-def num_parameters(recipe: Recipe) -> int | None:
-    """Count the parameters of the recipe's model without making them; None where the folder cannot tell."""
+def num_parameters(recipe: Recipe) -> int:
+    """Count the parameters of the recipe's model without making it. Raises ConfigError for a folder without one."""
     # Only for --dry-run: importing torch takes seconds.
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from starling.policy.train.model import count_parameters
 
-    if recipe.model.scratch is not None:
-        scratch = recipe.model.scratch
-        config = AutoConfig.for_model(scratch.model_type, vocab_size=len(scratch.alphabet) + 3, **scratch.config)
-    else:
-        path = Path(recipe.model.path)
-        if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"the model folder {path} has no config.json; give the path of a Hugging Face model folder"
-            )
-        config = AutoConfig.for_model(**json.loads((path / "config.json").read_text()))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(int(parameter.numel()) for parameter in model.parameters())
+    scratch = recipe.model.scratch
+    if scratch is not None:
+        num_tokens = len(scratch.alphabet) + len(SPECIAL_TOKENS)
+        return count_parameters({"model_type": scratch.model_type, "vocab_size": num_tokens, **scratch.config})
+    path = Path(recipe.model.path) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"the model folder {path.parent} has no config.json; give that of a Hugging Face model")
+    return count_parameters(json.loads(path.read_text()))

@@ -14,15 +14,15 @@ COPY_BYTES: Final = 64 << 10
 """A smaller frame is copied: that takes less time than to keep track of its owner."""
 
 
-def receive(socket: zmq.Socket[Any]) -> list[zmq.Frame] | None:
-    """Return the next message, or None when there is none yet."""
+def receive(socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK) -> list[zmq.Frame] | None:
+    """Return the next message; None when there is none yet, or without NOBLOCK none within the socket's `rcvtimeo`."""
     try:
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        frame = socket.recv(flags, copy=False)
     except zmq.Again:
         return None
     frames = [frame]
     while frame.more:  # the rest of a message arrives with its first frame
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        frame = socket.recv(flags, copy=False)
         frames.append(frame)
     return frames
 

@@ -32,7 +32,7 @@ M = TypeVar("M")
 
 Buffers = Sequence[bytes | memoryview]
 
-_WITH_BUFFERS: Final = frozenset(
+_WITH_BUFFERS: Final[frozenset[type]] = frozenset(
     {messages.GroupGenerated, messages.TrainStep, messages.Hello, messages.WeightsPublished, messages.AdoptWeights}
 )
 """The messages that buffers may follow, as `expected_sizes` says; most messages are spared the question."""

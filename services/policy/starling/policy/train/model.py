@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ def load_model(
         ConfigError: the folder is missing or unusable; the text names it and the remedy.
     """
     _check_folder(folder, init)
+    element = getattr(torch, dtype)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -52,12 +53,12 @@ def load_model(
         if init == "random":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
+                model = AutoModelForCausalLM.from_config(config, dtype=element, trust_remote_code=trust_remote_code)
         else:
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
-                dtype=getattr(torch, dtype),
+                dtype=element,
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
@@ -82,6 +83,19 @@ def place(model: PreTrainedModel, device: str) -> PreTrainedModel:
         return cast(PreTrainedModel, model.to(device))
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device = {device!r} cannot be used: {_sentence(error)}") from error
+
+
+def count_parameters(config: dict[str, Any]) -> int:
+    """Count the parameters of the causal language model that a Hugging Face configuration describes; makes no model.
+
+    Args:
+        config: what its ``config.json`` holds; `model_type` names the architecture.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
