@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from starling.common.errors import ConfigError, StarlingError
 
@@ -37,14 +40,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in (*commands, *SERVICES):
         print(f"starling: unknown command {command!r}; known: {', '.join([*commands, *SERVICES])}", file=sys.stderr)
         return 2
+    previous = signal.signal(signal.SIGINT, leave)
     try:
         return run_service_module(command, rest) if command in SERVICES else commands[command](rest)
     except StarlingError as error:
         print(f"starling: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
-        print("starling: interrupted before anything was started", file=sys.stderr)
-        return 130
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """End at once on Ctrl-C, as long as there is nothing to end in order.
+
+    An exception would not do: it is thrown into whatever import goes on, and there are imports that swallow it.
+    """
+    os.write(sys.stderr.fileno(), b"starling: interrupted before anything was started\n")
+    os._exit(130)
 
 
 def run_service_module(role: str, argv: list[str]) -> int:
@@ -94,6 +106,7 @@ def run(argv: Sequence[str]) -> int:
     except InterruptedRunError as error:
         print(f"starling: {error}", file=sys.stderr)
         return 130
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         report(attempt, time.monotonic() - begin, Console())
     except KeyboardInterrupt:

@@ -79,7 +79,7 @@ class PlainScreen:
         if snapshot.phase != self._phase:
             self._phase, self._next_step = snapshot.phase, 0
         for summary in snapshot.evaluations[self._num_evaluations :]:
-            self._print(f"evaluation of version {summary['version']}: {evaluation_text(summary)}")
+            self._print(f"evaluation of version {summary['version']:.0f}: {evaluation_text(summary)}")
         self._num_evaluations = len(snapshot.evaluations)
         if snapshot.step and snapshot.version >= self._next_step and snapshot.phase in self._every:
             self._next_step = snapshot.version + self._every[snapshot.phase]
@@ -172,7 +172,7 @@ class LiveScreen:
             mean, most = snapshot.step["staleness_mean"], snapshot.step["staleness_max"]
             table.add_row("staleness", f"mean {mean:.2f}, most {most:.0f} of {bound} allowed")
         for summary in snapshot.evaluations:
-            table.add_row("held out", f"version {summary['version']}: {evaluation_text(summary)}")
+            table.add_row("held out", f"version {summary['version']:.0f}: {evaluation_text(summary)}")
         return table
 
 
@@ -229,7 +229,7 @@ def evaluation_text(summary: dict[str, float | None]) -> str:
     ]
     mean = summary["reward_mean"]
     reward = "no reward" if mean is None else f"reward {mean:.3f}"
-    return f"{reward} on {summary['num_prompts']} prompts" + (f" ({', '.join(scores)})" if scores else "")
+    return f"{reward} on {summary['num_prompts']:.0f} prompts" + (f" ({', '.join(scores)})" if scores else "")
 
 
 def recent_mean(values: tuple[float, ...], window: int = 5) -> float:

@@ -76,7 +76,8 @@ class Shell:
             self.hub.close()
         assert self._finish is not None
         if not self._finish.ok:
-            raise RunFailedError(self._finish.reason)
+            last = f"; discarded last: {self._history.discarded}" if self._history.discarded else ""
+            raise RunFailedError(f"{self._finish.reason}{last}")
 
     def _serve(self, controller: Controller, stop: StopSignal) -> None:
         next_tick, told = time.monotonic(), False

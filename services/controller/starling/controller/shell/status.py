@@ -21,6 +21,8 @@ class History:
     step: dict[str, Any] = field(default_factory=dict)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REWARDS))
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    discarded: str = ""
+    """Which group was discarded last, and why."""
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         """Keep what the screen shows."""
@@ -30,6 +32,8 @@ class History:
                 self.rewards.append(fields["reward_mean"])
         elif kind == "evaluation":
             self.evaluations.append(fields)
+        elif kind == "discarded":
+            self.discarded = f"prompt {fields['prompt']}: {fields['reason']}"
 
 
 def snapshot(state: State, history: History, now: float, dropped: int) -> Snapshot:

@@ -1,0 +1,386 @@
+"""What the controller makes of groups that fail, replicas that vanish, and messages that come late, twice, or never."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tiny_weights import encoded_layout, encoded_offer
+from transcript import Script
+
+from starling.common.wire import messages as wire
+
+TWO_ROLLOUTS = ("rollout-0", "rollout-1")
+
+
+def started(**changes: int) -> Script:
+    script = Script(**changes)
+    script.begins()
+    return script
+
+
+# --- groups that fail ----------------------------------------------------------------------------------------------
+
+
+def test_a_group_whose_scorer_fails_is_generated_again_and_then_discarded() -> None:
+    script = started(max_tries=1)
+    script.generates("rollout-0", "generate:t0:0")
+    assert script.scores("score:t0:0", 1.0, None) == [
+        "reward-0 <- release score:t0:0",
+        "(waiting train0)",
+        "rollout-0 <- generate:t0:1 train0 >= v0",
+    ]
+    script.generates("rollout-0", "generate:t0:1")
+    assert script.scores("score:t0:1", None, None) == [
+        "reward-0 <- release score:t0:1",
+        "(discarded train0)",
+        "rollout-0 <- generate:t2:0 train2 >= v0",
+    ], "a prompt that was not read before takes the place"
+    # The discarded prompt is in no step, and no reward of 0 took its place.
+    script.makes_groups(1)
+    assert script.makes_groups(2)[-1] == "policy-0 <- train:1:0 train1 train2"
+
+
+@pytest.mark.parametrize("max_tries", [0, 1, 3])
+def test_a_group_is_tried_so_often(max_tries: int) -> None:
+    script = started(max_tries=max_tries)
+    for attempt in range(max_tries):
+        assert "(waiting train0)" in script.fails("rollout-0", f"generate:t0:{attempt}")
+    assert "(discarded train0)" in script.fails("rollout-0", f"generate:t0:{max_tries}")
+
+
+def test_a_prompt_that_no_replica_could_do_is_discarded_at_once() -> None:
+    script = started()
+    lines = script.fails("rollout-0", "generate:t0:0", "the prompt is too long", fatal=True)
+    assert lines[1:] == [
+        "(failed rollout-0)",
+        "(discarded train0)",
+        "rollout-0 <- generate:t2:0 train2 >= v0",
+    ]
+
+
+def test_a_discard_at_the_tail_is_replaced() -> None:
+    script = started(num_steps=1)
+    assert script.state.ledger.num_admitted == 2
+    script.makes_groups(0)
+    assert script.fails("rollout-0", "generate:t1:0", fatal=True)[-1] == "rollout-0 <- generate:t2:0 train2 >= v0"
+    assert script.makes_groups(2)[-1] == "policy-0 <- train:1:0 train0 train2"
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_a_group_of_another_size_is_generated_again(num: int) -> None:
+    script = started()
+    lines = script.generates("rollout-0", "generate:t0:0", num=num)
+    assert lines[1:] == ["(waiting train0)", "rollout-0 <- generate:t0:1 train0 >= v0"]
+
+
+def test_a_group_with_too_old_a_token_is_generated_again() -> None:
+    script = Script(num_sft_steps=1)
+    script.joins("policy-0")
+    script.trains(1)
+    for name in ("rollout-0", "reward-0"):
+        script.joins(name)
+    script.publishes(1)
+    script.adopts("rollout-0", 1)
+    lines = script.generates("rollout-0", "generate:t0:0", version=0)
+    assert lines[1:] == ["(waiting train0)", "rollout-0 <- generate:t0:1 train0 >= v1"]
+
+
+def test_rewards_of_another_number_are_no_rewards() -> None:
+    script = started()
+    script.generates("rollout-0", "generate:t0:0")
+    assert "(waiting train0)" in script.scores("score:t0:0", 1.0)
+
+
+def test_the_run_fails_with_the_reason_when_every_group_is_discarded() -> None:
+    script = started(max_tries=0)
+    for n in range(5):
+        assert script.fails("rollout-0", f"generate:t{n}:0")[-1].startswith("rollout-0 <- generate")
+    script.fails("rollout-0", "generate:t5:0")
+    reason = "the last 6 groups were all discarded; see the `discarded` lines in metrics.jsonl"
+    assert f"policy-0 <- drain: {reason}" in script.sent_lines()
+    for name in ("policy-0", "reward-0", "rollout-0"):
+        lines = script.leaves(name)
+    assert lines[-1] == f"failed: {reason}"
+
+
+def test_one_good_group_starts_the_count_of_discards_anew() -> None:
+    script = started(max_tries=0)
+    for n in range(5):
+        script.fails("rollout-0", f"generate:t{n}:0")
+    script.makes_groups(5)
+    for n in range(6, 11):
+        script.fails("rollout-0", f"generate:t{n}:0")
+    assert script.state.phase == "grpo"
+
+
+# --- replicas that vanish ------------------------------------------------------------------------------------------
+
+
+def two_rollouts() -> Script:
+    script = Script()
+    script.begins(*TWO_ROLLOUTS)
+    assert sorted(script.state.leases.of("rollout-0", "generate")) == ["generate:t0:0", "generate:t1:0"]
+    return script
+
+
+def test_what_a_lost_connection_held_goes_to_another_rollout() -> None:
+    assert two_rollouts().loses("rollout-0") == [
+        "(left rollout-0)",
+        "rollout-1 <- generate:t0:1 train0 >= v0",
+        "rollout-1 <- generate:t1:1 train1 >= v0",
+    ]
+
+
+def test_what_a_silent_replica_held_goes_to_another_rollout() -> None:
+    script = two_rollouts()
+    script.now += script.plan.lease_s
+    for name in ("policy-0", "reward-0"):
+        script.beats(name)
+    script.beats("rollout-1", version=0)
+    assert script.waits(0.0) == [], "the lease holds to its last moment"
+    assert script.waits(0.01) == [
+        "(left rollout-0)",
+        "rollout-1 <- generate:t0:1 train0 >= v0",
+        "rollout-1 <- generate:t1:1 train1 >= v0",
+    ]
+
+
+def test_a_lost_reward_replica_costs_no_completions() -> None:
+    script = started()
+    script.joins("reward-1")
+    script.generates("rollout-0", "generate:t0:0")
+    holder = next(name for name in ("reward-0", "reward-1") if script.state.leases.of(name, "score"))
+    other = {"reward-0": "reward-1", "reward-1": "reward-0"}[holder]
+    assert script.loses(holder) == [f"(left {holder})", f"{other} <- score:t0:1"]
+    assert script.state.ledger.get(0).tries == 0  # type: ignore[union-attr]
+
+
+def test_a_late_answer_changes_nothing_after_its_group_was_dealt_again() -> None:
+    script = two_rollouts()
+    script.loses("rollout-0")
+    assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- introduce"], "a stranger by now"
+    script.joins("rollout-0")
+    assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- release generate:t0:0"]
+    assert script.generates("rollout-0", "generate:t0:1") == ["rollout-0 <- release generate:t0:1"], "it is another's"
+    assert script.generates("rollout-1", "generate:t0:1")[1:] == ["reward-0 <- score:t0:0"]
+    assert script.generates("rollout-1", "generate:t0:1") == ["rollout-1 <- release generate:t0:1"], "once is enough"
+
+
+def test_a_rollout_that_was_started_again_holds_no_version_and_no_group() -> None:
+    script = two_rollouts()
+    assert script.joins("rollout-0", epoch=2) == [
+        "(left rollout-0)",
+        "(joined rollout-0)",
+        "rollout-0 <- welcome",
+        "rollout-0 <- adopt:0:2",
+        "rollout-1 <- generate:t0:1 train0 >= v0",
+        "rollout-1 <- generate:t1:1 train1 >= v0",
+    ]
+
+
+def test_what_an_incarnation_of_the_past_says_is_not_heard() -> None:
+    script = two_rollouts()
+    script.joins("rollout-0", epoch=2)
+    assert script.joins("rollout-0", epoch=1) == []
+    assert script.beats("rollout-0", epoch=1) == []
+    assert script.generates("rollout-0", "generate:t0:0") == []
+    assert script.hears("rollout-0", wire.Leave(reason="late")) == []
+    assert script.state.membership.members["rollout-0"].epoch == 2
+
+
+def test_a_second_hello_of_the_same_incarnation_changes_nothing() -> None:
+    script = two_rollouts()
+    assert script.joins("rollout-0") == ["rollout-0 <- welcome"]
+    assert script.state.membership.members["rollout-0"].version == 0
+    assert len(script.state.leases.of("rollout-0", "generate")) == 2
+
+
+def test_a_stranger_is_asked_who_it_is() -> None:
+    script = started()
+    assert script.beats("rollout-7") == ["rollout-7 <- introduce"]
+    assert script.hears("rollout-7", wire.Leave(reason="bye")) == [], "one that leaves need not say"
+
+
+def test_the_run_fails_when_a_role_stays_empty() -> None:
+    script = started()
+    script.loses("rollout-0")
+    assert script.state.waiting_for == "needs 1 rollout replica, has 0"
+    for _ in range(12):
+        script.now += 10.0
+        script.beats("policy-0")
+        script.beats("reward-0")
+    assert script.state.phase == "grpo"
+    script.now += 0.01
+    assert script.beats("reward-0")[-1] == (
+        "reward-0 <- drain: the run needs 1 rollout replica, has 0, for 120 s; "
+        "start what is missing or lower the number in the recipe"
+    )
+
+
+# --- messages that come late, twice, or never ----------------------------------------------------------------------
+
+
+def test_a_command_that_never_arrived_is_sent_again() -> None:
+    script = started()
+    lost = script.plan.heartbeat_s * 2
+    script.now += lost - 0.01
+    assert script.beats("rollout-0", "generate:t0:0", version=0) == ["rollout-0 <- welcome"], "it may be on its way"
+    script.now += 0.01
+    assert script.beats("rollout-0", "generate:t0:0", version=0) == [
+        "rollout-0 <- welcome",
+        "rollout-0 <- generate:t1:0 train1 >= v0",
+    ]
+    assert script.beats("rollout-0", "generate:t0:0", version=0) == ["rollout-0 <- welcome"], "and gets its time anew"
+
+
+@pytest.mark.parametrize("name", ["policy-0", "reward-0"])
+def test_every_role_gets_its_lost_command_again(name: str) -> None:
+    script = started()
+    script.makes_groups(0)
+    script.generates("rollout-0", "generate:t1:0")
+    if name == "policy-0":
+        script.scores("score:t1:0")
+    (command,) = [send for send in script.sent if send.peer == name and not isinstance(send.message, wire.Release)]
+    script.now += 2 * script.plan.heartbeat_s
+    script.beats(name)
+    assert script.sent[1:] == [command], "the very same, with its buffers"
+
+
+def test_a_lease_that_is_not_in_force_is_released_by_the_heartbeat() -> None:
+    script = started()
+    assert script.beats("rollout-0", "generate:t0:0", "generate:t1:0", "generate:t9:9", version=0) == [
+        "rollout-0 <- welcome",
+        "rollout-0 <- release generate:t9:9",
+    ]
+
+
+def test_every_answer_is_released_however_often_it_comes() -> None:
+    script = started()
+    for _ in range(3):
+        assert script.generates("rollout-0", "generate:t0:0")[0] == "rollout-0 <- release generate:t0:0"
+    assert script.state.ledger.num_live == 2
+
+
+@pytest.mark.parametrize("lease", ["", ":", "nonsense", "generate:x", "generate:t0:99", "a:b:c:d"])
+def test_a_lease_that_nobody_gave_is_released_and_forgotten(lease: str) -> None:
+    script = started()
+    assert script.fails("rollout-0", lease) == [f"rollout-0 <- release {lease}"]
+
+
+def test_an_older_heartbeat_at_worst_makes_a_rollout_adopt_again() -> None:
+    script = started()
+    assert script.beats("rollout-0", "generate:t0:0", "generate:t1:0", version=-1) == [
+        "rollout-0 <- release generate:t0:0 generate:t1:0",
+        "rollout-0 <- welcome",
+        "rollout-0 <- release generate:t0:0 generate:t1:0",
+        "rollout-0 <- adopt:0:1",
+    ]
+    assert script.adopts("rollout-0", 0, 1)[2:] == [
+        "rollout-0 <- generate:t0:1 train0 >= v0",
+        "rollout-0 <- generate:t1:1 train1 >= v0",
+    ]
+
+
+# --- weights that are not what was published -----------------------------------------------------------------------
+
+
+def test_a_failed_pull_is_tried_again_after_a_while() -> None:
+    script = Script()
+    for name in ("policy-0", "rollout-0", "reward-0"):
+        script.joins(name)
+    script.publishes(0)
+    assert script.fails("rollout-0", "adopt:0:0") == ["rollout-0 <- release adopt:0:0", "(failed rollout-0)"]
+    assert script.waits(0.9) == []
+    assert script.waits(0.1) == ["rollout-0 <- adopt:0:1"]
+
+
+def test_a_rollout_with_another_root_gets_no_work_until_it_has_adopted_again() -> None:
+    script = Script()
+    script.joins("policy-0")
+    for name in (*TWO_ROLLOUTS, "reward-0"):
+        script.joins(name)
+    script.publishes(0)
+    assert script.adopts("rollout-0", 0, 0, root="other") == [
+        "rollout-0 <- release adopt:0:0",
+        "(adopted rollout-0)",
+    ]
+    (note,) = [c for c in script.commands if getattr(c, "kind", "") == "adopted"]
+    assert note.fields["attested"] is False
+    assert script.adopts("rollout-1", 0, 1)[-1] == "rollout-1 <- generate:t1:0 train1 >= v0"
+    assert script.waits(1.0) == ["rollout-0 <- adopt:0:2"]
+
+
+def test_a_torn_rollout_gives_its_groups_back() -> None:
+    script = two_rollouts()
+    lines = script.beats("rollout-0", "generate:t0:0", "generate:t1:0", version=-1)
+    assert lines[0] == "rollout-0 <- release generate:t0:0 generate:t1:0"
+    assert lines[-2:] == ["rollout-1 <- generate:t0:1 train0 >= v0", "rollout-1 <- generate:t1:1 train1 >= v0"]
+    assert script.state.ledger.get(0).tries == 0, "the group is not at fault"  # type: ignore[union-attr]
+
+
+def test_an_offer_that_is_none_fails_the_run_with_a_sentence() -> None:
+    script = Script()
+    script.joins("policy-0")
+    lines = script.hears("policy-0", wire.WeightsPublished(lease="publish:0:0", version=0, publish_s=0.0), b"garbage")
+    assert "policy-0 published version 0 in vain: These 7 bytes are not a Offer" in lines[-1]
+    assert script.state.ending.failure
+
+
+def test_an_offer_of_another_version_fails_the_run_with_a_sentence() -> None:
+    script = Script()
+    script.joins("policy-0")
+    published = wire.WeightsPublished(lease="publish:0:0", version=0, publish_s=0.0)
+    lines = script.hears("policy-0", published, encoded_offer(5))
+    assert lines[-1].endswith("An offer of version 5 came in the publication of version 0.")
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+HELLO = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("reward-0", {}, "reward-0 is no name of a rollout; it must be rollout-<number>"),
+        ("rollout", {}, "rollout is no name of a rollout; it must be rollout-<number>"),
+        ("rollout-1", {"num_slots": 0}, "rollout-1 offers 0 slots; it needs at least 1"),
+        ("rollout-1", {"has_layout": False}, "rollout-1 did not say how it lays out its weights"),
+        ("reward-1", {"role": "reward", "num_slots": -1}, "reward-1 offers -1 slots; it needs at least 1"),
+        ("policy-1", {"role": "policy"}, "this run has its policy already; start one policy replica"),
+        (
+            "controller-1",
+            {"role": "controller"},
+            "this run has its controller; a replica is a policy, a rollout or a reward",
+        ),
+    ],
+)
+def test_refusals_say_why(name: str, changes: dict[str, object], reason: str) -> None:
+    script = started()
+    lines = script.hears(name, msgspec.structs.replace(HELLO, **changes), encoded_layout(name))
+    assert lines == [f"(refused {name})", f"{name} <- refused: {reason}"]
+    assert name not in script.state.membership.members or name == "reward-0"
+
+
+def test_a_policy_of_another_version_is_refused() -> None:
+    script = Script()
+    assert script.joins("policy-0", version=7)[1:] == [
+        "policy-0 <- refused: this run is at version 0 and the policy offers version 7"
+    ]
+
+
+def test_a_layout_that_is_none_is_refused() -> None:
+    lines = Script().hears("rollout-0", HELLO, b"garbage")
+    assert lines[1].startswith("rollout-0 <- refused: These 7 bytes are not a Layout")
+
+
+def test_a_rollout_of_another_model_is_refused_and_the_run_goes_on() -> None:
+    script = started()
+    lines = script.hears("rollout-1", HELLO, encoded_layout("rollout-1", (5,)))
+    assert lines[:2] == ["(joined rollout-1)", "rollout-1 <- welcome"]
+    assert lines[2:] == [
+        "(refused rollout-1)",
+        "rollout-1 <- refused: Tensor w is float32 (5,) in rollout-1 but float32 (4,) in policy-0.",
+    ]
+    assert "rollout-1" not in script.state.membership.members
+    assert script.makes_groups(0, 1)[-1] == "policy-0 <- train:1:0 train0 train1"

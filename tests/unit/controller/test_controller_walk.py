@@ -1,0 +1,341 @@
+"""The walk, event by event: what the controller says to whom, in which order, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tiny_weights import encoded_layout, encoded_offer
+from transcript import Script
+
+from starling.common.wire import messages as wire
+from starling.controller.core.derive import advance
+from starling.weightsync.layout import decode_layout
+from starling.weightsync.plan import decode_plan, make_plan
+
+Step = tuple[Callable[[Script], list[str]], list[str], str]
+
+CHECKPOINT = wire.CheckpointSaved(lease="checkpoint:2:0", step=2, path="/p")
+
+A_WHOLE_RUN: list[Step] = [
+    (
+        lambda s: s.joins("policy-0"),
+        ["(joined policy-0)", "policy-0 <- welcome", "policy-0 <- publish:0:0"],
+        "needs 1 rollout replica, has 0",
+    ),
+    (
+        lambda s: s.joins("rollout-0"),
+        ["(joined rollout-0)", "rollout-0 <- welcome"],
+        "needs 1 reward replica, has 0",
+    ),
+    (
+        lambda s: s.joins("reward-0"),
+        ["(joined reward-0)", "reward-0 <- welcome"],
+        "the policy publishes version 0",
+    ),
+    (
+        lambda s: s.publishes(0),
+        ["policy-0 <- release publish:0:0", "(published )", "rollout-0 <- adopt:0:0"],
+        "rollout-0 to adopt version 0",
+    ),
+    (
+        lambda s: s.adopts("rollout-0", 0),
+        [
+            "rollout-0 <- release adopt:0:0",
+            "(adopted rollout-0)",
+            "rollout-0 <- generate:t0:0 train0 >= v0",
+            "rollout-0 <- generate:t1:0 train1 >= v0",
+        ],
+        "the groups of step 1: 2 being generated, 0 being scored, 0 scored of 2",
+    ),
+    (
+        lambda s: s.generates("rollout-0", "generate:t1:0"),
+        ["rollout-0 <- release generate:t1:0", "reward-0 <- score:t1:0"],
+        "the groups of step 1: 1 being generated, 1 being scored, 0 scored of 2",
+    ),
+    (
+        lambda s: s.scores("score:t1:0"),
+        ["reward-0 <- release score:t1:0"],
+        "the groups of step 1: 1 being generated, 0 being scored, 1 scored of 2",
+    ),
+    (
+        lambda s: s.makes_groups(0),
+        ["reward-0 <- release score:t0:0", "policy-0 <- train:1:0 train0 train1"],
+        "the policy trains step 1",
+    ),
+    (
+        lambda s: s.trains(1),
+        ["policy-0 <- release train:1:0", "(step 1)", "(trained 1)", "policy-0 <- publish:1:0"],
+        "the policy publishes version 1",
+    ),
+    (
+        lambda s: s.publishes(1),
+        ["policy-0 <- release publish:1:0", "(published 1)", "rollout-0 <- adopt:1:0"],
+        "rollout-0 to adopt version 1",
+    ),
+    (
+        lambda s: s.adopts("rollout-0", 1),
+        [
+            "rollout-0 <- release adopt:1:0",
+            "(adopted rollout-0)",
+            "rollout-0 <- generate:t2:0 train2 >= v1",
+            "rollout-0 <- generate:t3:0 train3 >= v1",
+        ],
+        "the groups of step 2: 2 being generated, 0 being scored, 0 scored of 2",
+    ),
+    (
+        lambda s: s.makes_groups(2, 3, version=1),
+        ["reward-0 <- release score:t3:0", "policy-0 <- train:2:0 train2 train3"],
+        "the policy trains step 2",
+    ),
+    (
+        lambda s: s.trains(2),
+        ["policy-0 <- release train:2:0", "(step 2)", "(trained 2)", "policy-0 <- publish:2:0"],
+        "the policy publishes version 2",
+    ),
+    (
+        lambda s: s.publishes(2),
+        [
+            "policy-0 <- release publish:2:0",
+            "(published 2)",
+            "rollout-0 <- adopt:2:0",
+            "policy-0 <- checkpoint:2:0",
+        ],
+        "checkpointing: policy-0, reward-0, rollout-0",
+    ),
+    (
+        lambda s: s.hears("policy-0", CHECKPOINT),
+        [
+            "policy-0 <- release checkpoint:2:0",
+            "(checkpoint 2)",
+            "policy-0 <- drain: the run is complete",
+            "reward-0 <- drain: the run is complete",
+            "rollout-0 <- drain: the run is complete",
+        ],
+        "draining: policy-0, reward-0, rollout-0",
+    ),
+    (lambda s: s.leaves("policy-0"), ["(left policy-0)"], "draining: reward-0, rollout-0"),
+    (lambda s: s.leaves("rollout-0"), ["(left rollout-0)"], "draining: reward-0"),
+    (lambda s: s.leaves("reward-0"), ["(left reward-0)", "done: the run is complete"], "over: nobody"),
+]
+
+
+def test_a_whole_run() -> None:
+    script = Script()
+    assert script.state.waiting_for == "its first replica"
+    for event, lines, waiting_for in A_WHOLE_RUN:
+        assert event(script) == lines
+        assert script.state.waiting_for == waiting_for
+    assert script.waits(100.0) == []
+
+
+@pytest.mark.parametrize("num_events", range(1, len(A_WHOLE_RUN) + 1))
+def test_nothing_follows_from_nothing(num_events: int) -> None:
+    script = Script()
+    for event, _, _ in A_WHOLE_RUN[:num_events]:
+        event(script)
+    script.state.out = []
+    advance(script.state, script.now)
+    assert script.state.out == []
+
+
+def test_reinforcement_learning_begins_when_all_first_replicas_are_there() -> None:
+    script = Script(num_rollouts=2)
+    script.begins("rollout-0")
+    assert script.state.waiting_for == "needs 2 rollout replicas, has 1"
+    assert "generate" not in " ".join(script.log)
+    script.joins("rollout-1")
+    assert script.adopts("rollout-1", 0, 1) == [
+        "rollout-1 <- release adopt:0:1",
+        "(adopted rollout-1)",
+    ], "both groups went to the rollout that was ready when the last one joined"
+    assert script.log.count("rollout-0 <- generate:t0:0 train0 >= v0") == 1
+
+
+def test_once_begun_one_replica_of_each_role_is_enough() -> None:
+    script = Script(num_rollouts=2)
+    script.begins("rollout-0", "rollout-1")
+    script.makes_groups(0, 1)
+    script.loses("rollout-1")
+    script.trains(1)
+    assert script.publishes(1)[2:] == ["rollout-0 <- adopt:1:0"]
+    assert script.adopts("rollout-0", 1)[2:] == [
+        "rollout-0 <- generate:t2:0 train2 >= v1",
+        "rollout-0 <- generate:t3:0 train3 >= v1",
+    ]
+
+
+def test_supervised_steps_come_first_and_need_the_policy_alone() -> None:
+    script = Script(num_sft_steps=2, examples_per_step=2)
+    assert script.joins("policy-0")[-1] == "policy-0 <- train:1:0 sft0 sft1"
+    (command,) = [send.message for send in script.sent if isinstance(send.message, wire.TrainStep)]
+    assert (command.num_steps, command.ordinal, command.groups) == (2, 1, ())
+    assert script.state.waiting_for == "the policy trains step 1"
+    assert script.trains(1) == ["policy-0 <- release train:1:0", "(step 1)", "policy-0 <- train:2:0 sft2 sft3"]
+    assert script.trains(2) == ["policy-0 <- release train:2:0", "(step 2)", "policy-0 <- publish:2:0"]
+    assert script.state.phase == "grpo"
+
+
+def test_a_run_of_supervised_steps_alone_ends_with_its_checkpoint() -> None:
+    script = Script(num_sft_steps=1, num_steps=0)
+    script.joins("policy-0")
+    assert script.trains(1) == ["policy-0 <- release train:1:0", "(step 1)", "policy-0 <- checkpoint:1:0"]
+
+
+def test_the_orders_of_a_step_say_all_that_the_replicas_need() -> None:
+    script = Script(num_sft_steps=0, seed=3)
+    script.begins()
+    first, second = [send.message for send in script.sent if isinstance(send.message, wire.GenerateGroup)]
+    assert (first.purpose, first.num_completions, first.min_version) == ("train", 2, 0)
+    assert first.sampling.seed != second.sampling.seed
+    script.generates("rollout-0", "generate:t0:0")
+    (score,) = [send.message for send in script.sent if isinstance(send.message, wire.ScoreGroup)]
+    assert score.completions == (wire.CompletionText(text="y", status=wire.Status.OK, num_tokens=1),) * 2
+    script.scores("score:t0:0", 1.0, 0.25)
+    script.makes_groups(1)
+    (send,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
+    train = send.message
+    assert isinstance(train, wire.TrainStep)
+    assert [t.reward for t in train.groups[0].trajectories] == [1.0, 0.25]
+    assert (train.num_steps, train.ordinal, train.temperature) == (2, 1, 1.0)
+    assert [len(b) for b in send.buffers] == [t.nbytes for group in train.groups for t in group.tensors]
+
+
+def test_a_group_is_sampled_alike_wherever_it_is_generated_and_otherwise_when_tried_again() -> None:
+    def seeds(*, fail: bool) -> list[int]:
+        script = Script()
+        script.begins()
+        if fail:
+            script.fails("rollout-0", "generate:t0:0")
+        else:
+            script.loses("rollout-0")
+            script.joins("rollout-0")
+            script.adopts("rollout-0", 0, 1)
+        again = [s.message for s in script.sent if isinstance(s.message, wire.GenerateGroup)]
+        return [m.sampling.seed for m in again if m.prompt.id == "train0"]
+
+    script = Script()
+    script.begins()
+    (original,) = [
+        s.message.sampling.seed
+        for s in script.sent
+        if isinstance(s.message, wire.GenerateGroup) and s.message.prompt.id == "train0"
+    ]
+    assert seeds(fail=False) == [original]
+    assert seeds(fail=True) != [original]
+
+
+def test_an_adoption_carries_the_offer_and_a_plan_between_the_two_layouts() -> None:
+    script = Script()
+    script.joins("policy-0")
+    script.joins("rollout-0")
+    script.publishes(0)
+    (adopt,) = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
+    assert adopt.buffers[0] == encoded_offer(0)
+    layouts = [decode_layout(encoded_layout(name)) for name in ("policy-0", "rollout-0")]
+    assert decode_plan(adopt.buffers[1]) == make_plan(*layouts)
+
+
+def test_rollouts_generate_on_while_the_next_version_is_pulled() -> None:
+    script = Script(max_staleness=1, num_steps=4)
+    script.begins(slots=4)
+    script.makes_groups(0, 1)
+    script.trains(1)
+    lines = script.publishes(1)
+    assert lines[2:] == ["rollout-0 <- adopt:1:0"]
+    assert script.state.leases.of("rollout-0", "generate"), "the groups of step 2 are still being generated"
+    assert script.generates("rollout-0", "generate:t2:0")[1] == "reward-0 <- score:t2:0"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_admission_is_by_slots(max_staleness: int) -> None:
+    script = Script(max_staleness=max_staleness, num_steps=9)
+    script.begins(slots=100)
+    live = (max_staleness + 1) * 2
+    assert script.state.ledger.num_live == live
+    assert len(script.state.leases.of("rollout-0", "generate")) == live
+    script.makes_groups(0, 1)
+    script.trains(1)
+    assert script.state.ledger.num_live == live, "a step frees its slots by its publication, not by its training"
+    script.publishes(1)
+    assert script.state.ledger.num_live == live
+    assert script.state.ledger.num_admitted == live + 2
+
+
+def test_no_more_prompts_are_admitted_than_the_steps_need() -> None:
+    script = Script(max_staleness=5, num_steps=2)
+    script.begins(slots=100)
+    assert script.state.ledger.num_admitted == 4
+
+
+def test_the_version_that_a_group_needs_follows_from_its_rank() -> None:
+    script = Script(max_staleness=1, num_steps=9)
+    script.begins(slots=1)
+    script.makes_groups(0, 1)
+    assert script.trains(1)[-1] == "policy-0 <- publish:1:0"
+    assert script.publishes(1)[-1] == "rollout-0 <- adopt:1:0"
+    # Ranks 0 and 1 (t2, t3) are of step 2 and may be sampled by version 0; ranks 2 and 3 belong to step 3.
+    assert script.generates("rollout-0", "generate:t2:0")[1] == "rollout-0 <- generate:t3:0 train3 >= v0"
+    assert script.generates("rollout-0", "generate:t3:0")[1:] == ["reward-0 <- score:t3:0"], "version 0 is too old"
+    assert script.adopts("rollout-0", 1)[-1] == "rollout-0 <- generate:t4:0 train4 >= v1"
+
+
+def test_groups_go_to_the_rollout_with_the_largest_free_share() -> None:
+    script = Script(prompts_per_step=4)
+    script.joins("policy-0")
+    script.joins("rollout-0", slots=2)
+    script.joins("rollout-1", slots=4)
+    script.publishes(0)
+    script.adopts("rollout-0", 0, 0)
+    script.adopts("rollout-1", 0, 1)
+    assert script.joins("reward-0")[2:] == [
+        "rollout-0 <- generate:t0:0 train0 >= v0",
+        "rollout-1 <- generate:t1:0 train1 >= v0",
+        "rollout-1 <- generate:t2:0 train2 >= v0",
+        "rollout-0 <- generate:t3:0 train3 >= v0",
+    ]
+
+
+def test_a_rollout_never_has_more_groups_than_slots() -> None:
+    script = Script(prompts_per_step=4)
+    script.begins(slots=2)
+    assert len(script.state.leases.of("rollout-0", "generate")) == 2
+    assert script.generates("rollout-0", "generate:t0:0")[1:] == [
+        "rollout-0 <- generate:t2:0 train2 >= v0",
+        "reward-0 <- score:t0:0",
+    ]
+
+
+def test_a_reward_replica_never_has_more_groups_than_slots() -> None:
+    script = Script(prompts_per_step=4)
+    script.joins("reward-0", slots=1)
+    script.joins("policy-0")
+    script.joins("rollout-0", slots=4)
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    assert script.generates("rollout-0", "generate:t1:0")[-1] == "reward-0 <- score:t1:0"
+    assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- release generate:t0:0"]
+    assert script.scores("score:t1:0")[-1] == "reward-0 <- score:t0:0"
+
+
+def test_steps_are_sealed_in_the_order_of_admission() -> None:
+    script = Script(max_staleness=1)
+    script.begins(slots=4)
+    script.makes_groups(3, 2, 1)
+    assert not script.state.leases.has("train"), "group 0 is not scored, and later groups do not take its place"
+    assert script.makes_groups(0)[-1] == "policy-0 <- train:1:0 train0 train1"
+    assert script.trains(1)[-1] == "policy-0 <- publish:1:0"
+    assert "policy-0 <- train:2:0 train2 train3" in script.publishes(1)
+
+
+def test_a_step_tells_its_rewards_and_how_stale_its_groups_are() -> None:
+    script = Script(max_staleness=1)
+    script.begins(slots=4)
+    script.makes_groups(0, 1, 2, 3)
+    script.trains(1)
+    script.publishes(1)
+    script.trains(2)
+    notes = [c for c in script.commands if getattr(c, "kind", "") == "step"]
+    assert notes[0].fields["staleness_max"] == 1
+    assert notes[0].fields["reward_mean"] == 0.5
+    assert notes[0].fields["phase"] == "grpo"

@@ -1,0 +1,246 @@
+"""Strangers, wrong keys and garbage: each is refused or counted, none is fatal, and the others never notice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import structlog
+import zmq
+from net_desk import NAMES, RUN, Desk, calling, envelope, received, score, socket_of
+from structlog.testing import capture_logs
+
+from starling.common.errors import ConfigError, RefusedError, UnreachableError
+from starling.common.net import curve, hub
+from starling.common.net.link import Command, Ended
+from starling.common.wire import codec
+from starling.common.wire import messages as wire
+
+HELLO = wire.Hello(role="rollout", host="h", pid=1, num_slots=1)
+
+
+@pytest.fixture(autouse=True)
+def _plain_logs() -> Iterator[None]:
+    structlog.reset_defaults()
+    yield
+    structlog.reset_defaults()
+
+
+def bare(message: object) -> bytes:
+    """Encode what no message of ours is."""
+    return msgspec.msgpack.encode(message)
+
+
+GOOD = bare(envelope())
+ROUTING = {"protocol": 1, "run": RUN, "sender": "rollout-1", "epoch": 1, "seq": 1}
+BODY = bare(HELLO)
+
+BAD_FRAMES: list[tuple[str, list[bytes], str]] = [
+    ("one frame", [GOOD], "a message has at least 2 frames, this one has 1"),
+    ("an empty frame", [b""], "a message has at least 2 frames, this one has 1"),
+    ("empty frames", [b"", b""], "an envelope does not decode"),
+    ("no MessagePack", [b"\xc1\xc1", BODY], "an envelope does not decode"),
+    ("another map", [bare({"a": 1}), BODY], "an envelope does not decode"),
+    ("a long envelope", [bare({**ROUTING, "cause": "x" * codec.MAX_ENVELOPE_BYTES}), BODY], "an envelope of"),
+    ("another protocol", [bare(envelope(protocol=2)), BODY], "protocol 2 instead of 1"),
+    ("another run", [bare(envelope(run="run-2")), BODY], "another run's id"),
+    ("another name", [bare(envelope("rollout-0")), BODY], "rollout-0 does not own the key of its connection"),
+    ("the controller", [bare(envelope("controller")), BODY], "controller does not own the key of its connection"),
+    ("no message", [GOOD, b""], "a message does not decode"),
+    ("garbage", [GOOD, bytes(range(256))], "a message does not decode"),
+    ("an unknown tag", [GOOD, bare({"type": "telepathy"})], "a message does not decode"),
+    ("a command", [GOOD, bare(score("score:1:0"))], "a message does not decode"),
+    ("a field that is none", [GOOD, bare({"type": "leave", "reason": 7})], "a message does not decode"),
+    ("deep nesting", [GOOD, b"\x91" * 100_000], "a message does not decode"),
+    ("bad UTF-8", [GOOD, b"\x82\xa4type\xa5leave\xa6reason\xa2\xff\xff"], "a message does not decode"),
+    ("a large message", [GOOD, bytes(codec.MAX_MESSAGE_BYTES + 1)], "a message of 16777217 bytes is over the limit"),
+    ("a buffer too many", [GOOD, BODY, b"x"], "Hello has 1 buffers instead of 0"),
+    ("a buffer too few", [GOOD, bare(wire.WeightsPublished(lease="l", version=1, publish_s=0.0))], "WeightsPublished"),
+    (
+        "a buffer of another size",
+        [
+            GOOD,
+            bare(
+                wire.GroupGenerated(
+                    lease="l", trajectories=(), tensors=(wire.TensorMeta(dtype="int32", shape=(1,), nbytes=4),)
+                )
+            ),
+            b"123",
+        ],
+        "GroupGenerated describes buffers of other sizes",
+    ),
+    ("many frames", [GOOD, BODY] + [b""] * (codec.MAX_BUFFERS + 1), "frames is over the limit"),
+]
+
+
+@pytest.mark.parametrize(("frames", "reason"), [(f, r) for _, f, r in BAD_FRAMES], ids=[n for n, _, _ in BAD_FRAMES])
+def test_what_is_not_ours_is_counted_and_dropped(desk: Desk, keys: Path, frames: list[bytes], reason: str) -> None:
+    with socket_of(desk.hub.address, keys) as socket, capture_logs() as logs:
+        for _ in range(3):
+            socket.send_multipart(frames)
+        socket.send_multipart(codec.pack(envelope(), HELLO))
+        arrival, _ = desk.next(wire.Hello)  # the same connection still serves
+    assert arrival.envelope.sender == "rollout-1"
+    ((dropped, count),) = desk.hub.dropped.items()
+    assert reason in dropped
+    assert count == 3
+    warnings = [entry for entry in logs if entry["event"] == "dropped a message"]
+    assert len(warnings) == 1, "said once, counted always"
+
+
+def test_garbage_of_one_peer_does_not_disturb_another(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link, socket_of(desk.hub.address, keys) as noisy:
+        desk.admit("rollout-0")
+        for _, frames, _ in BAD_FRAMES[:-1]:
+            noisy.send_multipart(frames)
+        desk.poll_until(lambda: desk.hub.dropped.total() == len(BAD_FRAMES) - 1)
+        desk.hub.send("rollout-0", score("score:1:0"))
+        assert received(link, Command).message == score("score:1:0")
+        desk.next(wire.Heartbeat, "rollout-0")
+
+
+def test_a_frame_over_the_limit_costs_its_sender_the_connection(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.codec, "MAX_BUFFER_BYTES", 1 << 20)
+    desk = Desk(keys)
+    try:
+        with calling(desk.hub.address, keys) as link, socket_of(desk.hub.address, keys) as noisy:
+            desk.admit("rollout-0")
+            noisy.send_multipart(codec.pack(envelope(), HELLO))
+            desk.next(wire.Hello, "rollout-1")
+            noisy.send_multipart([*codec.pack(envelope(), HELLO), bytes(2 << 20)])
+            desk.lost("rollout-1")
+            desk.hub.send("rollout-0", score("score:1:0"))
+            received(link, Command)
+    finally:
+        desk.hub.close(0.0)
+
+
+def test_a_stranger_without_a_key_is_not_heard(desk: Desk, keys: Path) -> None:
+    with socket_of(desk.hub.address, None) as stranger, calling(desk.hub.address, keys):
+        stranger.send_multipart(codec.pack(envelope(), HELLO))
+        desk.admit("rollout-0")
+        assert not desk.hub.dropped, "its handshake already failed"
+
+
+def test_an_unknown_key_is_refused_with_a_sentence_and_logged_once(desk: Desk, keys: Path, tmp_path: Path) -> None:
+    curve.make_keys(tmp_path / "other", NAMES)
+    stolen = curve.load_key(tmp_path / "other" / "rollout-0.json")
+    stranger = msgspec.structs.replace(
+        stolen, name="rollout-9", controller_public=curve.load_key(keys / "rollout-0.json").controller_public
+    )
+    with capture_logs() as logs:
+        for _ in range(2):
+            with calling(desk.hub.address, keys, "rollout-9", key=stranger) as link:
+                error = received(link, Ended).error
+                assert isinstance(error, RefusedError)
+                assert str(error) == (
+                    f"the controller at {desk.hub.address} refuses the key of rollout-9; "
+                    "use the key file that was made for this name in this run"
+                )
+        with calling(desk.hub.address, keys):
+            desk.admit("rollout-0")  # the hub goes on
+    refused = [entry for entry in logs if entry["event"] == "refused an unknown key"]
+    assert [entry["public_key"] for entry in refused] == [stranger.public]
+
+
+def test_the_keys_of_another_run_lead_to_no_answer(desk: Desk, keys: Path, tmp_path: Path) -> None:
+    curve.make_keys(tmp_path / "other", NAMES)
+    with calling(desk.hub.address, tmp_path / "other", connect_s=1.0) as link:
+        error = received(link, Ended).error
+    assert isinstance(error, UnreachableError | RefusedError)
+    assert desk.hub.address in str(error)
+    with calling(desk.hub.address, keys):
+        desk.admit("rollout-0")
+
+
+def test_the_key_of_another_name_is_no_key(desk: Desk, keys: Path) -> None:
+    with (
+        calling(desk.hub.address, keys, "rollout-1", key_of="rollout-0"),
+        calling(desk.hub.address, keys, "policy-0"),
+    ):
+        desk.poll_until(lambda: desk.hub.dropped["rollout-1 does not own the key of its connection"] > 0)
+        desk.admit("policy-0")
+        assert not desk.hub.send("rollout-1", wire.Introduce())
+
+
+# --- what a link makes of a controller that is none ----------------------------------------------------------------
+
+
+def test_a_link_drops_what_is_not_ours() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    sender = envelope("controller")
+    try:
+        with calling(f"tcp://127.0.0.1:{port}", None) as link, capture_logs() as logs:
+            assert router.poll(20_000)
+            route = router.recv_multipart()[0]
+            router.send_multipart([route, b"garbage"])
+            router.send_multipart([route, b"garbage", b"garbage"])
+            router.send_multipart([route, *codec.pack(envelope(run="run-2"), score("score:1:0"))])
+            router.send_multipart([route, *codec.pack(envelope(protocol=2), score("score:2:0"))])
+            router.send_multipart([route, bare(sender), bare({"type": "telepathy"})])
+            router.send_multipart([route, bare(sender), bare(HELLO)])
+            router.send_multipart([route, *codec.pack(sender, score("score:3:0"))])
+            assert received(link, Command).message == score("score:3:0")
+        reasons = [entry["reason"] for entry in logs if entry["event"] == "dropped a message"]
+        assert len(reasons) == 6
+        assert "protocol 1, run run-2: not ours" in reasons
+    finally:
+        router.close()
+        context.term()
+
+
+# --- key files -----------------------------------------------------------------------------------------------------
+
+
+def test_key_files_are_private(keys: Path) -> None:
+    assert keys.stat().st_mode & 0o777 == 0o700
+    files = sorted(keys.iterdir())
+    assert [path.name for path in files] == sorted(
+        [f"{name}.json" for name in ("controller", *NAMES)] + ["allowed.json"]
+    )
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
+def test_the_allow_list_knows_every_replica_and_not_the_controller(keys: Path) -> None:
+    allowed = curve.load_allowed(keys)
+    assert sorted(allowed.values()) == sorted(NAMES)
+    assert all(allowed[curve.load_key(keys / f"{name}.json").public] == name for name in NAMES)
+    publics = {curve.load_key(keys / f"{name}.json").controller_public for name in NAMES}
+    assert publics == {curve.load_key(keys / "controller.json").public}
+
+
+def test_keys_that_are_made_again_are_private_again(tmp_path: Path) -> None:
+    curve.make_keys(tmp_path / "keys", ("policy-0",))
+    (tmp_path / "keys" / "policy-0.json").chmod(0o644)
+    curve.make_keys(tmp_path / "keys", ("policy-0",))
+    assert curve.load_key(tmp_path / "keys" / "policy-0.json").name == "policy-0"
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o601])
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    curve.make_keys(tmp_path / "keys", ("policy-0",))
+    for name, load in (("policy-0.json", curve.load_key), ("allowed.json", lambda p: curve.load_allowed(p.parent))):
+        path = tmp_path / "keys" / name
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=re.escape(f"run `chmod 600 {path}`")):
+            load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no json", b"{}", b"[]", b'{"name": 1}'])
+def test_a_file_that_is_no_key_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "policy-0.json"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="is no key file"):
+        curve.load_key(path)
+
+
+def test_a_key_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy-0\.json cannot be read \(No such file or directory\)"):
+        curve.load_key(tmp_path / "policy-0.json")

@@ -1,0 +1,217 @@
+"""What a link and a hub say to each other when both are well: welcome, commands once, results until released."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from net_desk import RUN, Desk, calling, received, score, scored
+
+from starling.common.errors import ConfigError, RefusedError
+from starling.common.net import link as link_module
+from starling.common.net.hub import Hub, PeerLost
+from starling.common.net.link import Command, Ended, GivenUp, Link, LinkSettings
+from starling.common.net.watch import Watch
+from starling.common.wire import messages as wire
+from starling.common.wire.telemetry import Snapshot
+
+
+def test_hello_welcome_heartbeat(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        hello, message = desk.next(wire.Hello)
+        assert (hello.envelope.sender, hello.buffers, message.version) == ("rollout-0", (b"layout",), 3)
+        desk.next(wire.Hello)  # it says so until it is welcomed
+        desk.hub.send("rollout-0", wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
+        arrival, heartbeat = desk.next(wire.Heartbeat)
+        assert (heartbeat.leases, heartbeat.version) == ((), 3)
+        assert arrival.envelope.epoch == hello.envelope.epoch
+        assert arrival.envelope.seq > hello.envelope.seq
+        link.report(version=4, gauges={"rows": 2.0})
+        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1] == wire.Heartbeat(version=4, gauges={"rows": 2.0}))
+    assert desk.next(wire.Leave)[1].reason == "the test is over"
+
+
+def test_a_command_that_comes_twice_is_delivered_once(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        for lease in ("score:1:0", "score:1:0", "score:2:0", "score:1:0", "score:3:0"):
+            desk.hub.send("rollout-0", score(lease))
+        for lease in ("score:1:0", "score:2:0", "score:3:0"):
+            assert received(link, Command).message == score(lease)
+        held = tuple(wire.HeldLease(lease=f"score:{n}:0", phase="queued") for n in (1, 2, 3))
+        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == held)
+        assert link.work("score:2:0")
+        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases[1].phase == "working")
+
+
+def test_buffers_travel_with_their_message_both_ways(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        desk.hub.send("rollout-0", wire.AdoptWeights(lease="adopt:1:0", version=1), buffers=(b"offer", b""))
+        assert received(link, Command).buffers == (b"offer", b"")
+        tensors = tuple(wire.TensorMeta(dtype="uint8", shape=(n,), nbytes=n) for n in (5, 0, 100_000))
+        data = tuple(bytes([n % 251]) * meta.nbytes for n, meta in enumerate(tensors))
+        link.answer("adopt:1:0", wire.GroupGenerated(lease="adopt:1:0", trajectories=(), tensors=tensors), data)
+        assert desk.next(wire.GroupGenerated)[0].buffers == data
+
+
+def test_a_result_is_sent_again_until_it_is_released(desk: Desk, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "RESEND_S", 0.1)
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        desk.hub.send("rollout-0", score("score:1:0"))
+        received(link, Command)
+        link.answer("score:1:0", scored("score:1:0"))
+        for _ in range(3):
+            assert desk.next(wire.GroupScored)[1] == scored("score:1:0")
+        desk.hub.send("rollout-0", wire.Release(leases=("score:1:0",)))
+        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == ())
+        desk.heard.clear()
+        for _ in range(5):  # a quarter of a second, in which it would have come twice
+            desk.next(wire.Heartbeat)
+        assert not desk.heard
+
+
+def test_a_command_that_comes_again_makes_its_result_come_again_at_once(
+    desk: Desk, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "RESEND_S", 1e6)
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        desk.hub.send("rollout-0", score("score:1:0"))
+        received(link, Command)
+        link.answer("score:1:0", scored("score:1:0"))
+        desk.next(wire.GroupScored)
+        desk.hub.send("rollout-0", score("score:1:0"))
+        desk.next(wire.GroupScored)
+
+
+def test_what_is_released_before_it_is_done_is_given_up(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        desk.hub.send("rollout-0", score("score:1:0"))
+        received(link, Command)
+        desk.hub.send("rollout-0", wire.Release(leases=("score:1:0", "score:9:9")))
+        assert received(link, GivenUp).leases == ("score:1:0",)
+        assert not link.work("score:1:0")
+        link.answer("score:1:0", scored("score:1:0"))
+        desk.hub.send("rollout-0", score("score:2:0"))
+        received(link, Command)
+        link.answer("score:2:0", scored("score:2:0"))
+        assert desk.next(wire.GroupScored)[1].lease == "score:2:0", "nobody wanted the first"
+
+
+def test_who_is_asked_says_hello_again_with_its_present_version(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        first = desk.admit("rollout-0")
+        link.report(version=7)
+        desk.hub.send("rollout-0", wire.Introduce())
+        arrival, hello = desk.next(wire.Hello)
+        assert (hello.version, arrival.buffers) == (7, (b"layout",))
+        assert arrival.envelope.epoch == first.envelope.epoch
+
+
+def test_a_drain_ends_the_line_without_an_error(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        desk.hub.send("rollout-0", wire.Drain(reason="the run is complete"))
+        assert received(link, Ended) == Ended("the run is complete", None)
+
+
+def test_a_refusal_ends_the_line_with_its_reason(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        desk.next(wire.Hello)
+        desk.hub.send("rollout-0", wire.Refused(reason="it is no rollout"))
+        error = received(link, Ended).error
+        assert isinstance(error, RefusedError)
+        assert str(error) == "the controller refuses rollout-0: it is no rollout"
+
+
+def test_two_replicas_hear_only_what_is_meant_for_them(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as first, calling(desk.hub.address, keys, "rollout-1") as second:
+        desk.admit("rollout-0")
+        desk.admit("rollout-1")
+        desk.hub.send("rollout-1", score("score:2:0"))
+        desk.hub.send("rollout-0", score("score:1:0"))
+        assert received(first, Command).message.lease == "score:1:0"
+        assert received(second, Command).message.lease == "score:2:0"
+
+
+def test_a_new_incarnation_takes_the_name_over(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as old:
+        before = desk.admit("rollout-0")
+        with calling(desk.hub.address, keys) as new:
+            desk.poll_until(lambda: desk.next(wire.Hello)[0].envelope.epoch > before.envelope.epoch)
+            desk.hub.send("rollout-0", score("score:1:0"))
+            assert received(new, Command).message.lease == "score:1:0"
+            dropped = "rollout-0 is an older incarnation"
+            desk.poll_until(lambda: desk.hub.dropped[dropped] > 0)
+        assert old.receive(0.0) is None
+
+
+def test_who_is_not_there_cannot_be_told(desk: Desk) -> None:
+    assert not desk.hub.send("rollout-9", wire.Drain(reason="bye"))
+
+
+def test_without_curve_the_same_words_are_spoken() -> None:
+    desk = Desk(None)
+    try:
+        with calling(desk.hub.address, None) as link:
+            desk.admit("rollout-0")
+            desk.hub.send("rollout-0", score("score:1:0"))
+            assert received(link, Command).message == score("score:1:0")
+    finally:
+        desk.hub.close(0.0)
+
+
+def test_a_port_in_use_is_one_sentence(desk: Desk) -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on tcp://127\.0\.0\.1:\d+: .*; choose another port, or 0"):
+        Hub(desk.hub.address, "run-2", 1, None)
+    with pytest.raises(ConfigError, match=r"cannot listen on tcp://256\.0\.0\.1:0"):
+        Hub("tcp://256.0.0.1:0", "run-2", 1, None)
+
+
+def test_telemetry_is_heard_by_who_holds_a_key(desk: Desk, keys: Path) -> None:
+    watch = Watch(desk.hub.telemetry_address, keys / "reward-0.json")
+    seen: list[Snapshot] = []
+    snapshot = Snapshot(phase="grpo", version=2, last_step=5, num_sft_steps=0, elapsed_s=1.0, waiting_for="the policy")
+
+    def heard() -> bool:
+        desk.hub.publish(msgspec.msgpack.encode(snapshot))
+        latest = watch.latest(0.05)
+        seen.extend([] if latest is None else [latest])
+        return bool(seen)
+
+    try:
+        desk.poll_until(heard)
+        assert seen == [snapshot]
+    finally:
+        watch.close()
+
+
+def test_a_replica_that_leaves_is_told_before_its_connection_is(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys):
+        desk.admit("rollout-0")
+    desk.lost("rollout-0")
+    kinds = [type(happened.message) for happened in desk.heard if not isinstance(happened, PeerLost)]
+    assert kinds[-1] is wire.Leave
+    assert isinstance(desk.heard[-1], PeerLost)
+
+
+def test_close_leaves_no_thread(keys: Path) -> None:
+    before = set(threading.enumerate())
+    desk = Desk(keys)
+    with calling(desk.hub.address, keys), calling(desk.hub.address, keys, "rollout-1"):
+        desk.admit("rollout-0")
+        assert len(set(threading.enumerate()) - before) == 3, "two links and the authenticator"
+    desk.hub.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_link_that_was_never_started_closes() -> None:
+    hello = wire.Hello(role="reward", host="h", pid=1, num_slots=1)
+    link = Link(LinkSettings(name="reward-0", run=RUN, controller="tcp://127.0.0.1:1", key=None), hello)
+    link.close("never mind")
+    assert link.receive(0.0) is None

@@ -1,0 +1,271 @@
+"""When a rollout generates, pulls and switches: every transition, and the promises under any order of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from starling.common.wire.messages import AdoptWeights, GenerateGroup, Prompt, Sampling
+from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Pull, Rollout, Switch
+
+BUFFERS = (b"offer", b"plan")
+
+
+def group(lease: str, min_version: int = 0) -> GenerateGroup:
+    return GenerateGroup(
+        lease=lease,
+        purpose="train",
+        prompt=Prompt(id="train/0"),
+        num_completions=2,
+        sampling=Sampling(max_tokens=4),
+        min_version=min_version,
+    )
+
+
+def adopt(version: int, attempt: int = 0) -> AdoptWeights:
+    return AdoptWeights(lease=f"adopt:{version}:{attempt}", version=version)
+
+
+def rollout_at(version: int) -> Rollout:
+    """Return a rollout that has adopted `version`."""
+    rollout = Rollout()
+    rollout.adopt(adopt(version), BUFFERS)
+    rollout.pulled(f"adopt:{version}:0", None)
+    rollout.switched(f"adopt:{version}:0", proven=True)
+    return rollout
+
+
+def test_from_nothing_to_the_first_token() -> None:
+    rollout = Rollout()
+    assert (rollout.adoption, rollout.version) == ("stale", -1)
+    assert rollout.generate(group("g")) == [], "no weights, no tokens"
+    assert not rollout.may_generate
+    assert rollout.adopt(adopt(0), BUFFERS) == [Pull(adopt(0), BUFFERS)]
+    assert rollout.adoption == "pulling"
+    assert rollout.pulled("adopt:0:0", None) == [Switch("adopt:0:0")]
+    assert rollout.adoption == "staged"
+    assert rollout.switched("adopt:0:0", proven=True) == [Generate(group("g"))]
+    assert (rollout.adoption, rollout.version, rollout.adopting) == ("current", 0, None)
+    assert rollout.may_generate
+    rollout.finished("g")
+    assert not rollout.may_generate, "nothing to do"
+
+
+def test_it_generates_through_the_whole_pull() -> None:
+    rollout = rollout_at(0)
+    assert rollout.generate(group("g")) == [Generate(group("g"))]
+    rollout.adopt(adopt(1), BUFFERS)
+    assert rollout.may_generate
+    assert rollout.version == 0
+    rollout.pulled("adopt:1:0", None)
+    assert rollout.may_generate
+    rollout.switched("adopt:1:0", proven=True)
+    assert rollout.may_generate
+    assert rollout.version == 1
+
+
+@pytest.mark.parametrize("held", [-1, 3])
+def test_a_failed_pull_keeps_what_is_in_use(held: int) -> None:
+    rollout = Rollout() if held < 0 else rollout_at(held)
+    before = rollout.adoption
+    rollout.adopt(adopt(4), BUFFERS)
+    assert rollout.pulled("adopt:4:0", "the policy is gone") == [Fail("adopt:4:0", "the policy is gone")]
+    assert (rollout.adoption, rollout.version, rollout.adopting) == (before, held, None)
+    assert rollout.adopt(adopt(4, 1), BUFFERS) == [Pull(adopt(4, 1), BUFFERS)], "the next attempt"
+
+
+def test_one_adoption_at_a_time() -> None:
+    rollout = rollout_at(0)
+    rollout.adopt(adopt(1), BUFFERS)
+    assert rollout.adopt(adopt(2), BUFFERS) == [Fail("adopt:2:0", "version 1 is being adopted")]
+    assert rollout.pulled("adopt:2:0", None) == [], "that pull was never begun"
+    assert rollout.pulled("adopt:1:0", None) == [Switch("adopt:1:0")]
+
+
+def test_versions_only_grow() -> None:
+    rollout = rollout_at(3)
+    too_old = [Fail("adopt:2:0", "version 2 is older than version 3, used before")]
+    assert rollout.adopt(adopt(2), BUFFERS) == too_old
+    assert rollout.adoption == "current"
+    rollout.adopt(adopt(4), BUFFERS)
+    rollout.pulled("adopt:4:0", None)
+    rollout.switched("adopt:4:0", proven=False)
+    assert rollout.adopt(adopt(2), BUFFERS) == too_old, "its groups may need version 3, torn or not"
+
+
+def test_the_version_in_use_may_be_adopted_again() -> None:
+    rollout = rollout_at(3)
+    assert rollout.adopt(adopt(3, 1), BUFFERS) == [Pull(adopt(3, 1), BUFFERS)], "the controller forgot that it has it"
+
+
+def test_a_torn_engine_samples_nothing_until_it_holds_a_proven_version() -> None:
+    rollout = rollout_at(0)
+    rollout.generate(group("g"))
+    rollout.adopt(adopt(1), BUFFERS)
+    rollout.pulled("adopt:1:0", None)
+    assert rollout.switched("adopt:1:0", proven=False) == [
+        Fail("adopt:1:0", "after the switch the engine does not hold version 1 bit for bit")
+    ]
+    assert (rollout.adoption, rollout.version) == ("torn", -1)
+    assert not rollout.may_generate
+    assert rollout.generate(group("h")) == []
+
+    rollout.adopt(adopt(2), BUFFERS)
+    assert rollout.adoption == "torn"
+    assert not rollout.may_generate
+    rollout.pulled("adopt:2:0", "the policy is gone")
+    assert rollout.adoption == "torn"
+
+    rollout.adopt(adopt(2, 1), BUFFERS)
+    assert rollout.pulled("adopt:2:1", None) == [Switch("adopt:2:1")]
+    assert rollout.adoption == "torn"
+    assert not rollout.may_generate, "staged is not in place"
+    assert rollout.switched("adopt:2:1", proven=True) == [Generate(group("h"))]
+    assert rollout.may_generate
+    assert rollout.running == {"g", "h"}
+
+
+def test_a_group_is_held_back_until_the_weights_are_new_enough() -> None:
+    rollout = rollout_at(0)
+    assert rollout.generate(group("new", min_version=2)) == []
+    assert rollout.generate(group("old", min_version=0)) == [Generate(group("old", 0))]
+    for version in (1, 2):
+        rollout.adopt(adopt(version), BUFFERS)
+        rollout.pulled(f"adopt:{version}:0", None)
+        actions = rollout.switched(f"adopt:{version}:0", proven=True)
+        assert actions == ([Generate(group("new", 2))] if version == 2 else [])
+
+
+def test_what_nobody_wants_is_forgotten() -> None:
+    rollout = rollout_at(0)
+    rollout.generate(group("running"))
+    rollout.generate(group("held", min_version=1))
+    assert rollout.given_up(("running", "held", "unknown")) == [Forget("running")]
+    assert not rollout.may_generate
+    rollout.adopt(adopt(1), BUFFERS)
+    rollout.pulled("adopt:1:0", None)
+    assert rollout.switched("adopt:1:0", proven=True) == [], "the group that was held back is gone too"
+
+
+def test_an_adoption_that_nobody_wants_goes_on() -> None:
+    rollout = rollout_at(0)
+    rollout.adopt(adopt(1), BUFFERS)
+    assert rollout.given_up(("adopt:1:0",)) == []
+    assert rollout.pulled("adopt:1:0", None) == [Switch("adopt:1:0")]
+    rollout.switched("adopt:1:0", proven=True)
+    assert rollout.version == 1
+
+
+def test_a_pull_that_ends_twice_changes_nothing() -> None:
+    rollout = rollout_at(1)
+    assert rollout.pulled("adopt:1:0", None) == []
+    assert rollout.pulled("adopt:1:0", "late") == []
+    assert rollout.adoption == "current"
+
+
+def test_a_switch_without_its_pull_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="a switch follows a pull"):
+        Rollout().switched("adopt:0:0", proven=True)
+    rollout = Rollout()
+    rollout.adopt(adopt(0), BUFFERS)
+    with pytest.raises(AssertionError, match="its own pull"):
+        rollout.switched("adopt:1:0", proven=True)
+
+
+class Rollouts(RuleBasedStateMachine):
+    """Any order of commands, pulls, tokens and releases, against what an engine would hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rollout = Rollout()
+        self.engine: dict[str, GenerateGroup] = {}
+        self.proven = -1
+        """Version that the engine holds bit for bit; -1 for none."""
+        self.pulling: AdoptWeights | None = None
+        self.staged: str | None = None
+        self.wanted: dict[str, GenerateGroup] = {}
+        self.num_commands = 0
+
+    def carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Generate(message=message):
+                    assert message.lease in self.wanted, "nobody wants it"
+                    assert message.lease not in self.engine, "it is generated already"
+                    assert message.min_version <= self.proven
+                    self.engine[message.lease] = message
+                case Pull(message=message):
+                    assert self.pulling is None, "one pull at a time"
+                    self.pulling = message
+                case Switch(lease=lease):
+                    self.staged = lease
+                case Forget(lease=lease):
+                    del self.engine[lease]
+                case Fail(lease=lease):
+                    assert lease.startswith("adopt")
+
+    @rule(min_version=st.integers(0, 6))
+    def a_group_is_asked_for(self, min_version: int) -> None:
+        self.num_commands += 1
+        message = group(f"generate:t{self.num_commands}:0", min_version)
+        self.wanted[message.lease] = message
+        self.carry_out(self.rollout.generate(message))
+
+    @rule(version=st.integers(0, 6))
+    def an_adoption_is_asked_for(self, version: int) -> None:
+        self.num_commands += 1
+        self.carry_out(self.rollout.adopt(adopt(version, self.num_commands), BUFFERS))
+
+    @precondition(lambda self: self.pulling is not None and self.staged is None)
+    @rule(fails=st.booleans())
+    def the_pull_ends(self, fails: bool) -> None:
+        assert self.pulling is not None
+        self.carry_out(self.rollout.pulled(self.pulling.lease, "no luck" if fails else None))
+        if fails:
+            self.pulling = None
+
+    @precondition(lambda self: self.staged is not None)
+    @rule(proven=st.booleans())
+    def the_weights_are_switched(self, proven: bool) -> None:
+        assert self.pulling is not None
+        assert self.staged == self.pulling.lease
+        lease, self.proven = self.staged, self.pulling.version if proven else -1
+        self.staged = self.pulling = None
+        self.carry_out(self.rollout.switched(lease, proven=proven))
+
+    @precondition(lambda self: self.rollout.may_generate)
+    @rule(data=st.data())
+    def a_token_finishes_a_group(self, data: st.DataObject) -> None:
+        assert self.proven == self.rollout.version >= 0, "a token of weights that nobody published"
+        assert all(message.min_version <= self.proven for message in self.engine.values()), "too old a token"
+        lease = data.draw(st.sampled_from(sorted(self.engine)))
+        del self.engine[lease]
+        del self.wanted[lease]
+        self.rollout.finished(lease)
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def a_group_is_given_up(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.wanted)))
+        del self.wanted[lease]
+        self.carry_out(self.rollout.given_up((lease,)))
+
+    @invariant()
+    def the_engine_holds_what_the_core_says(self) -> None:
+        assert self.rollout.running == set(self.engine)
+        assert self.rollout.version == self.proven
+
+    @invariant()
+    def it_generates_exactly_when_it_can(self) -> None:
+        assert self.rollout.may_generate == (self.proven >= 0 and bool(self.engine))
+
+    @invariant()
+    def whatever_may_be_generated_is_generated(self) -> None:
+        ready = {lease for lease, message in self.wanted.items() if message.min_version <= self.proven}
+        assert ready <= set(self.engine)
+
+
+Rollouts.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestRollouts = Rollouts.TestCase
