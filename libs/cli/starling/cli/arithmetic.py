@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from pathlib import Path
 
 from starling.algo.staleness import num_slots
 from starling.cli.recipe import Recipe
-from starling.cli.scratch import SPECIAL_TOKENS
+from starling.cli.scratch import make_model_folder
 from starling.common.errors import ConfigError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,10 +25,11 @@ def arithmetic(recipe: Recipe) -> list[str]:
     if recipe.run.kind == "grpo" and recipe.rl.num_steps:
         lines += _reinforcement(recipe)
     parameters, item_bytes = num_parameters(recipe), ITEM_BYTES[recipe.model.dtype]
-    lines.append(
-        f"weight sync: {parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes "
-        f"to each of {recipe.launch.num_rollouts} rollouts, after every step"
-    )
+    size = f"{parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes"
+    if recipe.plan().needs_rollouts:
+        lines.append(f"weight sync: {size} to each of {recipe.launch.num_rollouts} rollouts, after every step")
+    else:
+        lines.append(f"model: {size}")
     return lines
 
 
@@ -50,15 +52,19 @@ def _reinforcement(recipe: Recipe) -> list[str]:
 
 
 def num_parameters(recipe: Recipe) -> int:
-    """Count the parameters of the recipe's model without making it. Raises ConfigError for a folder without one."""
+    """Count the parameters of the recipe's model without making them. Raises ConfigError for what is no model."""
     # Only for --dry-run: importing torch takes seconds.
     from starling.policy.train.model import count_parameters
 
-    scratch = recipe.model.scratch
-    if scratch is not None:
-        num_tokens = len(scratch.alphabet) + len(SPECIAL_TOKENS)
-        return count_parameters({"model_type": scratch.model_type, "vocab_size": num_tokens, **scratch.config})
-    path = Path(recipe.model.path) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"the model folder {path.parent} has no config.json; give that of a Hugging Face model")
-    return count_parameters(json.loads(path.read_text()))
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(recipe.model.path)
+        if recipe.model.scratch is not None:
+            folder = Path(made) / "model"
+            make_model_folder(recipe.model.scratch, folder)
+        try:
+            return count_parameters(json.loads((folder / "config.json").read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).partition("\n")[0][:160]
+            raise ConfigError(
+                f"{folder / 'config.json'} describes no causal language model ({reason} ...); give another model.path"
+            ) from None

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def leave(number: int, frame: FrameType | None) -> None:
     """End at once on Ctrl-C, as long as there is nothing to end in order.
 
-    An exception would not do: it is thrown into whatever import goes on, and there are imports that swallow it.
+    An exception would not do: it would be thrown into whatever import goes on, which may swallow it.
     """
     os.write(sys.stderr.fileno(), b"starling: interrupted before anything was started\n")
     os._exit(130)
@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
     from starling.common.service import help_of
 
     parser = argparse.ArgumentParser(
-        prog="starling run", epilog=None, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
+        prog="starling run", formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False, allow_abbrev=False
     )
     parser.add_argument("recipe", type=Path, nargs="?")
     parser.add_argument("--config", type=Path, action="append", default=[])
@@ -85,14 +85,16 @@ def run(argv: Sequence[str]) -> int:
     if known.help:
         print(USAGE + "\n" + help_of(Recipe))
         return 0
-    if known.recipe is None:
-        raise ConfigError("which recipe? write `starling run RECIPE.toml`; `starling run --help` shows all settings")
+    if known.recipe is None or argv[0].startswith("-"):
+        raise ConfigError(
+            "the recipe comes first: write `starling run RECIPE.toml`, then flags; --help shows all settings"
+        )
     recipe = load_recipe([known.recipe, *known.config], flags)
     if known.dry_run:
         from starling.cli.arithmetic import arithmetic
 
-        print(to_toml(recipe))
-        print("\n".join(f"# {line}" for line in arithmetic(recipe)))
+        lines = arithmetic(recipe)
+        print(to_toml(recipe), *(f"# {line}" for line in lines), sep="\n")
         return 0
     from rich.console import Console
 
