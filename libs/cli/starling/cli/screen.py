@@ -140,8 +140,9 @@ class LiveScreen:
         with self._lock:
             notices = [Text(notice, style="yellow", overflow="ellipsis", no_wrap=True) for notice in self._notices]
         title = f"starling · {self._recipe.run.name} · {snapshot.phase}"
-        parts: list[RenderableType] = [self._progress(snapshot), self._figures(snapshot), _replicas(snapshot)]
-        parts.append(Text(f"waiting for {snapshot.waiting_for}", style="dim"))
+        parts: list[RenderableType] = [self._progress(snapshot), self._figures(snapshot)]
+        if snapshot.replicas:
+            parts += [_replicas(snapshot), Text(f"waiting for {snapshot.waiting_for}", style="dim")]
         return Panel(Group(*parts, *notices), title=title, subtitle=str(self._folder), border_style="cyan")
 
     def _progress(self, snapshot: Snapshot) -> RenderableType:
@@ -163,7 +164,7 @@ class LiveScreen:
         table.add_column(style="bold", no_wrap=True)
         table.add_column()
         if snapshot.rewards:
-            trend = sparkline(snapshot.rewards)
+            trend = sparkline(snapshot.curve or snapshot.rewards)
             table.add_row("reward", f"{recent_mean(snapshot.rewards):.3f}  [green]{trend}[/]")
         elif "loss" in snapshot.step:
             table.add_row("loss", f"{snapshot.step['loss']:.4f}")

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -30,8 +31,7 @@ LOOK_EVERY_S = 0.05
 """How long `poll` waits at a time, and how often it looks for connections that have closed."""
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """One valid message from a peer."""
 
     envelope: Envelope
@@ -175,7 +175,7 @@ class Hub:
         return receive(self._socket, 0)
 
     def _admit(self, frames: list[zmq.Frame]) -> Arrival | None:
-        route, parts = frames[0].bytes, [frame.buffer for frame in frames[1:]]
+        route, *parts = [frame.bytes for frame in frames]
         try:
             envelope = codec.unpack_envelope(parts)
             self._check(envelope, frames[-1])
@@ -184,7 +184,7 @@ class Hub:
             self._drop(route, str(error))
             return None
         self._remember(route, envelope, frames[-1])
-        return Arrival(envelope, message, tuple(frame.bytes for frame in frames[3:]))
+        return Arrival(envelope, message, tuple(parts[2:]))
 
     def _check(self, envelope: Envelope, frame: zmq.Frame) -> None:
         if envelope.protocol != PROTOCOL_VERSION:

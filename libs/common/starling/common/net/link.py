@@ -242,7 +242,7 @@ class Link:
     def _hear(self, frames: list[zmq.Frame]) -> bool:
         """Take in one message. Returns True when it was the last."""
         try:
-            parts = [frame.buffer for frame in frames]
+            parts = [frame.bytes for frame in frames]
             envelope = codec.unpack_envelope(parts)
             if envelope.protocol != PROTOCOL_VERSION or envelope.run != self._settings.run:
                 raise WireError(f"protocol {envelope.protocol}, run {envelope.run}: not ours")
@@ -269,7 +269,7 @@ class Link:
                 if given_up:
                     self._deliver(GivenUp(given_up))
             case _:
-                self._take(message, tuple(frame.bytes for frame in frames[2:]))
+                self._take(message, tuple(parts[2:]))
         return False
 
     def _take(self, message: Work, buffers: tuple[bytes, ...]) -> None:

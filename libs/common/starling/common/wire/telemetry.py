@@ -34,6 +34,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of the last step."""
     rewards: tuple[float, ...] = ()
     """Mean reward of the last steps, oldest first."""
+    curve: tuple[float, ...] = ()
+    """Mean reward over the whole run, oldest first; each value is the mean of equally many steps."""
     evaluations: tuple[dict[str, float | None], ...] = ()
     """Summaries of the evaluations so far."""
     dropped: int = 0

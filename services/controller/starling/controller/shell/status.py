@@ -10,7 +10,9 @@ from starling.common.wire.telemetry import ReplicaView, Snapshot
 from starling.controller.core.ledger import GroupState
 from starling.controller.core.state import State
 
-KEPT_REWARDS = 200
+KEPT_REWARDS = 10
+CURVE_POINTS = 240
+"""A curve of more points than this is halved: neighbours become their mean."""
 
 
 @dataclass
@@ -20,20 +22,33 @@ class History:
     started: float
     step: dict[str, Any] = field(default_factory=dict)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REWARDS))
+    curve: list[float] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     discarded: str = ""
     """Which group was discarded last, and why."""
+    _pending: list[float] = field(default_factory=list)
+    _steps_per_point: int = 1
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         """Keep what the screen shows."""
         if kind == "step":
             self.step = fields
             if "reward_mean" in fields:
-                self.rewards.append(fields["reward_mean"])
+                self._add_reward(fields["reward_mean"])
         elif kind == "evaluation":
             self.evaluations.append(fields)
         elif kind == "discarded":
             self.discarded = f"prompt {fields['prompt']}: {fields['reason']}"
+
+    def _add_reward(self, reward: float) -> None:
+        self.rewards.append(reward)
+        self._pending.append(reward)
+        if len(self._pending) == self._steps_per_point:
+            self.curve.append(sum(self._pending) / self._steps_per_point)
+            self._pending.clear()
+        if len(self.curve) == CURVE_POINTS:
+            self.curve = [(a + b) / 2 for a, b in zip(self.curve[::2], self.curve[1::2], strict=True)]
+            self._steps_per_point *= 2
 
 
 def snapshot(state: State, history: History, now: float, dropped: int) -> Snapshot:
@@ -62,6 +77,7 @@ def snapshot(state: State, history: History, now: float, dropped: int) -> Snapsh
         replicas=replicas,
         step=history.step,
         rewards=tuple(history.rewards),
+        curve=tuple(history.curve),
         evaluations=tuple(history.evaluations),
         dropped=dropped,
     )
