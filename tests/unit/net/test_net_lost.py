@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -89,3 +90,21 @@ def test_an_address_that_is_none_is_one_sentence(keys: Path) -> None:
         error = received(link, Ended).error
     assert isinstance(error, UnreachableError)
     assert "tcp://nowhere cannot be reached by rollout-0" in str(error)
+
+
+def test_a_closed_link_leaves_no_descriptor(keys: Path) -> None:
+    desk = Desk(keys)
+    try:
+
+        def come_and_go() -> None:
+            with calling(desk.hub.address, keys):
+                desk.admit("rollout-0")
+            desk.lost("rollout-0")
+
+        come_and_go()  # what is opened once for good is open from now on
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            come_and_go()
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        desk.hub.close(0.0)

@@ -12,6 +12,8 @@ Each message is one sentence that names the value at fault and the remedy; `main
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 class StarlingError(Exception):
     """Anything that Starling itself reports; its text is meant for the user."""
@@ -22,7 +24,16 @@ class ConfigError(StarlingError, ValueError):
 
 
 class WireError(StarlingError):
-    """A frame that is not one of ours: too large, not MessagePack, an unknown message, another run or protocol."""
+    """A frame that is not one of ours: too large, not MessagePack, an unknown message, another run or protocol.
+
+    `kind` is one of few words by which such frames are counted; the text may hold what the sender chose.
+    """
+
+    def __init__(
+        self, text: str, kind: Literal["size", "form", "buffers", "protocol", "run", "key", "epoch"] = "form"
+    ) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class RefusedError(StarlingError):

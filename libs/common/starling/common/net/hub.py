@@ -21,12 +21,14 @@ from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
 from starling.common.net.frames import receive, send
 from starling.common.wire import codec
-from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Up
+from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Refused, Up
 
 log = structlog.get_logger(__name__)
 
 MAX_BATCH = 256
 """Messages taken in one `poll`, so that a flood cannot keep the controller from its clock."""
+MAX_LOGGED = 300
+"""Characters of a reason that may hold what a peer chose to send."""
 LOOK_EVERY_S = 0.05
 """How long `poll` waits at a time, and how often it looks for connections that have closed."""
 
@@ -176,26 +178,29 @@ class Hub:
 
     def _admit(self, frames: list[zmq.Frame]) -> Arrival | None:
         route, *parts = [frame.bytes for frame in frames]
+        envelope = None
         try:
             envelope = codec.unpack_envelope(parts)
             self._check(envelope, frames[-1])
             message = codec.unpack_up(parts)
         except WireError as error:
-            self._drop(route, str(error))
+            self._drop(route, error)
+            if envelope is not None and error.kind in ("protocol", "run", "key"):
+                self._refuse(route, envelope, str(error))
             return None
         self._remember(route, envelope, frames[-1])
         return Arrival(envelope, message, tuple(parts[2:]))
 
     def _check(self, envelope: Envelope, frame: zmq.Frame) -> None:
         if envelope.protocol != PROTOCOL_VERSION:
-            raise WireError(f"protocol {envelope.protocol} instead of {PROTOCOL_VERSION}")
+            raise WireError(f"protocol {envelope.protocol} instead of {PROTOCOL_VERSION}", "protocol")
         if envelope.run != self.run:
-            raise WireError("another run's id")
+            raise WireError(f"this is run {self.run}, not {envelope.run}", "run")
         if self._keys is not None and self._keys.allowed.get(str(frame.get("User-Id"))) != envelope.sender:
-            raise WireError(f"{envelope.sender} does not own the key of its connection")
+            raise WireError(f"{envelope.sender} does not own the key of its connection", "key")
         known = self._peers.get(envelope.sender)
         if known is not None and envelope.epoch < known.epoch:
-            raise WireError(f"{envelope.sender} is an older incarnation")
+            raise WireError(f"{envelope.sender} is an older incarnation", "epoch")
 
     def _remember(self, route: bytes, envelope: Envelope, frame: zmq.Frame) -> None:
         peer = self._peers.get(envelope.sender)
@@ -223,8 +228,16 @@ class Hub:
         self._names.pop(route, None)
         return True
 
-    def _drop(self, route: bytes, reason: str) -> None:
-        peer = self._names.get(route, "an unknown peer")
-        if self.dropped[reason] == 0:
-            log.warning("dropped a message", peer=peer, reason=reason)
-        self.dropped[reason] += 1
+    def _drop(self, route: bytes, error: WireError) -> None:
+        if self.dropped[error.kind] == 0:
+            peer = self._names.get(route, "an unknown peer")
+            log.warning("dropped a message", peer=peer, kind=error.kind, reason=str(error)[:MAX_LOGGED])
+        self.dropped[error.kind] += 1
+
+    def _refuse(self, route: bytes, envelope: Envelope, reason: str) -> None:
+        """Tell a peer that can never become a member why, in an envelope that it takes for its own run's."""
+        answer = Envelope(protocol=PROTOCOL_VERSION, run=envelope.run, sender=curve.CONTROLLER, epoch=self.epoch, seq=0)
+        try:
+            send(self._socket, [route, *codec.pack(answer, Refused(reason=reason[:MAX_LOGGED]))])
+        except zmq.ZMQError:
+            return  # it is gone already

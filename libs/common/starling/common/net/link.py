@@ -138,7 +138,7 @@ class Link:
             if not self._book.answer(lease, message, buffers, time.monotonic()):
                 return
         self._outbox.append((message, buffers))
-        os.eventfd_write(self._wake, 1)
+        self._nudge()
 
     def report(self, *, version: int | None = None, gauges: dict[str, float] | None = None) -> None:
         """Set what the next heartbeats say."""
@@ -151,10 +151,20 @@ class Link:
     def close(self, reason: str) -> None:
         """Say `Leave`, let the last messages go out, and end the thread (at most 3 s)."""
         if self._thread.is_alive():
+            # In this order: the thread ends when it is told to and has nothing left to say.
             self._outbox.append((messages.Leave(reason=reason), ()))
             self._closing = True
-            os.eventfd_write(self._wake, 1)
+            self._nudge()
             self._thread.join(3.0)
+        with self._lock:
+            descriptor, self._wake = self._wake, -1
+        if descriptor >= 0 and not self._thread.is_alive():
+            os.close(descriptor)
+
+    def _nudge(self) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     # --- the thread ------------------------------------------------------------------------------------------------
 
@@ -181,15 +191,16 @@ class Link:
 
     def _serve(self, socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
         poller = zmq.Poller()
-        for source in (socket, monitor, self._wake):
+        wake = self._wake
+        for source in (socket, monitor, wake):
             poller.register(source, zmq.POLLIN)
         while True:
             self._speak(socket)
             if self._closing and not self._outbox:
                 return
             ready = dict(poller.poll(self._patience_ms()))
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
+            if wake in ready:
+                os.eventfd_read(wake)
             if monitor in ready:
                 parse_monitor_message(monitor.recv_multipart())
                 raise RefusedError(
@@ -289,7 +300,7 @@ class Link:
     def _unreachable(self, why: str) -> str:
         return (
             f"the controller at {self._settings.controller} cannot be reached by {self._settings.name} ({why}); "
-            "check the address, and that the controller runs"
+            "check the address, that the controller runs, and that the key file was made for this run"
         )
 
     def _patience_ms(self) -> int:

@@ -49,7 +49,8 @@ def pack(envelope: Envelope, message: Up | Down, buffers: Buffers = ()) -> list[
     if len(body) > MAX_MESSAGE_BYTES:
         raise WireError(
             f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_MESSAGE_BYTES}; "
-            "make the prompts or the step smaller"
+            "make the prompts or the step smaller",
+            "size",
         )
     return [_encoder.encode(envelope), body, *buffers]
 
@@ -59,9 +60,9 @@ def unpack_envelope(frames: Sequence[bytes | memoryview]) -> Envelope:
     if len(frames) < 2:
         raise WireError(f"a message has at least 2 frames, this one has {len(frames)}")
     if len(frames) > MAX_BUFFERS + 2:
-        raise WireError(f"a message of {len(frames)} frames is over the limit of {MAX_BUFFERS + 2}")
+        raise WireError(f"a message of {len(frames)} frames is over the limit of {MAX_BUFFERS + 2}", "size")
     if len(frames[0]) > MAX_ENVELOPE_BYTES:
-        raise WireError(f"an envelope of {len(frames[0])} bytes is over the limit of {MAX_ENVELOPE_BYTES}")
+        raise WireError(f"an envelope of {len(frames[0])} bytes is over the limit of {MAX_ENVELOPE_BYTES}", "size")
     try:
         return _envelope.decode(frames[0])
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
@@ -80,7 +81,7 @@ def unpack_down(frames: Sequence[bytes | memoryview]) -> Down:
 
 def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes | memoryview) -> M:
     if len(frame) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+        raise WireError(f"a message of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}", "size")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
@@ -93,11 +94,12 @@ def _checked(message: M, buffers: Buffers) -> M:
     expected = expected_sizes(message)
     if isinstance(expected, int):
         if len(buffers) != expected:
-            raise WireError(f"{type(message).__name__} has {len(buffers)} buffers instead of {expected}")
+            raise WireError(f"{type(message).__name__} has {len(buffers)} buffers instead of {expected}", "buffers")
         return message
     found = [len(b) for b in buffers]
     if found != [meta.nbytes for meta in expected]:
-        raise WireError(f"{type(message).__name__} describes buffers of other sizes than the {len(found)} that came")
+        name = type(message).__name__
+        raise WireError(f"{name} describes buffers of other sizes than the {len(found)} that came", "buffers")
     return message
 
 
