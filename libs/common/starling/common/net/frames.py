@@ -13,6 +13,9 @@ import zmq
 COPY_BYTES: Final = 64 << 10
 """A smaller frame is copied: that takes less time than to keep track of its owner."""
 
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_LAST: Final = int(zmq.NOBLOCK)
+
 
 def receive(socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK) -> list[zmq.Frame] | None:
     """Return the next message; None when there is none yet, or without NOBLOCK none within the socket's `rcvtimeo`."""
@@ -29,7 +32,7 @@ def receive(socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK) -> list[zmq.Frame
 
 def send(socket: zmq.Socket[Any], frames: Sequence[bytes | memoryview]) -> None:
     """Send one message whole, or raise `zmq.Again` (no room) or another `zmq.ZMQError` and send nothing of it."""
-    last = len(frames) - 1
-    for number, frame in enumerate(frames):
-        flags = zmq.NOBLOCK | zmq.SNDMORE if number < last else zmq.NOBLOCK
-        socket.send(frame, flags, copy=len(frame) < COPY_BYTES)
+    *leading, last = frames
+    for frame in leading:
+        socket.send(frame, _MORE, len(frame) < COPY_BYTES)
+    socket.send(last, _LAST, len(last) < COPY_BYTES)

@@ -6,7 +6,6 @@ sender the connection's own key stands for. Nobody can therefore speak, or recei
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -171,7 +170,7 @@ class Hub:
         """Return the next message, or None after `timeout_s`."""
         # Waiting in `recv` costs a third of what a poller of two sockets does, which is why closed connections are
         # looked for by the clock.
-        patience_ms = max(0, math.ceil(timeout_s * 1000))
+        patience_ms = int(timeout_s * 1000) + 1 if timeout_s > 0 else 0
         if patience_ms != self._patience_ms:
             self._patience_ms = self._socket.rcvtimeo = patience_ms
         return receive(self._socket, 0)

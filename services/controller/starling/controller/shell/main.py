@@ -15,7 +15,7 @@ from starling.common.errors import StarlingError
 from starling.common.net.curve import load_allowed
 from starling.common.net.epoch import make_epoch
 from starling.common.net.hub import Arrival, Hub, HubKeys
-from starling.common.observe.process import StopSignal, run_service
+from starling.common.observe.process import StopSignal, end_process, run_service
 from starling.common.service import SECTIONS, ServiceArguments, parse_arguments
 from starling.common.settings import load
 from starling.common.wire.messages import Prompt
@@ -151,4 +151,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -14,7 +14,7 @@ import structlog
 from starling.algo.text import encode_prompt, encode_response
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import StopSignal, run_service
+from starling.common.observe.process import StopSignal, end_process, run_service
 from starling.common.service import (
     SECTIONS,
     ServiceArguments,
@@ -210,4 +210,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import structlog
 
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import StopSignal, run_service
+from starling.common.observe.process import StopSignal, end_process, run_service
 from starling.common.service import (
     SECTIONS,
     ServiceArguments,
@@ -126,4 +126,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -16,7 +16,7 @@ import structlog
 from starling.algo.text import decode, encode_prompt
 from starling.common.errors import StarlingError
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import StopSignal, run_service
+from starling.common.observe.process import StopSignal, end_process, run_service
 from starling.common.service import (
     SECTIONS,
     ServiceArguments,
@@ -232,4 +232,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -1,0 +1,159 @@
+"""What a new user gets wrong: one clear sentence each, a non-zero exit, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+from functools import partial
+from pathlib import Path
+
+import pytest
+from system_runs import attempt, run, sentence, started, together, workplace
+
+from starling.cli.main import main
+
+RUN = ["run", "tiny.toml"]
+MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "a missing recipe": (["run", "tinny.toml"], ("file tinny.toml does not exist; did you mean tiny.toml?",)),
+    "a missing second recipe": ([*RUN, "--config", "x.toml"], ("the configuration file x.toml does not exist",)),
+    "no recipe": (["run"], ("the recipe comes first: write `starling run RECIPE.toml`",)),
+    "a flag before the recipe": (["run", "--run.seed", "3", "tiny.toml"], ("the recipe comes first",)),
+    "an unknown command": (["rum", "tiny.toml"], ("unknown command 'rum'; known: run, smoke",)),
+    "a misspelt flag": ([*RUN, "--rl.num-stps", "3"], ("unknown setting rl.num_stps = 3; did you mean rl.num_steps?",)),
+    "a misspelt section": ([*RUN, "--sampler.top-k", "3"], ("unknown section sampler; did you mean sampling?",)),
+    "no section": ([*RUN, "--group-size", "3"], ("unknown setting group_size = 3; did you mean rl.group_size?",)),
+    "a flag without its value": ([*RUN, "--rl.num-steps"], ("--rl.num-steps needs a value",)),
+    "a word for a number": ([*RUN, "--rl.num-steps", "ten"], ("rl.num_steps = 'ten'", "valid integer")),
+    "no rollouts": ([*RUN, "--launch.num-rollouts", "0"], ("launch.num_rollouts = 0, but", "set at least 1")),
+    "no rewards": ([*RUN, "--launch.num-rewards", "0"], ("launch.num_rewards = 0, but", "set at least 1")),
+    "no such port": ([*RUN, "--network.port", "99999"], ("network.port = 99999", "65535")),
+    "a group beyond a batch": (
+        [*RUN, "--rl.group-size", "300"],
+        ("rl.group_size = 300 is more than rollout.max_rows = 128", "raise rollout.max_rows"),
+    ),
+    "an evaluation beyond a batch": (
+        [*RUN, "--evaluation.num-completions", "9", "--rollout.max-rows", "8"],
+        ("evaluation.num_completions = 9 is more than rollout.max_rows = 8",),
+    ),
+    "an unknown scorer": (
+        [*RUN, "--reward.scorers", '[{name = "prefix_mach"}]'],
+        ("There is no scorer 'prefix_mach': did you mean 'prefix_match'", "`path/to/file.py:function`"),
+    ),
+    "a misspelt key of a scorer": (
+        [*RUN, "--reward.scorers", '[{name = "prefix_match", wieght = 2}]'],
+        ("unknown setting reward.scorers.0.wieght = 2; did you mean reward.scorers.0.weight?",),
+    ),
+    "no scorer": ([*RUN, "--reward.scorers", "[]"], ("No scorer is set", "add")),
+    "nothing held out": ([*RUN, "--data.held-out", "0"], ("data.held_out = 0 leaves nothing to evaluate on",)),
+    "two models": ([*RUN, "--model.path", "here"], ("model.path = 'here' and [model.scratch]", "remove one")),
+    "no supervised steps": (
+        [*RUN, "--run.kind", "sft", "--sft.num-steps", "0"],
+        ("sft.num_steps = 0, but run.kind = 'sft'", "set it"),
+    ),
+    "a run's folder that is a file": ([*RUN, "--run.folder", "tiny.toml"], ("folder in tiny.toml", "set run.folder")),
+}
+MODEL_MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "no model": (RUN, ("model.path is missing", "[model.scratch]")),
+    "a missing model folder": ([*RUN, "--model.path", "nowhere"], ("model folder nowhere does not exist; give",)),
+    "an empty model folder": ([*RUN, "--model.path", "empty"], ("model folder empty has no config.json; give",)),
+    "a model without weights": (
+        [*RUN, "--model.path", "bare"],
+        ("folder bare has a config.json and no weights",),
+    ),
+}
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must fail at once, and return its one sentence."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("starling: ")
+    assert captured.err.count("\n") == 1, captured.err
+    assert not Path("runs").exists(), "an attempt was begun"
+    return captured.err
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace(tmp_path))
+    argv, wanted = MISTAKES[mistake]
+    said = refused(argv, capsys)
+    assert all(part in said for part in wanted), said
+
+
+@pytest.mark.parametrize("mistake", MODEL_MISTAKES)
+def test_a_model_that_cannot_be_used(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace(tmp_path, model={}))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    argv, wanted = MODEL_MISTAKES[mistake]
+    said = refused(argv, capsys)
+    assert all(part in said for part in wanted), said
+
+
+def test_misspelt_keys_in_a_file_and_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace(tmp_path, rl={"grop_size": 4}))
+    assert "unknown setting rl.grop_size = 4; did you mean rl.group_size? (in tiny.toml)" in refused(RUN, capsys)
+    Path("tiny.toml").write_text("[run\n")
+    assert "tiny.toml is not valid TOML" in refused(RUN, capsys)
+    workplace(tmp_path)
+    monkeypatch.setenv("STARLING_RL__GROP_SIZE", "4")
+    assert "rl.grop_size = '4'; did you mean rl.group_size? (in the environment)" in refused(RUN, capsys)
+
+
+def fails(folder: Path, wanted: tuple[str, ...], *flags: str) -> None:
+    """Run a recipe that a started process refuses, and see that nothing came of it."""
+    with run(workplace(folder), *flags) as command:
+        assert command.wait() not in (0, 130)
+    said = sentence(command)
+    assert all(part in said for part in wanted), said
+    assert not list(attempt(folder).glob("checkpoints/*"))
+
+
+@pytest.mark.system
+def test_what_the_started_processes_refuse(tmp_path: Path) -> None:
+    """One sentence that names process, value and remedy; no process and no shared memory is left."""
+    (tmp_path / "nothing.jsonl").write_text("")
+    (tmp_path / "mine.py").write_text("def reward(completion, reference, prompt_text, metadata):\n    return 1.0\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = {
+            "port": (("controller", f"127.0.0.1:{port}", "Address already in use", "choose another port, or 0"),
+                     ["--network.port", port]),
+            "host": (("controller", "cannot listen on tcp://192.0.2.1"), ["--network.host", "192.0.2.1"]),
+            "empty": (("controller", "nothing.jsonl' is empty", "at least one row"),
+                      ["--data.source", "../nothing.jsonl"]),
+            "missing": (("controller", "promts.jsonl does not exist", "nearest: prompts.jsonl"),
+                        ["--data.source", "promts.jsonl"]),
+            "column": (("controller", "no column 'word'", "there are: answer, question"), ["--data.format", "{word}>"]),
+            "scratch": (("model", "has no config.hidden_sice", "nearest: hidden_size"),
+                        ["--model.scratch.config", "{hidden_sice = 3}"]),
+            "scorer file": (("reward-0", "there is no file", "none.py"),
+                            ["--reward.scorers", '[{name = "none.py:reward"}]']),
+            "scorer function": (("reward-0", "no 'rewrad' in there; did you mean 'reward'"),
+                                ["--reward.scorers", '[{name = "../mine.py:rewrad"}]']),
+        }  # fmt: skip
+        together(*(partial(fails, tmp_path / name, wanted, *flags) for name, (wanted, flags) in cases.items()))
+
+
+@pytest.mark.system
+def test_a_service_that_finds_nobody_says_so(tmp_path: Path) -> None:
+    folder = workplace(tmp_path, network={"connect_s": 0.5, "curve": False})
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = "tcp://{}:{}".format(*nobody.getsockname())
+        arguments = ["--config", "tiny.toml", "--controller", address]
+        with started(folder, "reward", *arguments) as command:
+            assert command.wait() == 1
+    assert f"the controller at {address} cannot be reached by reward-0" in command.errors
+    assert "check the address" in command.errors
+    with started(folder, "reward", *arguments[:-1], "localhost:7") as command:
+        assert command.wait() == 2
+    assert command.errors == "starling reward-0: --controller localhost:7 is no address; write tcp://host:port\n"

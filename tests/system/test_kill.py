@@ -1,0 +1,122 @@
+"""Processes that die or stand still: the run goes on where it can, and else ends with the name of the culprit."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from system_runs import (
+    Command,
+    attempt,
+    checkpoints,
+    metrics,
+    num_steps,
+    run,
+    sentence,
+    together,
+    trained,
+    workplace,
+)
+
+pytestmark = pytest.mark.system
+
+ENDLESS = 100_000
+ONE_ROW_OF_STEPS = {"run": {"kind": "sft"}, "evaluation": {}, "sft": {"num_steps": ENDLESS}}
+
+
+def fails_naming(command: Command, name: str, line: str) -> None:
+    """See that the run fails, says who was killed, and shows what that one said last."""
+    assert command.wait() == 1, command.story()
+    assert sentence(command) == f"{name} was killed by SIGKILL; its last lines:"
+    shown = [text for text in command.errors.splitlines() if text.startswith("  | ")]
+    assert any(line in text for text in shown), command.story()
+    assert command.errors.splitlines()[-1].endswith(f"logs/{name}.log")
+
+
+def the_policy(folder: Path) -> None:
+    with run(workplace(folder, **ONE_ROW_OF_STEPS)) as command:
+        command.until(lambda: num_steps(folder) >= 2, "two steps")
+        command.titled("policy-0").kill()
+        fails_naming(command, "policy-0", "ready")
+
+
+def the_reward(folder: Path) -> None:
+    with run(workplace(folder)) as command:
+        command.until_said("replica=reward-0")
+        command.titled("reward-0").kill()
+        fails_naming(command, "reward-0", "ready")
+
+
+def the_controller(folder: Path) -> None:
+    with run(workplace(folder)) as command:
+        command.until_said("replica=reward-0")
+        command.titled("controller").kill()
+        fails_naming(command, "controller", "joined")
+
+
+def the_only_rollout(folder: Path) -> None:
+    with run(workplace(folder, rl={"num_steps": ENDLESS})) as command:
+        command.until(lambda: trained(folder), "a step of reinforcement")
+        command.titled("rollout-0").kill()
+        fails_naming(command, "rollout-0", "ready")
+
+
+def the_supervisor(folder: Path) -> None:
+    """Nobody is left to clean up, and yet nothing stays."""
+    with run(workplace(folder, rl={"num_steps": ENDLESS})) as command:
+        command.until(lambda: trained(folder), "a step of reinforcement")
+        assert len(command.family()) >= 7, "supervisor, four services, two scoring workers"
+        command.process.kill()
+        assert command.wait() == -9
+
+
+def one_of_two_rollouts(folder: Path) -> None:
+    with run(workplace(folder, launch={"num_rollouts": 2}, rl={"num_steps": 15})) as command:
+        command.until(lambda: len(trained(folder)) >= 8, "two steps of reinforcement")
+        command.titled("rollout-1").kill()
+        assert command.wait() == 0, command.story()
+    assert "rollout-1 was killed by SIGKILL; the others take over what it had" in command.output
+    assert "rollout-1" in [line["replica"] for line in metrics(folder, "left")]
+    assert len(trained(folder)) == 15 * 4
+    assert set(trained(folder).values()) == {1}, "a prompt was trained twice"
+    assert checkpoints(folder) == ["step-18"]
+    assert (attempt(folder) / "reward.png").stat().st_size > 1000
+
+
+def a_rollout_that_stands_still(folder: Path) -> None:
+    """Longer than its lease: what it had is given to the other. It then comes back and works again."""
+    network = {"lease_s": 2.0, "heartbeat_s": 0.2}
+    with run(workplace(folder, launch={"num_rollouts": 2}, rl={"num_steps": ENDLESS}, network=network)) as command:
+        command.until(lambda: len(trained(folder)) >= 8, "two steps of reinforcement")
+        rollout = command.titled("rollout-1")
+        rollout.suspend()
+        command.until(lambda: of(folder, "left", "rollout-1"), "the end of its lease")
+        rollout.resume()
+        command.until(lambda: len(of(folder, "joined", "rollout-1")) == 2, "its return")
+        version = num_steps(folder)
+        command.until(
+            lambda: any(line["version"] > version for line in of(folder, "adopted", "rollout-1")), "its next adoption"
+        )
+        command.interrupt()
+        assert command.wait() == 0, command.story()
+    assert "silent" in of(folder, "left", "rollout-1")[0]["reason"]
+    assert set(trained(folder).values()) == {1}, "a prompt was trained twice"
+    assert len(trained(folder)) == 4 * (num_steps(folder) - 3)
+    assert all(line["attested"] for line in metrics(folder, "adopted"))
+    assert checkpoints(folder) == [f"step-{num_steps(folder)}"]
+
+
+def of(folder: Path, kind: str, replica: str) -> list[dict[str, object]]:
+    """Return the lines of a kind about one replica."""
+    return [line for line in metrics(folder, kind) if line["replica"] == replica]
+
+
+def test_the_run_goes_on_without_one_rollout(tmp_path: Path) -> None:
+    scenarios = [a_rollout_that_stands_still, one_of_two_rollouts]
+    together(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios), at_once=2)
+
+
+def test_the_run_fails_without_the_others(tmp_path: Path) -> None:
+    scenarios = [the_supervisor, the_only_rollout, the_policy, the_reward, the_controller]
+    together(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))

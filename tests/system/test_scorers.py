@@ -1,0 +1,75 @@
+"""Scorers and prompts that misbehave: what can be trained is trained, and the reason of a failure is told."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from system_runs import WORDS, checkpoints, metrics, run, sentence, together, trained, workplace, write_prompts
+
+pytestmark = pytest.mark.system
+
+MINE = """
+import time
+
+def reward(completion, reference, prompt_text, metadata, *, hangs="", raises=""):
+    word = prompt_text.rstrip(">")
+    if word == hangs:
+        time.sleep(3600)
+    if word == raises or raises == "always":
+        raise LookupError(f"nothing is known of {word}")
+    return len(set(completion) & set(reference)) / 3
+"""
+
+
+def mine(folder: Path, **options: str) -> dict[str, object]:
+    """Write a scorer of the user's, and return the reward section that names it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mine.py").write_text(MINE)
+    return {"scorers": [{"name": "mine.py:reward", "timeout_s": 0.3, "options": options}]}
+
+
+def some_prompts_are_impossible(folder: Path) -> None:
+    """One hangs its scorer, one makes it raise, one is longer than the context: they are dropped, with the reason."""
+    reward = mine(folder, hangs=WORDS[0], raises=WORDS[1])
+    rl = {"num_steps": 11, "max_tries": 0}
+    workplace(folder, sft={"num_steps": 0}, rl=rl, reward=reward, evaluation={}, data={"held_out": 0})
+    write_prompts(folder, [*WORDS[:40], "a" * 40])
+    with run(folder) as command:
+        assert command.wait() == 0, command.story()
+    dropped = {line["prompt"].rpartition("/")[2]: line["reason"] for line in metrics(folder, "discarded")}
+    assert sorted(dropped) == ["0", "1", "40"], "each once, in the only pass"
+    assert "scorer 'mine.py:reward' took longer than 0.3 s." in dropped["0"]
+    assert f"scorer 'mine.py:reward' raised LookupError: nothing is known of {WORDS[1]}." in dropped["1"]
+    assert "the prompt of 41 tokens leaves no room in the context of 24" in dropped["40"]
+    assert len(trained(folder)) == 44
+    assert not {f"train/0/{row}" for row in dropped} & set(trained(folder))
+    assert {line["score/mine.py:reward"] > 0 for line in metrics(folder, "step")} == {True}
+    assert checkpoints(folder) == ["step-11"]
+
+
+def the_scorer_always_raises(folder: Path) -> None:
+    workplace(folder, sft={"num_steps": 0}, evaluation={}, reward=mine(folder, raises="always"))
+    with run(folder) as command:
+        assert command.wait() == 1, command.story()
+    assert "groups were all discarded" in sentence(command)
+    assert "scorer 'mine.py:reward' raised LookupError: nothing is known of" in sentence(command)
+    assert trained(folder) == {}
+
+
+def an_example_is_longer_than_the_context(folder: Path) -> None:
+    workplace(folder, run={"kind": "sft"}, evaluation={}, sft={"num_steps": 20})
+    rows = [{"question": word, "answer": "a" * 40} for word in WORDS]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with run(folder) as command:
+        assert command.wait() == 1, command.story()
+    assert "policy-0 could not train" in sentence(command)
+    assert "24" in sentence(command), "the context is named"
+    assert checkpoints(folder) == []
+
+
+def test_misbehaving_scorers_and_prompts(tmp_path: Path) -> None:
+    scenarios = [some_prompts_are_impossible, the_scorer_always_raises, an_example_is_longer_than_the_context]
+    together(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))
