@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from starling.common.errors import ConfigError
+from starling.common.ids import Role
 from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.link import LinkSettings
-from starling.common.settings import ServiceSettings, describe
+from starling.common.observe.process import StopSignal, run_service
+from starling.common.settings import ServiceSettings, describe, load
+
+S = TypeVar("S", bound=ServiceSettings)
 
 SECTIONS = (
     "run",
@@ -148,3 +154,29 @@ def process_name(role: str, argv: Sequence[str]) -> str:
         if flag == "--name" and value:
             return value
     return f"{role}-0"
+
+
+class Shell(Protocol):
+    """The hands of a service: what is left of it when its settings are known."""
+
+    def run(self, stop: StopSignal) -> None:
+        """Serve until the run is over, or `stop` is set."""
+
+
+def serve(
+    role: Role,
+    schema: type[S],
+    make_shell: Callable[[S, ServiceArguments], Shell],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Be the service `role`: read the command line and the settings, then run. Returns the exit code."""
+    stop = StopSignal()
+    given = sys.argv[1:] if argv is None else argv
+
+    def body() -> None:
+        arguments = parse_arguments(role, given, schema)
+        settings = load(schema, arguments.configs, arguments.flags, others=SECTIONS)
+        stop.install()
+        make_shell(settings, arguments).run(stop)
+
+    return run_service(role if role == "controller" else process_name(role, given), body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,8 @@ from starling.common.errors import StarlingError
 from starling.common.net.curve import load_allowed
 from starling.common.net.epoch import make_epoch
 from starling.common.net.hub import Arrival, Hub, HubKeys
-from starling.common.observe.process import StopSignal, end_process, run_service
-from starling.common.service import SECTIONS, ServiceArguments, parse_arguments
-from starling.common.settings import load
+from starling.common.observe.process import StopSignal, end_process
+from starling.common.service import ServiceArguments, serve
 from starling.common.wire.messages import Prompt
 from starling.controller.core.events import (
     Command,
@@ -139,15 +137,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the controller."""
-    stop = StopSignal()
-
-    def body() -> None:
-        arguments = parse_arguments("controller", sys.argv[1:] if argv is None else argv, ControllerProcess)
-        settings = load(ControllerProcess, arguments.configs, arguments.flags, others=SECTIONS)
-        stop.install()
-        Shell(settings, arguments).run(stop)
-
-    return run_service("controller", body)
+    return serve("controller", ControllerProcess, Shell, argv)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,17 +13,15 @@ import structlog
 from starling.algo.text import encode_prompt, encode_response
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import StopSignal, end_process, run_service
+from starling.common.observe.process import StopSignal, end_process
 from starling.common.service import (
-    SECTIONS,
     ServiceArguments,
     check_model_folder,
     host_name,
     link_settings,
-    parse_arguments,
-    process_name,
+    serve,
 )
-from starling.common.settings import ModelSettings, ServiceSettings, load
+from starling.common.settings import ModelSettings, ServiceSettings
 from starling.common.wire import messages as wire
 from starling.policy.core.progress import Progress
 from starling.policy.settings import PolicySettings
@@ -197,16 +194,7 @@ class Shell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a policy replica."""
-    stop = StopSignal()
-    given = sys.argv[1:] if argv is None else argv
-
-    def body() -> None:
-        arguments = parse_arguments("policy", given, PolicyProcess)
-        settings = load(PolicyProcess, arguments.configs, arguments.flags, others=SECTIONS)
-        stop.install()
-        Shell(settings, arguments).run(stop)
-
-    return run_service(process_name("policy", given), body)
+    return serve("policy", PolicyProcess, Shell, argv)
 
 
 if __name__ == "__main__":

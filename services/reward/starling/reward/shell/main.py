@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import time
 from collections.abc import Sequence
 
 import structlog
 
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import StopSignal, end_process, run_service
+from starling.common.observe.process import StopSignal, end_process
 from starling.common.service import (
-    SECTIONS,
     ServiceArguments,
     host_name,
     link_settings,
-    parse_arguments,
-    process_name,
+    serve,
 )
-from starling.common.settings import ServiceSettings, load
+from starling.common.settings import ServiceSettings
 from starling.common.wire import messages as wire
 from starling.reward.core import groups as core
 from starling.reward.score.check import check
@@ -54,6 +51,7 @@ class Shell:
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller says that nothing more will come."""
         reason = "its service failed"
+        stop.install(self.wake)
         # The workers die with the thread that starts them, so the pool belongs to the main thread.
         with ScoringPool(self._settings) as pool:
             self._link.start(notify=self.wake)
@@ -112,17 +110,7 @@ class Shell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a reward replica."""
-    stop = StopSignal()
-    given = sys.argv[1:] if argv is None else argv
-
-    def body() -> None:
-        arguments = parse_arguments("reward", given, RewardProcess)
-        settings = load(RewardProcess, arguments.configs, arguments.flags, others=SECTIONS)
-        shell = Shell(settings, arguments)
-        stop.install(shell.wake)
-        shell.run(stop)
-
-    return run_service(process_name("reward", given), body)
+    return serve("reward", RewardProcess, Shell, argv)
 
 
 if __name__ == "__main__":

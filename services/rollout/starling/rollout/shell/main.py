@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,17 +15,14 @@ import structlog
 from starling.algo.text import decode, encode_prompt
 from starling.common.errors import StarlingError
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import StopSignal, end_process, run_service
+from starling.common.observe.process import StopSignal, end_process
 from starling.common.service import (
-    SECTIONS,
     ServiceArguments,
     check_model_folder,
     host_name,
     link_settings,
-    parse_arguments,
-    process_name,
+    serve,
 )
-from starling.common.settings import load
 from starling.common.wire import messages as wire
 from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Pull, Rollout, Switch
 from starling.rollout.settings import RolloutProcess
@@ -219,16 +215,7 @@ class Shell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a rollout replica."""
-    stop = StopSignal()
-    given = sys.argv[1:] if argv is None else argv
-
-    def body() -> None:
-        arguments = parse_arguments("rollout", given, RolloutProcess)
-        settings = load(RolloutProcess, arguments.configs, arguments.flags, others=SECTIONS)
-        stop.install()
-        Shell(settings, arguments).run(stop)
-
-    return run_service(process_name("rollout", given), body)
+    return serve("rollout", RolloutProcess, Shell, argv)
 
 
 if __name__ == "__main__":
