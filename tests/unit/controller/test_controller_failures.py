@@ -96,7 +96,7 @@ def test_the_run_fails_with_the_reason_when_every_group_is_discarded() -> None:
     for n in range(5):
         assert script.fails("rollout-0", f"generate:t{n}:0")[-1].startswith("rollout-0 <- generate")
     script.fails("rollout-0", "generate:t5:0")
-    reason = "the last 6 groups were all discarded; see the `discarded` lines in metrics.jsonl"
+    reason = "the last 6 groups were all discarded; the last one, prompt train5: no luck"
     assert f"policy-0 <- drain: {reason}" in script.sent_lines()
     for name in ("policy-0", "reward-0", "rollout-0"):
         lines = script.leaves(name)

@@ -65,5 +65,5 @@ def overdue(state: State, now: float) -> str | None:
             f"the run {missing}, for {state.plan.start_s:g} s; start what is missing or lower the number in the recipe"
         )
     if state.drops_in_a_row >= MAX_DROPS * state.plan.prompts_per_step:
-        return f"the last {state.drops_in_a_row} groups were all discarded; see the `discarded` lines in metrics.jsonl"
+        return f"the last {state.drops_in_a_row} groups were all discarded; the last one, {state.last_drop}"
     return None

@@ -204,6 +204,7 @@ def retry(state: State, groups: Groups, group: Group, reason: str, *, hopeless: 
     groups.retry(group, hopeless=hopeless)
     if group.state is GroupState.DISCARDED:
         state.drops_in_a_row += 1
+        state.last_drop = f"prompt {group.prompt.id}: {reason}"
     state.note(str(group.state), prompt=group.prompt.id, tries=group.tries, reason=reason)
 
 

@@ -42,6 +42,8 @@ class State:
         self.missing_since: float | None = None
         """Since when a role that the run needs has had no replica."""
         self.drops_in_a_row = 0
+        self.last_drop = ""
+        """Which group was discarded last, and why."""
         self.out: list[Command] = []
         self._attempts: dict[str, int] = {}
 

@@ -74,8 +74,7 @@ class Shell:
             self.hub.close()
         assert self._finish is not None
         if not self._finish.ok:
-            last = f"; discarded last: {self._history.discarded}" if self._history.discarded else ""
-            raise RunFailedError(f"{self._finish.reason}{last}")
+            raise RunFailedError(self._finish.reason)
 
     def _serve(self, controller: Controller, stop: StopSignal) -> None:
         next_tick, told = time.monotonic(), False

@@ -24,8 +24,6 @@ class History:
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REWARDS))
     curve: list[float] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    discarded: str = ""
-    """Which group was discarded last, and why."""
     _pending: list[float] = field(default_factory=list)
     _steps_per_point: int = 1
 
@@ -37,8 +35,6 @@ class History:
                 self._add_reward(fields["reward_mean"])
         elif kind == "evaluation":
             self.evaluations.append(fields)
-        elif kind == "discarded":
-            self.discarded = f"prompt {fields['prompt']}: {fields['reason']}"
 
     def _add_reward(self, reward: float) -> None:
         self.rewards.append(reward)
