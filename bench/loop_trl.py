@@ -27,7 +27,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     """Writes a line when training begins and after each optimizer step."""
 
     def __init__(self, path: str) -> None:
-        self._file = Path(path).open("w", buffering=1)
+        self._file = Path(path)
         self.reward = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -39,7 +39,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self._write(state.global_step, self.reward)
 
     def _write(self, step: int, reward: float | None) -> None:
-        self._file.write(json.dumps({"step": step, "time": time.time(), "reward": reward}) + "\n")
+        with self._file.open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), "reward": reward}) + "\n")
 
 
 def main() -> None:

@@ -1,0 +1,343 @@
+"""Seconds until a model has learnt something: Starling side by side with TRL's GRPOTrainer, on the CPU.
+
+    python bench/loop.py [--quick] [--rounds N]
+
+Both sides start from one checkpoint, made here by a short supervised run, and learn to spell words backward: the same
+prompts in the same order, the same reward function (loop_reward.py), the same number of prompts and completions in a
+step, one update per step, the same loss (clipped ratio, mean over all tokens, advantages scaled by the group's
+deviation, no KL), the same AdamW, in single precision. Starling runs as `starling run` starts it: a controller, a
+policy, a reward service and two rollouts, one thread each, at most one version stale. TRL runs in one process, in an
+environment of its own that is made here from trl-requirements.txt (bench/.cache/trl), once with one thread and once
+with a thread for each core; the faster of the two counts.
+
+The clock runs until the mean reward of the training completions, over the last 10 steps, reaches a threshold. Two
+figures come of it: from the start of the process (`starling run`, or python), with all imports and loading; and from
+the moment when the first completion can be sampled. The sides take turns; each round has a seed of its own.
+
+The learning rate was chosen for TRL: of 1e-4, 2e-4, 3e-4 and 5e-4 the one with which it needs the fewest steps.
+With --quick there is one round, in which TRL has a thread for each core. That takes less than a minute once the
+environment and the checkpoint are there, which are kept in bench/.cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tomli_w
+from figure import machine, print_figure, progress, rounded, versions
+
+HERE = Path(__file__).resolve().parent
+CACHE = HERE / ".cache"
+REQUIREMENTS = HERE / "trl-requirements.txt"
+RUN_TIMEOUT_S = 600
+
+NUM_WORDS = 6000
+WINDOW = 10
+PROMPTS_PER_STEP, GROUP_SIZE, MAX_TOKENS, CLIP = 16, 8, 12, 0.2
+OPTIMIZER = {"learning_rate": 3e-4, "betas": [0.9, 0.999], "eps": 1e-8, "max_grad_norm": 1.0}
+
+MODEL = {
+    "model_type": "qwen3",
+    "alphabet": "abcdefghijklmnopqrstuvwxyz>",
+    "max_length": 64,
+    "config": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "tie_word_embeddings": True,
+    },
+}
+WARM_UP: dict[str, Any] = {
+    "sft": {"num_steps": 170, "examples_per_step": 32},
+    "policy": {"sft": {"optimizer": {"learning_rate": 2e-3, "warmup_steps": 10}}},
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    rounds: int
+    num_steps: int
+    threshold: float
+    trl_threads: tuple[int, ...]
+
+
+FULL = Scale(5, 140, 0.60, (1, os.cpu_count() or 1))
+QUICK = Scale(1, 130, 0.60, FULL.trl_threads[-1:])
+
+
+@dataclass(frozen=True)
+class Course:
+    """One run: when it was started, when it could sample, and each step's end and mean reward."""
+
+    started: float
+    begun: float
+    ends: list[float]
+    rewards: list[float]
+
+    def reached(self, threshold: float) -> int | None:
+        """Return the first step whose moving mean reaches the threshold, counted from 1."""
+        for step in range(WINDOW, len(self.rewards) + 1):
+            if sum(self.rewards[step - WINDOW : step]) / WINDOW >= threshold:
+                return step
+        return None
+
+    @property
+    def step_s(self) -> float:
+        """Return the mean seconds of a step."""
+        return (self.ends[-1] - self.begun) / len(self.ends)
+
+
+# --- what both sides start from ------------------------------------------------------------------------------------
+
+
+def prepare() -> tuple[Path, Path]:
+    """Return the prompts and the checkpoint, made once and kept."""
+    recipe = {
+        "run": {"name": "warm-up", "kind": "sft"},
+        "launch": {"num_rollouts": 0, "num_rewards": 0, "screen": "plain"},
+        "model": {"scratch": MODEL, "device": "cpu"},
+        "data": {"size": NUM_WORDS},
+        **WARM_UP,
+    }
+    folder = CACHE / f"loop-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]}"
+    data, checkpoint = folder / "words.jsonl", folder / "checkpoint"
+    if not checkpoint.exists():
+        progress("making the checkpoint that both sides start from")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_words(data)
+        with tempfile.TemporaryDirectory(prefix="starling-loop-") as temporary:
+            recipe["data"] = data_section(data)
+            run_starling(recipe, Path(temporary))
+            made = Path(temporary) / "warm-up" / "attempt-1" / "checkpoints" / f"step-{WARM_UP['sft']['num_steps']}"
+            shutil.move(made, checkpoint)
+    return data, checkpoint
+
+
+def write_words(path: Path) -> None:
+    """Write the words of reasoning-gym's `spell_backward`, each once."""
+    from reasoning_gym.factory import create_dataset
+
+    entries = create_dataset("spell_backward", seed=0, size=NUM_WORDS, min_word_len=3, max_word_len=8)
+    words = {entry["metadata"]["word"]: entry["answer"] for entry in entries}
+    lines = [json.dumps({"prompt": f"{word}>", "reference": answer}) for word, answer in words.items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def data_section(data: Path) -> dict[str, Any]:
+    """Return the recipe's section that reads the words in the order of the file."""
+    return {"source": str(data), "format": "{prompt}", "reference_column": "reference", "shuffle": False}
+
+
+# --- Starling ------------------------------------------------------------------------------------------------------
+
+
+def run_starling(recipe: dict[str, Any], folder: Path) -> float:
+    """Run a recipe to its end. Returns when it was started."""
+    recipe["run"]["folder"] = str(folder)
+    file = folder / "recipe.toml"
+    file.write_text(tomli_w.dumps(recipe))
+    return run_logged([str(Path(sys.executable).with_name("starling")), "run", str(file)], folder)
+
+
+def starling_course(data: Path, checkpoint: Path, seed: int, scale: Scale) -> Course:
+    """Train once with Starling."""
+    recipe = {
+        "run": {"name": "loop", "kind": "grpo", "seed": seed},
+        "launch": {"num_rollouts": 2, "screen": "plain"},
+        "model": {"path": str(checkpoint), "device": "cpu"},
+        "data": data_section(data),
+        "rl": {
+            "num_steps": scale.num_steps,
+            "prompts_per_step": PROMPTS_PER_STEP,
+            "group_size": GROUP_SIZE,
+            "max_staleness": 1,
+        },
+        "sampling": {"max_tokens": MAX_TOKENS},
+        "policy": {"optimizer": OPTIMIZER, "grpo": {"clip_low": CLIP, "clip_high": CLIP}},
+        "reward": {"scorers": [{"name": f"{HERE / 'loop_reward.py'}:score"}]},
+    }
+    with tempfile.TemporaryDirectory(prefix="starling-loop-") as temporary:
+        started = run_starling(recipe, Path(temporary))
+        metrics = Path(temporary) / "loop" / "attempt-1" / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    # The checkpoint is version 0; once it is published, the rollouts pull it and begin.
+    begun = next(line["time"] for line in lines if line["kind"] == "published")
+    return Course(started, begun, [step["time"] for step in steps], [step["reward_mean"] for step in steps])
+
+
+# --- TRL -----------------------------------------------------------------------------------------------------------
+
+
+def trl_python() -> Path:
+    """Return the Python of TRL's environment, which is made when it is missing or its requirements have changed."""
+    folder = CACHE / "trl"
+    python, stamp = folder / "bin" / "python", folder / "installed.txt"
+    if stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text():
+        return python
+    progress(f"making TRL's environment in {folder}")
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if uv is None:
+        raise SystemExit("uv is missing: install it, or put `uv` on the PATH")
+    environment = dict(os.environ)
+    backend = ["--torch-backend=cpu"]
+    if "PIP_FIND_LINKS" in environment:  # uv does not read pip's settings
+        environment["UV_FIND_LINKS"] = environment["PIP_FIND_LINKS"]
+        backend = []
+    install = ["--requirement", str(REQUIREMENTS), "--compile-bytecode", *backend]
+    for command in (
+        ["venv", "--quiet", "--clear", "--python", sys.executable, str(folder)],
+        ["pip", "install", "--quiet", "--python", str(python), *install],
+    ):
+        subprocess.run([uv, *command], check=True, env=environment, stdout=sys.stderr)
+    stamp.write_text(REQUIREMENTS.read_text())
+    return python
+
+
+def trl_course(python: Path, data: Path, checkpoint: Path, seed: int, scale: Scale, num_threads: int) -> Course:
+    """Train once with TRL."""
+    with tempfile.TemporaryDirectory(prefix="starling-loop-") as temporary:
+        folder = Path(temporary)
+        settings = {
+            "data": str(data),
+            "model": str(checkpoint),
+            "out": str(folder / "steps.jsonl"),
+            "folder": str(folder / "trl"),
+            "seed": seed,
+            "num_threads": num_threads,
+            "num_steps": scale.num_steps,
+            "prompts_per_step": PROMPTS_PER_STEP,
+            "group_size": GROUP_SIZE,
+            "max_tokens": MAX_TOKENS,
+            "clip": CLIP,
+            **OPTIMIZER,
+        }
+        (folder / "settings.json").write_text(json.dumps(settings))
+        command = [str(python), str(HERE / "loop_trl.py"), str(folder / "settings.json")]
+        started = run_logged(command, folder, OMP_NUM_THREADS=str(num_threads))
+        first, *steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    return Course(started, first["time"], [step["time"] for step in steps], [step["reward"] for step in steps])
+
+
+def run_logged(command: list[str], folder: Path, **environment: str) -> float:
+    """Run a command to its end, and show what it said should it fail. Returns when it was started."""
+    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with (folder / "output.log").open("w+") as log:
+        started = time.time()
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **offline, **environment},
+            timeout=RUN_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            log.seek(0)
+            raise SystemExit(f"{' '.join(command)} exited with {done.returncode}:\n{log.read()[-4000:]}")
+    return started
+
+
+# --- the figures ---------------------------------------------------------------------------------------------------
+
+
+def measure(scale: Scale) -> dict[str, list[Course]]:
+    """Return the courses of each side, by its name."""
+    python = trl_python()
+    data, checkpoint = prepare()
+    courses: dict[str, list[Course]] = {}
+    for seed in range(scale.rounds):
+        runs = {"starling": starling_course(data, checkpoint, seed, scale)}
+        for num_threads in dict.fromkeys(scale.trl_threads):
+            runs[f"trl_{num_threads}"] = trl_course(python, data, checkpoint, seed, scale, num_threads)
+        for side, course in runs.items():
+            courses.setdefault(side, []).append(course)
+            step = course.reached(scale.threshold)
+            progress(
+                f"round {seed + 1} of {scale.rounds}, {side}: {course.begun - course.started:.1f} s to the first "
+                f"step, {course.step_s:.3f} s a step, {scale.threshold} at step {step}"
+            )
+    return courses
+
+
+def summary(courses: list[Course], threshold: float) -> dict[str, Any]:
+    """Return the medians of one side; null where a run did not reach the threshold."""
+    steps = [course.reached(threshold) for course in courses]
+    reached = [(course, step) for course, step in zip(courses, steps, strict=True) if step is not None]
+    whole = [course.ends[step - 1] - course.started for course, step in reached]
+    learning = [course.ends[step - 1] - course.begun for course, step in reached]
+    complete = len(reached) == len(courses)
+    return {
+        "seconds_from_start": rounded(median(whole)) if complete else None,
+        "seconds_from_first_step": rounded(median(learning)) if complete else None,
+        "start_seconds": rounded(median(course.begun - course.started for course in courses)),
+        "seconds_per_step": rounded(median(course.step_s for course in courses)),
+        "steps_needed": steps,
+        "final_reward": rounded(median(sum(course.rewards[-WINDOW:]) / WINDOW for course in courses)),
+    }
+
+
+def report(courses: dict[str, list[Course]], scale: Scale) -> None:
+    """Print the figures: against the better of TRL's settings."""
+    sides = {side: summary(runs, scale.threshold) for side, runs in courses.items()}
+    trl = min((side for side in sides if side != "starling"), key=lambda side: float(sides[side]["seconds_per_step"]))
+    detail = {
+        "sides": sides,
+        "compared_with": trl,
+        "threshold": scale.threshold,
+        "rounds": scale.rounds,
+        "steps": scale.num_steps,
+        "sequences_per_step": PROMPTS_PER_STEP * GROUP_SIZE,
+        "max_tokens": MAX_TOKENS,
+        **OPTIMIZER,
+        **machine(),
+        "versions": {
+            **versions("torch", "transformers", "pyzmq"),
+            "trl": [line for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("#")],
+        },
+    }
+    for figure, key, goal in (
+        ("seconds_to_reward_over_trl", "seconds_from_start", 0.8),
+        ("seconds_to_reward_after_start_over_trl", "seconds_from_first_step", 0.8),
+        ("seconds_per_step_over_trl", "seconds_per_step", None),
+    ):
+        ours, theirs = sides["starling"][key], sides[trl][key]
+        shown: dict[str, Any] = detail if goal and key == "seconds_from_start" else {"see": "above"}
+        if ours is None or theirs is None:
+            shown = {"reason": f"a run did not reach {scale.threshold} in {scale.num_steps} steps", **shown}
+        value = None if ours is None or theirs is None else ours / theirs
+        print_figure("loop", figure, value, unit="ratio", goal=goal, better="lower", detail=shown)
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round; under a minute once all is prepared")
+    parser.add_argument("--rounds", type=int, help="how often each side runs")
+    arguments = parser.parse_args()
+    scale = QUICK if arguments.quick else FULL
+    if arguments.rounds:
+        scale = Scale(arguments.rounds, scale.num_steps, scale.threshold, scale.trl_threads)
+    report(measure(scale), scale)
+
+
+if __name__ == "__main__":
+    main()
