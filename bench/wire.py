@@ -5,7 +5,8 @@
 One process is the controller, each replica is a process of its own. The controller sends a command, the replica
 answers it; both messages take about 300 bytes. What is compared:
 
-- `ours`: `Hub` at the controller; at the replica a DEALER with our codec, as `Link` uses it, in one thread. Every
+- `ours`: `Hub` at the controller; at the replica a DEALER with our codec, as `Link` uses it, but in one thread that
+  waits in `recv`. The messages exist before the clock starts: what a service does to make them is not counted. Every
   message is encoded, enveloped, decoded and checked as a typed struct, and every sender is authenticated.
 - `link`: the same with the whole `Link`: its thread, its lease book, its queue to the working thread, and the release
   of each lease, a third message that the others do without.
@@ -150,7 +151,8 @@ class BareController:
     """A ROUTER and nothing else."""
 
     def __init__(self, key: curve.KeyFile | None) -> None:
-        self._socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.ROUTER)
+        context: zmq.Context[Any] = zmq.Context.instance()
+        self._socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         self._socket.rcvtimeo = int(ANSWER_TIMEOUT_S * 1000)
         if key is not None:
             # No authenticator: whoever knows the public key is let in.
@@ -158,7 +160,7 @@ class BareController:
             self._socket.curve_secretkey = key.secret.encode()
             self._socket.curve_publickey = key.public.encode()
         self._socket.bind("tcp://127.0.0.1:0")
-        self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def meet(self) -> None:
         """Wait for the replica's first message."""

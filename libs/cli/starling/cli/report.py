@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from starling.cli.screen import shown
 from starling.cli.supervisor import Attempt, read_metrics
 
 
@@ -25,11 +26,11 @@ def report(attempt: Attempt, seconds: float, console: Console) -> None:
     if steps:
         curve = attempt.folder / "reward.png"
         draw_curve(steps, evaluations, curve)
-        table.add_row("reward curve", str(curve))
-    table.add_row("metrics", str(attempt.metrics))
+        table.add_row("reward curve", shown(curve))
+    table.add_row("metrics", shown(attempt.metrics))
     for line in lines:
         if line["kind"] == "checkpoint":
-            table.add_row("checkpoint", line["path"])
+            table.add_row("checkpoint", shown(Path(line["path"])))
     console.print(table)
 
 

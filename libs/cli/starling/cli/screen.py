@@ -142,8 +142,8 @@ class LiveScreen:
         title = f"starling · {self._recipe.run.name} · {snapshot.phase}"
         parts: list[RenderableType] = [self._progress(snapshot), self._figures(snapshot)]
         if snapshot.replicas:
-            parts += [_replicas(snapshot), Text(f"waiting for {snapshot.waiting_for}", style="dim")]
-        return Panel(Group(*parts, *notices), title=title, subtitle=str(self._folder), border_style="cyan")
+            parts += [_replicas(snapshot), Text(f"now: {snapshot.waiting_for}", style="dim")]
+        return Panel(Group(*parts, *notices), title=title, subtitle=shown(self._folder), border_style="cyan")
 
     def _progress(self, snapshot: Snapshot) -> RenderableType:
         left_s = self._pace.left_s(snapshot)
@@ -247,6 +247,12 @@ def sparkline(values: tuple[float, ...], width: int = 60) -> str:
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def shown(path: Path) -> str:
+    """Return a path as a person reads it: from the present folder where it lies below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def duration(seconds: float) -> str:
