@@ -16,7 +16,7 @@ from starling.common.errors import ConfigError
 from starling.common.ids import Role
 from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.link import LinkSettings
-from starling.common.observe.process import StopSignal, run_service
+from starling.common.observe.process import StopSignal, run_service, without_collection
 from starling.common.settings import ServiceSettings, describe, load
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -177,6 +177,8 @@ def serve(
         arguments = parse_arguments(role, given, schema)
         settings = load(schema, arguments.configs, arguments.flags, others=SECTIONS)
         stop.install()
-        make_shell(settings, arguments).run(stop)
+        with without_collection():
+            shell = make_shell(settings, arguments)
+        shell.run(stop)
 
     return run_service(role if role == "controller" else process_name(role, given), body)
