@@ -114,7 +114,9 @@ def twice(folder: Path) -> None:
 def at_a_random_moment(folder: Path) -> None:
     """Whenever it comes: saved, or nothing to save; nothing else."""
     with run(workplace(folder, rl={"num_steps": ENDLESS})) as command:
-        time.sleep(random.uniform(0.2, 8.0))
+        moment_s = random.uniform(0.2, 8.0)
+        print(f"Ctrl-C after {moment_s:.3f} s")  # shown when the test fails, to try that moment again
+        time.sleep(moment_s)
         command.interrupt()
         code = command.wait(STOP_S)
     if code == 0:
