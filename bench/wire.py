@@ -22,7 +22,6 @@ changes from round to round.
 from __future__ import annotations
 
 import argparse
-import queue
 import subprocess
 import sys
 import tempfile
@@ -108,9 +107,8 @@ def answer_ours(address: str, key: curve.KeyFile) -> None:
 
 def answer_link(address: str, key: curve.KeyFile) -> None:
     """Answer every command as a service does."""
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     hello = messages.Hello(role="rollout", host="here", pid=1)
-    link = Link(LinkSettings(name=key.name, run=RUN, controller=address, key=key), hello, (), inbox)
+    link = Link(LinkSettings(name=key.name, run=RUN, controller=address, key=key), hello)
     link.start()
     number = 0
     while True:
@@ -239,7 +237,7 @@ class HubController:
                     said = arrival.envelope
                     cause = f"{said.sender}/{said.epoch}/{said.seq}"
                     if release:
-                        hub.send(name, messages.Release(leases=(answer.lease,)), cause=cause)
+                        hub.release(name, (answer.lease,))
                     if len(sent_at) < num:
                         sent_at.append(clock())
                         hub.send(name, commands[(len(sent_at) - 1) % len(commands)], cause=cause)

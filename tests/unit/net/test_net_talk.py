@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -214,3 +216,61 @@ def test_a_link_that_was_never_started_closes() -> None:
     link = Link(LinkSettings(name="reward-0", run=RUN, controller="tcp://127.0.0.1:1", key=None), hello)
     link.close("never mind")
     assert link.receive(0.0) is None
+
+
+def test_releases_wait_for_each_other_and_for_nobody_else(desk: Desk, keys: Path) -> None:
+    leases = tuple(f"score:{n}:0" for n in range(3))
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        for lease in leases:
+            desk.hub.send("rollout-0", score(lease))
+            received(link, Command)
+        for lease in leases:
+            desk.hub.release("rollout-0", (lease,))
+        desk.next(wire.Heartbeat)  # a hub has no thread: it is polled, as a controller does for ever
+        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == ())
+        assert received(link, GivenUp).leases == leases, "in one message"
+
+
+def test_a_lease_that_is_granted_again_is_not_forgotten_by_an_old_release(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        desk.hub.send("rollout-0", score("score:1:0"))
+        received(link, Command)
+        desk.hub.release("rollout-0", ("score:1:0",))
+        desk.hub.send("rollout-0", score("score:1:0"))
+        assert received(link, GivenUp).leases == ("score:1:0",)
+        assert received(link, Command).message == score("score:1:0")
+        assert link.work("score:1:0")
+
+
+def test_a_wait_ends_when_woken_and_when_something_is_put(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        for event in (1, 2):
+            threading.Timer(0.05, link.put, (event,)).start()
+            assert link.receive(20.0) == event
+        begin = time.monotonic()
+        threading.Timer(0.05, link.wake).start()
+        assert link.receive(20.0) is None
+        assert time.monotonic() - begin < 19.0, "it did not wait until its end"
+        assert link.receive(0.0) is None
+
+
+def test_who_waits_on_the_descriptors_misses_nothing(desk: Desk, keys: Path) -> None:
+    """The keeper's own sends swallow the news of the descriptor; it must wake the waiting thread itself."""
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0", heartbeat_s=0.002)
+        poller = select.poll()
+        for descriptor in link.descriptors:
+            poller.register(descriptor, select.POLLIN)
+        for number in range(300):
+            while link.receive(0.0) is not None:
+                pass
+            desk.hub.send("rollout-0", score(f"score:{number}:0"))
+            delivered = None
+            while delivered is None:
+                assert poller.poll(5_000), f"command {number} lies there, and nobody says so"
+                delivered = link.receive(0.0)
+            link.answer(f"score:{number}:0", scored(f"score:{number}:0"))
+            desk.heard += desk.hub.poll(0.0)

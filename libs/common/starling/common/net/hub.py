@@ -20,7 +20,7 @@ from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
 from starling.common.net.frames import receive, send
 from starling.common.wire import codec
-from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Refused, Up
+from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Refused, Release, Up
 
 log = structlog.get_logger(__name__)
 
@@ -28,6 +28,10 @@ MAX_BATCH = 256
 """Messages taken in one `poll`, so that a flood cannot keep the controller from its clock."""
 MAX_LOGGED = 300
 """Characters of a reason that may hold what a peer chose to send."""
+RELEASE_WITHIN_S = 0.02
+"""How long a release waits for others to the same peer. Nobody waits for it: it only ends the sending again."""
+MAX_RELEASES = 64
+"""So many releases to one peer wait for no others."""
 LOOK_EVERY_S = 0.05
 """How long `poll` waits at a time, and how often it looks for connections that have closed."""
 
@@ -74,6 +78,8 @@ class Hub:
         self._peers: dict[str, _Peer] = {}
         self._names: dict[bytes, str] = {}
         self._closed: list[tuple[str, bytes]] = []
+        self._releases: dict[str, dict[str, None]] = {}
+        self._release_at = float("inf")
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = None
         if keys is not None:
@@ -106,7 +112,9 @@ class Hub:
             if now >= self._look_at:
                 self._look_at = now + LOOK_EVERY_S
                 self._note_closed()
-            frames = self._next(0.0 if self._closed else min(deadline - now, LOOK_EVERY_S))
+            if now >= self._release_at:
+                self._send_releases(*self._releases)
+            frames = self._next(0.0 if self._closed else min(deadline - now, LOOK_EVERY_S, self._release_at - now))
             arrival = self._admit(frames) if frames is not None else None
             if arrival is not None:
                 happened.append(arrival)
@@ -124,6 +132,8 @@ class Hub:
         peer = self._peers.get(name)
         if peer is None:
             return False
+        if name in self._releases and getattr(message, "lease", None) in self._releases[name]:
+            self._send_releases(name)  # it is granted anew, and must not be forgotten thereafter
         peer.seq_out += 1
         envelope = Envelope(
             protocol=PROTOCOL_VERSION,
@@ -139,6 +149,24 @@ class Hub:
             log.warning("cannot send", peer=name, message=type(message).__name__, error=error.strerror)
             return False
         return True
+
+    def release(self, name: str, leases: tuple[str, ...]) -> None:
+        """Tell a peer within `RELEASE_WITHIN_S`, in one message with its other releases, to forget `leases`.
+
+        One message for each would be a third of all messages.
+        """
+        if not self._releases:
+            self._release_at = time.monotonic() + RELEASE_WITHIN_S
+        waiting = self._releases.setdefault(name, {})
+        waiting.update(dict.fromkeys(leases))
+        if len(waiting) >= MAX_RELEASES:
+            self._send_releases(name)
+
+    def _send_releases(self, *names: str) -> None:
+        for name in names:
+            self.send(name, Release(leases=tuple(self._releases.pop(name))))
+        if not self._releases:
+            self._release_at = float("inf")
 
     def publish(self, payload: bytes) -> None:
         """Offer telemetry to whoever listens; it may be lost."""

@@ -1,21 +1,29 @@
-"""A replica's line to the controller: a DEALER in a thread of its own.
+"""A replica's line to the controller: one DEALER, served by whoever is there.
 
-The thread keeps the heartbeat while the working thread trains or generates for however long. It
+The working thread takes its messages from the socket itself, and sends its results itself: nothing is handed from
+thread to thread on the way. A second thread, the keeper, looks after the line while the working thread trains or
+generates for however long. Together they
 
-- says `Hello` until it is welcomed, and again when the controller asks who this is,
-- hands each new command to the working thread once, however often it comes,
-- sends each result, and sends it again until the controller releases its lease,
-- ends with one clear error when the controller refuses this replica or stays silent beyond its deadline.
+- say `Hello` until welcomed, and again when the controller asks who this is,
+- keep the heartbeat,
+- hand each new command to the working thread once, however often it comes,
+- send each result, and send it again until the controller releases its lease,
+- end with one clear error when the controller refuses this replica or stays silent beyond its deadline.
+
+A socket of ZeroMQ may be used by several threads in turn; `_lock` makes it their turn. To wait, the working thread
+does not hold the lock: it polls the socket's descriptor. That descriptor tells only of *changes*, so nobody waits on
+it before the socket was found empty, and who finds something for another wakes them by the eventfd.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-import queue
+import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +44,8 @@ log = structlog.get_logger(__name__)
 
 HELLO_EVERY_S = 0.5
 RESEND_S = 2.0
+LOOK_EVERY_S = 0.1
+"""How often the keeper looks at the line; the heartbeat may be more frequent."""
 
 
 @dataclass(frozen=True)
@@ -86,46 +96,87 @@ class _State:
 
 
 class Link:
-    """The line of one replica. `receive`, `answer`, `work` and `report` belong to the working thread."""
+    """The line of one replica. `receive` belongs to the working thread; the rest may be called in any thread."""
 
-    def __init__(
-        self,
-        settings: LinkSettings,
-        hello: messages.Hello,
-        hello_buffers: tuple[bytes, ...] = (),
-        inbox: queue.SimpleQueue[Any] | None = None,
-    ) -> None:
-        """Prepare to say `hello`. Deliveries go to `inbox`, which the owner may feed with events of its own."""
+    def __init__(self, settings: LinkSettings, hello: messages.Hello, hello_buffers: tuple[bytes, ...] = ()) -> None:
+        """Prepare to say `hello`."""
         self._settings, self._hello, self._hello_buffers = settings, hello, hello_buffers
         self._epoch, self._seq = make_epoch(), 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._book = LeaseBook(resend_s=RESEND_S)
         self._state = _State(version=hello.version)
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue() if inbox is None else inbox
-        self._outbox: deque[tuple[Up, tuple[bytes, ...]]] = deque()
+        self._inbox: deque[Any] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._welcomed = threading.Event()
-        self._closing = False
+        self._nudged = self._awoken = False
+        self._welcomed = False
         self._heartbeat_s = 1.0
         self._heard_at = time.monotonic()
         self._spoken_at = float("-inf")
         self._look_at = float("-inf")  # when the book is next looked through for answers to send again
-        self._notify: Callable[[], None] = lambda: None
-        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+        self._socket: zmq.Socket[Any] | None = None
+        self._closing = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="link", daemon=True)
+        self._poller = select.poll()
+        self._poller.register(self._wake, select.POLLIN)
 
-    def start(self, notify: Callable[[], None] | None = None) -> None:
-        """Start the thread; `notify` is called in it after each delivery to the inbox."""
-        if notify is not None:
-            self._notify = notify
+    def start(self) -> None:
+        """Call the controller. What goes wrong is delivered as `Ended`."""
         self._heard_at = time.monotonic()
-        self._thread.start()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.maxmsgsize = codec.MAX_BUFFER_BYTES
+        self._socket.linger = 1000
+        if self._settings.key is not None:
+            curve.connect_with(self._socket, self._settings.key)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+        try:
+            self._socket.connect(self._settings.controller)
+        except zmq.ZMQError as error:
+            self._end(f"cannot use {self._settings.controller}", UnreachableError(self._unreachable(str(error))))
+            return
+        self._poller.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
+        self._keeper.start()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Descriptors to wait on when `receive(0)` has returned None: a readable one says that it is worth a call."""
+        return (self._wake,) if self._socket is None else (self._wake, int(self._socket.getsockopt(zmq.FD)))
 
     def receive(self, timeout_s: float) -> Any | None:
-        """Return the next `Inbound` (or what the owner put into the inbox), or None after `timeout_s`."""
-        try:
-            return self._inbox.get_nowait() if timeout_s <= 0 else self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+        """Return the next `Inbound` (or what was `put`), or None after `timeout_s` or, at the latest, a `wake`."""
+        deadline: float | None = None
+        while True:
+            if self._nudged:
+                self._nudged = False
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            if self._inbox:
+                return self._inbox.popleft()
+            if self._hear_one():
+                continue
+            now = time.monotonic()
+            deadline = now + timeout_s if deadline is None else deadline
+            if now >= deadline or self._awoken:
+                self._awoken = False
+                return None
+            self._poller.poll(math.ceil((deadline - now) * 1000))
+
+    def put(self, event: object) -> None:
+        """Let `receive` return `event`, after what is there already."""
+        self._inbox.append(event)
+        self._nudge()
+
+    def wake(self) -> None:
+        """End the wait of `receive`, or of who waits on `descriptors`. Safe in a signal handler."""
+        self._awoken = True
+        self._nudge()
+
+    def _nudge(self) -> None:
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+            self._nudged = True  # in this order: who sees the flag finds the descriptor readable
 
     def work(self, lease: str) -> bool:
         """Say that `lease` is being worked on now. Returns False when it is wanted no longer."""
@@ -135,10 +186,8 @@ class Link:
     def answer(self, lease: str, message: Up, buffers: tuple[bytes, ...] = ()) -> None:
         """Send the result of `lease`, and keep sending it until the controller has it."""
         with self._lock:
-            if not self._book.answer(lease, message, buffers, time.monotonic()):
-                return
-        self._outbox.append((message, buffers))
-        self._nudge()
+            if self._book.answer(lease, message, buffers, time.monotonic()):
+                self._send(message, buffers)
 
     def report(self, *, version: int | None = None, gauges: dict[str, float] | None = None) -> None:
         """Set what the next heartbeats say."""
@@ -149,94 +198,81 @@ class Link:
                 self._state.gauges = gauges
 
     def close(self, reason: str) -> None:
-        """Say `Leave`, let the last messages go out, and end the thread (at most 3 s)."""
-        if self._thread.is_alive():
-            # In this order: the thread ends when it is told to and has nothing left to say.
-            self._outbox.append((messages.Leave(reason=reason), ()))
-            self._closing = True
-            self._nudge()
-            self._thread.join(3.0)
+        """Say `Leave`, let the last messages go out (for at most 1 s), and end the keeper."""
+        self._closing.set()
+        if self._keeper.is_alive():
+            self._keeper.join()
         with self._lock:
-            descriptor, self._wake = self._wake, -1
-        if descriptor >= 0 and not self._thread.is_alive():
-            os.close(descriptor)
-
-    def _nudge(self) -> None:
-        with self._lock:
+            if self._socket is not None:
+                self._send(messages.Leave(reason=reason))
+                self._socket.disable_monitor()
+                self._monitor.close(0)
+                self._socket.close()
+                self._socket = None
+                self._context.term()
             if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+                os.close(self._wake)
+                self._wake = -1
 
-    # --- the thread ------------------------------------------------------------------------------------------------
+    # --- the keeper ------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        context: zmq.Context[Any] = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.maxmsgsize = codec.MAX_BUFFER_BYTES
-        socket.linger = 1000
-        if self._settings.key is not None:
-            curve.connect_with(socket, self._settings.key)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-        try:
-            socket.connect(self._settings.controller)
-            self._serve(socket, monitor)
-        except zmq.ZMQError as error:
-            self._end(f"cannot use {self._settings.controller}", UnreachableError(self._unreachable(str(error))))
-        except StarlingError as error:
-            self._end("the line is over", error)
-        finally:
-            socket.disable_monitor()
-            monitor.close(0)
-            socket.close()
-            context.term()
-
-    def _serve(self, socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
-        poller = zmq.Poller()
-        wake = self._wake
-        for source in (socket, monitor, wake):
-            poller.register(source, zmq.POLLIN)
-        while True:
-            self._speak(socket)
-            if self._closing and not self._outbox:
-                return
-            ready = dict(poller.poll(self._patience_ms()))
-            if wake in ready:
-                os.eventfd_read(wake)
-            if monitor in ready:
-                parse_monitor_message(monitor.recv_multipart())
-                raise RefusedError(
-                    f"the controller at {self._settings.controller} refuses the key of {self._settings.name}; "
-                    "use the key file that was made for this name in this run"
-                )
-            while socket in ready and (frames := receive(socket)) is not None:
-                if self._hear(frames):
-                    return
-
-    def _speak(self, socket: zmq.Socket[Any]) -> None:
-        now = time.monotonic()
-        self._check_silence(now)
-        every = self._heartbeat_s if self._welcomed.is_set() else HELLO_EVERY_S
-        if now - self._spoken_at >= every:
-            self._spoken_at = now
-            if self._welcomed.is_set():
-                self._send(socket, self._heartbeat())
-            else:
-                self._send(socket, self._hello, self._hello_buffers)
-        if now >= self._look_at and self._welcomed.is_set():
-            self._look_at = now + RESEND_S / 8
+    def _keep(self) -> None:
+        patience_s = 0.0
+        while not self._closing.wait(patience_s):
             with self._lock:
-                again = self._book.due(now)
-            for message, buffers in again:
-                self._send(socket, message, buffers)
-        while self._outbox:
-            self._send(socket, *self._outbox.popleft())
+                now = time.monotonic()
+                try:
+                    self._check_key()
+                    self._check_silence(now)
+                except StarlingError as error:
+                    self._end("the line is over", error)
+                self._speak(now)
+                self._send_again(now)
+                # A send may take note of what has come, and then the descriptor tells nobody of it any more.
+                self._hear_all()
+                if self._inbox:
+                    self._nudge()
+                patience_s = max(0.001, min(LOOK_EVERY_S, self._spoken_at + self._pace_s() - time.monotonic()))
 
-    def _heartbeat(self) -> messages.Heartbeat:
-        with self._lock:
-            return messages.Heartbeat(
-                leases=self._book.held(), version=self._state.version, gauges=dict(self._state.gauges)
+    def _pace_s(self) -> float:
+        return self._heartbeat_s if self._welcomed else HELLO_EVERY_S
+
+    def _speak(self, now: float) -> None:
+        if now - self._spoken_at < self._pace_s():
+            return
+        self._spoken_at = now
+        if self._welcomed:
+            state = self._state
+            self._send(messages.Heartbeat(leases=self._book.held(), version=state.version, gauges=dict(state.gauges)))
+        else:
+            self._send(self._hello, self._hello_buffers)
+
+    def _send_again(self, now: float) -> None:
+        if now >= self._look_at and self._welcomed:
+            self._look_at = now + RESEND_S / 8
+            for message, buffers in self._book.due(now):
+                self._send(message, buffers)
+
+    def _check_key(self) -> None:
+        if (frames := receive(self._monitor)) is not None:
+            parse_monitor_message([frame.bytes for frame in frames])
+            raise RefusedError(
+                f"the controller at {self._settings.controller} refuses the key of {self._settings.name}; "
+                "use the key file that was made for this name in this run"
             )
 
-    def _send(self, socket: zmq.Socket[Any], message: Up, buffers: tuple[bytes, ...] = ()) -> None:
+    def _check_silence(self, now: float) -> None:
+        limit = self._settings.silence_s if self._welcomed else self._settings.connect_s
+        if now - self._heard_at > limit:
+            self._hear_all()
+            if now - self._heard_at > limit:
+                raise UnreachableError(self._unreachable(f"no answer for {limit:.0f} s"))
+
+    # --- the socket, by whoever holds the lock ---------------------------------------------------------------------
+
+    def _send(self, message: Up, buffers: tuple[bytes, ...] = ()) -> None:
+        if self._socket is None:
+            return
         self._seq += 1
         envelope = Envelope(
             protocol=PROTOCOL_VERSION,
@@ -246,70 +282,64 @@ class Link:
             seq=self._seq,
         )
         try:
-            send(socket, codec.pack(envelope, message, buffers))
+            send(self._socket, codec.pack(envelope, message, buffers))
         except zmq.Again:
             log.warning("the line is full", message=type(message).__name__)
 
-    def _hear(self, frames: list[zmq.Frame]) -> bool:
-        """Take in one message. Returns True when it was the last."""
-        try:
-            parts = [frame.bytes for frame in frames]
-            envelope = codec.unpack_envelope(parts)
-            if envelope.protocol != PROTOCOL_VERSION or envelope.run != self._settings.run:
-                raise WireError(f"protocol {envelope.protocol}, run {envelope.run}: not ours")
-            message = codec.unpack_down(parts)
-        except WireError as error:
-            log.warning("dropped a message", reason=str(error))
-            return False
-        self._heard_at = time.monotonic()
+    def _hear_one(self) -> bool:
+        """Take in one message. Returns False when there is none."""
+        with self._lock:
+            frames = receive(self._socket) if self._socket is not None else None
+            if frames is None:
+                return False
+            try:
+                parts = [frame.bytes for frame in frames]
+                envelope = codec.unpack_envelope(parts)
+                if envelope.protocol != PROTOCOL_VERSION or envelope.run != self._settings.run:
+                    raise WireError(f"protocol {envelope.protocol}, run {envelope.run}: not ours")
+                message = codec.unpack_down(parts)
+            except WireError as error:
+                log.warning("dropped a message", reason=str(error))
+                return True
+            self._heard_at = time.monotonic()
+            self._act(message, parts)
+            return True
+
+    def _hear_all(self) -> None:
+        while self._hear_one():
+            pass
+
+    def _act(self, message: messages.Down, parts: list[bytes]) -> None:
+        if isinstance(message, Work):  # nearly always
+            if self._book.grant(message.lease):
+                self._inbox.append(Command(message, tuple(parts[2:])))
+            else:
+                self._book.resend(message.lease)
+                self._look_at = float("-inf")
+            return
         match message:
             case messages.Welcome(heartbeat_s=heartbeat_s):
                 self._heartbeat_s = heartbeat_s
-                self._welcomed.set()
+                self._welcomed = True
             case messages.Introduce():
-                with self._lock:
-                    self._hello = msgspec.structs.replace(self._hello, version=self._state.version)
-                self._welcomed.clear()
+                self._hello = msgspec.structs.replace(self._hello, version=self._state.version)
+                self._welcomed = False
             case messages.Refused(reason=reason):
-                raise RefusedError(f"the controller refuses {self._settings.name}: {reason}")
+                self._end(reason, RefusedError(f"the controller refuses {self._settings.name}: {reason}"))
             case messages.Drain(reason=reason):
                 self._end(reason, None)
             case messages.Release(leases=leases):
-                with self._lock:
-                    given_up = tuple(self._book.release(leases))
+                given_up = tuple(self._book.release(leases))
                 if given_up:
-                    self._deliver(GivenUp(given_up))
-            case _:
-                self._take(message, tuple(parts[2:]))
-        return False
+                    self._inbox.append(GivenUp(given_up))
 
-    def _take(self, message: Work, buffers: tuple[bytes, ...]) -> None:
-        with self._lock:
-            new = self._book.grant(message.lease)
-            if not new:
-                self._book.resend(message.lease)
-                self._look_at = float("-inf")
-        if new:
-            self._deliver(Command(message, buffers))
-
-    def _check_silence(self, now: float) -> None:
-        limit = self._settings.silence_s if self._welcomed.is_set() else self._settings.connect_s
-        if now - self._heard_at > limit and not self._closing:
-            raise UnreachableError(self._unreachable(f"no answer for {limit:.0f} s"))
+    def _end(self, reason: str, error: StarlingError | None) -> None:
+        if error is not None:
+            self._closing.set()
+        self.put(Ended(reason, error))
 
     def _unreachable(self, why: str) -> str:
         return (
             f"the controller at {self._settings.controller} cannot be reached by {self._settings.name} ({why}); "
             "check the address, that the controller runs, and that the key file was made for this run"
         )
-
-    def _patience_ms(self) -> int:
-        every = self._heartbeat_s if self._welcomed.is_set() else HELLO_EVERY_S
-        return max(1, int((self._spoken_at + every - time.monotonic()) * 1000))
-
-    def _end(self, reason: str, error: StarlingError | None) -> None:
-        self._deliver(Ended(reason, error))
-
-    def _deliver(self, inbound: Inbound) -> None:
-        self._inbox.put(inbound)
-        self._notify()

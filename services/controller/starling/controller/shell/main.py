@@ -16,7 +16,7 @@ from starling.common.net.epoch import make_epoch
 from starling.common.net.hub import Arrival, Hub, HubKeys
 from starling.common.observe.process import StopSignal, end_process
 from starling.common.service import ServiceArguments, serve
-from starling.common.wire.messages import Prompt
+from starling.common.wire.messages import Prompt, Release
 from starling.controller.core.events import (
     Command,
     Event,
@@ -103,6 +103,8 @@ class Shell:
 
     def _do(self, command: Command, cause: str) -> None:
         match command:
+            case Send(peer=peer, message=Release(leases=leases)):
+                self.hub.release(peer, leases)
             case Send(peer=peer, message=message, buffers=buffers):
                 self.hub.send(peer, message, cause=cause, buffers=buffers)
             case Note(kind=kind, fields=fields):

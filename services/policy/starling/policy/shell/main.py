@@ -80,6 +80,7 @@ class Shell:
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller says that nothing more will come."""
+        stop.install(self._link.wake)
         self._link.start()
         reason = "its service failed"
         try:

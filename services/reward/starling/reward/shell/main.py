@@ -43,7 +43,6 @@ class Shell:
         check(settings.reward)
         self._settings = settings.reward
         self._groups = core.GroupScores(settings.reward.weighted_scorers(), settings.reward.num_slots)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         hello = wire.Hello(role="reward", host=host_name(), pid=os.getpid(), num_slots=settings.reward.num_slots)
         self._link = Link(link_settings(arguments, settings), hello)
         self._ended: Ended | None = None
@@ -51,34 +50,30 @@ class Shell:
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller says that nothing more will come."""
         reason = "its service failed"
-        stop.install(self.wake)
+        stop.install(self._link.wake)
         # The workers die with the thread that starts them, so the pool belongs to the main thread.
         with ScoringPool(self._settings) as pool:
-            self._link.start(notify=self.wake)
+            self._link.start()
             log.info("ready", scorers=[scorer.title for scorer in self._settings.scorers])
             try:
                 self._serve(pool, stop)
                 reason = f"stopped by {stop.name}" if stop else "the run is over"
             finally:
                 self._link.close(reason)
-        os.close(self._wake)
         if self._ended is not None and self._ended.error is not None:
             raise self._ended.error
 
-    def wake(self) -> None:
-        """End the wait of the loop; safe in any thread and in a signal handler."""
-        os.eventfd_write(self._wake, 1)
-
     def _serve(self, pool: ScoringPool, stop: StopSignal) -> None:
         poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        poller.register(pool.fileno(), select.POLLIN)
-        while not stop and self._ended is None:
+        for descriptor in (*self._link.descriptors, pool.fileno()):
+            poller.register(descriptor, select.POLLIN)
+        while not stop:
+            self._take_in(pool)  # right before the wait, so that nothing is left unread during it
+            if self._ended is not None:
+                return
             deadline = pool.next_deadline()
             patience_s = IDLE_S if deadline is None else min(IDLE_S, max(0.0, deadline - time.monotonic()))
-            if any(descriptor == self._wake for descriptor, _ in poller.poll(patience_s * 1000)):
-                os.eventfd_read(self._wake)
-            self._take_in(pool)
+            poller.poll(patience_s * 1000)
             for score in pool.poll():
                 self._carry_out(pool, self._groups.record(score))
             self._link.report(gauges=pool.gauges())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,18 +73,18 @@ class Shell:
         self._puller = Puller(layout)
         self._offers: dict[str, Any] = {}
         self._core = Rollout()
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._pulls = ThreadPoolExecutor(1, thread_name_prefix="pull")
         hello = wire.Hello(
             role="rollout", host=host_name(), pid=os.getpid(), num_slots=settings.rollout.num_slots, has_layout=True
         )
-        self._link = Link(link_settings(arguments, settings), hello, (encode(layout),), self._inbox)
+        self._link = Link(link_settings(arguments, settings), hello, (encode(layout),))
         self._num_tokens, self._gauged_at = 0, time.monotonic()
         self._last_pull = Pulled("", None)
         log.info("ready", max_model_len=self._engine.max_model_len)
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller says that nothing more will come."""
+        stop.install(self._link.wake)
         self._link.start()
         reason, ended = "its service failed", False
         try:
@@ -177,10 +176,10 @@ class Shell:
         def done(future: Future[Pulled]) -> None:
             error = future.exception()
             if error is None:
-                self._inbox.put(future.result())
+                self._link.put(future.result())
             else:
                 # Whatever went wrong, the old version stays in use and the controller is told.
-                self._inbox.put(Pulled(message.lease, f"{type(error).__name__}: {error}"))
+                self._link.put(Pulled(message.lease, f"{type(error).__name__}: {error}"))
 
         self._pulls.submit(work).add_done_callback(done)
 
