@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from starling.cli.forks import ForkedProcess, Forks
 from starling.common.observe.process import die_with_parent
 from starling.common.settings import child_environment
 
 KEPT_LINES = 30
-NEEDS_NO_HUB = ("policy", "rollout")
-"""They read a folder on this machine; what they load from it must not ask the Hugging Face hub about it."""
+FORKED = ("policy", "rollout")
+"""They import torch and transformers. They read a folder on this machine, too: what they load from it must not ask the
+Hugging Face hub about it."""
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Child:
 
     name: str
     role: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProcess
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
     reported: bool = False
@@ -61,29 +63,33 @@ class Children:
             HF_HUB_DISABLE_PROGRESS_BARS="1",
             UCX_WARN_UNUSED_ENV_VARS="n",
         )
+        self._forks = Forks({**self._environment, "HF_HUB_OFFLINE": "1"})
         self.all: list[Child] = []
         logs.mkdir(parents=True, exist_ok=True)
 
     def start(self, name: str, role: str, arguments: Sequence[str], module: str = "") -> Child:
         """Start `module`, or else the service `role`, as `name`."""
-        offline = {"HF_HUB_OFFLINE": "1"} if role in NEEDS_NO_HUB else {}
-        process = subprocess.Popen(
-            [sys.executable, "-m", module or f"starling.{role}.shell.main", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={**self._environment, **offline},
-            # Its own session: Ctrl-C reaches the supervisor only, which then ends the run in order.
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        module = module or f"starling.{role}.shell.main"
+        process = self._forks.start(module, arguments) if role in FORKED else self._spawn(module, arguments)
         child = Child(name, role, process)
         child.reader = threading.Thread(target=self._listen, args=(child,), name=f"log-{name}", daemon=True)
         child.reader.start()
         self.all.append(child)
         return child
+
+    def _spawn(self, module: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=self._environment,
+            # Its own session: Ctrl-C reaches the supervisor only, which then ends the run in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
 
     def of(self, role: str) -> list[Child]:
         """Return the processes of a role that still run."""

@@ -1,0 +1,38 @@
+"""What policies and rollouts import at their start, imported once: they are forked from the process that did.
+
+Only imports may happen here. A fork keeps one thread, and no GPU: neither may be in use before it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+
+_MODULES = (
+    "torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.modeling_utils",
+    "starling.policy.shell.main",
+    "starling.policy.train.model",
+    "starling.policy.train.step",
+    "starling.policy.train.sft",
+    "starling.rollout.shell.main",
+    "starling.rollout.engine.transformers",
+    "starling.weightsync.execute.publish",
+    "starling.weightsync.execute.pull",
+)
+
+gc.disable()
+for _module in _MODULES:
+    # A service that is not installed, or does not start here, says so itself when its turn comes.
+    with contextlib.suppress(Exception):
+        importlib.import_module(_module)
+# What is here stays, in every child too: the collector need not look through it, which would also copy its pages.
+gc.freeze()
+gc.enable()
+# Taking torch apart takes a second, in which a process would be left behind. The children never come here.
+atexit.register(os._exit, 0)
