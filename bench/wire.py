@@ -46,6 +46,11 @@ RUN = "bench/attempt-1/0badcafe"
 WINDOWS = (1, 64)
 SIDES = ("bare", "ours", "link", "plain")
 ANSWER_TIMEOUT_S = 10.0
+METRIC_NAMES = (
+    "loss entropy grad_norm reward_mean reward_std clip_fraction approx_kl num_tokens learning_rate staleness_mean "
+    "padding_waste train_s"
+)
+METRICS = dict.fromkeys(METRIC_NAMES.split(), 1000.5)
 
 
 def make_command(number: int) -> messages.GenerateGroup:
@@ -64,9 +69,7 @@ def make_command(number: int) -> messages.GenerateGroup:
 
 def make_answer(lease: str, number: int) -> messages.StepTrained:
     """Return an answer of about 300 bytes."""
-    names: tuple[str, ...] = ("loss", "entropy", "grad_norm", "reward_mean", "reward_std", "clip_fraction", "approx_kl")
-    names += ("num_tokens", "learning_rate", "staleness_mean", "padding_waste", "train_s")
-    return messages.StepTrained(lease=lease, step=number, metrics=dict.fromkeys(names, 0.5 + number))
+    return messages.StepTrained(lease=lease, step=number, metrics=METRICS)
 
 
 # --- the replica's process -----------------------------------------------------------------------------------------

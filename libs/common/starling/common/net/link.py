@@ -48,8 +48,7 @@ LOOK_EVERY_S = 0.1
 """How often the keeper looks at the line; the heartbeat may be more frequent."""
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(msgspec.Struct, frozen=True):
     """One new command for the working thread."""
 
     message: Work
@@ -110,6 +109,7 @@ class Link:
         self._nudged = self._awoken = False
         self._welcomed = False
         self._heartbeat_s = 1.0
+        self._heard = False
         self._heard_at = time.monotonic()
         self._spoken_at = float("-inf")
         self._look_at = float("-inf")  # when the book is next looked through for answers to send again
@@ -154,8 +154,9 @@ class Link:
                     os.eventfd_read(self._wake)
             if self._inbox:
                 return self._inbox.popleft()
-            if self._hear_one():
-                continue
+            with self._lock:
+                if self._hear_one():
+                    continue
             now = time.monotonic()
             deadline = now + timeout_s if deadline is None else deadline
             if now >= deadline or self._awoken:
@@ -221,6 +222,9 @@ class Link:
         while not self._closing.wait(patience_s):
             with self._lock:
                 now = time.monotonic()
+                # First of all, so that nobody is called silent who spoke while this process stood still. And last: a
+                # send may take note of what has come, and then the descriptor tells nobody of it any more.
+                self._hear_all()
                 try:
                     self._check_key()
                     self._check_silence(now)
@@ -228,7 +232,6 @@ class Link:
                     self._end("the line is over", error)
                 self._speak(now)
                 self._send_again(now)
-                # A send may take note of what has come, and then the descriptor tells nobody of it any more.
                 self._hear_all()
                 if self._inbox:
                     self._nudge()
@@ -262,11 +265,11 @@ class Link:
             )
 
     def _check_silence(self, now: float) -> None:
+        if self._heard:
+            self._heard, self._heard_at = False, now
         limit = self._settings.silence_s if self._welcomed else self._settings.connect_s
         if now - self._heard_at > limit:
-            self._hear_all()
-            if now - self._heard_at > limit:
-                raise UnreachableError(self._unreachable(f"no answer for {limit:.0f} s"))
+            raise UnreachableError(self._unreachable(f"no answer for {limit:.0f} s"))
 
     # --- the socket, by whoever holds the lock ---------------------------------------------------------------------
 
@@ -288,22 +291,24 @@ class Link:
 
     def _hear_one(self) -> bool:
         """Take in one message. Returns False when there is none."""
-        with self._lock:
-            frames = receive(self._socket) if self._socket is not None else None
-            if frames is None:
-                return False
-            try:
-                parts = [frame.bytes for frame in frames]
-                envelope = codec.unpack_envelope(parts)
-                if envelope.protocol != PROTOCOL_VERSION or envelope.run != self._settings.run:
-                    raise WireError(f"protocol {envelope.protocol}, run {envelope.run}: not ours")
-                message = codec.unpack_down(parts)
-            except WireError as error:
-                log.warning("dropped a message", reason=str(error))
-                return True
-            self._heard_at = time.monotonic()
-            self._act(message, parts)
+        # Asking costs less than half of what an attempt in vain does.
+        if self._socket is None or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return False
+        frames = receive(self._socket)
+        if frames is None:
+            return False
+        try:
+            parts = [frame.bytes for frame in frames]
+            envelope = codec.unpack_envelope(parts)
+            if envelope.protocol != PROTOCOL_VERSION or envelope.run != self._settings.run:
+                raise WireError(f"protocol {envelope.protocol}, run {envelope.run}: not ours")
+            message = codec.unpack_down(parts)
+        except WireError as error:
+            log.warning("dropped a message", reason=str(error))
             return True
+        self._heard = True
+        self._act(message, parts)
+        return True
 
     def _hear_all(self) -> None:
         while self._hear_one():
