@@ -27,9 +27,9 @@ from starling.reward.score.scorers import resolve
 from starling.rollout.engine.base import GroupRequest, GroupResult
 from starling.rollout.engine.model import build_model, end_token_ids
 from starling.rollout.engine.transformers import TransformersEngine
-from starling.weightsync.execute.layouts import layout_of
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller
+from starling.weightsync.layouts.modules import layout_of
 from starling.weightsync.plan import make_plan
 
 

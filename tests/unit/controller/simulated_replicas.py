@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from simulated_checks import Violation
-from tiny_weights import encoded_layout, encoded_offer, offer_of
+from tiny_weights import encoded_layout, encoded_offer, layout_of, offer_of
 
 from starling.common.ids import Role
 from starling.common.leases import LeaseBook
@@ -14,8 +14,9 @@ from starling.common.wire import codec
 from starling.common.wire import messages as wire
 from starling.policy.core.progress import Progress
 from starling.rollout.core import rollout as core
-from starling.weightsync.offer import decode_offer, expected_root
-from starling.weightsync.plan import decode_plan
+from starling.weightsync.layout import pieces_of
+from starling.weightsync.offer import decode_offer
+from starling.weightsync.plan import check_plan, decode_plan
 
 if TYPE_CHECKING:
     from simulated import World
@@ -238,8 +239,8 @@ class Rollout(Replica):
         if not self.alive:
             return
         offer, plan = decode_offer(buffers[0]), decode_plan(buffers[1])
-        if expected_root(offer, plan) != offer.root:
-            raise Violation("a plan does not bring what the offer holds")
+        layout = layout_of(self.name)
+        check_plan(plan, {rank.rank: pieces_of(layout_of("policy-0"), rank.rank) for rank in offer.ranks}, layout, 0)
         policy = self.world.replicas["policy-0"]
         assert isinstance(policy, Policy)
         gone = policy.progress.published > offer.version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
-from starling.weightsync.offer import Offer, RankOffer, digest_of, make_offer
+from starling.weightsync.offer import Offer, RankOffer, digest_of, holds_of, make_offer
 
 
 def layout_of(replica: str, shape: tuple[int, ...] = (4,)) -> Layout:
@@ -25,10 +25,14 @@ def encoded_layout(replica: str, shape: tuple[int, ...] = (4,)) -> bytes:
 @functools.cache
 def offer_of(version: int) -> Offer:
     """Return an offer of weights whose bytes say the version."""
-    pieces = pieces_of(layout_of("policy-0"), 0)
-    digests = tuple(digest_of(version.to_bytes(4, "little") * 4) for _ in pieces)
     rank = RankOffer(
-        rank=0, transport="local", address="/", token="t", snapshot=version, pieces=pieces, digests=digests
+        rank=0,
+        transport="local",
+        address="/",
+        token="t",
+        snapshot=version,
+        holds=holds_of(pieces_of(layout_of("policy-0"), 0)),
+        root=digest_of(version.to_bytes(4, "little") * 4),
     )
     return make_offer(version, (rank,))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.weightsync.timeline import PARTS, REMEDY, Adoption, Round, split_of, trace_of
+from starling.weightsync.timeline import PARTS, REMEDY, Adoption, Round, rounds_of, split_of, trace_of
 
 seconds = st.floats(0.0, 100.0, allow_nan=False)
 
@@ -72,3 +72,34 @@ def test_the_picture_is_a_trace_in_order() -> None:
     for event, following in itertools.pairwise(slices):
         assert following["ts"] == pytest.approx(event["ts"] + event["dur"])
     assert slices[-1]["ts"] + slices[-1]["dur"] == pytest.approx(1e6), "it ends when the controller knew of it"
+
+
+def test_rounds_are_read_from_the_metrics_of_a_run() -> None:
+    adopted = {
+        "kind": "adopted",
+        "replica": "rollout-0",
+        "attested": True,
+        "pull_s": 0.4,
+        "pause_s": 0.1,
+        "size_bytes": 10,
+        "transport": "ucx",
+        "lanes": ["posix/memory"],
+        "split": {"prepare_s": 0.1, "read_s": 0.25, "digest_s": 0.05, "confirm_s": 0.05},
+    }
+    lines = [
+        {"kind": "step", "step": 1},
+        {"kind": "published", "time": 100.0, "version": 4, "publish_s": 0.02},
+        {**adopted, "time": 101.0, "version": 4},
+        {**adopted, "time": 101.5, "version": 3},
+        {"kind": "published", "time": 102.0, "version": 5, "publish_s": 0.03},
+        {**adopted, "time": 102.5, "version": 4, "replica": "rollout-1", "split": {}},
+    ]
+    first, second = rounds_of(lines)
+    assert (first.version, second.version, second.adoptions) == (4, 5, ())
+    assert [adoption.replica for adoption in first.adoptions] == ["rollout-0", "rollout-1"], "3 was published before"
+    assert first.adoptions[0].parts == pytest.approx(
+        {"prepare": 0.1, "read": 0.25, "confirm": 0.05, "switch": 0.1, "wait": 0.5}
+    )
+    assert first.adoptions[1].parts == pytest.approx(
+        {"prepare": 0.0, "read": 0.4, "confirm": 0.0, "switch": 0.1, "wait": 2.0}
+    )

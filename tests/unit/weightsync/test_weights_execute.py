@@ -14,22 +14,23 @@ from weights_peers import blank, same, weights
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.arena import Arena, Mapping
-from starling.weightsync.execute.layouts import layout_of
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode_layout, encode
-from starling.weightsync.offer import Offer, Transport, decode_offer, expected_root, make_offer
+from starling.weightsync.layout import Box, Layout, Piece, Place, RankLayout, Shard, TensorSpec, decode_layout, encode
+from starling.weightsync.layouts.modules import layout_of
+from starling.weightsync.offer import Offer, Transport, decode_offer, make_offer
 from starling.weightsync.plan import make_plan
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
+PIECES = (Piece(names=("a",), dtype="uint8", box=Box(offset=(0,), size=(64,))),)
 
 
 def test_tied_tensors_have_one_owner_and_travel_under_both_names() -> None:
     tensors = weights(0)
     layout = decode_layout(encode(layout_of(tensors, "policy-0")))
     assert [(spec.name, spec.same_as) for spec in layout.tensors if spec.same_as] == [("head", "embed")]
-    assert len(layout.ranks[0].shards) == len(tensors) - 1
+    assert "head" not in {layout.tensors[shard.tensor].name for shard in layout.ranks[0].shards}
     untied = layout_of(blank(), "rollout-0")
     assert not any(spec.same_as for spec in untied.tensors)
 
@@ -81,7 +82,7 @@ def test_tensors_that_do_not_fit_are_named(name: str, tensor: torch.Tensor | Non
 
 
 def test_a_lease_keeps_its_snapshot_until_the_writer_has_waited() -> None:
-    arena = Arena(64)
+    arena = Arena(PIECES)
     first, token = arena.commit(arena.claim(0.0))
     reader, other = Mapping(arena.address), Mapping(arena.address)
     with pytest.raises(WeightsError, match="wrong"):
@@ -103,7 +104,7 @@ def test_a_lease_keeps_its_snapshot_until_the_writer_has_waited() -> None:
 
 
 def test_both_slots_leased_revokes_the_older() -> None:
-    arena = Arena(64)
+    arena = Arena(PIECES)
     readers = []
     for _ in range(2):
         snapshot, token = arena.commit(arena.claim(0.0))
@@ -153,7 +154,7 @@ def box(*spans: tuple[int, int]) -> Box:
     return Box(offset=tuple(a for a, _ in spans), size=tuple(b - a for a, b in spans))
 
 
-@pytest.mark.parametrize("transport", ["local", "ucx"])
+@pytest.mark.parametrize("transport", ["local", "ucx", "tcp"])
 def test_boxes_of_two_ranks_make_whole_tensors(transport: Transport) -> None:
     if transport == "ucx":
         pytest.importorskip("ucxx")
@@ -178,7 +179,7 @@ def test_boxes_of_two_ranks_make_whole_tensors(transport: Transport) -> None:
             puller.pull(offer, plan, deadline_s=DEADLINE_S)
             puller.switch(live)
             assert same(live, tensors)
-            assert puller.attest(live, offer) == offer.root == expected_root(offer, plan)
+            assert puller.attest(live, offer) == offer.root
     finally:
         puller.close()
         for publisher in publishers:
@@ -190,7 +191,7 @@ def test_diverged_copies_are_not_offered() -> None:
     layout = split(layout_of(tensors, "policy-0"), [[("c", box((0, 9)))], [("c", box((0, 9)))]])
     with Publisher(layout, transport="local") as one, Publisher(layout, transport="local", rank=1) as two:
         offers = [one.publish(0, tensors), two.publish(0, {"c": torch.arange(9) + 1})]
-    with pytest.raises(WeightsError, match=r"Two copies of box \[0:9\] of tensor c differ"):
+    with pytest.raises(WeightsError, match=r"Ranks 0 and 1 of version 0 hold the same boxes, but other bits in them"):
         make_offer(0, [rank for each in offers for rank in each.ranks])
 
 
@@ -215,9 +216,9 @@ def test_a_fused_parameter_is_several_shards_of_one_storage() -> None:
     live = {"qk": torch.zeros(8, 5)}
     puller, offer = adopt_from(tensors, live, mine)
     assert live["qk"].equal(torch.cat([tensors["q"], tensors["k"]]))
-    root = puller.attest(live, offer)
-    assert root == expected_root(offer, make_plan(layout_of(tensors, "p"), mine))
-    assert root != offer.root
+    assert puller.attest(live, offer) == offer.root
+    live["qk"][7, 4] += 1
+    assert puller.attest(live, offer) != offer.root
     puller.close()
 
 
@@ -233,14 +234,6 @@ def test_parameters_that_need_gradients_are_switched_in_place() -> None:
     with pytest.raises(WeightsError, match="no staged version"):
         puller.switch(live)
     puller.close()
-
-
-def test_a_part_of_a_piece_cannot_be_proven() -> None:
-    tensors = {"a": torch.randn(4, 4)}
-    layout = layout_of(tensors, "policy-0")
-    mine = split(layout_of(tensors, "rollout-0"), [[("a", box((0, 2), (0, 4)))], [("a", box((2, 4), (0, 4)))]])
-    with Publisher(layout, transport="local") as publisher, pytest.raises(WeightsError, match="cannot be proven"):
-        Puller(mine).pull(publisher.publish(0, tensors), make_plan(layout, mine), deadline_s=DEADLINE_S)
 
 
 def test_nothing_is_left_open_after_close() -> None:
@@ -260,7 +253,7 @@ def test_nothing_is_left_open_after_close() -> None:
             arenas = sum("starling-snapshots" in line for line in maps)
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), arenas
 
-    transports: tuple[Transport, ...] = ("local", "ucx")
+    transports: tuple[Transport, ...] = ("local", "ucx", "tcp")
     for transport in transports:
         cycle(transport)  # what the libraries keep for good
     before = held()
@@ -290,13 +283,13 @@ def test_without_ucxx_the_remedy_is_named() -> None:
         "try: load_ucxx()\n"
         "except WeightsError as error: print(error)"
     )
-    assert "install starling-weightsync[ucx] or choose transport 'local'" in run_python(code)
+    assert "install starling-weightsync[ucx] or choose transport 'tcp' or 'local'" in run_python(code)
 
 
 def test_a_forgotten_publisher_does_not_keep_the_process() -> None:
     pytest.importorskip("ucxx")
     code = (
-        "import torch; from starling.weightsync.execute.layouts import layout_of\n"
+        "import torch; from starling.weightsync.layouts.modules import layout_of\n"
         "from starling.weightsync.execute.publish import Publisher\n"
         "tensors = {'a': torch.ones(3)}\n"
         "publisher = Publisher(layout_of(tensors, 'p'), transport='ucx')\n"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starling.common.errors import WeightsError
-from starling.weightsync.boxes import BoxIndex, contains, cut, first_gap, intersection
+from starling.weightsync.boxes import BoxIndex, contains, cut, first_gap, first_overlap, intersection, meeting_pairs
+from starling.weightsync.check import check_buckets
 from starling.weightsync.layout import (
     ITEM_BYTES,
     Box,
@@ -166,10 +167,10 @@ def test_a_mutated_plan_is_detected(mutation: str, pair: tuple[Layout, Layout], 
     moves = (*bucket.transfers[:index], *MUTATIONS[mutation](bucket.transfers[index]), *bucket.transfers[index + 1 :])
     buckets = list(plan.buckets)
     buckets[at] = msgspec.structs.replace(bucket, transfers=moves)
-    broken = msgspec.structs.replace(plan, buckets=tuple(buckets))
+    mine = [other for other in buckets if other.destination_rank == bucket.destination_rank]
     pieces = {rank: pieces_of(source, rank) for rank in range(len(source.ranks))}
     with pytest.raises(WeightsError):
-        check_plan(broken, pieces, destination, bucket.destination_rank)
+        check_buckets(mine, pieces, destination, bucket.destination_rank, names=(plan.source, plan.destination))
 
 
 def whole(name: str, shape: tuple[int, ...], *, dtype: str = "float32", rows: tuple[int, ...] = ()) -> Layout:
@@ -341,14 +342,24 @@ def test_a_gap_is_uncovered_and_found(box: Box, covers: list[Box]) -> None:
     assert gap is None or cells(gap) <= open_cells
 
 
+def corners(boxes: list[Box]) -> tuple[np.ndarray, np.ndarray]:
+    begin = np.array([box.offset for box in boxes])
+    return begin, begin + np.array([box.size for box in boxes])
+
+
 @given(st.lists(small_boxes(), min_size=1, max_size=12, unique=True), small_boxes())
 def test_the_sweep_finds_what_all_pairs_find(boxes: list[Box], box: Box) -> None:
     index = BoxIndex(boxes)
     assert {index.boxes[i]: shared for i, shared in index.meeting(box)} == {
         other: shared for other in boxes if (shared := intersection(other, box))
     }
-    disjoint = all(not cells(a) & cells(b) for a, b in itertools.combinations(boxes, 2))
-    assert (index.first_overlap() is None) == disjoint
+    begin, end = corners(boxes)
+    pairs = [(i, j) for i, j in itertools.product(range(len(boxes)), repeat=2) if cells(boxes[i]) & cells(boxes[j])]
+    assert list(zip(*(found.tolist() for found in meeting_pairs(begin, end, begin, end)), strict=True)) == pairs
+    overlap = first_overlap(begin, end)
+    assert overlap in pairs if overlap else all(i == j for i, j in pairs)
+    apart = np.arange(len(boxes))
+    assert first_overlap(begin, end, apart) is None
 
 
 def test_item_sizes_are_those_of_torch() -> None:

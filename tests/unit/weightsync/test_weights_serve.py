@@ -1,94 +1,216 @@
-"""What strangers may ask of a source over UCX: nothing without a token, nothing outside the snapshot."""
+"""What strangers may say to a source, and a source to a reader: nothing that ends either of them."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
-import torch
-from weights_peers import blank, same, weights
+from transport_peers import Held, Reader, content, held, landing, piece, reader
 
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.deadline import Deadline
-from starling.weightsync.execute.layouts import layout_of
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.execute.regions import BucketRead, Region
-from starling.weightsync.execute.requests import REQUEST_BYTES
-from starling.weightsync.execute.ucx import UcxReader
-from starling.weightsync.offer import Offer
-from starling.weightsync.plan import make_plan
+from starling.weightsync.execute.link import has_ucx
+from starling.weightsync.execute.requests import (
+    LENGTH,
+    REQUEST_BYTES,
+    Answer,
+    Open,
+    Read,
+    decode_answer,
+    decode_request,
+    encode_message,
+    refusal,
+    with_length,
+)
+from starling.weightsync.execute.wire import Answered, Landing, Lost
+from starling.weightsync.layout import Piece
+from starling.weightsync.moves import MAX_TRANSFERS
+from starling.weightsync.offer import RankOffer
 
-torch.set_num_threads(1)
-pytest.importorskip("ucxx")
-DEADLINE_S = 30.0
+PIECE = piece("a", "uint8", (0, 1000))
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Offer]:
-    with Publisher(layout_of(weights(0), "policy-0"), transport="ucx") as publisher:
-        yield publisher.publish(0, weights(0))
+def served() -> Iterator[Held]:
+    with held("tcp", [PIECE]) as made:
+        yield made
 
 
-def stray(size: int, *, offset: int = 0, strides: tuple[int, ...] = (1,)) -> BucketRead:
-    region = Region(offset, 1, (size,), strides)
-    return BucketRead(source_rank=0, sources=(region,), destinations=(Region(0, 1, (8,), (1,)),))
+def works(made: Held) -> bool:
+    with reader(made.transport) as peer:
+        answer = peer.connect(made.offer)
+        _, arrays = peer.read([PIECE])
+        return not answer.reason and arrays[0].tobytes() == content(PIECE, (1000,)).tobytes()
+
+
+def read_of(**changes: object) -> bytes:
+    whole = Read(number=1, tag=1, segments=(1,), boxes=(PIECE,), digests="full", salt=0)
+    return msgspec.msgpack.encode(msgspec.structs.replace(whole, **changes))
 
 
 @pytest.mark.parametrize(
-    ("read", "sentence"),
+    ("data", "sentence"),
     [
-        (stray(8, offset=1 << 40), "outside the snapshot"),
-        (stray(8, strides=(1 << 40,)), "outside the snapshot"),
-        (stray(1 << 50), "outside the snapshot"),
-        (stray(1 << 50, strides=(0,)), "repeats bytes"),
-        (stray(8, offset=-1), "malformed region"),
-        (stray(8, strides=(1, 1)), "malformed region"),
+        (b"", "malformed request"),
+        (b"\xc1" * 40, "malformed request"),
+        (msgspec.msgpack.encode({"type": "shutdown"}), "malformed request"),
+        (read_of(number=-1), "malformed request"),
+        (read_of(tag=1 << 63), "malformed request"),
+        (read_of(digests="md5"), "malformed request"),
+        (read_of(segments=()), "Refused to read 1 boxes at once"),
+        (read_of(segments=(0,)), "Refused to read 1 boxes at once"),
+        (read_of(segments=(2,)), "segments have 2 of 1 boxes"),
+        (read_of(boxes=(), segments=()), "Refused to read 0 boxes"),
+        (read_of(boxes=(PIECE,) * (MAX_TRANSFERS + 1), segments=(MAX_TRANSFERS + 1,)), "may be asked for"),
+        (read_of(boxes=(piece("a", "uint8", (0, 1 << 31)),)), "Refused to read 2147483648 bytes at once"),
+        (read_of(boxes=(piece("a", "uint8", (-1, 3)),)), "malformed box"),
+        (read_of(boxes=(piece("a", "object", (0, 3)),)), "malformed box"),
+        (read_of(boxes=(Piece(names=(), dtype="uint8", box=PIECE.box),)), "malformed box"),
     ],
 )
-def test_a_read_outside_the_snapshot_is_refused(served: Offer, read: BucketRead, sentence: str) -> None:
-    offer = served.ranks[0]
-    reader = UcxReader(offer.address)
-    staging = torch.zeros(8, dtype=torch.uint8).numpy()
-    try:
-        reader.open(offer, Deadline(DEADLINE_S))
-        with pytest.raises(WeightsError, match=sentence):
-            reader.read(read, staging, Deadline(DEADLINE_S))
-    finally:
-        reader.close()
+def test_a_malformed_request_is_refused_by_a_sentence(data: bytes, sentence: str) -> None:
+    with pytest.raises(WeightsError, match=sentence):
+        decode_request(data)
 
 
-def test_nothing_is_read_before_the_token(served: Offer) -> None:
-    reader = UcxReader(served.ranks[0].address)
-    with pytest.raises(WeightsError, match="open a snapshot with its token first"):
-        reader.read(stray(8), torch.zeros(8, dtype=torch.uint8).numpy(), Deadline(DEADLINE_S))
-    reader.close()
-    reader.close()
+def test_a_message_that_is_too_long_is_not_sent() -> None:
+    names = tuple("n" * 4096 for _ in range(300))
+    boxes = (Piece(names=names, dtype="uint8", box=PIECE.box),)
+    with pytest.raises(WeightsError, match=r"exceeds .* use smaller buckets"):
+        encode_message(Read(number=1, tag=1, segments=(1,), boxes=boxes, digests="off", salt=0))
+    assert len(encode_message(refusal(1, "x" * 10_000))) < 2000
+    assert decode_answer(encode_message(refusal(7, "no"))) == Answer(number=7, reason="no")
 
 
-@pytest.mark.parametrize("excess", [0, 1])
-def test_garbage_does_not_end_the_server(served: Offer, excess: int) -> None:
-    offer = served
-    host, _, port = offer.ranks[0].address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as plain:
-        plain.sendall(os.urandom(4096))
-    reader = UcxReader(offer.ranks[0].address)
-    assert reader._link is not None
-    reader.open(offer.ranks[0], Deadline(DEADLINE_S))
-    assert reader._request_tag is not None
-    garbage = np.full(REQUEST_BYTES + excess, 0xC1, np.uint8)
-    sent = reader._link.send(reader._endpoint, garbage, reader._request_tag)
-    with pytest.raises(WeightsError, match=r"broke|malformed"):
-        reader.confirm(Deadline(DEADLINE_S))
-    assert sent.completed
-    reader.close()
-    live = blank()
-    mine = layout_of(live, "rollout-0")
-    puller = Puller(mine)
-    puller.pull(offer, make_plan(layout_of(weights(0), "policy-0"), mine), deadline_s=DEADLINE_S)
-    puller.switch(live)
-    assert same(live, weights(0))
-    puller.close()
+def connect(made: Held) -> socket.socket:
+    host, _, port = made.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        os.urandom(4096),
+        LENGTH.pack(1 << 31),
+        LENGTH.pack(REQUEST_BYTES + 1) + b"x" * 100,
+        LENGTH.pack(10) + b"\xc1" * 10,
+        with_length(Open(number=1, snapshot=3, token="x"))[:-3],
+    ],
+)
+def test_garbage_over_tcp_does_not_end_the_server(served: Held, data: bytes) -> None:
+    with connect(served) as plain:
+        plain.sendall(data)
+    assert works(served)
+
+
+def test_a_token_is_asked_for_again_and_again(served: Held) -> None:
+    with connect(served) as plain:
+        for number in range(1, 20):
+            plain.sendall(with_length(Open(number=number, snapshot=served.offer.snapshot, token="0" * 32)))
+            (length,) = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))
+            assert "wrong" in decode_answer(plain.recv(length, socket.MSG_WAITALL)).reason
+    assert works(served)
+
+
+@contextmanager
+def impostor(reply: Callable[[socket.socket], None]) -> Iterator[RankOffer]:
+    """A listener that answers as `reply` likes, then hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                reply(connection)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield RankOffer(
+            rank=0,
+            transport="tcp",
+            address=f"127.0.0.1:{listener.getsockname()[1]}",
+            token="",
+            snapshot=1,
+            holds="",
+            root="",
+        )
+        thread.join(20)
+
+
+def take(connection: socket.socket) -> int:
+    """Receive a request; return its number."""
+    (length,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
+    return decode_request(connection.recv(length, socket.MSG_WAITALL)).number
+
+
+def cut_short(connection: socket.socket) -> None:
+    for _ in range(2):
+        connection.sendall(with_length(Answer(number=take(connection), digests=b"d" * 16)))
+    connection.sendall(b"x" * 500)
+
+
+def says_nothing(connection: socket.socket) -> None:
+    take(connection)
+
+
+def says_garbage(connection: socket.socket) -> None:
+    take(connection)
+    connection.sendall(struct.pack("<I", 5) + b"\xc1" * 5)
+
+
+def says_too_much(connection: socket.socket) -> None:
+    take(connection)
+    connection.sendall(struct.pack("<I", 1 << 30))
+
+
+def answers_something_else(connection: socket.socket) -> None:
+    connection.sendall(with_length(Answer(number=take(connection) + 1)))
+
+
+@pytest.mark.parametrize("reply", [cut_short, says_nothing, says_garbage, says_too_much, answers_something_else])
+def test_a_source_that_breaks_the_rules_is_lost(reply: Callable[[socket.socket], None]) -> None:
+    with impostor(reply) as offer, reader("tcp") as peer:
+        peer.wire.connect("source", offer)
+        peer.wire.ask("source", Open(number=peer.number(), snapshot=1, token=""), Landing())
+        array = np.zeros(1000, np.uint8)
+        peer.wire.ask("source", peer.request([PIECE]), landing([array]))
+        events = []
+        while not any(isinstance(event, Lost) for event in events):
+            event = peer.event()
+            assert event is not None
+            events.append(event)
+        assert all(isinstance(event, Answered) and event.answer.number == 1 for event in events[:-1])
+
+
+@pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
+@pytest.mark.parametrize("data", [os.urandom(4096), b""])
+def test_garbage_to_ucx_does_not_end_the_server(data: bytes) -> None:
+    with held("ucx", [PIECE]) as made:
+        host, _, port = made.address.partition("/")[0].rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as plain:
+            plain.sendall(data)
+        assert works(made)
+
+
+@pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
+@pytest.mark.parametrize("size", [3, 100, REQUEST_BYTES + LENGTH.size + 1])
+def test_a_reader_over_ucx_that_talks_nonsense_is_left(size: int) -> None:
+    with held("ucx", [PIECE]) as made:
+        with reader("ucx") as peer:
+            assert not peer.connect(made.offer).reason
+            talk_nonsense(peer, size)
+            assert isinstance(peer.event(), Lost)
+        assert works(made)
+
+
+def talk_nonsense(peer: Reader, size: int) -> None:
+    """Send bytes where a request goes, and wait for an answer to another one."""
+    wire = peer.wire
+    known = wire._peers["source"]  # type: ignore[attr-defined]
+    garbage = np.full(size, 0xC1, np.uint8)
+    known.sends.append(wire._link.send(known.endpoint, garbage, known.tag))  # type: ignore[attr-defined]

@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from starling.weightsync.execute.layouts import layout_of
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller
 from starling.weightsync.layout import Layout, decode_layout, encode
+from starling.weightsync.layouts.modules import layout_of
 from starling.weightsync.offer import Offer, Transport, decode_offer
 from starling.weightsync.plan import make_plan
 

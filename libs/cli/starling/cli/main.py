@@ -23,6 +23,10 @@ USAGE = """usage: starling COMMAND ...
   smoke                 prove in under a minute that everything works here
   controller | policy | rollout | reward --config FILE --controller tcp://HOST:PORT
                         run one service by itself; --help shows all its settings
+  plan SOURCE DESTINATION [--model NAME] [--topology FILE.toml] [--picture FILE.svg] [--json]
+                        what a weight synchronisation moves, how long it takes and how much memory, without a GPU
+  sync-report RUN_FOLDER [--last N] [--json]
+                        where the time of weight synchronisation went, and what its bottleneck is
   keys FOLDER NAME ...  make the CURVE keys of a run: for the controller and for each name
   scratch RECIPE.toml FOLDER [--section.key value ...]
                         make the folder of the recipe's [model.scratch]: configuration and tokenizer, no weights
@@ -36,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    commands = {"run": run, "smoke": smoke, "keys": keys, "scratch": scratch}
+    commands = {"run": run, "smoke": smoke, "plan": plan, "sync-report": sync_report, "keys": keys, "scratch": scratch}
     if command not in (*commands, *SERVICES):
         print(f"starling: unknown command {command!r}; known: {', '.join([*commands, *SERVICES])}", file=sys.stderr)
         return 2
@@ -121,6 +125,20 @@ def smoke(argv: Sequence[str]) -> int:
     from starling.cli.smoke import run_smoke
 
     return run_smoke(list(argv))
+
+
+def plan(argv: Sequence[str]) -> int:
+    """`starling plan`."""
+    from starling.cli import plan as command
+
+    return command.main(argv)
+
+
+def sync_report(argv: Sequence[str]) -> int:
+    """`starling sync-report`."""
+    from starling.cli import sync_report as command
+
+    return command.main(argv)
 
 
 def keys(argv: Sequence[str]) -> int:

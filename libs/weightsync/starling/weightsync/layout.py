@@ -138,7 +138,7 @@ def decode(kind: type[T], data: bytes | bytearray | memoryview) -> T:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the latter for a text that is none
         raise WeightsError(f"These {len(data)} bytes are not a {kind.__name__}: {error}.") from error
 
 
@@ -201,25 +201,32 @@ def check_layout(layout: Layout) -> None:
     Raises:
         WeightsError: naming the replica and the tensor.
     """
-    specs: dict[str, TensorSpec] = {}
-    for spec in layout.tensors:
-        if spec.name in specs:
-            raise WeightsError(f"The layout of {layout.replica} lists tensor {spec.name} twice.")
-        if min(spec.shape, default=0) < 0:
-            raise WeightsError(f"Tensor {spec.name} of {layout.replica} has the negative shape {spec.shape}.")
-        item_bytes(spec)
-        specs[spec.name] = spec
-    for spec in layout.tensors:
-        owner = specs.get(spec.same_as) if spec.same_as else spec
-        if owner is None or (owner is not spec and owner.same_as):
-            raise WeightsError(
-                f"Tensor {spec.name} of {layout.replica} is tied to {spec.same_as}, which owns no memory."
-            )
-        if (owner.shape, owner.dtype) != (spec.shape, spec.dtype):
-            raise WeightsError(f"Tensors {spec.name} and {owner.name} of {layout.replica} are tied but not alike.")
+    check_specs(layout.replica, layout.tensors)
     for rank, held in enumerate(layout.ranks):
         for shard in held.shards:
             _check_shard(layout, rank, shard)
+
+
+def check_specs(replica: str, tensors: Iterable[TensorSpec]) -> None:
+    """Check that names are unique, element types travel, and ties lead to an owner that is alike.
+
+    Raises:
+        WeightsError: naming the replica and the tensor.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for spec in tensors:
+        if spec.name in specs:
+            raise WeightsError(f"The layout of {replica} lists tensor {spec.name} twice.")
+        if min(spec.shape, default=0) < 0:
+            raise WeightsError(f"Tensor {spec.name} of {replica} has the negative shape {spec.shape}.")
+        item_bytes(spec)
+        specs[spec.name] = spec
+    for spec in specs.values():
+        owner = specs.get(spec.same_as) if spec.same_as else spec
+        if owner is None or (owner is not spec and owner.same_as):
+            raise WeightsError(f"Tensor {spec.name} of {replica} is tied to {spec.same_as}, which owns no memory.")
+        if (owner.shape, owner.dtype) != (spec.shape, spec.dtype):
+            raise WeightsError(f"Tensors {spec.name} and {owner.name} of {replica} are tied but not alike.")
 
 
 def _check_shard(layout: Layout, rank: int, shard: Shard) -> None:

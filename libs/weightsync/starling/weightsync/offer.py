@@ -1,39 +1,45 @@
-"""The offer: what a publisher says of one version, and how the version is proven.
+"""The offer: where one version of the weights can be read, and how it is proven.
 
-A digest is xxh3-128 (hex) over the bytes of one piece, row-major and contiguous, little-endian. The root of a version
-is xxh3-128 over its pieces' sorted names, boxes and digests: equal roots mean equal bits. It guards against mistakes,
-not against an adversary; who may read is the token's affair.
+A digest is xxh3-128 over the bytes of one box, row-major and contiguous, little-endian. The root of a rank is xxh3-128
+over its pieces' names, boxes and digests; the root of a version is that over its ranks: equal roots mean equal bits.
+
+The digests themselves do not travel with the offer, of which every destination gets one: there may be millions. A
+source sends the digests of just those boxes that it is asked for, together with them. What a destination attests is
+the version's root combined with two further ones over the boxes that it took, one by the sources' digests and one by
+digests of what its engine really holds (`attested_root`): it is the version's root exactly when these two are equal.
+
+All this guards against mistakes, not against an adversary; who may read is the token's affair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 import xxhash
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import ITEM_BYTES, Piece, decode
-from starling.weightsync.plan import Plan
+from starling.weightsync.layout import Box, Piece, decode
 
-Transport = Literal["ucx", "local"]
+Transport = Literal["ucx", "local", "tcp"]
+ROOT_CHARACTERS: Final = 32
 
 
 class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """How to read the snapshot of one source rank, and what is in it."""
+    """How to read the snapshot of one rank."""
 
     rank: int
     transport: Transport
     address: str
-    """``host:port`` of the rank's listener (ucx), or the path of its arena (local)."""
+    """``host:port`` of the rank's listener, or the path of its arena (local)."""
     token: str
     """Whoever presents it may read this snapshot."""
     snapshot: int
-    pieces: tuple[Piece, ...]
-    """In the order of the rank's shards; in the snapshot they lie at `packed_offsets` of their sizes."""
-    digests: tuple[str, ...]
-    """One for each piece."""
+    holds: str
+    """Stands for the boxes that the rank holds: ranks where it is equal can stand in for one another."""
+    root: str
+    """Root of the rank's pieces."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,14 +48,14 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     ranks: tuple[RankOffer, ...]
     root: str
-    """`root_of` all pieces of all ranks."""
+    """Root of the version: follows from the roots of the ranks."""
 
 
 def decode_offer(data: bytes | bytearray | memoryview) -> Offer:
     """Read an offer and check that it is consistent.
 
     Raises:
-        WeightsError: `data` is not an offer, or its root does not follow from its digests.
+        WeightsError: `data` is not an offer, or its root does not follow from those of its ranks.
     """
     offer = decode(Offer, data)
     check_offer(offer)
@@ -57,40 +63,37 @@ def decode_offer(data: bytes | bytearray | memoryview) -> Offer:
 
 
 def check_offer(offer: Offer) -> None:
-    """Check that ranks are unique, every piece has a digest, and the root follows from them.
+    """Check that ranks are unique, alike where they hold the same boxes, and that the root follows from theirs.
 
     Raises:
         WeightsError: naming the version.
     """
     if len({rank.rank for rank in offer.ranks}) != len(offer.ranks):
         raise WeightsError(f"The offer of version {offer.version} lists a rank twice.")
-    for piece in (piece for rank in offer.ranks for piece in rank.pieces):
-        if not piece.names or piece.dtype not in ITEM_BYTES or min((*piece.box.offset, *piece.box.size), default=0) < 0:
-            raise WeightsError(f"The offer of version {offer.version} has the malformed piece {piece}.")
-    if any(len(rank.pieces) != len(rank.digests) for rank in offer.ranks):
-        raise WeightsError(f"The offer of version {offer.version} has pieces without digests.")
-    if root_of(_proofs(offer)) != offer.root:
-        raise WeightsError(f"The root {offer.root} of version {offer.version} does not follow from its digests.")
+    if _root(offer.version, offer.ranks) != offer.root:
+        raise WeightsError(f"The root {offer.root} of version {offer.version} does not follow from its ranks.")
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the digest of contiguous bytes."""
+    """Return the digest of contiguous bytes, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def root_of(proofs: Iterable[tuple[Piece, str]]) -> str:
-    """Return the root of pieces and their digests. Copies of a piece count once, empty pieces not at all.
+def holds_of(pieces: Sequence[Piece]) -> str:
+    """Return what stands for the boxes of a rank."""
+    return digest_of(msgspec.msgpack.encode(sorted((piece.names, piece.dtype, piece.box) for piece in pieces)))
+
+
+def root_of(proofs: Iterable[tuple[str, Box, bytes]]) -> str:
+    """Return the root of boxes of tensors and their digests. Equal copies count once, empty boxes not at all.
 
     Raises:
-        WeightsError: two copies of a piece differ.
+        WeightsError: two copies of a box differ.
     """
-    digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
-    for piece, digest in proofs:
-        if not piece.box.volume:
-            continue
-        key = (piece.names[0], piece.box.offset, piece.box.size)
-        if digests.setdefault(key, digest) != digest:
-            raise WeightsError(f"Two copies of box {piece.box} of tensor {piece.names[0]} differ.")
+    digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], bytes] = {}
+    for name, box, digest in proofs:
+        if box.volume and digests.setdefault((name, box.offset, box.size), digest) != digest:
+            raise WeightsError(f"Two copies of box {box} of tensor {name} differ.")
     state = xxhash.xxh3_128()
     for key in sorted(digests):
         state.update(msgspec.msgpack.encode((key, digests[key])))
@@ -101,27 +104,30 @@ def make_offer(version: int, ranks: Sequence[RankOffer]) -> Offer:
     """Put the ranks of one replica together.
 
     Raises:
-        WeightsError: two ranks hold different bits of what should be one piece.
+        WeightsError: two ranks hold different bits of the same boxes.
     """
     ordered = tuple(sorted(ranks, key=lambda rank: rank.rank))
-    offer = Offer(version=version, ranks=ordered, root="")
-    return msgspec.structs.replace(offer, root=root_of(_proofs(offer)))
+    return Offer(version=version, ranks=ordered, root=_root(version, ordered))
 
 
-def expected_root(offer: Offer, plan: Plan, destination_rank: int = 0) -> str:
-    """Return the root that destination rank `destination_rank` attests when it holds what `plan` brings it.
+def attested_root(offer: Offer, sent: str, held: str) -> str:
+    """Return what a destination attests, from the roots of the boxes that it took.
 
-    It is `offer.root` when the plan brings every piece of the version.
+    Args:
+        offer: the version that was pulled.
+        sent: `root_of` the boxes by the digests that their sources sent.
+        held: `root_of` the same boxes by digests of what the destination holds.
     """
-    ranks = {rank.rank: rank for rank in offer.ranks}
-    taken = {
-        (bucket.source_rank, transfer.source_shard)
-        for bucket in plan.of_destination(destination_rank)
-        for transfer in bucket.transfers
-    }
-    return root_of((ranks[rank].pieces[shard], ranks[rank].digests[shard]) for rank, shard in taken)
+    difference = int(offer.root, 16) ^ int(sent, 16) ^ int(held, 16)
+    return f"{difference:0{ROOT_CHARACTERS}x}"
 
 
-def _proofs(offer: Offer) -> Iterable[tuple[Piece, str]]:
-    for rank in offer.ranks:
-        yield from zip(rank.pieces, rank.digests, strict=True)
+def _root(version: int, ranks: Sequence[RankOffer]) -> str:
+    roots: dict[str, tuple[int, str]] = {}
+    for rank in ranks:
+        other, root = roots.setdefault(rank.holds, (rank.rank, rank.root))
+        if root != rank.root:
+            raise WeightsError(
+                f"Ranks {other} and {rank.rank} of version {version} hold the same boxes, but other bits in them."
+            )
+    return digest_of(msgspec.msgpack.encode(sorted((holds, root) for holds, (_, root) in roots.items())))

@@ -1,113 +1,222 @@
 """The plan: which box of which source shard each destination shard takes, in which order. Pure and deterministic.
 
 The controller makes it from two layouts; the destination executes it. Every destination element is delivered exactly
-once. Equal boxes at several source ranks are copies to choose from: the nearest (same device, same host, far), then
-the rank that has the fewest bytes to send so far, then the lowest rank. Boxes of one tensor that overlap without being
-equal are an error, because then two ranks could disagree about an element.
+once. Equal boxes at several source ranks are copies to choose from: the nearest (see `topology.LINKS`), then by turns,
+so that cards and ranks have near-equal bytes to send. Boxes of one tensor that overlap without being equal are an
+error, because then two ranks could disagree about an element.
+
+A plan says once what tensors that are split alike have in common (see `moves`), so its size does not grow with the
+number of transfers. What one destination rank reads follows from it by `of_destination`; everything else that a plan
+is asked for (bytes, memory) is computed from the moves too, so that no two statements of it can disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from starling.common.errors import WeightsError
-from starling.weightsync.boxes import BoxIndex, contains, cut, first_gap
-from starling.weightsync.layout import (
-    ALIGNMENT,
-    Box,
-    Layout,
-    Piece,
-    Place,
-    TensorSpec,
-    aligned,
-    check_layout,
-    decode,
-    item_bytes,
-    pieces_of,
-)
+from starling.weightsync.boxes import Ints
+from starling.weightsync.check import check_buckets
+from starling.weightsync.classes import Loads, Names, make_moves
+from starling.weightsync.expand import Buckets, aligned_sizes, expand
+from starling.weightsync.form import check_index, check_moves
+from starling.weightsync.layout import ALIGNMENT, Layout, Piece, TensorSpec, check_layout, decode
+from starling.weightsync.moves import MAX_TRANSFERS, Bucket, Moves, PieceIndex, Transfer, column, packed
+from starling.weightsync.splits import CompactLayout, check_compact, splits_of
+from starling.weightsync.topology import Topology, card_numbers, distances
 
-MAX_TRANSFERS: Final = 1024
-"""Most transfers in one bucket, which bounds the request for it."""
+__all__ = [
+    "MAX_BUCKET_BYTES",
+    "MAX_IN_FLIGHT",
+    "MAX_TRANSFERS",
+    "Bucket",
+    "Plan",
+    "Transfer",
+    "check_plan",
+    "decode_plan",
+    "make_plan",
+]
+
 MAX_BUCKET_BYTES: Final = 1 << 30
 """Largest bucket that can be asked for, and the most that a source sends at once."""
+MAX_IN_FLIGHT: Final = 1024
+"""Most buckets that one destination rank may have under way."""
 
 
-class Transfer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One box that moves from a source shard into a destination shard."""
-
-    source_shard: int
-    """Index into the source rank's shards."""
-    destination_shard: int
-    """Index into the destination rank's shards."""
-    box: Box
-    """In elements of the canonical tensor; inside both shards' boxes."""
-
-
-class Bucket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Transfers between one pair of ranks that travel together."""
-
-    source_rank: int
-    destination_rank: int
-    transfers: tuple[Transfer, ...]
-    size_bytes: int
-    """Payload, without padding."""
-    extent_bytes: int
-    """Room that the bucket takes in a buffer: each transfer starts at a multiple of `ALIGNMENT`."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """All buckets from one replica to another, in the order in which each destination rank reads them."""
+class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """All that moves from one replica to another."""
 
     source: str
     destination: str
-    buckets: tuple[Bucket, ...]
-    total_bytes: int
-    peak_staging_bytes: int
-    """Most bytes that any destination rank needs while pulling: its whole staging and its largest bucket."""
+    bucket_bytes: int
+    """No bucket takes more room than this."""
+    buckets_in_flight: int
+    """How many buckets a destination rank has under way at most, over all its sources."""
+    source_pieces: PieceIndex
+    destination_pieces: PieceIndex
+    moves: tuple[Moves, ...]
+    """One for each class of tensors."""
+    only_rank: int = -1
+    """The one destination rank that this part of a plan is for; -1 for all."""
 
-    def of_destination(self, rank: int) -> tuple[Bucket, ...]:
-        """Return the buckets that destination rank `rank` reads."""
-        return tuple(bucket for bucket in self.buckets if bucket.destination_rank == rank)
+    def of_destination(self, rank: int) -> Sequence[Bucket]:
+        """Return the buckets that destination rank `rank` reads, in its order. They are made when they are looked at.
+
+        Raises:
+            WeightsError: a rank that this plan is not for, or more transfers than can be held.
+        """
+        return self.expanded(rank)
+
+    def expanded(self, rank: int) -> Buckets:
+        """As `of_destination`, with the arrays behind the buckets."""
+        if not 0 <= rank < self.destination_pieces.num_ranks or self.only_rank not in (-1, rank):
+            raise WeightsError(f"This plan from {self.source} to {self.destination} is not for rank {rank}.")
+        kept = self.__dict__.get("_expanded")  # asked for several times in a row by who executes it
+        if kept is None or kept.rank != rank:
+            limit = self.bucket_bytes // ALIGNMENT * ALIGNMENT
+            kept = expand(self.moves, self.source_pieces, self.destination_pieces, rank, limit)
+            self.__dict__["_expanded"] = kept
+        buckets: Buckets = kept
+        return buckets
+
+    def of_rank(self, rank: int) -> Plan:
+        """Return the part of the plan that destination rank `rank` needs.
+
+        Raises:
+            WeightsError: a rank that this plan is not for.
+        """
+        if not 0 <= rank < self.destination_pieces.num_ranks or self.only_rank not in (-1, rank):
+            raise WeightsError(f"This plan from {self.source} to {self.destination} is not for rank {rank}.")
+        orders = {rank: self.destination_pieces.orders[rank]} if rank in self.destination_pieces.orders else {}
+        parts = [moves.into(rank) for moves in self.moves]
+        return msgspec.structs.replace(
+            self,
+            destination_pieces=msgspec.structs.replace(self.destination_pieces, orders=orders),
+            moves=tuple(part for part in parts if part.move_parts),
+            only_rank=rank,
+        )
+
+    @property
+    def ranks(self) -> range:
+        """The destination ranks that the plan is for."""
+        return (
+            range(self.destination_pieces.num_ranks)
+            if self.only_rank < 0
+            else range(self.only_rank, self.only_rank + 1)
+        )
+
+    @cached_property
+    def pair_bytes(self) -> Ints:
+        """Payload from each source rank to each destination rank; shape (source ranks, destination ranks)."""
+        total = np.zeros((self.source_pieces.num_ranks, self.destination_pieces.num_ranks), np.int64)
+        for moves in self.moves:
+            for ranks, num_bytes in moves.sent():
+                np.add.at(total, (ranks, moves.destination_ranks), num_bytes)
+        return total
+
+    @property
+    def total_bytes(self) -> int:
+        """Payload of the whole plan."""
+        return int(self.pair_bytes.sum())
+
+    @cached_property
+    def staging_bytes(self) -> Ints:
+        """Room that all pieces of each destination rank take, each at a multiple of `ALIGNMENT`."""
+        total = np.zeros(self.destination_pieces.num_ranks, np.int64)
+        for moves in self.moves:
+            ranks, sizes = moves.filled()
+            np.add.at(total, ranks, aligned_sizes(sizes) * moves.num_members)
+        return total
+
+    @cached_property
+    def in_flight_bytes(self) -> Ints:
+        """Room that the buckets of each destination rank take that are under way at one time."""
+        limit = self.bucket_bytes // ALIGNMENT * ALIGNMENT
+        total = np.zeros(self.destination_pieces.num_ranks, np.int64)
+        most = self.buckets_in_flight * limit
+        for moves in self.moves:
+            sizes = moves.part_bytes[column(moves.move_parts)]
+            # A part that is cut fills buckets of its own, each a little larger than its share.
+            sizes = aligned_sizes(sizes) + ALIGNMENT * (sizes // limit) * 2
+            np.add.at(total, moves.destination_ranks, np.minimum(sizes * moves.num_members, most))
+        return np.minimum(total, most)
+
+    def peak_bytes(self, rank: int, *, in_place: bool = False) -> int:
+        """Return the most memory that `rank` needs besides its tensors: its staging, unless in place, and buckets."""
+        return int(self.in_flight_bytes[rank]) + (0 if in_place else int(self.staging_bytes[rank]))
+
+    @property
+    def peak_staging_bytes(self) -> int:
+        """Most bytes that any destination rank needs while it pulls into staging."""
+        return max((self.peak_bytes(rank) for rank in self.ranks), default=0)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets, by destination rank: to look at small plans."""
+        return tuple(bucket for rank in self.ranks for bucket in self.expanded(rank))
 
 
 def decode_plan(data: bytes | bytearray | memoryview) -> Plan:
-    """Read a plan from MessagePack.
+    """Read a plan from MessagePack, and check that it is well formed: no number in it leads out of another's range.
 
     Raises:
         WeightsError: `data` is not a plan.
     """
-    return decode(Plan, data)
+    plan = decode(Plan, data)
+    _check_limits(plan.bucket_bytes, plan.buckets_in_flight)
+    check_index(plan.source_pieces, plan.source)
+    check_index(plan.destination_pieces, plan.destination)
+    if not -1 <= plan.only_rank < plan.destination_pieces.num_ranks:
+        raise WeightsError(f"A plan for {plan.destination} names its rank {plan.only_rank}, which does not exist.")
+    for moves in plan.moves:
+        check_moves(moves, plan.source_pieces, plan.destination_pieces)
+    return plan
 
 
-def make_plan(source: Layout, destination: Layout, *, bucket_bytes: int = 32 << 20) -> Plan:
-    """Plan how every shard of `destination` is filled from `source`, in buckets of at most `bucket_bytes`.
+def make_plan(
+    source: Layout | CompactLayout,
+    destination: Layout | CompactLayout,
+    *,
+    topology: Topology | None = None,
+    bucket_bytes: int = 32 << 20,
+    buckets_in_flight: int = 4,
+) -> Plan:
+    """Plan how every shard of `destination` is filled from `source`.
+
+    Args:
+        source: what the source holds.
+        destination: what the destination needs.
+        topology: the machines, for distances between ranks; without it, hosts and devices alone are compared.
+        bucket_bytes: room that one bucket takes at most.
+        buckets_in_flight: how many buckets a destination rank may have under way.
 
     Raises:
         WeightsError: a tensor that the source lacks, holds in another shape or element type, or does not hold wholly,
             or in overlapping boxes; the tensor and the box are named.
     """
-    if not ALIGNMENT <= bucket_bytes <= MAX_BUCKET_BYTES:
-        raise WeightsError(f"bucket_bytes is {bucket_bytes}, expected {ALIGNMENT} to {MAX_BUCKET_BYTES}.")
-    check_layout(source)
-    check_layout(destination)
-    supply = _Supply(source, destination)
-    limit = bucket_bytes // ALIGNMENT * ALIGNMENT
-    buckets: list[Bucket] = []
-    peak = 0
-    for rank in range(len(destination.ranks)):
-        buckets_of_rank = _buckets_into(supply, rank, limit)
-        buckets += buckets_of_rank
-        staging = sum(aligned(piece.size_bytes) for piece in pieces_of(destination, rank))
-        peak = max(peak, staging + max((bucket.extent_bytes for bucket in buckets_of_rank), default=0))
+    _check_limits(bucket_bytes, buckets_in_flight)
+    held, wanted = _compact(source), _compact(destination)
+    loads = Loads(distances(held.places, wanted.places, topology), card_numbers(held.places, topology))
+    classes = []
+    for sources, destinations in _classes(held, wanted):
+        first, into = sources[0], destinations[0]
+        names = Names(wanted.tensors[into].name, held.replica, wanted.replica)
+        splits = held.splits[held.split_of[first]], wanted.splits[wanted.split_of[into]]
+        classes.append(make_moves(*splits, int(wanted.item_bytes[into]), (sources, destinations), loads, names))
     return Plan(
-        source=source.replica,
-        destination=destination.replica,
-        buckets=tuple(buckets),
-        total_bytes=sum(bucket.size_bytes for bucket in buckets),
-        peak_staging_bytes=peak,
+        source=held.replica,
+        destination=wanted.replica,
+        bucket_bytes=bucket_bytes,
+        buckets_in_flight=buckets_in_flight,
+        source_pieces=_index(held),
+        destination_pieces=_index(wanted),
+        moves=tuple(classes),
     )
 
 
@@ -123,169 +232,80 @@ def check_plan(plan: Plan, pieces: Mapping[int, Sequence[Piece]], destination: L
     Raises:
         WeightsError: naming the tensor and the box at fault.
     """
-    wanted = pieces_of(destination, rank)
-    delivered: list[list[Box]] = [[] for _ in wanted]
-    for bucket in plan.of_destination(rank):
-        held = pieces.get(bucket.source_rank)
-        if held is None:
-            raise WeightsError(f"The plan reads from rank {bucket.source_rank} of {plan.source}, which offers nothing.")
-        for transfer in bucket.transfers:
-            if not (0 <= transfer.source_shard < len(held) and 0 <= transfer.destination_shard < len(wanted)):
-                raise WeightsError(f"The plan names a shard that {plan.source} or {plan.destination} does not have.")
-            taken, filled = held[transfer.source_shard], wanted[transfer.destination_shard]
-            alike = taken.dtype == filled.dtype and not set(taken.names).isdisjoint(filled.names)
-            if not alike or not contains(taken.box, transfer.box) or not contains(filled.box, transfer.box):
-                raise WeightsError(
-                    f"The plan moves {transfer.box} of {taken.names[0]} ({taken.dtype}, box {taken.box}) "
-                    f"into {filled.names[0]} ({filled.dtype}, box {filled.box}); plan again."
-                )
-            delivered[transfer.destination_shard].append(transfer.box)
-    for piece, boxes in zip(wanted, delivered, strict=True):
-        _check_cover(piece.names[0], piece.box, boxes)
+    check_buckets(plan.of_destination(rank), pieces, destination, rank, names=(plan.source, plan.destination))
 
 
-def _check_cover(name: str, box: Box, covers: Sequence[Box]) -> None:
-    """Raise unless the disjoint union of `covers`, all inside `box`, is `box`."""
-    overlap = BoxIndex(covers).first_overlap()
-    if overlap is not None:
-        raise WeightsError(f"Tensor {name}: box {overlap} would be delivered twice.")
-    if sum(cover.volume for cover in covers) != box.volume:
-        raise WeightsError(f"Tensor {name}: box {first_gap(box, covers)} has no source.")
+def _check_limits(bucket_bytes: int, buckets_in_flight: int) -> None:
+    if not ALIGNMENT <= bucket_bytes <= MAX_BUCKET_BYTES:
+        raise WeightsError(f"bucket_bytes is {bucket_bytes}, expected {ALIGNMENT} to {MAX_BUCKET_BYTES}.")
+    if not 1 <= buckets_in_flight <= MAX_IN_FLIGHT:
+        raise WeightsError(f"buckets_in_flight is {buckets_in_flight}, expected 1 to {MAX_IN_FLIGHT}.")
 
 
-class _Supply:
-    """The source's boxes by tensor, and how many bytes each source rank sends so far."""
-
-    def __init__(self, source: Layout, destination: Layout) -> None:
-        self.source, self.destination = source, destination
-        self._specs = {spec.name: spec for spec in source.tensors}
-        self._names = {
-            name: piece.names
-            for rank in range(len(destination.ranks))
-            for piece in pieces_of(destination, rank)
-            for name in piece.names[:1]
-        }
-        self._holders: dict[str, dict[Box, list[tuple[int, int]]]] = {}
-        for rank, held in enumerate(source.ranks):
-            for index, shard in enumerate(held.shards):
-                if shard.box.volume:
-                    boxes = self._holders.setdefault(source.tensors[shard.tensor].name, {})
-                    boxes.setdefault(shard.box, []).append((rank, index))
-        self._indices: dict[str, BoxIndex] = {}
-        self._sent_bytes = [0] * len(source.ranks)
-
-    def owner(self, wanted: TensorSpec) -> TensorSpec:
-        """Return the source tensor that fills `wanted` and every name that the destination ties to it."""
-        found = [self._specs[name] for name in self._names[wanted.name] if name in self._specs]
-        owners = {spec.same_as or spec.name for spec in found}
-        if not owners:
-            raise WeightsError(
-                f"Tensor {wanted.name} of {self.destination.replica} is unknown to {self.source.replica}."
-            )
-        if len(owners) > 1:
-            raise WeightsError(
-                f"{self.destination.replica} keeps {' and '.join(self._names[wanted.name])} in one memory, "
-                f"but they are different tensors in {self.source.replica}; untie them."
-            )
-        owner = self._specs[owners.pop()]
-        if (owner.shape, owner.dtype) != (wanted.shape, wanted.dtype):
-            raise WeightsError(
-                f"Tensor {wanted.name} is {wanted.dtype} {wanted.shape} in {self.destination.replica} "
-                f"but {owner.dtype} {owner.shape} in {self.source.replica}."
-            )
-        return owner
-
-    def take(self, wanted: TensorSpec, box: Box, place: Place) -> Iterator[tuple[int, int, Box]]:
-        """Yield source rank, source shard and box of each part of `box`."""
-        owner = self.owner(wanted)
-        index = self._index(owner.name)
-        parts = list(index.meeting(box))
-        if sum(shared.volume for _, shared in parts) != box.volume:
-            gap = first_gap(box, [shared for _, shared in parts])
-            raise WeightsError(f"Tensor {wanted.name}: no rank of {self.source.replica} holds box {gap}.")
-        size = item_bytes(wanted)
-        for position, shared in parts:
-            holders = self._holders[owner.name][index.boxes[position]]
-            rank, shard = min(holders, key=lambda holder: self._cost(holder, place))
-            self._sent_bytes[rank] += shared.volume * size
-            yield rank, shard, shared
-
-    def _index(self, name: str) -> BoxIndex:
-        index = self._indices.get(name)
-        if index is None:
-            index = self._indices[name] = BoxIndex(tuple(self._holders.get(name, {})))
-            overlap = index.first_overlap()
-            if overlap is not None:
-                raise WeightsError(
-                    f"Tensor {name}: box {overlap} lies in two different shards of {self.source.replica}."
-                )
-        return index
-
-    def _cost(self, holder: tuple[int, int], place: Place) -> tuple[int, int, int, int]:
-        rank, shard = holder
-        return distance(self.source.ranks[rank].place, place), self._sent_bytes[rank], rank, shard
+def _compact(layout: Layout | CompactLayout) -> CompactLayout:
+    if isinstance(layout, CompactLayout):
+        check_compact(layout)
+        return layout
+    check_layout(layout)
+    return splits_of(layout)
 
 
-def distance(a: Place, b: Place) -> int:
-    """How far two ranks are: 0 same device, 1 same host, 2 farther or unknown."""
-    if not a.host or a.host != b.host:
-        return 2
-    return 0 if a.device == b.device else 1
+def _index(layout: CompactLayout) -> PieceIndex:
+    return PieceIndex(
+        num_ranks=len(layout.places),
+        split_of=packed(layout.split_of),
+        counts=packed(layout.counts),
+        orders={rank: packed(order) for rank, order in layout.orders.items()},
+    )
 
 
-def _buckets_into(supply: _Supply, rank: int, limit: int) -> list[Bucket]:
-    """Return the buckets of destination rank `rank`: sources by turns, starting with another one at each rank."""
-    held = supply.destination.ranks[rank]
-    pending: dict[int, list[tuple[Transfer, int, bool]]] = {}
-    for index, shard in enumerate(held.shards):
-        if not shard.box.volume:
-            continue
-        spec = supply.destination.tensors[shard.tensor]
-        size = item_bytes(spec)
-        for source_rank, source_shard, shared in supply.take(spec, shard.box, held.place):
-            parts = list(cut(shared, limit // size))
-            pending.setdefault(source_rank, []).extend(
-                (
-                    Transfer(source_shard=source_shard, destination_shard=index, box=part),
-                    part.volume * size,
-                    len(parts) > 1,
-                )
-                for part in parts
-            )
-    by_turns: list[tuple[int, int, Bucket]] = []
-    num_sources = len(supply.source.ranks)
-    for source_rank, transfers in pending.items():
-        for turn, bucket in enumerate(_pack(source_rank, rank, transfers, limit)):
-            by_turns.append((turn, (source_rank - rank) % num_sources, bucket))
-    by_turns.sort(key=lambda entry: entry[:2])
-    return [bucket for _, _, bucket in by_turns]
+def _classes(held: CompactLayout, wanted: CompactLayout) -> list[tuple[Ints, Ints]]:
+    """Return the tensors of each class, by their indices in both layouts, the class of the first tensor first."""
+    filled = np.array([bool(split.volume.any()) for split in wanted.splits], bool)
+    into = np.flatnonzero(filled[wanted.split_of]) if len(wanted.splits) else np.zeros(0, np.int64)
+    take = _owners(held, wanted, into)
+    keys = np.stack([held.split_of[take], wanted.split_of[into], wanted.item_bytes[into]])
+    _, first, kind = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    order = np.argsort(kind.reshape(-1), kind="stable")
+    bounds = np.searchsorted(kind.reshape(-1)[order], np.arange(len(first) + 1))
+    members = [order[a:b] for a, b in itertools.pairwise(bounds)]
+    return [(take[members[at]], into[members[at]]) for at in np.argsort(first)]
 
 
-def _pack(
-    source_rank: int, destination_rank: int, transfers: Sequence[tuple[Transfer, int, bool]], limit: int
-) -> Iterator[Bucket]:
-    """Fill buckets in order. A part of a cut box travels alone: then it lies as aligned as its tensor does."""
-    group: list[Transfer] = []
-    size = extent = 0
+def _owners(held: CompactLayout, wanted: CompactLayout, into: Ints) -> Ints:
+    """Return the source tensor that fills each wanted one and every name that the destination ties to it."""
+    index = {spec.name: number for number, spec in enumerate(held.tensors)}
+    tied: dict[str, list[str]] = {}
+    for spec in wanted.tensors:
+        if spec.same_as:
+            tied.setdefault(spec.same_as, []).append(spec.name)
+    owners = np.zeros(len(into), np.int64)
+    for at, number in enumerate(into.tolist()):
+        owners[at] = _owner(held, wanted, wanted.tensors[number], index, tied)
+    return owners
 
-    def close() -> Bucket:
-        return Bucket(
-            source_rank=source_rank,
-            destination_rank=destination_rank,
-            transfers=tuple(group),
-            size_bytes=size,
-            extent_bytes=extent,
+
+def _owner(
+    held: CompactLayout,
+    wanted: CompactLayout,
+    spec: TensorSpec,
+    index: Mapping[str, int],
+    tied: Mapping[str, list[str]],
+) -> int:
+    names = [spec.name, *tied.get(spec.name, ())]
+    found = {index[held.tensors[index[name]].same_as or name] for name in names if name in index}
+    if not found:
+        raise WeightsError(f"Tensor {spec.name} of {wanted.replica} is unknown to {held.replica}.")
+    if len(found) > 1:
+        raise WeightsError(
+            f"{wanted.replica} keeps {' and '.join(names)} in one memory, "
+            f"but they are different tensors in {held.replica}; untie them."
         )
-
-    for transfer, size_bytes, alone in transfers:
-        if group and (alone or extent + aligned(size_bytes) > limit or len(group) == MAX_TRANSFERS):
-            yield close()
-            group, size, extent = [], 0, 0
-        group.append(transfer)
-        size += size_bytes
-        extent += aligned(size_bytes)
-        if alone:
-            yield close()
-            group, size, extent = [], 0, 0
-    if group:
-        yield close()
+    (number,) = found
+    owner = held.tensors[number]
+    if (owner.shape, owner.dtype) != (spec.shape, spec.dtype):
+        raise WeightsError(
+            f"Tensor {spec.name} is {spec.dtype} {spec.shape} in {wanted.replica} "
+            f"but {owner.dtype} {owner.shape} in {held.replica}."
+        )
+    return number

@@ -9,8 +9,8 @@ microseconds), which ui.perfetto.dev and chrome://tracing open.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Final
 
 import msgspec
@@ -75,7 +75,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over the adoptions of some rounds, in seconds, and what takes most of them."""
+    """Means over the adoptions of some rounds, in seconds, so that `parts` sum to `total_s`."""
 
     num_rounds: int
     num_adoptions: int
@@ -90,20 +90,60 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     """A key of `REMEDY`."""
 
 
+def rounds_of(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
+    """Return the rounds that a run's metrics tell of, oldest first.
+
+    Args:
+        lines: objects with ``kind``, of which ``published`` (``time``, ``version``, ``publish_s``) and ``adopted``
+            (``time``, ``version``, ``replica``, ``attested``, ``pull_s``, ``pause_s``, ``size_bytes``, ``transport``,
+            ``lanes``, ``split``) are read. Adoptions of versions whose publication is not among them are left out.
+    """
+    published: dict[int, Mapping[str, Any]] = {}
+    adoptions: dict[int, list[Adoption]] = {}
+    for line in lines:
+        if line["kind"] == "published":
+            published[line["version"]] = line
+            adoptions[line["version"]] = []
+        elif line["kind"] == "adopted" and line["version"] in published:
+            adoptions[line["version"]].append(_adoption(line, published[line["version"]]["time"]))
+    return [
+        Round(version=version, publish_s=line["publish_s"], adoptions=tuple(adoptions[version]))
+        for version, line in published.items()
+    ]
+
+
+def _adoption(line: Mapping[str, Any], published_at: float) -> Adoption:
+    split = line["split"]
+    return Adoption(
+        replica=line["replica"],
+        end_s=max(0.0, line["time"] - published_at),
+        prepare_s=split.get("prepare_s", 0.0),
+        read_s=split.get("read_s", line["pull_s"]),
+        unpack_s=split.get("unpack_s", 0.0),
+        digest_s=split.get("digest_s", 0.0),
+        confirm_s=split.get("confirm_s", 0.0),
+        switch_s=line["pause_s"],
+        size_bytes=line["size_bytes"],
+        transport=line["transport"],
+        lanes=tuple(line["lanes"]),
+        attested=line["attested"],
+    )
+
+
 def split_of(rounds: Sequence[Round]) -> Split | None:
     """Return where the time of `rounds` went, or None when nobody has adopted anything."""
     adoptions = [adoption for each in rounds for adoption in each.adoptions]
     if not adoptions:
         return None
-    parts = {name: median(adoption.parts[name] for adoption in adoptions) for name in PARTS}
+    parts = {name: fmean(adoption.parts[name] for adoption in adoptions) for name in PARTS}
     reading = sum(adoption.read_s for adoption in adoptions)
     return Split(
         num_rounds=len(rounds),
         num_adoptions=len(adoptions),
         num_unproven=sum(not adoption.attested for adoption in adoptions),
-        publish_s=median(each.publish_s for each in rounds),
+        publish_s=fmean(each.publish_s for each in rounds),
         parts=parts,
-        total_s=median(sum(adoption.parts.values()) for adoption in adoptions),
+        total_s=fmean(sum(adoption.parts.values()) for adoption in adoptions),
         rate_bytes_per_s=sum(adoption.size_bytes for adoption in adoptions) / reading if reading else 0.0,
         lanes=tuple(sorted({lane for adoption in adoptions for lane in adoption.lanes})),
         bottleneck=_bottleneck(adoptions, parts),
@@ -116,7 +156,7 @@ def _bottleneck(adoptions: Sequence[Adoption], parts: dict[str, float]) -> str:
         return largest
     # Threads overlap, so the parts within reading are compared with it and not summed.
     for name, inner in (("digest", "digest_s"), ("unpack", "unpack_s")):
-        if median(getattr(adoption, inner) for adoption in adoptions) > 0.5 * parts["read"]:
+        if fmean(getattr(adoption, inner) for adoption in adoptions) > 0.5 * parts["read"]:
             return name
     return "network"
 

@@ -231,6 +231,10 @@ class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="weights_ado
     """Seconds that generation paused for the switch."""
     size_bytes: int
     transport: str
+    lanes: tuple[str, ...] = ()
+    """Over what the bytes really went, for example ``posix/memory``."""
+    split: dict[str, float] = {}
+    """Seconds of the parts of `pull_s`: ``prepare_s``, ``read_s`` (in it ``unpack_s``, ``digest_s``), ``confirm_s``."""
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):

@@ -1,14 +1,15 @@
-"""The arena: two snapshots in anonymous shared memory, and the leases on them.
+"""The arena: snapshots in anonymous shared memory, and the leases on them.
 
 An arena is a memfd: it has no name, so nothing stays behind however its process ends, and other processes of the same
-user map it through ``/proc/<pid>/fd/<n>``. One page of header, then two slots. Per slot the header has the id of the
-snapshot in it (0 while it is written) and the snapshot's token.
+user map it through ``/proc/<pid>/fd/<n>``. A page of header, the slots, and a list of what lies in each slot. Per slot
+the header has the id of the snapshot in it (0 while it is written), the snapshot's token, and whether the digests of
+its pieces, which follow the pieces, are there yet.
 
 A lease is a shared lock (open file description lock) on the byte numbered like the snapshot, far beyond the arena's
 end. The kernel drops it when its holder dies, it cannot be forgotten, and a lease on a revoked snapshot hinders
 nobody. A writer takes the exclusive lock before it sets a snapshot's id to 0, so whoever holds a lease and has seen the
-id *after* taking it holds a valid one. A writer that has waited long enough sets the id to 0 without the lock: readers
-look at it again after they have read, and the digests catch whatever a reordering of memory accesses could hide.
+id *after* taking it holds a valid one. A writer that has waited long enough may set the id to 0 without the lock:
+readers look at it again after they have read, and the digests catch whatever a reordering of memory accesses hides.
 """
 
 from __future__ import annotations
@@ -21,21 +22,35 @@ import re
 import secrets
 import struct
 import time
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.regions import Memory
+from starling.weightsync.execute.digests import DIGEST_BYTES
+from starling.weightsync.execute.memory import Memory
+from starling.weightsync.layout import Piece, packed_offsets
 
-MAGIC: Final = int.from_bytes(b"STARARN1", "little")
-HEADER_BYTES: Final = 4096
+WhenBusy = Literal["revoke", "wait", "skip"]
+"""What a writer does when every slot is being read: wait and then revoke the oldest snapshot, wait and then give up,
+or give up at once."""
+
+MAGIC: Final = int.from_bytes(b"STARARN2", "little")
+PAGE_BYTES: Final = 4096
 TOKEN_BYTES: Final = 16
-_TOKENS_AT: Final = 64
+MAX_SLOTS: Final = 4
+_NUM_SLOTS_AT, _EXTENT_AT, _LIST_BYTES_AT, _IDS_AT, _DIGESTED_AT = 1, 2, 3, 8, 12  # words of the header
+_TOKENS_AT: Final = 256
 _LOCKS_AT: Final = 1 << 60
 _RETRY_S: Final = 0.0005
 _ADDRESS: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+
+class SnapshotsBusyError(WeightsError):
+    """Every snapshot is being read, and the rule says not to take one away."""
 
 
 def _lock(fd: int, kind: int, snapshot: int) -> bool:
@@ -48,8 +63,12 @@ def _lock(fd: int, kind: int, snapshot: int) -> bool:
     return True
 
 
+def _paged(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 class Mapping:
-    """An arena of this or another process, mapped for reading."""
+    """An arena of this or another process, mapped for reading. One lease at a time."""
 
     def __init__(self, address: str) -> None:
         if not _ADDRESS.fullmatch(address):
@@ -62,7 +81,7 @@ class Mapping:
             ) from error
         try:
             size = os.fstat(self._fd).st_size
-            if size < HEADER_BYTES:
+            if size < PAGE_BYTES:
                 raise WeightsError(f"{address} is not an arena: it has {size} bytes.")
             memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
@@ -71,12 +90,22 @@ class Mapping:
         except WeightsError:
             os.close(self._fd)
             raise
-        self._header: npt.NDArray[np.uint64] | None = np.frombuffer(memory, np.uint64, HEADER_BYTES // 8)
+        self._header: npt.NDArray[np.uint64] | None = np.frombuffer(memory, np.uint64, PAGE_BYTES // 8)
         self._bytes: Memory | None = np.frombuffer(memory, np.uint8)
-        self._held = 0
-        if int(self._header[0]) != MAGIC:
+        self._held = self._slot = 0
+        self._num_slots, self._extent, list_bytes = (int(self._header[at]) for at in (1, 2, 3))
+        end = PAGE_BYTES + self._num_slots * self._extent + list_bytes
+        if int(self._header[0]) != MAGIC or not 0 < self._num_slots <= MAX_SLOTS or end > size:
             self.close()
             raise WeightsError(f"{address} is not an arena of this version.")
+        self._list = (end - list_bytes, end)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return what lies in each slot."""
+        assert self._bytes is not None
+        begin, end = self._list
+        pieces: tuple[Piece, ...] = msgspec.msgpack.decode(self._bytes[begin:end].data, type=tuple[Piece, ...])
+        return pieces
 
     def open(self, snapshot: int, token: str) -> Memory:
         """Take a lease on `snapshot` and return its memory.
@@ -88,21 +117,25 @@ class Mapping:
         self.release()
         if snapshot <= 0 or not _lock(self._fd, fcntl.F_RDLCK, snapshot):
             raise WeightsError(f"Snapshot {snapshot} is not to be had any more; pull a newer version.")
-        self._held = snapshot
-        slot = snapshot & 1
+        self._held, self._slot = snapshot, snapshot % self._num_slots
         if not self.valid():
             self.release()
             raise WeightsError(f"Snapshot {snapshot} is not to be had any more; pull a newer version.")
-        begin = _TOKENS_AT + slot * TOKEN_BYTES
+        begin = _TOKENS_AT + self._slot * TOKEN_BYTES
         if not hmac.compare_digest(self._bytes[begin : begin + TOKEN_BYTES].tobytes().hex().encode(), token.encode()):
             self.release()
             raise WeightsError(f"The token for snapshot {snapshot} is wrong.")
-        extent = (self._bytes.nbytes - HEADER_BYTES) // 2
-        return self._bytes[HEADER_BYTES + slot * extent :][:extent]
+        return self._bytes[PAGE_BYTES + self._slot * self._extent :][: self._extent]
 
     def valid(self) -> bool:
         """Whether the snapshot last opened still stands."""
-        return self._header is not None and self._held > 0 and int(self._header[1 + (self._held & 1)]) == self._held
+        return self._header is not None and self._held > 0 and int(self._header[_IDS_AT + self._slot]) == self._held
+
+    def digested(self) -> bool:
+        """Whether the digests of the opened snapshot's pieces are there."""
+        return (
+            self._header is not None and self._held > 0 and int(self._header[_DIGESTED_AT + self._slot]) == self._held
+        )
 
     def release(self) -> None:
         """Give the lease back, if there is one."""
@@ -119,24 +152,31 @@ class Mapping:
 
 
 class Arena:
-    """Two slots of `extent_bytes` each, written by this process."""
+    """Slots that each have room for `pieces` and their digests, written by this process."""
 
-    def __init__(self, extent_bytes: int) -> None:
-        size = HEADER_BYTES + 2 * extent_bytes
+    def __init__(self, pieces: Sequence[Piece], *, num_slots: int = 2) -> None:
+        _, self.extent_bytes = packed_offsets(piece.size_bytes for piece in pieces)
+        self._num_slots, self._num_pieces = num_slots, len(pieces)
+        listed = msgspec.msgpack.encode(pieces)
+        extent = _paged(self.extent_bytes + DIGEST_BYTES * len(pieces))
+        end = PAGE_BYTES + num_slots * extent
         self._fd = os.memfd_create("starling-snapshots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self._fd, 0, size)  # no memory is an error here, and not a SIGBUS later
+            os.posix_fallocate(self._fd, 0, end + len(listed))  # no memory is an error here, and not a SIGBUS later
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = mmap.mmap(self._fd, end + len(listed), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             os.close(self._fd)
-            raise WeightsError(f"No {size} bytes of memory for two snapshots: {error.strerror}.") from error
-        self._header = np.frombuffer(memory, np.uint64, HEADER_BYTES // 8)
+            raise WeightsError(f"No {end} bytes of memory for {num_slots} snapshots: {error.strerror}.") from error
+        self._header = np.frombuffer(memory, np.uint64, PAGE_BYTES // 8)
         self._bytes: Memory = np.frombuffer(memory, np.uint8)
+        self._bytes[end:] = np.frombuffer(listed, np.uint8)
+        self._header[_NUM_SLOTS_AT], self._header[_EXTENT_AT] = num_slots, extent
+        self._header[_LIST_BYTES_AT] = len(listed)
         self._header[0] = MAGIC
-        self._snapshots = [0, 0]
+        self._snapshots = [0] * num_slots
         self._count = 0
-        self.slots = tuple(self._bytes[HEADER_BYTES + slot * extent_bytes :][:extent_bytes] for slot in range(2))
+        self.slots = tuple(self._bytes[PAGE_BYTES + slot * extent :][:extent] for slot in range(num_slots))
         """The memory of each slot."""
 
     @property
@@ -144,37 +184,60 @@ class Arena:
         """Where other processes of this user find the arena."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def claim(self, timeout_s: float) -> int:
-        """Take a slot that nobody reads, the older one first, and return its index.
+    def claim(self, timeout_s: float, when_busy: WhenBusy = "revoke") -> int:
+        """Take a slot that nobody reads, the oldest first, and return its index.
 
-        After `timeout_s` the older one is taken whoever reads it: its snapshot is revoked.
+        When all are being read for `timeout_s`, `when_busy` says what happens; with ``skip`` there is no wait.
+
+        Raises:
+            SnapshotsBusyError: the rule is ``wait`` or ``skip`` and no slot is free.
         """
-        end = time.monotonic() + timeout_s
-        slots = sorted(range(2), key=lambda slot: self._snapshots[slot])
+        end = time.monotonic() + (0.0 if when_busy == "skip" else timeout_s)
+        slots = sorted(range(self._num_slots), key=lambda slot: self._snapshots[slot])
         while True:
             for slot in slots:
                 if self._retire(slot):
                     return slot
             if time.monotonic() >= end:
-                self._void(slots[0])
-                return slots[0]
+                break
             time.sleep(_RETRY_S)
+        if when_busy != "revoke":
+            waited = "" if when_busy == "skip" else f" after {timeout_s:g} s"
+            raise SnapshotsBusyError(f"Every snapshot is still being read{waited}: this version is not published.")
+        self._void(slots[0])
+        return slots[0]
 
     def commit(self, slot: int) -> tuple[int, str]:
         """Let the claimed slot be read. Return the new snapshot's id and token."""
         self._count += 1
-        snapshot = 2 * self._count + slot
+        snapshot = self._num_slots * self._count + slot
         token = secrets.token_bytes(TOKEN_BYTES)
         begin = _TOKENS_AT + slot * TOKEN_BYTES
         self._bytes[begin : begin + TOKEN_BYTES] = np.frombuffer(token, np.uint8)
         self._snapshots[slot] = snapshot
-        self._header[1 + slot] = snapshot
+        self._header[_IDS_AT + slot] = snapshot
         return snapshot, token.hex()
 
-    def close(self) -> None:
-        """Void both snapshots and close the arena; its memory goes when the last view of it does."""
-        for slot in range(2):
+    def set_digests(self, snapshot: int, digests: Sequence[bytes]) -> None:
+        """Add the digests of the pieces of a snapshot, unless it is gone."""
+        slot = snapshot % self._num_slots
+        if self._snapshots[slot] == snapshot and len(digests) == self._num_pieces:
+            table = np.frombuffer(b"".join(digests), np.uint8)
+            self.slots[slot][self.extent_bytes : self.extent_bytes + table.nbytes] = table
+            self._header[_DIGESTED_AT + slot] = snapshot
+
+    def stands(self, snapshot: int) -> bool:
+        """Whether the snapshot can still be read."""
+        return self._snapshots[snapshot % self._num_slots] == snapshot
+
+    def void(self) -> None:
+        """Let no snapshot be read any more, whoever reads it."""
+        for slot in range(self._num_slots):
             self._void(slot)
+
+    def close(self) -> None:
+        """Void the snapshots and close the arena; its memory goes when the last view of it does."""
+        self.void()
         os.close(self._fd)
 
     def _retire(self, slot: int) -> bool:
@@ -188,5 +251,5 @@ class Arena:
         return True
 
     def _void(self, slot: int) -> None:
-        self._header[1 + slot] = 0
+        self._header[_IDS_AT + slot] = 0
         self._snapshots[slot] = 0

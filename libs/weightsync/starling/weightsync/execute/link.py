@@ -8,15 +8,19 @@ A request does not keep its buffer alive, and dropping a request does not stop i
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
+import logging
+import os
+import select
 import time
 from typing import Any, Final
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.deadline import LONGEST_WAIT_S
-from starling.weightsync.execute.regions import Memory
+from starling.weightsync.execute.memory import Memory
 
-_OPTIONS: Final = {
+OPTIONS: Final = {
     "TLS": "tcp,posix,cma",
     "POSIX_ERROR_HANDLING": "y",
     "CMA_MEMORY_INVALIDATE": "y",
@@ -24,9 +28,15 @@ _OPTIONS: Final = {
     "TCP_RX_SEG_SIZE": "256k",
     "KEEPALIVE_INTERVAL": "1s",
 }
+"""What is not set in the environment, there with ``UCX_`` before it. ``UCX_TLS`` is how RDMA is chosen, where the UCX
+that is installed has it."""
+SUPPORTED: Final = ((0, 52), (0, 53))
+"""The first version of UCXX that works with this code, and the first that may not: its low-level API is private."""
 _FORCE_NS: Final = 10**9
 """Period of a blocking close that amounts to a forced one: pending requests are cancelled at once."""
 _DRAIN_S: Final = 1.0
+
+log = logging.getLogger(__name__)
 
 
 def is_loopback(host: str) -> bool:
@@ -41,68 +51,135 @@ def load_ucxx() -> tuple[Any, Any]:
     """Import UCXX's low-level module and its `Array`.
 
     Raises:
-        WeightsError: UCXX is not installed or cannot be loaded.
+        WeightsError: UCXX is not installed, cannot be loaded, or is of another version.
     """
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # UCXX itself sets variables that this UCX does not use
     try:
         import ucxx._lib.libucxx as lib
+        from ucxx import __version__ as version
         from ucxx._lib.arr import Array
     except ImportError as error:
         raise WeightsError(
-            f"UCX is not available ({error}): install starling-weightsync[ucx] or choose transport 'local'."
+            f"UCX is not available ({error}): install starling-weightsync[ucx] or choose transport 'tcp' or 'local'."
         ) from error
+    check_version(version)
     return lib, Array
+
+
+def check_version(version: str) -> None:
+    """Refuse a UCXX whose private API is not the one known here.
+
+    Raises:
+        WeightsError: naming the version and the range.
+    """
+    low, high = SUPPORTED
+    found = tuple(int(number) for number in version.split(".")[:2] if number.isdecimal())
+    if not low <= found < high:
+        wanted = f">={low[0]}.{low[1]}, <{high[0]}.{high[1]}"
+        raise WeightsError(f"UCXX {version} is installed, expected {wanted}: install starling-weightsync[ucx].")
+
+
+def has_ucx() -> bool:
+    """Whether UCX can be used here."""
+    try:
+        load_ucxx()
+    except WeightsError:
+        return False
+    return True
 
 
 class Transmission:
     """One request under way, with the memory it uses."""
 
     def __init__(self, request: Any, memory: object) -> None:
-        self._request, self._memory = request, memory
+        self.request, self._memory = request, memory
 
     @property
     def completed(self) -> bool:
         """Whether UCX is done with the memory."""
-        return bool(self._request.completed)
+        return bool(self.request.completed)
 
     def check(self) -> None:
         """Raise what the request failed with, if it did (an error of UCXX)."""
-        self._request.check_error()
+        self.request.check_error()
 
 
 class Link:
-    """A UCX context with one worker. Owned by one thread at a time."""
+    """A UCX context with one worker. Owned by one thread at a time; only `wake` may be called by others.
+
+    `loopback` keeps off the network devices.
+    """
 
     def __init__(self, *, loopback: bool) -> None:
         self.lib, self._array = load_ucxx()
         self.error: type[Exception] = self.lib.UCXError
         """What UCXX raises."""
-        options = {**_OPTIONS, **({"NET_DEVICES": "lo"} if loopback else {})}
+        options = {
+            **OPTIONS,
+            **({"NET_DEVICES": "lo"} if loopback else {}),
+        }
+        options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
         feature = self.lib.Feature
         try:
             self._context = self.lib.UCXContext(options, feature_flags=(feature.TAG, feature.WAKEUP))
             self.worker = self.lib.UCXWorker(self._context)
             self.worker.init_blocking_progress_mode()
         except self.error as error:
-            raise WeightsError(f"UCX cannot start here ({error}); choose transport 'local'.") from error
+            raise WeightsError(f"UCX cannot start here ({error}); choose transport 'tcp' or 'local'.") from error
+        self._process = os.getpid()
         self._pending: list[Transmission] = []
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self.worker.epoll_file_descriptor, select.POLLIN)
+        self._poller.register(self._wakeup, select.POLLIN)
 
     def progress(self, wait_s: float) -> None:
-        """Let UCX work, waiting for an event for at most `wait_s`. Releases the interpreter lock."""
-        self.worker.progress_worker_event(max(1, int(wait_s * 1000)))
+        """Let UCX work, waiting for an event or a `wake` for at most `wait_s`. Releases the interpreter lock."""
+        if os.getpid() != self._process:
+            raise WeightsError("UCX was started before this process was forked; start processes by 'spawn'.")
+        self.worker.progress()
+        if wait_s > 0 and self.worker.arm():
+            self._poller.poll(wait_s * 1000)
+            self.worker.progress()
+        try:
+            os.eventfd_read(self._wakeup)
+        except BlockingIOError:
+            pass
         self._pending = [item for item in self._pending if not item.completed]
+
+    def wake(self) -> None:
+        """Let a `progress` that waits return."""
+        os.eventfd_write(self._wakeup, 1)
 
     def send(self, endpoint: Any, memory: Memory, tag: int) -> Transmission:
         """Send `memory` with `tag`; it must not change before completion."""
-        return self._start(endpoint.tag_send, memory, tag)
+        array = self._array(_flat(memory))
+        return self._keep(endpoint.tag_send(array, self.lib.UCXXTag(tag)), (array, memory))
 
     def receive(self, endpoint: Any, memory: Memory, tag: int) -> Transmission:
         """Fill `memory` with what arrives under `tag`. Posted on the endpoint, so that its death ends the wait."""
-        return self._start(endpoint.tag_recv, memory, tag)
+        if not memory.flags.writeable:
+            raise WeightsError("Memory that cannot be written was given to receive into.")
+        array = self._array(_flat(memory))
+        return self._keep(endpoint.tag_recv(array, self.lib.UCXXTag(tag)), (array, memory))
 
-    def _start(self, method: Any, memory: Memory, tag: int) -> Transmission:
-        assert memory.flags.c_contiguous
-        array = self._array(memory)
-        item = Transmission(method(array, self.lib.UCXXTag(tag)), (array, memory))
+    def check_alive(self, endpoint: Any) -> None:
+        """Raise an error of UCXX when the peer is known to be gone."""
+        if not endpoint.alive:
+            endpoint.raise_on_error()
+            raise self.lib.UCXConnectionResetError("the peer closed the connection")
+
+    def receive_any(self, memory: Memory, tag: int) -> Transmission:
+        """Fill `memory` with what arrives under `tag` from anybody. It waits until the link is closed."""
+        array = self._array(_flat(memory))
+        return Transmission(self.worker.tag_recv(array, self.lib.UCXXTag(tag)), (array, memory))
+
+    def lanes(self, endpoint: Any) -> tuple[str, ...]:
+        """Return the transports that UCX really uses for an endpoint, such as ``tcp/lo`` and ``posix/memory``."""
+        return lanes_of(int(endpoint.handle))
+
+    def _keep(self, request: Any, memory: object) -> Transmission:
+        item = Transmission(request, memory)
         self._pending.append(item)
         return item
 
@@ -120,4 +197,53 @@ class Link:
             self.progress(LONGEST_WAIT_S)
         last, self._pending = self._pending, []  # were UCX still at work, the memory would have to outlive the worker
         self.worker = self._context = None
+        os.close(self._wakeup)
         del last
+
+
+def _flat(memory: Memory) -> Memory:
+    """Return `memory` if UCX may have it: UCXX would take other memory without a word, and use it wrongly."""
+    if memory.dtype != "u1" or memory.ndim != 1 or not memory.flags.c_contiguous:
+        raise WeightsError(f"UCX moves flat bytes, not {memory.dtype} {memory.shape} with strides {memory.strides}.")
+    return memory
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = (("transport", ctypes.c_char_p), ("device", ctypes.c_char_p))
+
+
+class _Attributes(ctypes.Structure):
+    """``ucp_ep_attr_t``."""
+
+    _fields_ = (
+        ("field_mask", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("local_address", ctypes.c_char * 128),
+        ("remote_address", ctypes.c_char * 128),
+        ("entries", ctypes.POINTER(_Entry)),
+        ("num_entries", ctypes.c_uint32),
+        ("entry_bytes", ctypes.c_size_t),
+        ("user_data", ctypes.c_void_p),
+    )
+
+
+_TRANSPORTS: Final = 1 << 3
+_MAX_LANES: Final = 16
+
+
+def lanes_of(endpoint: int) -> tuple[str, ...]:
+    """Ask UCX which transports and devices an endpoint uses; empty when it will not say."""
+    entries = (_Entry * _MAX_LANES)()
+    asked = _Attributes(
+        field_mask=_TRANSPORTS, entries=entries, num_entries=_MAX_LANES, entry_bytes=ctypes.sizeof(_Entry)
+    )
+    try:
+        query = ctypes.CDLL("libucp.so.0").ucp_ep_query
+    except (OSError, AttributeError):
+        return ()
+    query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Attributes))
+    query.restype = ctypes.c_int8
+    if query(endpoint, ctypes.byref(asked)) != 0:
+        return ()
+    found = (entries[index] for index in range(min(int(asked.num_entries), _MAX_LANES)))
+    return tuple(sorted({f"{entry.transport.decode()}/{entry.device.decode()}" for entry in found}))

@@ -3,39 +3,74 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Final
 
 import torch
 
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.arena import Arena
-from starling.weightsync.execute.link import is_loopback
-from starling.weightsync.execute.serve import Server
-from starling.weightsync.execute.tensors import bytes_of, live_views, packed_views
-from starling.weightsync.layout import Layout, aligned, check_layout, pieces_of
-from starling.weightsync.offer import Offer, RankOffer, Transport, digest_of, make_offer
+from starling.weightsync.execute.arena import Arena, SnapshotsBusyError, WhenBusy
+from starling.weightsync.execute.digests import Digests, digest_of_array
+from starling.weightsync.execute.memory import Array, packed_arrays
+from starling.weightsync.execute.server import Server, serve
+from starling.weightsync.execute.source import Source
+from starling.weightsync.execute.tensors import live_views, packed_views
+from starling.weightsync.layout import Layout, check_layout, pieces_of
+from starling.weightsync.offer import Offer, RankOffer, Transport, digest_of, holds_of, make_offer, root_of
 
 CLOSE_S: Final = 5.0
+DIGEST_S: Final = 600.0
+"""By then the digests of a snapshot are there, or something is wrong."""
+
+
+class Publication:
+    """One version in a snapshot: it stands, and its digests are being computed."""
+
+    def __init__(self, version: int, stall_s: float, rank: Future[RankOffer]) -> None:
+        self.version = version
+        self.stall_s = stall_s
+        """Seconds that the snapshot took: all that training waits for."""
+        self._rank = rank
+
+    def offer(self, timeout_s: float = DIGEST_S) -> Offer:
+        """Return the offer, once the root of the version is known.
+
+        Raises:
+            WeightsError: not within `timeout_s`, or the publisher was closed.
+        """
+        try:
+            return make_offer(self.version, [self._rank.result(timeout_s)])
+        except TimeoutError as error:
+            raise WeightsError(f"Version {self.version} was not digested within {timeout_s:g} s.") from error
+        except CancelledError as error:
+            raise WeightsError(f"Version {self.version} is not to be had any more.") from error
 
 
 class Publisher:
     """Offers the shards of one rank, version by version, from two snapshots in turn.
 
-    The local copy into a snapshot is all that training waits for, unless both snapshots are being read: then `publish`
-    waits for a reader to finish, at most `read_timeout_s`, and then revokes the older snapshot. Its readers get a
-    `WeightsError` and keep the version that they have.
+    The local copy into a snapshot is all that training waits for, unless both snapshots are being read. Then
+    `when_busy` rules: ``revoke`` waits for a reader to finish, at most `read_timeout_s`, and then takes the older
+    snapshot away, whose readers get a `WeightsError` and keep the version that they have; ``wait`` waits as long and
+    then raises `SnapshotsBusyError`; ``skip`` raises it at once. Whichever is raised, nothing has changed.
 
     Args:
         layout: what the replica holds.
-        transport: ``ucx`` serves readers on any host from a thread of its own; ``local`` only on this host, by memory.
+        transport: ``ucx`` and ``tcp`` serve readers on any host from threads of their own; ``local`` only on this
+            host, by memory.
         rank: which rank of the layout this process is.
-        host: the address that readers connect to (ucx); a loopback address keeps UCX off the network devices.
-        read_timeout_s: how long `publish` waits for readers before it revokes a snapshot.
+        host: the address that readers connect to; a loopback address keeps UCX off the network devices.
+        read_timeout_s: how long a snapshot waits for readers.
+        when_busy: what happens then.
+        digests: ``full`` covers every byte of the version's root, ``sampled`` a sixteenth, another one each version;
+            ``off`` makes a root that only says the version.
 
     Raises:
-        WeightsError: a layout that is not consistent, not enough memory for two snapshots, or no UCX.
+        WeightsError: a layout that is not consistent, not enough memory for two snapshots, or no such transport here.
     """
 
     def __init__(
@@ -46,35 +81,49 @@ class Publisher:
         rank: int = 0,
         host: str = "127.0.0.1",
         read_timeout_s: float = 30.0,
+        when_busy: WhenBusy = "revoke",
+        digests: Digests = "full",
     ) -> None:
         check_layout(layout)
-        self._layout, self._rank, self._transport = layout, rank, transport
-        self._read_timeout_s = read_timeout_s
+        self._layout, self._rank = layout, rank
+        self._read_timeout_s, self._when_busy, self._digests = read_timeout_s, when_busy, digests
         self._pieces = pieces_of(layout, rank)
+        self._holds = holds_of(self._pieces)
         self._version = -1
-        self._arena: Arena | None = Arena(sum(aligned(piece.size_bytes) for piece in self._pieces))
+        self._arena: Arena | None = Arena(self._pieces)
         self._views = tuple(packed_views(layout, rank, slot) for slot in self._arena.slots)
+        self._arrays = tuple(packed_arrays(self._pieces, slot) for slot in self._arena.slots)
+        self._source = Source(self._arena, self._pieces)
+        self._digesting: dict[int, Future[RankOffer]] = {}
         self._server: Server | None = None
-        self._address = self._arena.address
-        if transport == "ucx":
-            try:
-                self._server = Server(self._arena.address, loopback=is_loopback(host))
-            except WeightsError:
-                self.close()
-                raise
-            self._address = f"{host}:{self._server.port}"
+        try:
+            self._server, self._transport, self._address = serve(self._source, transport, host)
+        except WeightsError:
+            self._arena.close()
+            raise
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-digest")
         atexit.register(self.close)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Offer:
-        """Copy this rank's shards into a snapshot and offer it as `version`.
+        """Copy this rank's shards into a snapshot, digest it, and offer it as `version`.
+
+        Raises:
+            WeightsError: as `snapshot`.
+        """
+        return self.snapshot(version, tensors).offer()
+
+    def snapshot(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Publication:
+        """Copy this rank's shards into a snapshot; digests follow in another thread.
 
         Args:
             version: greater than any published before.
             tensors: the storages of the layout by name, for plain modules the mapping given to `layout_of`.
 
         Raises:
+            SnapshotsBusyError: both snapshots are being read, and the rule says not to take one away.
             WeightsError: the version does not grow, the tensors do not fit the layout, or serving has failed.
         """
+        begin = time.perf_counter()
         if self._arena is None:
             raise WeightsError("The publisher is closed.")
         if self._server is not None and self._server.failure:
@@ -82,41 +131,64 @@ class Publisher:
         if version <= self._version:
             raise WeightsError(f"Version {version} cannot follow version {self._version}: versions grow from 0.")
         sources = live_views(self._layout, self._rank, tensors)
-        slot = self._arena.claim(self._read_timeout_s)
-        digests = []
+        slot = self._arena.claim(self._read_timeout_s, self._when_busy)
+        self._await_digests(slot)
         with torch.no_grad():
             for copy, source in zip(self._views[slot], sources, strict=True):
                 copy.copy_(source)
-                digests.append(digest_of(bytes_of(copy).data))
         snapshot, token = self._arena.commit(slot)
         self._version = version
-        offer = RankOffer(
-            rank=self._rank,
-            transport=self._transport,
-            address=self._address,
-            token=token,
-            snapshot=snapshot,
-            pieces=self._pieces,
-            digests=tuple(digests),
-        )
-        return make_offer(version, [offer])
+        future = self._pool.submit(self._digest, version, snapshot, token, self._arrays[slot])
+        self._digesting[slot] = future
+        return Publication(version, time.perf_counter() - begin, future)
 
     def close(self, deadline_s: float = CLOSE_S) -> None:
         """End serving and free the snapshots. May be called twice.
 
         Raises:
-            WeightsError: the serving thread did not end within `deadline_s`.
+            WeightsError: a serving thread did not end within `deadline_s`.
         """
         atexit.unregister(self.close)
         arena, self._arena = self._arena, None
+        if arena is None:
+            return
         server, self._server = self._server, None
-        self._views = ()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._views = self._arrays = ()
+        self._digesting.clear()
         try:
             if server is not None:
                 server.close(deadline_s)
         finally:
-            if arena is not None:
-                arena.close()
+            arena.close()
+
+    def _await_digests(self, slot: int) -> None:
+        """Wait until nobody digests what is about to be overwritten."""
+        future = self._digesting.pop(slot, None)
+        if future is not None and not future.cancel():
+            future.exception(DIGEST_S)
+
+    def _digest(self, version: int, snapshot: int, token: str, arrays: tuple[Array, ...]) -> RankOffer:
+        """Runs in the digesting thread."""
+        cache = self._source.cache(snapshot)
+        found: list[bytes] = []
+        salt = version if self._digests == "sampled" else 0
+        if self._digests != "off":
+            for piece, array in zip(self._pieces, arrays, strict=True):
+                key = (piece.names[0], piece.box, self._digests, salt)
+                found.append(cache.of(key, partial(digest_of_array, array, self._digests, salt)))
+        if self._digests == "full" and self._arena is not None:
+            self._arena.set_digests(snapshot, found)
+        proofs = ((piece.names[0], piece.box, digest) for piece, digest in zip(self._pieces, found, strict=False))
+        return RankOffer(
+            rank=self._rank,
+            transport=self._transport,
+            address=self._address,
+            token=token,
+            snapshot=snapshot,
+            holds=self._holds,
+            root=digest_of(b"%d" % version) if self._digests == "off" else root_of(proofs),
+        )
 
     def __enter__(self) -> Publisher:
         return self
@@ -125,3 +197,6 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+__all__ = ["Publication", "Publisher", "SnapshotsBusyError"]

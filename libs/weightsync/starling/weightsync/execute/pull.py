@@ -4,100 +4,174 @@
       ^                │           │
       └── any failure ─┘           └── a switch that breaks off ──> torn
 
-A failed pull leaves the live tensors alone: the replica keeps its version. A torn replica holds parts of two versions
-and must not generate before it has switched successfully.
+A failed pull leaves the live tensors alone: the replica keeps its version. A pull `into` the live tensors needs no
+staging, but it is torn while it runs and stays so when it fails. A torn replica holds parts of two versions and must
+not generate before it has switched, or pulled in place, successfully.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Literal
 
 import msgspec
-import numpy as np
 import torch
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.deadline import Deadline, never
-from starling.weightsync.execute.local import LocalReader
-from starling.weightsync.execute.reader import Reader
-from starling.weightsync.execute.regions import Memory, view
-from starling.weightsync.execute.stage import Proof, Stage, make_stage
-from starling.weightsync.execute.tensors import bytes_of, live_views, packed_views, part_of
-from starling.weightsync.execute.ucx import UcxReader
-from starling.weightsync.layout import Layout, aligned, check_layout, pieces_of
-from starling.weightsync.offer import Offer, RankOffer, check_offer, digest_of, root_of
+from starling.weightsync.execute.digests import DIGEST_BYTES, Digests, digest_of_array
+from starling.weightsync.execute.memory import Array, Memory, allocate, packed_arrays, part_of
+from starling.weightsync.execute.relay import Relay
+from starling.weightsync.execute.scratch import Scratch
+from starling.weightsync.execute.stage import BucketRead, Stage, make_stage
+from starling.weightsync.execute.tensors import array_of, live_views, packed_views, place_array, tensor_part
+from starling.weightsync.execute.transfer import Progress, Terms, Transfer
+from starling.weightsync.execute.wire import Peer
+from starling.weightsync.execute.wires import Wires
+from starling.weightsync.layout import Box, Layout, check_layout, packed_offsets, pieces_of
+from starling.weightsync.offer import Offer, RankOffer, Transport, attested_root, check_offer, root_of
 from starling.weightsync.plan import Plan
 
 State = Literal["stale", "pulling", "staged", "current", "torn"]
 
+MAX_THREADS: Final = 4
+"""Most threads that copy, unpack and digest."""
+
 
 class PullReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pull did. The parts sum to `seconds`, up to the time between them."""
+    """What one pull did. `prepare_s`, `read_s` and `confirm_s` sum to `seconds`; the further seconds lie within
+    `read_s`, and those of several threads may overlap."""
 
     version: int
     transport: str
-    """Transport of the sources; joined by ``+`` when they differ."""
+    """Transports of the sources, joined by ``+`` where they differ."""
+    lanes: tuple[str, ...]
+    """Over what the bytes really went, for example ``posix/memory``."""
     num_buckets: int
+    num_retries: int
     size_bytes: int
     """Payload."""
+    scratch_bytes: int
+    """Most memory used at once beside staging or the live tensors."""
+    bytes_by_source: dict[str, int]
+    """Payload by the address that it came from."""
     seconds: float
     prepare_s: float
-    """Checking plan and offer, connecting, opening the snapshots."""
+    """Checking plan and offer, and making ready."""
     read_s: float
-    """Reading and unpacking."""
-    verify_s: float
-    """Digests, and confirming that the snapshots stood still."""
+    """Connecting, reading, unpacking and digesting."""
+    unpack_s: float
+    digest_s: float
+    wait_s: float
+    """Of `read_s`: nothing to do but wait for sources and threads."""
+    confirm_s: float
+    """Making sure that the snapshots stood still."""
 
 
 class Puller:
-    """The destination of one rank. `pull` runs in a thread of the caller's; the live tensors are not touched by it."""
+    """The destination of one rank. `pull` runs in a thread of the caller's.
 
-    def __init__(self, layout: Layout, *, rank: int = 0) -> None:
+    Args:
+        layout: what the replica holds.
+        rank: which rank of the layout this process is.
+        digests: how arrivals and the attestation are proven. ``off`` proves nothing: every attestation succeeds.
+        relay: also offer what is being pulled to other replicas, over this transport.
+        host: the address that they connect to.
+        stall_s: how long a source may owe an answer before another one is tried, if there is another.
+        scratch_bytes: memory for what must be unpacked; by default what the plan has for buckets
+            under way.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        rank: int = 0,
+        digests: Digests = "full",
+        relay: Transport | None = None,
+        host: str = "127.0.0.1",
+        stall_s: float = 10.0,
+        scratch_bytes: int | None = None,
+    ) -> None:
         check_layout(layout)
-        self._layout, self._rank = layout, rank
-        extent = sum(aligned(piece.size_bytes) for piece in pieces_of(layout, rank))
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        self._staging: Memory = np.frombuffer(mmap.mmap(-1, max(extent, 1), flags=flags), np.uint8)
-        self._staged = packed_views(layout, rank, self._staging)
-        self._readers: dict[str, Reader] = {}
+        self._layout, self._rank, self._digests, self._stall_s = layout, rank, digests, stall_s
+        self._pieces = pieces_of(layout, rank)
+        _, self._extent_bytes = packed_offsets(piece.size_bytes for piece in self._pieces)
+        self._relay = None if relay is None else Relay(self._pieces, rank, relay, host)
+        self._staging: Memory | None = None if self._relay is None else self._relay.memory
+        self._staged: tuple[Array, ...] = ()
+        self._scratch_bytes = scratch_bytes
+        self._scratch: Scratch | None = None
+        threads = min(MAX_THREADS, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weightsync-copy")
+        self._wires = Wires(self._pool)
         self._stage: Stage | None = None
+        self._offer: Offer | None = None
+        self._sent: dict[int, bytes] = {}
         self._busy = threading.Lock()
         self._staged_version = -1
         self.version = -1
         """The version that the live tensors hold, -1 before the first switch and while torn."""
         self.state: State = "stale"
 
-    def pull(self, offer: Offer, plan: Plan, *, deadline_s: float, cancelled: Callable[[], bool] = never) -> PullReport:
-        """Bring the offered version into staging and prove it.
+    def pull(
+        self,
+        offer: Offer,
+        plan: Plan,
+        *,
+        deadline_s: float,
+        cancelled: Callable[[], bool] = never,
+        into: Mapping[str, torch.Tensor] | None = None,
+        relays: Sequence[Offer] = (),
+        relays_first: bool = False,
+        progress: Callable[[Progress], None] | None = None,
+        announce: Callable[[Offer], None] | None = None,
+    ) -> PullReport:
+        """Bring the offered version into staging, or into live tensors, and prove what arrives.
 
         Args:
             offer: the version, from all source ranks that the plan reads.
             plan: made from the source's layout and this one.
             deadline_s: seconds from now by which it must be done.
             cancelled: asked between any two steps; True ends the pull.
+            into: the live tensors, of an engine that is paused, to be written in place.
+            relays: the same version offered by other replicas: they are asked for what its sources fail to deliver.
+            relays_first: ask them before the sources.
+            progress: told at most ten times a second how far the pull is.
+            announce: given this replica's own offer as a relay, before the first byte has arrived.
 
         Raises:
             WeightsError: not done by the deadline, cancelled, refused, revoked, a peer lost, a digest that differs, a
-                plan that does not fit, or another pull under way. The live tensors keep their version.
+                plan that does not fit, or another pull under way. With staging the live tensors keep their version.
         """
         if not self._busy.acquire(blocking=False):
             raise WeightsError("Another pull is under way.")
+        before = self.state
         try:
-            if self.state != "torn":
-                self.state = "pulling"
+            check_offer(offer)
+            for other in relays:
+                if other.version != offer.version:
+                    raise WeightsError(f"A relay offers version {other.version}, not {offer.version}.")
             self._staged_version = -1
-            report = self._pull(offer, plan, Deadline(deadline_s, cancelled))
-            self._staged_version = offer.version
-            self.state = "staged"
+            if before != "torn":
+                self.state = "pulling"
+            deadline = Deadline(deadline_s, cancelled)
+            report = self._pull(offer, plan, deadline, into, _stand_ins(relays), relays_first, progress, announce)
+            if into is None:
+                self._staged_version, self.state = offer.version, "staged"
+            else:
+                self.version, self.state = offer.version, "current"
             return report
         except BaseException:
             if self.state == "pulling":
                 self.state = "stale"
-            self._hang_up(keep=())
+            if self._relay is not None:
+                self._relay.void()
+            self._wires.drop_all()
             raise
         finally:
             self._busy.release()
@@ -112,12 +186,14 @@ class Puller:
         if not self._busy.acquire(blocking=False):  # waiting would pause the engine for the length of a pull
             raise WeightsError("There is no staged version to switch to: a pull is under way.")
         try:
-            if self._staged_version < 0:
+            if self._staged_version < 0 or self._staging is None:
                 raise WeightsError("There is no staged version to switch to: pull first.")
             live = live_views(self._layout, self._rank, tensors)
             self.state, self.version = "torn", -1
             with torch.no_grad():
-                for destination, source in zip(live, self._staged, strict=True):
+                for destination, source in zip(
+                    live, packed_views(self._layout, self._rank, self._staging), strict=True
+                ):
                     destination.copy_(source)
             self.version, self._staged_version = self._staged_version, -1
             self.state = "current"
@@ -126,85 +202,158 @@ class Puller:
             self._busy.release()
 
     def attest(self, tensors: Mapping[str, torch.Tensor], offer: Offer) -> str:
-        """Return the root of what the live tensors really hold of the pieces of `offer`.
+        """Return the root of what the live tensors really hold of the version of `offer`.
 
-        It equals `offer.root` when they hold every piece of that version bit for bit (`offer.expected_root` when the
-        plan brings only some of the pieces). The pieces are found by the plan of the last pull.
+        It equals `offer.root` exactly when every box that the plan brings is, bit for bit, what its source sent.
 
         Raises:
-            WeightsError: no plan yet, another offer's pieces, or two shards that should be equal are not.
+            WeightsError: that version is not the one pulled last.
         """
         stage = self._stage
-        if stage is None or stage.pieces != {rank.rank: rank.pieces for rank in offer.ranks}:
-            raise WeightsError(f"Version {offer.version} was not pulled by this plan: there is nothing to attest.")
+        if stage is None or self._offer != offer or len(self._sent) != len(stage.reads):
+            raise WeightsError(f"Version {offer.version} is not the one pulled last: there is nothing to attest.")
         live = live_views(self._layout, self._rank, tensors)
-        boxes = [piece.box for piece in pieces_of(self._layout, self._rank)]
+        arrays = [array_of(tensor) for tensor in live]
 
-        def digest(proof: Proof) -> str:
-            shard = proof.destination_shard
-            return digest_of(bytes_of(part_of(live[shard], boxes[shard], proof.piece.box)).data)
+        def held(read: BucketRead) -> list[bytes]:
+            found = []
+            for shard, box in zip(read.shards, read.boxes, strict=True):
+                outer, array = self._pieces[shard].box, arrays[shard]
+                if array is None:
+                    array = array_of(tensor_part(live[shard], outer, box.box).contiguous().cpu())
+                    assert array is not None
+                    outer = box.box
+                found.append(digest_of_array(part_of(array, outer, box.box), self._digests, offer.version))
+            return found
 
-        return root_of((proof.piece, digest(proof)) for group in stage.proofs for proof in group)
+        held_root, sent_root = _Root(), _Root()
+        for index, (read, digests) in enumerate(zip(stage.reads, self._pool.map(held, stage.reads), strict=True)):
+            held_root.add(read, digests)
+            sent_root.add(read, _cut(self._sent[index], len(read.boxes)))
+        return attested_root(offer, root_of(sent_root.proofs), root_of(held_root.proofs))
 
     def close(self) -> None:
         """Close every connection; waits for a pull under way to end, which its deadline ensures."""
         with self._busy:
-            self._hang_up(keep=())
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._wires.close()
+            if self._relay is not None:
+                self._staging, self._staged, self._stage = None, (), None
+                self._relay.close()
 
-    def _pull(self, offer: Offer, plan: Plan, deadline: Deadline) -> PullReport:
+    def _pull(
+        self,
+        offer: Offer,
+        plan: Plan,
+        deadline: Deadline,
+        into: Mapping[str, torch.Tensor] | None,
+        stand_ins: Sequence[RankOffer],
+        stand_ins_first: bool,
+        progress: Callable[[Progress], None] | None,
+        announce: Callable[[Offer], None] | None,
+    ) -> PullReport:
         begin = time.perf_counter()
-        check_offer(offer)
-        if self._stage is None or not self._stage.fits(plan, offer):
-            self._stage = make_stage(plan, offer, self._layout, self._rank)
-        stage = self._stage
-        needed = {read.source_rank for read in stage.reads}
-        sources = {rank.rank: rank for rank in offer.ranks if rank.rank in needed}
-        self._hang_up(keep=[_key(source) for source in sources.values()])
-        for source in sources.values():
-            self._reader(source).open(source, deadline)
+        live = None if into is None else live_views(self._layout, self._rank, into)
+        stage = self._make_stage(plan, live)
+        peers = self._peers(stage, offer, stand_ins, stand_ins_first)
+        self._offer, self._sent = offer, {}
+        relay = self._relay if into is None else None
+        if relay is not None:
+            relay.begin(offer, stage, self._digests, deadline, announce)
+
+        def place(read: BucketRead, index: int, array: Array) -> None:
+            assert live is not None
+            shard = read.shards[index]
+            place_array(tensor_part(live[shard], self._pieces[shard].box, read.boxes[index].box), array)
+
+        def arrived(index: int, digests: bytes) -> None:
+            self._sent[index] = digests
+            if relay is not None:
+                relay.arrived(stage.reads[index], _cut(digests, len(stage.reads[index].boxes)))
+
+        if live is not None:
+            self.state, self.version = "torn", -1
+        scratch = self._make_scratch(stage)
+        terms = Terms(self._digests, offer.version, self._stall_s, place, arrived, progress)
+        transfer = Transfer(stage, peers, scratch, self._pool, terms, self._wires.numbers)
         prepared = time.perf_counter()
-        read_s = 0.0
-        for read, proofs in zip(stage.reads, stage.proofs, strict=True):
-            reader = self._reader(sources[read.source_rank])
-            before = time.perf_counter()
-            reader.read(read, self._staging, deadline)
-            read_s += time.perf_counter() - before
-            for proof in proofs:
-                deadline.check("comparing digests")
-                self._verify(proof, sources[proof.source_rank], reader, deadline)
-        for source in sources.values():
-            self._reader(source).confirm(deadline)
-            self._reader(source).release(deadline)
+        transfer.run(deadline)
         end = time.perf_counter()
+        work = transfer.work
+        addresses = {peer.key: peer.offer for group in peers.values() for peer in group}
         return PullReport(
             version=offer.version,
-            transport="+".join(sorted({source.transport for source in sources.values()})),
+            transport="+".join(sorted({addresses[key].transport for key in work.bytes_by_source})),
+            lanes=tuple(sorted({lane for lanes in work.lanes.values() for lane in lanes})),
             num_buckets=len(stage.reads),
-            size_bytes=sum(bucket.size_bytes for bucket in plan.of_destination(self._rank)),
+            num_retries=work.num_retries,
+            size_bytes=stage.total_bytes,
+            scratch_bytes=scratch.peak_bytes,
+            bytes_by_source={addresses[key].address: size for key, size in work.bytes_by_source.items()},
             seconds=end - begin,
             prepare_s=prepared - begin,
-            read_s=read_s,
-            verify_s=end - prepared - read_s,
+            read_s=end - prepared - work.confirm_s,
+            unpack_s=work.unpack_s,
+            digest_s=work.digest_s,
+            wait_s=work.wait_s,
+            confirm_s=work.confirm_s,
         )
 
-    def _verify(self, proof: Proof, source: RankOffer, reader: Reader, deadline: Deadline) -> None:
-        staged = np.ascontiguousarray(view(self._staging, proof.region)).reshape(-1).view(np.uint8)
-        if digest_of(staged.data) != source.digests[proof.source_shard]:
-            reader.confirm(deadline)  # says so when the snapshot was revoked, which is why then
-            raise WeightsError(f"Box {proof.piece.box} of {proof.piece.names[0]} arrived with another digest.")
+    def _make_stage(self, plan: Plan, live: Sequence[torch.Tensor] | None) -> Stage:
+        if live is not None:  # the tensors may be others each time
+            self._stage = make_stage(plan, self._layout, self._rank, [array_of(tensor) for tensor in live])
+            self._staged = ()
+            return self._stage
+        if self._staging is None:
+            self._staging = allocate(self._extent_bytes)
+        if not self._staged:
+            self._staged, self._stage = packed_arrays(self._pieces, self._staging), None
+        if self._stage is None or self._stage.plan != plan:
+            self._stage = make_stage(plan, self._layout, self._rank, self._staged)
+        return self._stage
 
-    def _reader(self, source: RankOffer) -> Reader:
-        key = _key(source)
-        reader = self._readers.get(key)
-        if reader is None:
-            reader = UcxReader(source.address) if source.transport == "ucx" else LocalReader(source.address)
-            self._readers[key] = reader
-        return reader
+    def _make_scratch(self, stage: Stage) -> Scratch:
+        largest = max((read.scratch_bytes(scatters=False) for read in stage.reads), default=0)
+        wanted = stage.plan.peak_bytes(self._rank, in_place=True) if largest else 0
+        if self._scratch_bytes is not None:
+            wanted = self._scratch_bytes
+        if wanted < largest:
+            raise WeightsError(f"{wanted} bytes of scratch are too few: a bucket of this plan needs {largest}.")
+        if self._scratch is None or self._scratch.size_bytes < wanted:
+            self._scratch = Scratch(wanted)
+        self._scratch.clear()
+        return self._scratch
 
-    def _hang_up(self, keep: list[str] | tuple[str, ...]) -> None:
-        for key in [key for key in self._readers if key not in keep]:
-            self._readers.pop(key).close()
+    def _peers(
+        self, stage: Stage, offer: Offer, stand_ins: Sequence[RankOffer], stand_ins_first: bool
+    ) -> dict[int, list[Peer]]:
+        """Return whom to ask for the boxes of each source rank: it, its twins, and relays."""
+        ranks = {rank.rank: rank for rank in offer.ranks}
+        groups: dict[int, list[RankOffer]] = {}
+        for number in stage.source_ranks:
+            planned = ranks.get(number)
+            if planned is None:
+                raise WeightsError(f"The plan reads from rank {number} of {stage.plan.source}, which offers nothing.")
+            twins = [rank for rank in offer.ranks if rank is not planned and rank.holds == planned.holds]
+            own = [planned, *twins]
+            groups[number] = [*stand_ins, *own] if stand_ins_first else [*own, *stand_ins]
+        return self._wires.peers(groups)
 
 
-def _key(source: RankOffer) -> str:
-    return f"{source.transport}:{source.address}"
+class _Root:
+    """What a root is computed of."""
+
+    def __init__(self) -> None:
+        self.proofs: list[tuple[str, Box, bytes]] = []
+
+    def add(self, read: BucketRead, digests: Sequence[bytes]) -> None:
+        self.proofs += [(box.names[0], box.box, digest) for box, digest in zip(read.boxes, digests, strict=True)]
+
+
+def _stand_ins(relays: Sequence[Offer]) -> list[RankOffer]:
+    return [rank for relay in relays for rank in relay.ranks]
+
+
+def _cut(digests: bytes, num: int) -> list[bytes]:
+    """Return the digests of `num` boxes; empty ones where there are none."""
+    return [digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES] for index in range(num)]

@@ -1,119 +1,151 @@
-"""What a reader and a source say to each other over UCX.
+"""What a reader and a source say to each other, over whatever transport.
 
-Each message is MessagePack after its length in four bytes, sent by tag. Tags are matched in the whole worker of who
-receives, so a connection needs one of its own: the source picks a random one for the requests of each connection and
-tells it first of all (`WELCOME_TAG`). A reader has one worker per source, where fixed tags do; it picks the tags of
-the payloads. UCX's streams would need no tags, but a stream receive that is posted on a dead endpoint never completes.
+A reader may have several requests under way on one connection. Each has a number of the reader's choice, which comes
+back in the answer. What is asked for are boxes of tensors, by name: the source alone knows where in its snapshot they
+lie, so nobody can ask for memory that is not a weight, and whoever holds the box can answer.
+
+The payload of a `Read` is cut into segments, runs of its boxes in order. Within a segment the boxes lie row-major, each
+at a multiple of `ALIGNMENT`. A segment of one box that is contiguous on both sides is sent from where it is to where it
+belongs; a transport may use that, and need not.
 """
 
 from __future__ import annotations
 
-import secrets
 import struct
-from typing import Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.regions import Region
+from starling.weightsync.execute.digests import Digests
+from starling.weightsync.layout import ITEM_BYTES, Piece
+from starling.weightsync.moves import MAX_TRANSFERS
+from starling.weightsync.plan import MAX_BUCKET_BYTES
 
-REQUEST_BYTES: Final = 1 << 18
-"""Longest request, its length included; a bucket has at most `MAX_TRANSFERS` regions."""
-ANSWER_BYTES: Final = 4096
-"""Longest answer, its length included."""
-WELCOME: Final = struct.Struct("<Q")
-"""The first message of a source: the tag of this connection's requests."""
-WELCOME_TAG: Final = 1
-ANSWER_TAG: Final = 2
-FIRST_PAYLOAD_TAG: Final = 16
-_LENGTH: Final = struct.Struct("<I")
+REQUEST_BYTES: Final = 1 << 20
+"""Longest request."""
+ANSWER_BYTES: Final = 20 << 10
+"""Longest answer."""
+LENGTH: Final = struct.Struct("<I")
+"""Goes before a message where the transport does not say how long it is."""
 _REASON_CHARACTERS: Final = 1000
+
+T = TypeVar("T")
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+"""What a stranger may put where a number goes."""
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """Take a lease on a snapshot. Required before anything else."""
 
-    snapshot: int
+    number: Number
+    snapshot: Number
     token: str
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
-    """Send these regions of the opened snapshot as one payload with this tag."""
+    """Send these boxes of the opened snapshot."""
 
-    tag: int
-    regions: tuple[Region, ...]
-
-
-class Confirm(msgspec.Struct, frozen=True, kw_only=True, tag="confirm"):
-    """Is the snapshot still what it was?"""
+    number: Number
+    tag: Number
+    """The first segment's tag, where the transport has tags; the others follow."""
+    segments: tuple[Number, ...]
+    """How many boxes each segment has."""
+    boxes: tuple[Piece, ...]
+    digests: Digests
+    salt: Number
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """Give the lease back."""
+    """Give the lease back. Granted only if the snapshot has stood still until now."""
+
+    number: Number
 
 
-Request = Open | Read | Confirm | Release
+Request = Open | Read | Release
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the request was granted; a `reason` is a sentence saying why not. After a refusal the source hangs up."""
+    """Whether a request was granted."""
 
+    number: int
     reason: str = ""
+    """A sentence that says why not; empty when granted. The segments of a refused `Read` are empty."""
+    digests: bytes = b""
+    """Of the boxes of a `Read`, one after the other."""
 
 
 _requests: Final = msgspec.msgpack.Decoder[Request](Request)
 _answers: Final = msgspec.msgpack.Decoder(Answer)
 
 
-def new_request_tag() -> int:
-    """Draw the tag of a connection's requests: nobody else can guess it."""
-    return secrets.randbits(63) | 1 << 63
-
-
-def refusal(reason: str) -> Answer:
+def refusal(number: int, reason: str) -> Answer:
     """Refuse for `reason`, cut so that it fits an answer."""
-    return Answer(reason=reason[:_REASON_CHARACTERS])
+    return Answer(number=number, reason=reason[:_REASON_CHARACTERS])
 
 
-def frame(message: Request | Answer) -> bytes:
-    """Write a message with its length.
+def with_length(message: Request | Answer) -> bytes:
+    """Write a message after its length."""
+    data = encode_message(message)
+    return LENGTH.pack(len(data)) + data
+
+
+def without_length(data: memoryview) -> memoryview:
+    """Return the message in a buffer that may be longer; what is no message stays none."""
+    (length,) = LENGTH.unpack_from(data)
+    return data[LENGTH.size : LENGTH.size + length]
+
+
+def encode_message(message: Request | Answer) -> bytes:
+    """Write a message.
 
     Raises:
         WeightsError: it is longer than its receiver takes.
     """
-    body = msgspec.msgpack.encode(message)
+    data = msgspec.msgpack.encode(message)
     longest = ANSWER_BYTES if isinstance(message, Answer) else REQUEST_BYTES
-    if _LENGTH.size + len(body) > longest:
-        raise WeightsError(f"A message of {len(body)} bytes exceeds {longest}; use smaller buckets.")
-    return _LENGTH.pack(len(body)) + body
+    if len(data) > longest:
+        raise WeightsError(f"A message of {len(data)} bytes exceeds {longest}; use smaller buckets.")
+    return data
 
 
-def _body(data: bytes | memoryview) -> bytes | memoryview:
-    """Return what follows the length; `data` may be longer than the message."""
-    (length,) = _LENGTH.unpack_from(data)
-    return data[_LENGTH.size : _LENGTH.size + length]
-
-
-def decode_request(data: bytes | memoryview) -> Request:
-    """Read a request from the buffer that it was received in.
+def decode_request(data: bytes | bytearray | memoryview) -> Request:
+    """Read a request.
 
     Raises:
-        WeightsError: it is none.
+        WeightsError: it is none, or it asks for too much at once.
     """
-    try:
-        request: Request = _requests.decode(_body(data))
-    except msgspec.MsgspecError as error:
-        raise WeightsError(f"A peer sent a malformed request: {error}.") from error
+    request: Request = _decode(_requests, data, "A peer sent a malformed request")
+    if isinstance(request, Read):
+        _check_read(request)
     return request
 
 
-def decode_answer(data: bytes | memoryview) -> Answer:
-    """Read an answer from the buffer that it was received in.
+def decode_answer(data: bytes | bytearray | memoryview) -> Answer:
+    """Read an answer.
 
     Raises:
         WeightsError: it is none.
     """
+    return _decode(_answers, data, "The source sent a malformed answer")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray | memoryview, complaint: str) -> T:
     try:
-        return _answers.decode(_body(data))
+        return decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise WeightsError(f"The source sent a malformed answer: {error}.") from error
+        raise WeightsError(f"{complaint}: {error}.") from error
+
+
+def _check_read(request: Read) -> None:
+    boxes = request.boxes
+    if not 0 < len(boxes) <= MAX_TRANSFERS or min(request.segments, default=0) < 1:
+        raise WeightsError(f"Refused to read {len(boxes)} boxes at once; 1 to {MAX_TRANSFERS} may be asked for.")
+    if sum(request.segments) != len(boxes):
+        raise WeightsError(f"Refused a request whose segments have {sum(request.segments)} of {len(boxes)} boxes.")
+    for box in boxes:
+        if not box.names or box.dtype not in ITEM_BYTES or min((*box.box.offset, *box.box.size), default=0) < 0:
+            raise WeightsError(f"Refused to read the malformed box {box}.")
+    total = sum(box.size_bytes for box in boxes)
+    if total > MAX_BUCKET_BYTES:
+        raise WeightsError(f"Refused to read {total} bytes at once, more than {MAX_BUCKET_BYTES}.")

@@ -1,95 +1,130 @@
-"""From a plan and an offer to what one destination rank does: buckets to read, and pieces to prove as they arrive."""
+"""From a plan to what one destination rank does: which boxes to ask for, how they travel, and where they go."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from starling.common.errors import WeightsError
-from starling.weightsync.boxes import contains
-from starling.weightsync.execute.regions import BucketRead, Region, region_pair
-from starling.weightsync.layout import ITEM_BYTES, Layout, Piece, packed_offsets, pieces_of
-from starling.weightsync.offer import Offer
-from starling.weightsync.plan import Bucket, Plan, check_plan
+from starling.weightsync.boxes import contains, first_gap
+from starling.weightsync.execute.memory import Array, part_of, payload_bytes
+from starling.weightsync.layout import Box, Layout, Piece, aligned, pieces_of
+from starling.weightsync.moves import Bucket
+from starling.weightsync.plan import Plan
+
+DIRECT_BYTES: Final = 64 << 10
+"""Smaller boxes are packed together: a message of its own would cost more than the copy."""
 
 
 @dataclass(frozen=True)
-class Proof:
-    """One piece of the source that must be found, bit for bit, inside one shard of the destination."""
+class BucketRead:
+    """One bucket, ready to execute."""
 
     source_rank: int
-    source_shard: int
-    piece: Piece
-    destination_shard: int
-    region: Region
-    """Where the piece lies in staging."""
+    boxes: tuple[Piece, ...]
+    """What to ask for."""
+    shards: tuple[int, ...]
+    """The destination shard of each box."""
+    arrays: tuple[Array | None, ...]
+    """Where each box goes; None where only torch can write, on a device."""
+    segments: tuple[int, ...]
+    direct: tuple[bool, ...]
+    """For each segment, whether it is received where it belongs."""
+    size_bytes: int
+
+    def scratch_bytes(self, *, scatters: bool) -> int:
+        """Return the room that the bucket needs beside its destination, with a transport that `scatters` or not."""
+        sizes: list[int] = []
+        first = 0
+        for count, direct in zip(self.segments, self.direct, strict=True):
+            group = range(first, first + count)
+            first += count
+            if direct:
+                continue
+            if not scatters:
+                sizes.append(payload_bytes([self.boxes[index].size_bytes for index in group]))
+            else:
+                sizes += [self.boxes[index].size_bytes for index in group if self.arrays[index] is None]
+        return sum(aligned(size) for size in sizes)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one destination rank does for any version that has the same pieces."""
+    """What one destination rank does for any version of the same layout."""
 
     plan: Plan
-    pieces: dict[int, tuple[Piece, ...]]
     reads: tuple[BucketRead, ...]
-    proofs: tuple[tuple[Proof, ...], ...]
-    """For each read, what can be proven once it is done."""
+    total_bytes: int
 
-    def fits(self, plan: Plan, offer: Offer) -> bool:
-        """Whether this stage serves `offer` by `plan`."""
-        return self.plan == plan and self.pieces == {rank.rank: rank.pieces for rank in offer.ranks}
+    @property
+    def source_ranks(self) -> tuple[int, ...]:
+        """The source ranks that the plan reads."""
+        return tuple(sorted({read.source_rank for read in self.reads}))
 
 
-def make_stage(plan: Plan, offer: Offer, layout: Layout, rank: int) -> Stage:
-    """Work out the reads and proofs of destination rank `rank`.
+def make_stage(plan: Plan, layout: Layout, rank: int, arrays: Sequence[Array | None]) -> Stage:
+    """Work out the reads of destination rank `rank`, which fill `arrays`, one for each of its shards.
 
     Raises:
-        WeightsError: the plan does not bring what the layout needs from what the offer has, or it brings only a part
-            of some piece to a shard, which cannot be proven: every source shard's box must lie inside the destination
-            shard that takes it. Whole-tensor destinations always satisfy that.
+        WeightsError: the plan does not bring every element of every shard exactly once.
     """
-    pieces = {source.rank: source.pieces for source in offer.ranks}
-    check_plan(plan, pieces, layout, rank)
     wanted = pieces_of(layout, rank)
-    staging, _ = packed_offsets(piece.size_bytes for piece in wanted)
-    snapshots = {source: packed_offsets(piece.size_bytes for piece in held)[0] for source, held in pieces.items()}
-    last_read: dict[tuple[int, int, int], int] = {}
-    reads: list[BucketRead] = []
-    for index, bucket in enumerate(plan.of_destination(rank)):
-        reads.append(_read(bucket, pieces[bucket.source_rank], snapshots[bucket.source_rank], wanted, staging))
+    buckets = plan.of_destination(rank)
+    _check_delivery(plan, buckets, wanted)
+    reads = tuple(_read(bucket, wanted, arrays) for bucket in buckets)
+    return Stage(plan, reads, sum(read.size_bytes for read in reads))
+
+
+def _check_delivery(plan: Plan, buckets: Sequence[Bucket], wanted: Sequence[Piece]) -> None:
+    delivered: list[list[Box]] = [[] for _ in wanted]
+    for bucket in buckets:
         for transfer in bucket.transfers:
-            last_read[bucket.source_rank, transfer.source_shard, transfer.destination_shard] = index
-    proofs: list[list[Proof]] = [[] for _ in reads]
-    for (source_rank, source_shard, shard), index in last_read.items():
-        piece, outer = pieces[source_rank][source_shard], wanted[shard].box
-        if not contains(outer, piece.box):
-            raise WeightsError(
-                f"Box {piece.box} of {piece.names[0]} cannot be proven by {layout.replica}, which holds {outer} of it: "
-                "destination shards must contain the source shards that they take from."
-            )
-        size = ITEM_BYTES[piece.dtype]
-        region, _ = region_pair(piece.box, (outer, staging[shard]), (piece.box, 0), size)
-        proofs[index].append(Proof(source_rank, source_shard, piece, shard, region))
-    return Stage(plan, pieces, tuple(reads), tuple(tuple(group) for group in proofs))
+            shard = transfer.destination_shard
+            if not 0 <= shard < len(wanted) or not contains(wanted[shard].box, transfer.box):
+                raise WeightsError(
+                    f"The plan brings {transfer.box} to shard {shard}, which {plan.destination} does not have; "
+                    "plan again."
+                )
+            delivered[shard].append(transfer.box)
+    for piece, boxes in zip(wanted, delivered, strict=True):
+        _check_cover(piece.names[0], piece.box, boxes)
 
 
-def _read(
-    bucket: Bucket,
-    held: tuple[Piece, ...],
-    snapshot: tuple[int, ...],
-    wanted: tuple[Piece, ...],
-    staging: tuple[int, ...],
-) -> BucketRead:
-    pairs = [
-        region_pair(
-            transfer.box,
-            (held[transfer.source_shard].box, snapshot[transfer.source_shard]),
-            (wanted[transfer.destination_shard].box, staging[transfer.destination_shard]),
-            ITEM_BYTES[held[transfer.source_shard].dtype],
-        )
-        for transfer in bucket.transfers
-    ]
+def _check_cover(name: str, box: Box, covers: Sequence[Box]) -> None:
+    """Raise unless `box` is the disjoint union of `covers`, which all lie in it."""
+    gap = first_gap(box, covers)
+    if gap is not None:
+        raise WeightsError(f"Tensor {name}: box {gap} has no source; plan again.")
+    if sum(cover.volume for cover in covers) != box.volume:
+        raise WeightsError(f"Tensor {name}: a part of box {box} would be delivered twice; plan again.")
+
+
+def _read(bucket: Bucket, wanted: Sequence[Piece], arrays: Sequence[Array | None]) -> BucketRead:
+    boxes: list[Piece] = []
+    places: list[Array | None] = []
+    segments: list[int] = []
+    direct: list[bool] = []
+    for transfer in bucket.transfers:
+        shard = wanted[transfer.destination_shard]
+        array = arrays[transfer.destination_shard]
+        place = None if array is None else part_of(array, shard.box, transfer.box)
+        boxes.append(Piece(names=shard.names, dtype=shard.dtype, box=transfer.box))
+        places.append(place)
+        if place is not None and place.flags.c_contiguous and place.nbytes >= DIRECT_BYTES:
+            segments.append(1)
+            direct.append(True)
+        elif direct and not direct[-1]:
+            segments[-1] += 1
+        else:
+            segments.append(1)
+            direct.append(False)
     return BucketRead(
         source_rank=bucket.source_rank,
-        sources=tuple(source for source, _ in pairs),
-        destinations=tuple(destination for _, destination in pairs),
+        boxes=tuple(boxes),
+        shards=tuple(transfer.destination_shard for transfer in bucket.transfers),
+        arrays=tuple(places),
+        segments=tuple(segments),
+        direct=tuple(direct),
+        size_bytes=bucket.size_bytes,
     )

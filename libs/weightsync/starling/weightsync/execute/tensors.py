@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
-import numpy as np
 import torch
 
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.regions import Memory
+from starling.weightsync.execute.memory import Array, Memory
 from starling.weightsync.layout import Box, Layout, item_bytes, packed_offsets, pieces_of
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def live_views(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -54,15 +56,23 @@ def packed_views(layout: Layout, rank: int, memory: Memory) -> tuple[torch.Tenso
     )
 
 
-def part_of(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+def array_of(tensor: torch.Tensor) -> Array | None:
+    """Return a tensor's memory as an array of unsigned integers; None where numpy cannot reach it."""
+    if tensor.device.type != "cpu":
+        return None
+    integers = tensor.detach().view(_INTEGERS[tensor.element_size()]).numpy()
+    return integers.view(f"u{integers.itemsize}")
+
+
+def tensor_part(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     """Return `part` of a tensor that holds `box`, as a view."""
     for dim, (origin, begin, n) in enumerate(zip(box.offset, part.offset, part.size, strict=True)):
         tensor = tensor.narrow(dim, begin - origin, n)
     return tensor
 
 
-def bytes_of(tensor: torch.Tensor) -> Memory:
-    """Return the bytes of a tensor, row-major; a view where it is contiguous and on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    memory: Memory = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-    return memory
+def place_array(tensor: torch.Tensor, array: Array) -> None:
+    """Copy the bits of an array into a tensor of the same shape, wherever it is."""
+    signed = torch.from_numpy(array.view(f"i{array.itemsize}") if array.itemsize > 1 else array)
+    with torch.no_grad():
+        tensor.copy_(signed.view(tensor.dtype))

@@ -176,6 +176,8 @@ def adopted(state: State, member: Member, message: wire.WeightsAdopted, now: flo
         pause_s=message.pause_s,
         size_bytes=message.size_bytes,
         transport=message.transport,
+        lanes=message.lanes,
+        split=message.split,
     )
     if proven:
         member.version = message.version

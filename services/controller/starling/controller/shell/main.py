@@ -32,6 +32,7 @@ from starling.controller.core.machine import Controller
 from starling.controller.data.prompts import PromptSource, load_prompts
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.status import History, snapshot
+from starling.controller.shell.timelines import Timelines
 
 log = structlog.get_logger(__name__)
 
@@ -56,6 +57,7 @@ class Shell:
         self._folder = arguments.folder
         self._settings = settings
         self._history = History(time.monotonic())
+        self._timelines = Timelines(self._folder)
         self._finish: Finish | None = None
         self._controller: Controller | None = None
 
@@ -72,6 +74,7 @@ class Shell:
                 self._serve(self._controller, stop)
         finally:
             self.hub.close()
+            self._timelines.write()
         assert self._finish is not None
         if not self._finish.ok:
             raise RunFailedError(self._finish.reason)
@@ -111,6 +114,7 @@ class Shell:
                 self._history.note(kind, fields)
                 line = {"time": round(time.time(), 4), "kind": kind, **fields}
                 self._metrics.write(json.dumps(line) + "\n")
+                self._timelines.note(line)
                 if kind not in QUIET_NOTES:
                     log.info(kind, **fields)
             case Finish():

@@ -48,9 +48,9 @@ class Shell:
         from transformers import AutoTokenizer
 
         from starling.policy.train.model import load_model, place, tensors
-        from starling.weightsync.execute.layouts import layout_of
         from starling.weightsync.execute.publish import Publisher
         from starling.weightsync.layout import encode
+        from starling.weightsync.layouts.modules import layout_of
 
         self._settings, self._folder = settings, arguments.folder
         self._model = place(

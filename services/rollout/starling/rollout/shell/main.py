@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
 GAUGE_EVERY_S = 0.5
+SPLIT = ("prepare_s", "read_s", "unpack_s", "digest_s", "confirm_s")
+"""What is told of a pull beside its length."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Pulled:
     seconds: float = 0.0
     size_bytes: int = 0
     transport: str = ""
+    lanes: tuple[str, ...] = ()
+    split: dict[str, float] = field(default_factory=dict)
 
 
 class Shell:
@@ -55,9 +59,9 @@ class Shell:
 
         from starling.rollout.engine.model import build_model, end_token_ids
         from starling.rollout.engine.transformers import TransformersEngine
-        from starling.weightsync.execute.layouts import layout_of
         from starling.weightsync.execute.pull import Puller
         from starling.weightsync.layout import encode
+        from starling.weightsync.layouts.modules import layout_of
 
         self._settings = settings
         model = build_model(path, dtype=settings.model.dtype, device=settings.model.device, weights=False)
@@ -171,7 +175,8 @@ class Shell:
             offer, plan = decode_offer(buffers[0]), decode_plan(buffers[1])
             self._offers = {message.lease: offer}
             report = self._puller.pull(offer, plan, deadline_s=self._settings.rollout.pull_timeout_s)
-            return Pulled(message.lease, None, report.seconds, report.size_bytes, report.transport)
+            split = {name: getattr(report, name) for name in SPLIT}
+            return Pulled(message.lease, None, report.seconds, report.size_bytes, report.transport, report.lanes, split)
 
         def done(future: Future[Pulled]) -> None:
             error = future.exception()
@@ -202,6 +207,8 @@ class Shell:
                 pause_s=pause_s,
                 size_bytes=pull.size_bytes,
                 transport=pull.transport,
+                lanes=pull.lanes,
+                split=pull.split,
             )
             self._link.answer(lease, adopted)
         self._act(actions)

@@ -1,0 +1,249 @@
+"""Deltas with numpy, on one thread: find what changed, write it, apply it.
+
+    scanned = scan(new, base, item_bytes=2)     # how much changed, and which form is the smallest
+    encoded = write(scanned, new, out=buffer)   # or serve the snapshot itself where scanned.form is "dense"
+    apply(encoded.data, held)                   # elsewhere: `held` was `base`, now it is `new`
+
+Work goes window by window, so that what is read twice and all that is temporary stays in the processor's cache. Every
+step is one numpy call, and numpy lets other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from starling.common.errors import WeightsError
+from starling.weightsync.delta.form import Directory
+from starling.weightsync.delta.found import WINDOW, Found, cells_of, make_mask, window_starts
+from starling.weightsync.delta.header import (
+    HEADER,
+    Data,
+    Form,
+    Header,
+    Memory,
+    bytes_of,
+    digest_bytes,
+    items_of,
+    pack_header,
+)
+from starling.weightsync.delta.metrics import Metrics
+from starling.weightsync.delta.parse import Dense, Parsed, Same, parse
+from starling.weightsync.delta.sections import Writer, changes
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One encoded piece."""
+
+    data: Memory
+    metrics: Metrics
+
+    @property
+    def form(self) -> Form:
+        """Whether nothing, what changed, or everything is in `data`."""
+        return self.metrics.form
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What changed in a piece, before any of it is gathered."""
+
+    metrics: Metrics
+    """With the size that `write` will write."""
+    directory: Directory | None
+    """None unless the form is `delta`."""
+    found: Found
+
+    @property
+    def form(self) -> Form:
+        """The smallest form."""
+        return self.metrics.form
+
+
+def scan(new: Data, base: Data, item_bytes: int, *, max_share: float = 1.0) -> Scan:
+    """Compare a piece with its previous version, bit by bit.
+
+    The result keeps 2 bytes for each element that changed, or a bit for each element where many did.
+
+    Args:
+        new: the bytes of the piece.
+        base: its bytes in the previous version.
+        item_bytes: of one element: 1, 2, 4 or 8.
+        max_share: a delta may take at most this share of the bytes of the piece, else the form is `dense`. The
+            comparison stops as soon as the changed elements alone take more.
+
+    Raises:
+        WeightsError: the two differ in size, or are not whole elements.
+    """
+    return _scan(new, base, item_bytes, max_share, keep_values=False)
+
+
+def _scan(new: Data, base: Data, item_bytes: int, max_share: float, *, keep_values: bool) -> Scan:
+    items, old = items_of(new, item_bytes, "the new piece"), items_of(base, item_bytes, "the base")
+    if len(items) != len(old):
+        raise WeightsError(f"The new piece has {len(items)} elements, its base {len(old)}: they must have one size.")
+    max_bytes = max_delta_bytes(items.nbytes, max_share)
+    found = Found(len(items), item_bytes)
+    mask = make_mask(len(items))
+    num_compared = 0
+    for start in window_starts(len(items)):
+        window = items[start : start + WINDOW]
+        np.not_equal(window, old[start : start + WINDOW], out=mask[: len(window)])
+        found.add(cells_of(mask, len(window)), window if keep_values else None)
+        num_compared += len(window)
+        if found.num_changed * item_bytes > max_bytes:
+            break
+    form: Form = "same"
+    size, directory = HEADER.size, None
+    if found.num_changed:
+        form, size = "dense", HEADER.size + items.nbytes
+    if 0 < found.num_changed * item_bytes <= max_bytes:
+        candidate = found.directory()
+        if candidate.sections.size_bytes <= HEADER.size + max_bytes:
+            form, size, directory = "delta", candidate.sections.size_bytes, candidate
+    metrics = Metrics(form, len(items), item_bytes, num_compared, found.num_changed, size)
+    return Scan(metrics, directory, found)
+
+
+def write(
+    scanned: Scan,
+    new: Data,
+    *,
+    out: Data | None = None,
+    base_digest: str | None = None,
+    digest: str | None = None,
+) -> Encoded:
+    """Write the form that a scan chose.
+
+    Args:
+        scanned: of `new` and its base.
+        new: the bytes of the piece, as they were scanned.
+        out: where to write, of at least `scanned.metrics.encoded_bytes` bytes and apart from `new`; else new memory.
+        base_digest: of the base, which `apply` and `compose` then compare with the digest of what they meet.
+        digest: of the piece, with which the base digest of the delta that follows must agree.
+
+    Raises:
+        WeightsError: `new` has another size than what was scanned, or `out` is too small, not writable, or not apart.
+    """
+    metrics = scanned.metrics
+    items = items_of(new, metrics.item_bytes, "the new piece")
+    if len(items) != metrics.num_elements:
+        raise WeightsError(f"The new piece has {len(items)} elements where {metrics.num_elements} were scanned.")
+    memory = output(out, metrics.encoded_bytes, new)
+    changed = metrics.num_changed if scanned.directory else 0
+    header = Header(
+        metrics.form, len(items), metrics.item_bytes, changed, digest_bytes(base_digest), digest_bytes(digest)
+    )
+    if scanned.directory:
+        writer = Writer(scanned.directory, header, memory)
+        for start, window in zip(window_starts(len(items)), scanned.found.windows, strict=True):
+            writer.write(start, window, scanned.found.cells, items[start : start + WINDOW])
+    else:
+        memory[: HEADER.size] = np.frombuffer(pack_header(header), np.uint8)
+        memory[HEADER.size :] = items.view(np.uint8)[: len(memory) - HEADER.size]
+    return Encoded(memory, metrics)
+
+
+def encode(
+    new: Data,
+    base: Data,
+    item_bytes: int,
+    *,
+    out: Data | None = None,
+    max_share: float = 1.0,
+    base_digest: str | None = None,
+    digest: str | None = None,
+) -> Encoded:
+    """Encode a piece against its previous version in the smallest form.
+
+    This is `scan` and `write` in one, and faster: what changed is gathered while the processor has it at hand. `out`
+    needs 64 bytes more than the piece at most.
+
+    Raises:
+        WeightsError: as `scan` and `write`.
+    """
+    scanned = _scan(new, base, item_bytes, max_share, keep_values=True)
+    return write(scanned, new, out=out, base_digest=base_digest, digest=digest)
+
+
+def apply(data: Data, base: Data, *, base_digest: str | None = None) -> None:
+    """Turn the base into the new piece, in place. Nothing is written unless all of `data` is in order.
+
+    Applying a delta again to its own result changes nothing.
+
+    Args:
+        data: an encoded piece.
+        base: the bytes of the piece in the version that the delta names; of any version where `data` is dense.
+        base_digest: of the base, where it is known: a delta of another base is refused.
+
+    Raises:
+        WeightsError: `data` is malformed, or not for this base.
+    """
+    apply_parsed(parse(data), base, base_digest=base_digest)
+
+
+def apply_parsed(parsed: Parsed, base: Data, *, base_digest: str | None = None) -> None:
+    """As `apply`, of what `parse` returned."""
+    header = parsed.header
+    items = items_of(base, header.item_bytes, "the base")
+    check_base(header, len(items), digest_bytes(base_digest))
+    if not items.flags.writeable:
+        raise WeightsError("The base cannot be written to: give memory of which the caller is the owner.")
+    if isinstance(parsed, Same):
+        return
+    if isinstance(parsed, Dense):
+        items.view(np.uint8)[:] = parsed.payload
+        return
+    for start in window_starts(len(items)):
+        window = items[start : start + WINDOW]
+        for positions, values in changes(parsed, start):
+            window[positions] = values
+
+
+def check_base(header: Header, num_elements: int, base_digest: bytes | None) -> None:
+    """Check that what was encoded is for a base of so many elements and, unless it is dense, of this digest.
+
+    Raises:
+        WeightsError: naming both sides.
+    """
+    if header.num_elements != num_elements:
+        raise WeightsError(
+            f"The encoded piece has {header.num_elements} elements of {header.item_bytes} bytes and the base "
+            f"{num_elements}: ask for a delta of this piece."
+        )
+    if header.form == "dense" or header.base_digest is None or base_digest is None:
+        return
+    if header.base_digest != base_digest:
+        raise WeightsError(
+            f"The delta is of the base {header.base_digest.hex()}, not of "
+            f"{base_digest.hex()}: ask for the chain between them, or for the dense form."
+        )
+
+
+def max_delta_bytes(dense_bytes: int, max_share: float) -> int:
+    """Return how many bytes a delta may take after its header to be worth it.
+
+    Raises:
+        WeightsError: `max_share` is not a share.
+    """
+    if not 0 <= max_share <= 1:
+        raise WeightsError(f"A delta cannot be limited to {max_share} of the piece: give a share from 0 to 1.")
+    return max(0, min(int(max_share * dense_bytes), dense_bytes - 1))
+
+
+def output(out: Data | None, size: int, *sources: Data) -> Memory:
+    """Return the first `size` bytes of `out`, or of new memory.
+
+    Raises:
+        WeightsError: `out` is too small, not writable, or shares memory with a source.
+    """
+    if out is None:
+        return np.empty(size, np.uint8)
+    memory = bytes_of(out, "the output")
+    if len(memory) < size or not memory.flags.writeable:
+        raise WeightsError(f"The encoded piece takes {size} bytes that can be written: {len(memory)} were given.")
+    if any(np.may_share_memory(memory, bytes_of(source, "a source")) for source in sources):
+        raise WeightsError("The encoded piece would be written over what it is made of: give other memory.")
+    return memory[:size]

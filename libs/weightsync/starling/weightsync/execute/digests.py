@@ -1,0 +1,106 @@
+"""Digests of boxes: which bytes count, over which memory, and who has computed them before.
+
+`full` covers every byte of a box, row-major. `sampled` covers one stretch in `SAMPLE_EVERY`, another one with each
+salt (the version), so that a difference that stays is found after so many versions. `off` covers nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, Literal
+
+import numpy as np
+import xxhash
+
+from starling.weightsync.execute.memory import Array, chunks_of, flat_bytes
+from starling.weightsync.layout import Box
+
+Digests = Literal["full", "sampled", "off"]
+DIGEST_BYTES: Final = 16
+SAMPLE_EVERY: Final = 16
+COMPUTE_S: Final = 600.0
+"""By then a digest is computed, or something is wrong."""
+_SAMPLE_BYTES: Final = 4096
+
+Key = tuple[str, Box, Digests, int]
+"""Tensor, box, which bytes count, salt."""
+
+
+class Hasher:
+    """The digest of one box that passes by in chunks, row-major."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, chunk: Array) -> None:
+        """Take the next chunk; one that is not contiguous is copied first. Releases the interpreter lock."""
+        self._state.update(flat_bytes(np.ascontiguousarray(chunk)).data)
+
+    def digest(self) -> bytes:
+        """Return the digest of what has passed."""
+        return self._state.digest()
+
+
+def sample_of(array: Array, salt: int) -> Array:
+    """Return the part of a box that a sampled digest covers: whole rows, or stretches of a single long row."""
+    if array.ndim == 0 or array.nbytes <= _SAMPLE_BYTES:
+        return array
+    if array.ndim == 1 or array.shape[0] < SAMPLE_EVERY:
+        long = array.reshape(-1) if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1)
+        run = _SAMPLE_BYTES // array.itemsize
+        whole = long.size // run
+        if whole < SAMPLE_EVERY:
+            return long
+        return long[: whole * run].reshape(whole, run)[salt % SAMPLE_EVERY :: SAMPLE_EVERY]
+    return array[salt % SAMPLE_EVERY :: SAMPLE_EVERY]
+
+
+def digest_of_array(array: Array, digests: Digests = "full", salt: int = 0) -> bytes:
+    """Return the digest of a box that lies anywhere with any strides; empty for `off`."""
+    if digests == "off":
+        return b""
+    if digests == "sampled":
+        array = sample_of(array, salt)
+    if array.flags.c_contiguous:
+        return xxhash.xxh3_128_digest(flat_bytes(array).data)
+    hasher = Hasher()
+    for index in chunks_of(array):
+        hasher.update(array[index])
+    return hasher.digest()
+
+
+class DigestCache:
+    """Digests of one snapshot, each computed once however many ask for it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[Key, Future[bytes]] = {}
+        self.num_computed = 0
+        """How many were computed here, and not found."""
+
+    def of(self, key: Key, compute: Callable[[], bytes]) -> bytes:
+        """Return the digest of `key`; the first who asks computes it, the others wait for that."""
+        with self._lock:
+            future = self._known.get(key)
+            if mine := future is None:
+                future = self._known[key] = Future()
+                self.num_computed += 1
+        assert future is not None
+        if mine:
+            try:
+                future.set_result(compute())
+            except BaseException as error:
+                with self._lock:
+                    self._known.pop(key, None)
+                future.set_exception(error)
+                raise
+        return future.result(COMPUTE_S)
+
+    def put(self, key: Key, digest: bytes) -> None:
+        """Keep a digest that came from elsewhere."""
+        future: Future[bytes] = Future()
+        future.set_result(digest)
+        with self._lock:
+            self._known[key] = future

@@ -1,0 +1,93 @@
+"""A relay: a destination that lets other replicas read what it is pulling, while it still arrives.
+
+Its staging is an arena of one slot. A reader that asks for a box that is not there yet waits for it; when the pull
+fails the snapshot is void, and readers turn to somebody else. The digests that it gives are those of its own sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from starling.weightsync.execute.arena import Arena
+from starling.weightsync.execute.deadline import Deadline
+from starling.weightsync.execute.digests import DigestCache, Digests
+from starling.weightsync.execute.memory import Memory
+from starling.weightsync.execute.server import serve
+from starling.weightsync.execute.source import Arrivals, Source
+from starling.weightsync.execute.stage import BucketRead, Stage
+from starling.weightsync.layout import Piece
+from starling.weightsync.offer import Offer, RankOffer, Transport, holds_of, make_offer
+
+CLOSE_S = 5.0
+
+
+class Relay:
+    """Serves the staging of one rank."""
+
+    def __init__(self, pieces: Sequence[Piece], rank: int, transport: Transport, host: str) -> None:
+        self._rank, self._pieces = rank, pieces
+        self._holds = holds_of(pieces)
+        self._arena = Arena(pieces, num_slots=1)
+        self._source = Source(self._arena, pieces)
+        self._cache = DigestCache()
+        self._digests: Digests = "full"
+        self._salt = 0
+        try:
+            self._server, self._transport, self._address = serve(self._source, transport, host)
+        except BaseException:
+            self._arena.close()
+            raise
+
+    @property
+    def memory(self) -> Memory:
+        """The staging."""
+        return self._arena.slots[0]
+
+    def begin(
+        self,
+        offer: Offer,
+        stage: Stage,
+        digests: Digests,
+        deadline: Deadline,
+        announce: Callable[[Offer], None] | None,
+    ) -> None:
+        """Take the staging from earlier readers, and offer what will come."""
+        slot = self._arena.claim(deadline.check("waiting for readers of the last version"), "revoke")
+        self._source.arrivals = Arrivals(
+            (shard, box.box) for read in stage.reads for shard, box in zip(read.shards, read.boxes, strict=True)
+        )
+        snapshot, token = self._arena.commit(slot)
+        self._cache = self._source.cache(snapshot)
+        self._digests, self._salt = digests, offer.version if digests == "sampled" else 0
+        rank = RankOffer(
+            rank=self._rank,
+            transport=self._transport,
+            address=self._address,
+            token=token,
+            snapshot=snapshot,
+            holds=self._holds,
+            root=offer.root,
+        )
+        if announce is not None:
+            announce(make_offer(offer.version, [rank]))
+
+    def arrived(self, read: BucketRead, digests: Sequence[bytes]) -> None:
+        """Let a bucket be read that is there, with the digests that came with it."""
+        for shard, box, digest in zip(read.shards, read.boxes, digests, strict=True):
+            if digest:
+                self._cache.put((self._pieces[shard].names[0], box.box, self._digests, self._salt), digest)
+            self._source.arrivals.arrived(shard, box.box)
+        if self._server is not None:
+            self._server.wake()
+
+    def void(self) -> None:
+        """Let nobody read what a failed pull has left."""
+        self._arena.void()
+
+    def close(self) -> None:
+        """End serving. Raises WeightsError when a thread does not end."""
+        try:
+            if self._server is not None:
+                self._server.close(CLOSE_S)
+        finally:
+            self._arena.close()

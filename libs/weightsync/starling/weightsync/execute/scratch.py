@@ -1,0 +1,85 @@
+"""Memory for payloads on their way: what is not there is not taken, and what was taken once is used again."""
+
+from __future__ import annotations
+
+from starling.weightsync.execute.memory import Memory, allocate
+from starling.weightsync.layout import aligned
+
+
+class Scratch:
+    """Blocks of one piece of memory, first fit. Used by one thread."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = allocate(size_bytes)
+        self._free: list[tuple[int, int]] = []
+        self._taken = 0
+        self.peak_bytes = 0
+        """Most bytes that were taken at once since `clear`."""
+        self.clear()
+
+    @property
+    def size_bytes(self) -> int:
+        """How much there is."""
+        return self._memory.nbytes
+
+    def clear(self) -> None:
+        """Take every block back; nobody may use one any more."""
+        self._free = [(0, self.size_bytes)] if self.size_bytes else []
+        self._taken = self.peak_bytes = 0
+
+    def take(self, size_bytes: int) -> Memory | None:
+        """Return a block, or None when there is no room for it now."""
+        size = aligned(size_bytes)
+        for index, (begin, length) in enumerate(self._free):
+            if length >= size:
+                self._free[index : index + 1] = [(begin + size, length - size)] if length > size else []
+                self._taken += size
+                self.peak_bytes = max(self.peak_bytes, self._taken)
+                return self._memory[begin : begin + size]
+        return self._memory[:0] if size == 0 else None
+
+    def give(self, block: Memory) -> None:
+        """Give a block back."""
+        if not block.nbytes:
+            return
+        begin = block.ctypes.data - self._memory.ctypes.data
+        self._taken -= block.nbytes
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self._free, (begin, block.nbytes)]):
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self._free = merged
+
+
+class Rooms:
+    """Blocks of any sizes, kept when they are given back; `limit_bytes` in all, or a single larger one. One thread."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept: list[Memory] = []
+        self._taken_bytes = 0
+
+    def take(self, size_bytes: int) -> Memory | None:
+        """Return a block of at least that size, or None when there is no room for it now."""
+        if not size_bytes:
+            return allocate(0)
+        for index, block in enumerate(self._kept):
+            if block.nbytes >= size_bytes:
+                del self._kept[index]
+                self._taken_bytes += block.nbytes
+                return block
+        if self._taken_bytes and self._taken_bytes + size_bytes > self._limit_bytes:
+            return None
+        room = self._limit_bytes - self._taken_bytes - size_bytes
+        while self._kept and sum(block.nbytes for block in self._kept) > room:
+            self._kept.pop(0)
+        self._taken_bytes += size_bytes
+        return allocate(size_bytes)
+
+    def give(self, block: Memory) -> None:
+        """Give a block back."""
+        self._taken_bytes -= block.nbytes
+        if block.nbytes:
+            self._kept.append(block)

@@ -1,0 +1,53 @@
+"""Which server makes a source readable over a transport."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from starling.common.errors import WeightsError
+from starling.weightsync.execute.link import load_ucxx
+from starling.weightsync.execute.source import Source
+from starling.weightsync.execute.tcp import TcpServer
+from starling.weightsync.execute.ucx import UcxServer
+from starling.weightsync.offer import Transport
+
+log = logging.getLogger(__name__)
+
+
+class Server(Protocol):
+    """Serves a source from threads of its own until closed."""
+
+    address: str
+    """Where readers connect."""
+    failure: str
+    """Why serving has ended, if it did by itself."""
+
+    def wake(self) -> None:
+        """Look whether what a reader waits for has arrived."""
+
+    def close(self, deadline_s: float) -> None:
+        """End serving. Raises WeightsError when that takes longer than `deadline_s`."""
+
+
+def serve(source: Source, transport: Transport, host: str) -> tuple[Server | None, Transport, str]:
+    """Make a source readable.
+
+    Where UCX is asked for and is not to be had, plain sockets serve instead, and a warning says so.
+
+    Returns:
+        The server, if the transport has one; the transport that is used, and the address to be offered.
+
+    Raises:
+        WeightsError: nobody can be served at `host`.
+    """
+    if transport == "local":
+        return None, transport, source.address
+    if transport == "ucx":
+        try:
+            load_ucxx()
+        except WeightsError as error:
+            log.warning("weights travel over plain sockets, several times slower: %s", error)
+            transport = "tcp"
+    server: Server = UcxServer(source, host=host) if transport == "ucx" else TcpServer(source, host=host)
+    return server, transport, server.address

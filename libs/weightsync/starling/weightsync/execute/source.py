@@ -1,0 +1,184 @@
+"""What one rank lets others read: its snapshots, found by name and box, and their digests.
+
+A `Source` belongs to the process that holds the weights and is shared by all its servers; a `Session` is one reader's
+connection, whatever the transport. A session holds a lease on one snapshot at a time, and only for who has its token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from starling.common.errors import WeightsError
+from starling.weightsync.boxes import contains, intersection
+from starling.weightsync.execute.arena import Arena, Mapping
+from starling.weightsync.execute.digests import DigestCache, Key, digest_of_array
+from starling.weightsync.execute.memory import Array, packed_arrays, part_of
+from starling.weightsync.execute.requests import Open, Release, Request
+from starling.weightsync.layout import Box, Piece, packed_offsets
+
+NOT_OPENED: Final = "Refused: open a snapshot with its token first."
+REVOKED: Final = "The snapshot was revoked while it was read: too slow; pull a newer version."
+
+
+class Holding:
+    """The pieces of one rank, by name."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = tuple(pieces)
+        _, self.extent_bytes = packed_offsets(piece.size_bytes for piece in self.pieces)
+        """Room that the pieces take in a snapshot; their digests follow."""
+        self._by_name: dict[str, list[int]] = {}
+        for index, piece in enumerate(self.pieces):
+            for name in piece.names:
+                self._by_name.setdefault(name, []).append(index)
+
+    def find(self, wanted: Piece) -> int:
+        """Return the index of the piece that contains a box.
+
+        Raises:
+            WeightsError: no piece of this rank does.
+        """
+        for name in wanted.names:
+            for index in self._by_name.get(name, ()):
+                piece = self.pieces[index]
+                if piece.dtype == wanted.dtype and contains(piece.box, wanted.box):
+                    return index
+        raise WeightsError(f"Box {wanted.box} of {wanted.names[0]} ({wanted.dtype}) is not held by this rank.")
+
+
+class Arrivals:
+    """Which boxes of a relay's snapshot are still to come. Thread-safe."""
+
+    def __init__(self, missing: Iterable[tuple[int, Box]]) -> None:
+        self._lock = threading.Lock()
+        self._missing: dict[int, set[Box]] = {}
+        for index, box in missing:
+            self._missing.setdefault(index, set()).add(box)
+
+    def arrived(self, index: int, box: Box) -> None:
+        """Note that a box of a piece is there."""
+        with self._lock:
+            self._missing[index].discard(box)
+
+    def has(self, index: int, box: Box) -> bool:
+        """Whether all of `box`, a part of a piece, is there."""
+        with self._lock:
+            return all(intersection(box, missing) is None for missing in self._missing.get(index, ()))
+
+
+class Source:
+    """Everything that one rank offers. Thread-safe, but for one writer of the arena."""
+
+    def __init__(self, arena: Arena, pieces: Sequence[Piece]) -> None:
+        self.arena = arena
+        self.arrivals = Arrivals(())
+        """What the present snapshot still lacks: a relay serves while it pulls."""
+        self.address = arena.address
+        self.holding = Holding(pieces)
+        self._lock = threading.Lock()
+        self._caches: dict[int, DigestCache] = {}
+
+    def cache(self, snapshot: int) -> DigestCache:
+        """Return the digests of a snapshot; those of snapshots that are gone are forgotten."""
+        with self._lock:
+            for old in [old for old in self._caches if not self.arena.stands(old)]:
+                del self._caches[old]
+            return self._caches.setdefault(snapshot, DigestCache())
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Granted:
+    """What a request was granted: the boxes of a `Read` as they lie in the snapshot."""
+
+    arrays: tuple[Array, ...] = ()
+    keys: tuple[Key, ...] = ()
+    cache: DigestCache | None = None
+    ready: Callable[[], bool] = _always
+    """Whether all boxes are there. Raises WeightsError when they will never be."""
+
+    def digests(self) -> bytes:
+        """Digest the boxes, or look their digests up, one after the other. Any thread may do it."""
+        if self.cache is None:
+            return b""
+        return b"".join(
+            b"" if key[2] == "off" else self.cache.of(key, partial(digest_of_array, array, key[2], key[3]))
+            for key, array in zip(self.keys, self.arrays, strict=True)
+        )
+
+
+class Session:
+    """What one connection may do. Used by one thread at a time."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._lease: Mapping | None = None
+        self._arrays: tuple[Array, ...] = ()
+        self._snapshot = 0
+
+    @property
+    def opened(self) -> bool:
+        """Whether the reader has presented a token."""
+        return self._snapshot > 0
+
+    def grant(self, request: Request) -> Granted:
+        """Carry out a request.
+
+        Raises:
+            WeightsError: refused; the sentence is for the reader.
+        """
+        if isinstance(request, Open):
+            self._open(request)
+            return Granted()
+        if self._lease is None or not self._snapshot:
+            raise WeightsError(NOT_OPENED)
+        stands = self._lease.valid()
+        if isinstance(request, Release):
+            self.release()
+        if not stands:
+            raise WeightsError(REVOKED)
+        if isinstance(request, Release):
+            return Granted()
+        holding, lease, arrivals = self._source.holding, self._lease, self._source.arrivals
+        found = [(holding.find(box), box.box) for box in request.boxes]
+        salt = request.salt if request.digests == "sampled" else 0
+
+        def ready() -> bool:
+            if not lease.valid():
+                raise WeightsError(REVOKED)
+            return all(arrivals.has(index, box) for index, box in found)
+
+        return Granted(
+            tuple(part_of(self._arrays[index], holding.pieces[index].box, box) for index, box in found),
+            tuple((holding.pieces[index].names[0], box, request.digests, salt) for index, box in found),
+            self._source.cache(self._snapshot),
+            ready,
+        )
+
+    def release(self) -> None:
+        """Give the lease back."""
+        self._arrays, self._snapshot = (), 0
+        if self._lease is not None:
+            self._lease.release()
+
+    def close(self) -> None:
+        """Give everything back; may be called twice."""
+        self.release()
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def _open(self, request: Open) -> None:
+        self._arrays, self._snapshot = (), 0
+        if self._lease is None:
+            self._lease = Mapping(self._source.address)
+        memory = self._lease.open(request.snapshot, request.token)
+        self._arrays = packed_arrays(self._source.holding.pieces, memory)
+        self._snapshot = request.snapshot

@@ -1,0 +1,81 @@
+"""The transports of one puller: each is set up when it is first needed, and its connections last over many pulls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from starling.weightsync.execute.link import is_loopback
+from starling.weightsync.execute.local import LocalWire
+from starling.weightsync.execute.tcp import TcpWire
+from starling.weightsync.execute.ucx import UcxWire
+from starling.weightsync.execute.wire import Peer, Wire
+from starling.weightsync.offer import RankOffer, Transport
+
+
+class Wires:
+    """Finds the transport for an offer, and keeps connections while they are of use."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._wires: dict[str, Wire] = {}
+        self._connected: dict[str, Peer] = {}
+        self._next_number = 1
+
+    def numbers(self, num: int) -> int:
+        """Take `num` numbers that were never used here, and return the first: late messages must not be mistaken."""
+        first = self._next_number
+        self._next_number += num
+        return first
+
+    def peers(self, groups: Mapping[int, Sequence[RankOffer]]) -> dict[int, list[Peer]]:
+        """Return the peers that stand for offers, connected already where an earlier pull left them so.
+
+        Raises:
+            WeightsError: a transport that cannot be used here.
+        """
+        fresh: dict[str, Peer] = {}
+        for offer in (offer for group in groups.values() for offer in group):
+            key = _key(offer)
+            if key not in fresh:
+                old = self._connected.pop(key, None)
+                state = old.state if old is not None and old.state == "connected" else "new"
+                fresh[key] = Peer(key, offer, self._wire(offer), state)
+        for key, peer in self._connected.items():
+            peer.wire.drop(key)
+        self._connected = fresh
+        return {rank: [fresh[_key(offer)] for offer in group] for rank, group in groups.items()}
+
+    def drop_all(self) -> None:
+        """Hang up on every source."""
+        for key, peer in self._connected.items():
+            peer.wire.drop(key)
+        self._connected = {}
+
+    def close(self) -> None:
+        """Hang up, and let go of every transport."""
+        self.drop_all()
+        for wire in self._wires.values():
+            wire.close()
+        self._wires = {}
+
+    def _wire(self, offer: RankOffer) -> Wire:
+        name: str = offer.transport
+        if name == "ucx" and is_loopback(offer.address.rpartition(":")[0]):
+            name = "ucx on this host"
+        if name not in self._wires:
+            self._wires[name] = self._make(offer.transport, loopback=name != "ucx")
+        return self._wires[name]
+
+    def _make(self, transport: Transport, *, loopback: bool) -> Wire:
+        match transport:
+            case "local":
+                return LocalWire(self._pool)
+            case "tcp":
+                return TcpWire()
+            case "ucx":
+                return UcxWire(loopback=loopback)
+
+
+def _key(offer: RankOffer) -> str:
+    return f"{offer.transport}:{offer.address}"

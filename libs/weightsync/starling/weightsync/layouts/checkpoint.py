@@ -1,0 +1,318 @@
+"""Checkpoint folders of Hugging Face's form as sources and destinations: safetensors files, and an index if several.
+
+A folder is a replica of one rank. Each file is a storage of flat bytes, named for the file, and a shard's
+`offset_bytes` counts from the file's first byte; files are mapped, so a plan reads and writes them like any memory.
+
+    with open_folder(path) as folder:                     # a source
+        folder.layout("checkpoint"), folder.memories
+
+    with create_folder(path, specs) as folder:            # a destination
+        ...                                               # fill folder.memories by folder.layout("export")
+        folder.finish()                                   # only now the folder is there, whole and on the disk
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from starling.common.errors import WeightsError
+from starling.weightsync.layout import (
+    ITEM_BYTES,
+    Box,
+    Layout,
+    Place,
+    RankLayout,
+    Shard,
+    TensorSpec,
+    check_layout,
+    check_specs,
+)
+from starling.weightsync.layouts.fused import contiguous
+from starling.weightsync.layouts.headers import Entry, make_header, read_header
+
+ENDING: Final = ".safetensors"
+INDEX_ENDING: Final = ".safetensors.index.json"
+MAX_FILE_BYTES: Final = 5_000_000_000
+"""Files hold about this many bytes at most, unless one tensor is larger."""
+
+
+class Folder:
+    """The mapped files of a checkpoint and what lies where in them."""
+
+    def __init__(self, entries: Mapping[str, Sequence[Entry]], ties: Mapping[str, str]) -> None:
+        """Describe files by name; they are mapped by who makes this."""
+        self.memories: dict[str, npt.NDArray[np.uint8]] = {}
+        """The bytes of each file, by its name."""
+        self._entries = {entry.spec.name: (file, entry) for file, held in entries.items() for entry in held}
+        self._ties = {alias: owner for alias, owner in ties.items() if alias not in self._entries}
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors of the folder, and the names tied to them."""
+        specs = {name: entry.spec for name, (_, entry) in self._entries.items()}
+        for alias, owner in self._ties.items():
+            if owner not in specs:
+                raise WeightsError(f"{alias} is tied to {owner}, which the checkpoint does not have.")
+            specs[alias] = msgspec.structs.replace(specs[owner], name=alias, same_as=owner)
+        return tuple(specs.values())
+
+    def layout(self, replica: str, place: Place | None = None) -> Layout:
+        """Return the layout of the folder, as one rank; `place` is this host by default."""
+        shards = []
+        for index, (file, entry) in enumerate(self._entries.values()):
+            shape = entry.spec.shape
+            box = Box(offset=(0,) * len(shape), size=shape)
+            shards.append(
+                Shard(tensor=index, box=box, storage=file, offset_bytes=entry.offset_bytes, strides=contiguous(shape))
+            )
+        place = place or Place(host=socket.gethostname())
+        layout = Layout(replica=replica, tensors=self.tensors, ranks=(RankLayout(place=place, shards=tuple(shards)),))
+        check_layout(layout)
+        return layout
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return each tensor as a view of its file, elements as unsigned integers: numpy does not know all types."""
+        return {
+            name: np.ndarray(
+                entry.spec.shape, f"u{ITEM_BYTES[entry.spec.dtype]}", self.memories[file], entry.offset_bytes
+            )
+            for name, (file, entry) in self._entries.items()
+        }
+
+    def close(self) -> None:
+        """Let go of the files; they are unmapped when the last view of them is gone."""
+        self.memories.clear()
+
+    def __enter__(self) -> Self:
+        """Return the folder itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the folder."""
+        self.close()
+
+
+def open_folder(path: str | Path, ties: Mapping[str, str] | None = None) -> Folder:
+    """Map a checkpoint for reading.
+
+    Args:
+        path: a folder with one index or one safetensors file, as `save_pretrained` writes it, or such a file.
+        ties: names that the checkpoint leaves out because they share the memory of another, with their owners.
+
+    Raises:
+        WeightsError: no checkpoint there, files that are missing or broken, or that contradict the index.
+    """
+    path = Path(path)
+    folder = path.parent if path.is_file() else path
+    wanted, index = ({path.name: None}, path.name) if path.is_file() else _sought(path)
+    entries: dict[str, Sequence[Entry]] = {}
+    for file, names in wanted.items():
+        held = {entry.spec.name: entry for entry in read_header(folder / file)}
+        missing = next((name for name in names or () if name not in held), None)
+        if missing is not None:
+            raise WeightsError(f"{folder / file} does not have tensor {missing}, which {index} seeks there.")
+        entries[file] = [held[name] for name in names] if names is not None else list(held.values())
+    opened = Folder(entries, ties or {})
+    for file in wanted:
+        try:
+            with (folder / file).open("rb") as stream:
+                opened.memories[file] = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"{folder / file} cannot be mapped: {error}.") from error
+    return opened
+
+
+def _sought(folder: Path) -> tuple[dict[str, list[str] | None], str]:
+    """Return the files of a checkpoint with the tensors to take from each, None for all, and who says so."""
+    indices = sorted(folder.glob(f"*{INDEX_ENDING}"))
+    files = sorted(path.name for path in folder.glob(f"*{ENDING}"))
+    if not indices and len(files) == 1:
+        return {files[0]: None}, files[0]
+    if len(indices) != 1:
+        raise WeightsError(
+            f"{folder} has {len(indices)} indices (*{INDEX_ENDING}) and {len(files)} files (*{ENDING}); "
+            "give a folder with one index or one file, or the file itself."
+        )
+    index = indices[0]
+    try:
+        places = json.loads(index.read_bytes())["weight_map"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{index} is no index of tensors: {error}.") from error
+    wanted: dict[str, list[str] | None] = {}
+    for name, file in places:
+        if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
+            raise WeightsError(f"{index} seeks tensor {name} in {file!r}, which is no file of the folder.")
+        names = wanted.setdefault(file, [])
+        if names is not None:
+            names.append(name)
+    return wanted, index.name
+
+
+class NewFolder(Folder):
+    """A checkpoint in the making: complete files under another name, until `finish` puts them in their place."""
+
+    def __init__(
+        self,
+        path: Path,
+        partial: Path,
+        index: str,
+        files: Mapping[str, tuple[bytes, Sequence[Entry]]],
+        ties: Mapping[str, str],
+    ) -> None:
+        """Reserve and map `files` in the folder `partial`, which exists and becomes `path`; `index` names the index."""
+        super().__init__({file: entries for file, (_, entries) in files.items()}, ties)
+        self.path = path
+        """Where the checkpoint will be."""
+        self._partial, self._index = partial, index
+        self._maps: dict[str, mmap.mmap] = {}
+        for file, (header, entries) in files.items():
+            size_bytes = max((entry.offset_bytes + entry.size_bytes for entry in entries), default=len(header))
+            handle = os.open(partial / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                # Without this, a disk that fills up later would kill the process at a write to the mapping.
+                os.posix_fallocate(handle, 0, size_bytes)
+                os.pwrite(handle, header, 0)
+                self._maps[file] = mmap.mmap(handle, size_bytes)
+            finally:
+                os.close(handle)
+            self.memories[file] = np.frombuffer(self._maps[file], np.uint8)
+
+    def add_file(self, name: str, data: bytes) -> None:
+        """Write a further file of the checkpoint, such as `config.json`.
+
+        Raises:
+            WeightsError: the disk does not take it, or `name` is no plain file name.
+        """
+        if Path(name).name != name or name in (self._index, *self.memories):
+            raise WeightsError(f"{name!r} cannot be a further file of checkpoint {self.path}; choose another name.")
+        try:
+            _write(self._partial / name, data)
+        except OSError as error:
+            raise WeightsError(f"{name} of checkpoint {self.path} cannot be written: {error}.") from error
+
+    def finish(self) -> None:
+        """Write everything to the disk, add the index, and put the checkpoint in its place.
+
+        Views of the files must not be written to any more.
+
+        Raises:
+            WeightsError: the disk fails, or something else has taken the place; then no trace of it is left.
+        """
+        try:
+            for mapped in self._maps.values():
+                mapped.flush()
+            if len(self._maps) > 1:
+                sizes = sum(entry.size_bytes for _, entry in self._entries.values())
+                places = {name: self._entries[name][0] for name in sorted(self._entries)}
+                index = {"metadata": {"total_size": sizes}, "weight_map": places}
+                _write(self._partial / self._index, json.dumps(index, indent=2).encode() + b"\n")
+            for file in self._maps:
+                _sync(self._partial / file)
+            _sync(self._partial)
+            self._partial.rename(self.path)
+            _sync(self.path.parent)
+        except OSError as error:
+            self.close()
+            raise WeightsError(f"Checkpoint {self.path} cannot be finished: {error}.") from error
+        super().close()
+        self._maps.clear()
+
+    def close(self) -> None:
+        """Let go of the files, and remove them unless `finish` has put them in their place."""
+        super().close()
+        self._maps.clear()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def create_folder(
+    path: str | Path,
+    specs: Iterable[TensorSpec],
+    *,
+    stem: str = "model",
+    max_file_bytes: int = MAX_FILE_BYTES,
+    metadata: Mapping[str, str] | None = None,
+) -> NewFolder:
+    """Make the files of a checkpoint, with headers and room for the tensors, ready to be filled.
+
+    Room on the disk is reserved at once. Tied names are left out, as readers expect.
+
+    Args:
+        path: where the checkpoint will be after `finish`; it must not exist, or be an empty folder.
+        specs: the tensors, in the order in which they fill the files.
+        stem: what the names of the files begin with; diffusers expects `diffusion_pytorch_model`.
+        max_file_bytes: when to begin a new file.
+        metadata: what the headers say besides.
+
+    Raises:
+        WeightsError: the place is taken, the disk is too small, or a tensor cannot be written. Nothing is left behind.
+    """
+    path, listed = Path(path).absolute(), tuple(specs)
+    check_specs(str(path), listed)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise WeightsError(f"{path} exists; remove it or choose another folder for the checkpoint.")
+    owned = [spec for spec in listed if not spec.same_as]
+    files = _shared_out(owned, stem, max_file_bytes, {"format": "pt", **(metadata or {})})
+    size_bytes = sum(len(header) + sum(entry.size_bytes for entry in entries) for header, entries in files.values())
+    partial = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(path.parent).free
+        if size_bytes > free_bytes:
+            raise OSError(f"the disk has {free_bytes} bytes left")
+        partial.mkdir()
+        return NewFolder(
+            path, partial, stem + INDEX_ENDING, files, {spec.name: spec.same_as for spec in listed if spec.same_as}
+        )
+    except (OSError, ValueError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise WeightsError(
+            f"Checkpoint {path} of {size_bytes} bytes cannot be made: {error}; free space or choose another disk."
+        ) from error
+
+
+def _shared_out(
+    specs: Sequence[TensorSpec], stem: str, max_file_bytes: int, metadata: Mapping[str, str]
+) -> dict[str, tuple[bytes, Sequence[Entry]]]:
+    """Deal tensors out to files, in order, and name the files."""
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        size_bytes = int(np.prod(spec.shape, dtype=object)) * ITEM_BYTES[spec.dtype]
+        if groups[-1] and filled + size_bytes > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += size_bytes
+    count = len(groups)
+    names = [f"{stem}-{i + 1:05d}-of-{count:05d}{ENDING}" for i in range(count)] if count > 1 else [stem + ENDING]
+    return {name: make_header(group, metadata) for name, group in zip(names, groups, strict=True)}
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

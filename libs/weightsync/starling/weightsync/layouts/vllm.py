@@ -1,0 +1,133 @@
+"""What each worker of a vLLM engine holds, from the model's configuration and the sizes of its parallel groups.
+
+Ranks are counted as vLLM counts them: pipeline stages outside, tensor parallelism inside. The arithmetic is that of
+vLLM's own layers: fused projections, key-value heads shared by neighbouring ranks where there are fewer heads than
+ranks, embeddings padded to a multiple of 64 rows, stacked experts. Parameters are those that loading fills; a backend
+that repacks them afterwards keeps its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from starling.common.errors import WeightsError
+from starling.weightsync.layout import Layout, Place
+from starling.weightsync.layouts.cuts import even_stages, expert_parallel, pipeline_parallel, tensor_parallel
+from starling.weightsync.layouts.families import Family, family_of, model_of
+from starling.weightsync.layouts.fused import LocalWeight, fused_parameters, layout_of_parameters
+from starling.weightsync.layouts.parameters import Parameter, Table
+from starling.weightsync.layouts.placements import REPLICATE, Held, Only, Placement, Sharded, held_boxes, local_shape
+from starling.weightsync.layouts.weights import Config, Model, Weight
+
+VOCABULARY_MULTIPLE: Final = 64
+"""Embeddings and heads have a number of rows that is a multiple of this."""
+
+
+def worker_table(
+    config: Config,
+    rank: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    whole_experts: bool = False,
+    layers_of_stages: Sequence[int] = (),
+    dtype: str = "",
+) -> Table:
+    """List the parameters of one worker, in their local shapes, and which canonical boxes fill them.
+
+    Args:
+        config: contents of the model's `config.json`.
+        rank: of the worker, stage by stage.
+        tp: size of tensor parallelism.
+        pp: number of pipeline stages.
+        whole_experts: whether whole experts are dealt out over the `tp` ranks, rather than a share of each.
+        layers_of_stages: layers of each stage; by default as vLLM deals them out.
+        dtype: as for `model_of`.
+
+    Raises:
+        WeightsError: an unknown family, or sizes that do not fit the model.
+    """
+    model = model_of(config, dtype)
+    stages = _stages(model, tp, pp, layers_of_stages)
+    parameters = _parameters(family_of(config), model, rank, tp, stages, whole_experts)
+    return Table(tensors=tuple(weight.spec for weight in model.weights), parameters=parameters)
+
+
+def worker_layout(
+    config: Config,
+    replica: str,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    whole_experts: bool = False,
+    layers_of_stages: Sequence[int] = (),
+    dtype: str = "",
+    places: Sequence[Place] = (),
+) -> Layout:
+    """Make the layout of a whole engine; arguments and errors as `worker_table`.
+
+    Storages are named for the workers' parameters and taken to be row-major.
+
+    Args:
+        replica: name of the engine, for messages and plans.
+        places: where each worker runs; unknown when empty.
+    """
+    model, family = model_of(config, dtype), family_of(config)
+    stages = _stages(model, tp, pp, layers_of_stages)
+    ranks = [_parameters(family, model, rank, tp, stages, whole_experts) for rank in range(tp * pp)]
+    return layout_of_parameters(replica, [weight.spec for weight in model.weights], ranks, places)
+
+
+def _stages(model: Model, tp: int, pp: int, given: Sequence[int]) -> tuple[int, ...]:
+    stages = tuple(given) or even_stages(model.num_layers, pp)
+    if tp < 1 or len(stages) != pp or sum(stages) != model.num_layers:
+        raise WeightsError(
+            f"Stages of {stages} layers do not fit a model of {model.num_layers} layers on {pp} x {tp} workers."
+        )
+    return stages
+
+
+def _parameters(
+    family: Family, model: Model, rank: int, tp: int, stages: tuple[int, ...], whole_experts: bool
+) -> tuple[Parameter, ...]:
+    if not 0 <= rank < tp * len(stages):
+        raise WeightsError(f"There is no worker {rank} among {len(stages)} x {tp}.")
+    stage, index = divmod(rank, tp)
+    held: list[LocalWeight] = []
+    for weight in model.weights:
+        lives = pipeline_parallel(weight, model, stages)
+        if weight.spec.same_as or (isinstance(lives, Only) and stage not in lives.indices):
+            continue
+        placement = _placement(weight, model, tp, whole_experts)
+        if isinstance(placement, Only) and index not in placement.indices:
+            continue
+        held.append(_local(weight, tp, index, placement))
+    return fused_parameters(held, family.vllm, family.vllm_prefixes)
+
+
+def _placement(weight: Weight, model: Model, tp: int, whole_experts: bool) -> Placement:
+    if whole_experts and weight.expert >= 0:
+        return expert_parallel(weight, model.num_experts, tp)
+    if weight.cut in ("rows", "columns") and weight.spec.shape[1 if weight.cut == "columns" else 0] % tp:
+        raise WeightsError(f"vLLM cannot share {weight.spec.name} of shape {weight.spec.shape} evenly over {tp} ranks.")
+    return tensor_parallel(weight, tp, vocabulary_multiple=VOCABULARY_MULTIPLE)
+
+
+def _local(weight: Weight, tp: int, index: int, placement: Placement) -> LocalWeight:
+    shape = weight.spec.shape
+    mine = REPLICATE if isinstance(placement, Only) else placement
+    extent, held = _share(shape, tp, index, mine)
+    if weight.cut == "vocabulary":  # the local tensor has its padding, wherever the rank's rows end
+        padded = mine.chunk if isinstance(mine, Sharded) else -(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        extent = (padded, *shape[1:])
+    return LocalWeight(weight=weight, shape=extent, held=held)
+
+
+@lru_cache(maxsize=4096)
+def _share(
+    shape: tuple[int, ...], tp: int, index: int, placement: Placement
+) -> tuple[tuple[int, ...], tuple[Held, ...]]:
+    """Return the shape and the boxes of a local tensor: few tensors differ in them."""
+    return local_shape(shape, (tp,), (index,), (placement,)), held_boxes(shape, (tp,), (index,), (placement,))

@@ -1,0 +1,213 @@
+"""A source without torch, in this process or in one of its own, and the reader's half of a conversation with it."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+
+from starling.weightsync.execute.arena import Arena
+from starling.weightsync.execute.digests import Digests
+from starling.weightsync.execute.local import LocalWire
+from starling.weightsync.execute.memory import Array, packed_arrays
+from starling.weightsync.execute.requests import Answer, Open, Read, Release, Request
+from starling.weightsync.execute.server import Server, serve
+from starling.weightsync.execute.source import Source
+from starling.weightsync.execute.tcp import TcpWire
+from starling.weightsync.execute.ucx import UcxWire
+from starling.weightsync.execute.wire import Answered, Event, Landing, Wire
+from starling.weightsync.layout import ITEM_BYTES, Box, Piece
+from starling.weightsync.offer import RankOffer, Transport
+
+ANSWER_S = 20.0
+NOWHERE = Landing()
+
+
+def box(*spans: tuple[int, int]) -> Box:
+    """A box from begin and end of each dim."""
+    return Box(offset=tuple(a for a, _ in spans), size=tuple(b - a for a, b in spans))
+
+
+def piece(name: str, dtype: str, *spans: tuple[int, int]) -> Piece:
+    """A piece, or a box to be asked for."""
+    return Piece(names=(name,), dtype=dtype, box=box(*spans))
+
+
+def content(wanted: Piece, shape: Sequence[int]) -> Array:
+    """What a box of a tensor of that shape holds: all different bits, by name and position."""
+    num = int(np.prod(shape))
+    draw = np.random.default_rng(sum(wanted.names[0].encode()))
+    whole = draw.integers(0, 256, num * ITEM_BYTES[wanted.dtype], np.uint8).view(f"u{ITEM_BYTES[wanted.dtype]}")
+    return whole.reshape(shape)[tuple(slice(a, a + n) for a, n in zip(wanted.box.offset, wanted.box.size, strict=True))]
+
+
+class Held:
+    """An arena with one snapshot of whole tensors, served."""
+
+    def __init__(self, transport: Transport, pieces: Sequence[Piece]) -> None:
+        self.pieces = tuple(pieces)
+        self.arena = Arena(self.pieces)
+        self.source = Source(self.arena, self.pieces)
+        self.server: Server | None
+        self.server, self.transport, self.address = serve(self.source, transport, "127.0.0.1")
+        assert self.transport == transport
+        self.offer = self.publish()
+
+    def publish(self) -> RankOffer:
+        """Put the same content into the next snapshot."""
+        slot = self.arena.claim(0.0)
+        for held, array in zip(self.pieces, packed_arrays(self.pieces, self.arena.slots[slot]), strict=True):
+            np.copyto(array, content(held, held.box.size))
+        snapshot, token = self.arena.commit(slot)
+        return RankOffer(
+            rank=0,
+            transport=self.transport,
+            address=self.address,
+            token=token,
+            snapshot=snapshot,
+            holds="",
+            root="",
+        )
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close(ANSWER_S)
+        self.arena.close()
+
+
+@contextmanager
+def held(transport: Transport, pieces: Sequence[Piece]) -> Iterator[Held]:
+    """A source in this process."""
+    made = Held(transport, pieces)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _serve(transport: Transport, pieces: bytes, pipe: Connection) -> None:
+    with held(transport, msgspec.msgpack.decode(pieces, type=tuple[Piece, ...])) as made:
+        pipe.send_bytes(msgspec.msgpack.encode(made.offer))
+        while pipe.recv():
+            pipe.send_bytes(msgspec.msgpack.encode(made.publish()))
+
+
+class Away:
+    """A source in a process of its own."""
+
+    def __init__(self, transport: Transport, pieces: Sequence[Piece]) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (transport, msgspec.msgpack.encode(tuple(pieces)), theirs)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.offer = self._answer()
+
+    def publish(self) -> RankOffer:
+        self._pipe.send(True)
+        return self._answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.join(ANSWER_S)
+
+    def _answer(self) -> RankOffer:
+        assert self._pipe.poll(ANSWER_S), "the source does not answer"
+        return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=RankOffer)
+
+
+@contextmanager
+def away(transport: Transport, pieces: Sequence[Piece]) -> Iterator[Away]:
+    """A source in another process, which is gone afterwards whatever happened to it."""
+    made = Away(transport, pieces)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.join(ANSWER_S)
+
+
+class Reader:
+    """A wire, and a conversation with one source over it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.pool = ThreadPoolExecutor(2)
+        self.wire: Wire
+        match transport:
+            case "local":
+                self.wire = LocalWire(self.pool)
+            case "tcp":
+                self.wire = TcpWire()
+            case "ucx":
+                self.wire = UcxWire(loopback=True)
+        self._number = 1
+        self._events: deque[Event] = deque()
+
+    def connect(self, offer: RankOffer, name: str = "source") -> Answer:
+        """Connect and present the token."""
+        self.wire.connect(name, offer)
+        return self.ask(Open(number=self.number(), snapshot=offer.snapshot, token=offer.token), name=name)
+
+    def number(self, num: int = 1) -> int:
+        first, self._number = self._number, self._number + num
+        return first
+
+    def request(self, boxes: Sequence[Piece], segments: Sequence[int] = (), digests: Digests = "full") -> Read:
+        """Ask for boxes, each a segment of its own unless told otherwise."""
+        counts = tuple(segments) or (1,) * len(boxes)
+        number = self.number(len(counts))
+        return Read(number=number, tag=number, segments=counts, boxes=tuple(boxes), digests=digests, salt=0)
+
+    def ask(self, request: Request, landing: Landing = NOWHERE, name: str = "source") -> Answer:
+        """Ask and wait for the answer."""
+        self.wire.ask(name, request, landing)
+        event = self.event()
+        assert isinstance(event, Answered), event
+        assert event.answer.number == request.number
+        return event.answer
+
+    def read(self, boxes: Sequence[Piece]) -> tuple[Answer, list[Array]]:
+        """Read boxes into fresh arrays, filled with ones."""
+        arrays = [np.full(b.box.size, 0xFF, f"u{ITEM_BYTES[b.dtype]}") for b in boxes]
+        return self.ask(self.request(boxes), landing(arrays)), arrays
+
+    def release(self) -> Answer:
+        return self.ask(Release(number=self.number()))
+
+    def event(self, wait_s: float = ANSWER_S) -> Event | None:
+        """Return what happens next, or None when nothing does."""
+        end = time.monotonic() + wait_s
+        while not self._events and time.monotonic() < end:
+            self._events += self.wire.poll(0.02)
+        return self._events.popleft() if self._events else None
+
+    def close(self) -> None:
+        self.wire.close()
+        self.pool.shutdown()
+
+
+def landing(arrays: Sequence[Array]) -> Landing:
+    """Receive each box where it belongs."""
+    return Landing(tuple(arrays), tuple(array.reshape(-1).view(np.uint8) for array in arrays))
+
+
+@contextmanager
+def reader(transport: Transport) -> Iterator[Reader]:
+    """A reader that is closed afterwards."""
+    made = Reader(transport)
+    try:
+        yield made
+    finally:
+        made.close()
