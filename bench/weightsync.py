@@ -5,9 +5,9 @@
 All sides take turns within each round, on one machine; a ratio is the median over the rounds of the ratio within the
 round. The measure of all is memcpy: one thread copying 256 MiB, or the model, from one warm buffer to another.
 
-Goodput (256 MiB in one tensor, from one process to another, digests off):
-- `local`: read in place from the publisher's memory; `ucx`: over shared memory; `ucx_tcp`: over loopback TCP, where the
-  publisher listens at an address of the machine that UCX has no shared memory for; `socket`: `sendall` and `recv_into`.
+Goodput (256 MiB in one tensor, from one process into another's staging, digests off):
+- `local`: read in place from the publisher's memory; `ucx`: over shared memory; `tcp`: the plain sockets that
+  stand in where UCX is missing; `socket`: nothing but `sendall` and `recv_into`.
 
 End to end (1 GiB of bf16: ten layers of Qwen2 of width 2048; four FSDP ranks to two TP ranks of a fused engine, strided
 pieces, digests of all that arrives): from the offer until both engines hold the version in their live tensors.
@@ -197,14 +197,14 @@ def open_engine(key: str, layout: bytes, plan: bytes, rank: int, digests: str) -
     HERE[key] = (Puller(described, rank=rank, digests=digests), held, decode_plan(plan))  # type: ignore[arg-type]
 
 
-def pull(key: str, ranks: list[bytes]) -> tuple[float, tuple[str, ...]]:
-    """Pull the offered version in place; return the seconds, and the lanes."""
+def pull(key: str, ranks: list[bytes], in_place: bool) -> tuple[float, tuple[str, ...]]:
+    """Pull the offered version, into staging or in place; return the seconds, and the lanes."""
     puller, held, plan = HERE[key]
     offers = [decode(RankOffer, rank) for rank in ranks]
     offer = make_offer(HERE.setdefault(f"{key} version", 0) + 1, offers)
     HERE[f"{key} version"] += 1
     begin = time.perf_counter()
-    report = puller.pull(offer, plan, deadline_s=DEADLINE_S, into=held)
+    report = puller.pull(offer, plan, deadline_s=DEADLINE_S, into=held if in_place else None)
     return time.perf_counter() - begin, report.lanes
 
 
@@ -295,7 +295,7 @@ def _by_name(layout: Layout, rank: int) -> dict[str, list[Shard]]:
 def broadcast_out() -> None:
     """Broadcast the full tensors."""
     for tensor in HERE["full"].values():
-        torch.distributed.broadcast(tensor.view(torch.int16), 0)
+        torch.distributed.broadcast(tensor.view(torch.uint8), 0)
 
 
 def broadcast_in(layout: bytes, rank: int) -> float:
@@ -304,9 +304,9 @@ def broadcast_in(layout: bytes, rank: int) -> float:
     begin = time.perf_counter()
     for spec in described.tensors:
         if not spec.same_as:
-            buffer = torch.empty(spec.shape, dtype=torch.int16)
-            torch.distributed.broadcast(buffer, 0)
-            place_slices(described, rank, spec.name, buffer.view(torch.bfloat16))
+            buffer = torch.empty(spec.shape, dtype=torch.bfloat16)
+            torch.distributed.broadcast(buffer.view(torch.uint8), 0)
+            place_slices(described, rank, spec.name, buffer)
     return time.perf_counter() - begin
 
 
@@ -371,16 +371,6 @@ def zeromq_in(layout: bytes, rank: int, address: str) -> float:
 # --- the figures ---------------------------------------------------------------------------------------------------
 
 
-def outer_address() -> str:
-    """Return an address of this machine that is not loopback, or loopback if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
 def measure_goodput(rounds: int) -> dict[str, list[float]]:
     """Return seconds by side for 256 MiB, and of the snapshot and its memcpy."""
     source, engine = Worker("source"), Worker("engine")
@@ -399,7 +389,7 @@ def measure_goodput(rounds: int) -> dict[str, list[float]]:
             found: dict[str, float] = {"memcpy": engine.call(copy_once, GOODPUT_BYTES)}
             for side in sides:
                 offer = source.call(publish, side)
-                found[side], lanes[side] = engine.call(pull, side, [offer])
+                found[side], lanes[side] = engine.call(pull, side, [offer], False)
             source.begin(send_plain)
             found["socket"] = engine.call(receive_plain, *address)
             source.end()
@@ -449,7 +439,7 @@ def measure_end_to_end(rounds: int) -> tuple[int, dict[str, list[float]]]:
                 found = {"memcpy": engines[0].call(copy_once, num_bytes)}
                 for transport in ("local", "ucx"):
                     offers = together(sources, publish, [(transport,)] * NUM_SOURCES)
-                    results = together(engines, pull, [(transport, offers)] * NUM_ENGINES)
+                    results = together(engines, pull, [(transport, offers, True)] * NUM_ENGINES)
                     found[transport] = max(result[0] for result in results)
                 sources[0].begin(broadcast_out)
                 found["gloo"] = max(together(engines, broadcast_in, [(engine_layout, r) for r in range(NUM_ENGINES)]))
