@@ -29,14 +29,24 @@ def _live_view(layout: Layout, rank: int, index: int, tensors: Mapping[str, torc
     tensor = tensors.get(shard.storage)
     if tensor is None:
         raise WeightsError(f"Tensor {shard.storage} of {layout.replica} is in the layout but was not given.")
+    tensor, offset_bytes = tensor.detach(), shard.offset_bytes
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and spec.dtype != "uint8":  # a file of tensors, or an arena
+        extent = sum((n - 1) * stride for n, stride in zip(shard.box.size, shard.strides, strict=True)) + 1
+        end = offset_bytes + extent * item_bytes(spec) if shard.box.volume else offset_bytes
+        try:
+            tensor, offset_bytes = tensor[offset_bytes:end].view(getattr(torch, spec.dtype)), 0
+        except RuntimeError as error:
+            raise WeightsError(
+                f"{spec.name} lies at byte {offset_bytes} of {shard.storage}, "
+                f"which is no place for {spec.dtype}: {error}."
+            ) from error
     if str(tensor.dtype).removeprefix("torch.") != spec.dtype:
         raise WeightsError(
             f"Tensor {shard.storage} is {tensor.dtype} but {spec.dtype} in the layout of {layout.replica}."
         )
-    tensor = tensor.detach()
-    if shard.offset_bytes == 0 and tuple(tensor.shape) == shard.box.size:
+    if offset_bytes == 0 and (tuple(tensor.shape), tensor.stride()) == (shard.box.size, shard.strides):
         return tensor
-    offset = tensor.storage_offset() + shard.offset_bytes // item_bytes(spec)
+    offset = tensor.storage_offset() + offset_bytes // item_bytes(spec)
     try:
         return tensor.as_strided(shard.box.size, shard.strides, offset)
     except RuntimeError as error:
