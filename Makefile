@@ -46,6 +46,9 @@ system: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/wire.py --quick
 	$(BIN)/python bench/loop.py --quick
+	$(BIN)/python bench/weightsync.py --quick
+	$(BIN)/python bench/weightsync_delta.py --quick
+	$(BIN)/python bench/weightsync_plan.py --quick
 
 docs: $(STAMP)
 	$(BIN)/python -m starling.common.wire.schema > libs/common/starling/common/wire/schema.json

@@ -45,6 +45,12 @@ def test_the_quickstart_leaves_what_it_promises(tmp_path: Path) -> None:
     assert "held-out reward" in command.output
     for name in ("controller", "policy-0", "rollout-0", "rollout-1", "reward-0"):
         assert (attempt / f"logs/{name}.log").exists()
+    report = Command(tmp_path, "sync-report", str(attempt.parent), name="sync-report")
+    assert report.wait() == 0, report.story()
+    assert "bottleneck: " in report.output
+    timelines = [json.loads(path.read_text()) for path in sorted((attempt / "weightsync").glob("version-*.json"))]
+    assert len(timelines) == len({line["version"] for line in metrics(attempt, "published")})
+    assert any(event["name"] == "read" and event["args"]["lanes"] for t in timelines for event in t["traceEvents"])
     checkpoint = attempt / "checkpoints/step-280"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     ids = tokenizer("cat>", add_special_tokens=False, return_tensors="pt").input_ids

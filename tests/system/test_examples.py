@@ -1,0 +1,25 @@
+"""The examples that stand alone do what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("transport", ["ucx", "tcp", "local"])
+def test_weights_go_from_one_process_to_the_other(transport: str) -> None:
+    example = EXAMPLES / "weightsync_two_processes.py"
+    assert len(example.read_text().splitlines()) <= 60
+    done = subprocess.run(
+        [sys.executable, str(example), transport], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    versions = [line.split(":")[0] for line in done.stdout.splitlines()]
+    assert versions == ["version 0", "version 1", "version 2"]
+    assert done.stdout.count(f"over {transport}") == 3
