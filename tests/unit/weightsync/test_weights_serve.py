@@ -26,6 +26,7 @@ from starling.weightsync.execute.requests import (
     decode_request,
     encode_message,
     refusal,
+    sealed,
     with_length,
 )
 from starling.weightsync.execute.wire import Answered, Landing, Lost
@@ -51,7 +52,7 @@ def works(made: Held) -> bool:
 
 def read_of(**changes: object) -> bytes:
     whole = Read(number=1, tag=1, segments=(1,), boxes=(PIECE,), digests="full", salt=0)
-    return msgspec.msgpack.encode(msgspec.structs.replace(whole, **changes))
+    return sealed(msgspec.msgpack.encode(msgspec.structs.replace(whole, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def read_of(**changes: object) -> bytes:
     [
         (b"", "malformed request"),
         (b"\xc1" * 40, "malformed request"),
-        (msgspec.msgpack.encode({"type": "shutdown"}), "malformed request"),
+        (sealed(msgspec.msgpack.encode({"type": "shutdown"})), "malformed request"),
+        (sealed(b"\x81\xa4type\xa4\xff\xfe\xfd\xfc"), "malformed request"),
         (read_of(number=-1), "malformed request"),
         (read_of(tag=1 << 63), "malformed request"),
         (read_of(digests="md5"), "malformed request"),
@@ -77,6 +79,21 @@ def read_of(**changes: object) -> bytes:
 def test_a_malformed_request_is_refused_by_a_sentence(data: bytes, sentence: str) -> None:
     with pytest.raises(WeightsError, match=sentence):
         decode_request(data)
+
+
+def test_no_flipped_bit_asks_for_something_else() -> None:
+    """The answer to another question would be true, and be taken for the answer to this one."""
+    for message, decode in (
+        (read_of(), decode_request),
+        (encode_message(Answer(number=7, digests=b"d" * 16)), decode_answer),
+    ):
+        decode(message)
+        for position in range(len(message)):
+            for bit in range(8):
+                flipped = bytearray(message)
+                flipped[position] ^= 1 << bit
+                with pytest.raises(WeightsError, match="its bits have changed on the way"):
+                    decode(flipped)
 
 
 def test_a_message_that_is_too_long_is_not_sent() -> None:

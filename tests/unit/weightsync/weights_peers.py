@@ -8,6 +8,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 
@@ -65,12 +67,15 @@ def _publish(transport: Transport, read_timeout_s: float, pipe: Connection) -> N
 
 
 class Source:
-    """A publisher in a process of its own."""
+    """A publisher in a process of its own, which is started by `start_method`: ``spawn`` or ``forkserver``."""
 
-    def __init__(self, transport: Transport, read_timeout_s: float = 60.0) -> None:
-        context = mp.get_context("spawn")
+    def __init__(self, transport: Transport, read_timeout_s: float = 60.0, start_method: str = "spawn") -> None:
+        context: Any = mp.get_context(start_method)
+        self._pipe: Connection
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_publish, args=(transport, read_timeout_s, theirs), daemon=True)
+        self.process: BaseProcess = context.Process(
+            target=_publish, args=(transport, read_timeout_s, theirs), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.layout: Layout = decode_layout(self._answer())

@@ -15,6 +15,7 @@ import struct
 from typing import Annotated, Final, TypeVar
 
 import msgspec
+import xxhash
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.digests import Digests
@@ -26,6 +27,7 @@ REQUEST_BYTES: Final = 1 << 20
 """Longest request."""
 ANSWER_BYTES: Final = 20 << 10
 """Longest answer."""
+_CHECK_BYTES: Final = xxhash.xxh3_64().digest_size
 LENGTH: Final = struct.Struct("<I")
 """Goes before a message where the transport does not say how long it is."""
 _REASON_CHARACTERS: Final = 1000
@@ -102,11 +104,19 @@ def encode_message(message: Request | Answer) -> bytes:
     Raises:
         WeightsError: it is longer than its receiver takes.
     """
-    data = msgspec.msgpack.encode(message)
+    data = sealed(msgspec.msgpack.encode(message))
     longest = ANSWER_BYTES if isinstance(message, Answer) else REQUEST_BYTES
     if len(data) > longest:
         raise WeightsError(f"A message of {len(data)} bytes exceeds {longest}; use smaller buckets.")
     return data
+
+
+def sealed(body: bytes) -> bytes:
+    """Put the xxh3-64 of a message before it.
+
+    A request whose bits changed on the way would fetch another box, with true digests of that other box.
+    """
+    return xxhash.xxh3_64_digest(body) + body
 
 
 def decode_request(data: bytes | bytearray | memoryview) -> Request:
@@ -131,9 +141,12 @@ def decode_answer(data: bytes | bytearray | memoryview) -> Answer:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray | memoryview, complaint: str) -> T:
+    check, body = bytes(data[:_CHECK_BYTES]), memoryview(data)[_CHECK_BYTES:]
+    if check != xxhash.xxh3_64_digest(body):
+        raise WeightsError(f"{complaint}: its bits have changed on the way.")
     try:
-        return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WeightsError(f"{complaint}: {error}.") from error
 
 

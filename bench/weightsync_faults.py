@@ -1,0 +1,67 @@
+"""A thousand faults while weights travel: what the destination holds afterwards, and what is left behind.
+
+    OMP_NUM_THREADS=1 python bench/weightsync_faults.py [--num 1000] [--seed 0]
+
+Publishers run in processes of their own, over every transport that there is. A fault is survived when the destination
+then holds a complete and attested version, the new one or every bit of the old one, or says that it is torn, and when
+the next pull heals it. The kinds of fault are in `tests/unit/weightsync/fault_kinds.py`. Ends with 1 unless every
+fault was survived and nothing was left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from figure import machine, print_figure, progress, rounded, versions
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "weightsync"))
+from fault_loop import run_faults
+
+SAID_EVERY = 100
+
+
+def say(done: int) -> None:
+    """Say now and then how far it is."""
+    if done % SAID_EVERY == 0:
+        progress(f"{done} faults")
+
+
+def main() -> int:
+    """Print the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=1000, help="how many faults")
+    parser.add_argument("--seed", type=int, default=0, help="what they are drawn by")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    report = run_faults(arguments.num, arguments.seed, say)
+    kinds = {
+        kind: {"injected": num, "survived": report.survived[kind], **report.outcomes.get(kind, {})}
+        for kind, num in sorted(report.injected.items())
+    }
+    print_figure(
+        "weightsync_faults",
+        "faults_survived",
+        report.survived.total(),
+        unit="faults",
+        goal=arguments.num,
+        better="higher",
+        detail={
+            "injected": arguments.num,
+            "seed": arguments.seed,
+            "by_kind": kinds,
+            "by_transport": dict(report.transports),
+            "seconds": rounded(report.seconds),
+            "leaks": {"total": report.leaks.total(), **report.leaks},
+            "failures": report.failures[:10],
+            "versions": versions("numpy", "torch", "msgspec"),
+            "machine": machine(),
+        },
+    )
+    return 0 if report.survived.total() == arguments.num and not report.leaks else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

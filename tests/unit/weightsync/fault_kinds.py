@@ -1,0 +1,236 @@
+"""The faults: each is done to a pair that holds a version, and returns how the destination came out of it."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing as mp
+import os
+import resource
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import torch
+from fault_pair import Moment, Outcome, Pair, nothing, require, through
+from fault_proxy import Direction, Flip, proxy
+from weights_peers import ANSWER_S, BUCKET_BYTES, die_reading, weights
+
+from starling.common.errors import WeightsError
+from starling.weightsync.execute.pull import Puller
+from starling.weightsync.layout import decode_layout, encode
+from starling.weightsync.layouts.checkpoint import create_folder, open_folder
+from starling.weightsync.layouts.modules import layout_of
+from starling.weightsync.offer import decode_offer
+from starling.weightsync.plan import make_plan
+
+Kind = Literal[
+    "source killed",
+    "source stalled",
+    "reader killed",
+    "wire flipped",
+    "snapshot flipped",
+    "token wrong",
+    "snapshot revoked",
+    "cancelled",
+    "disk full",
+]
+
+STALLED_S: Final = 0.3
+"""Deadline of a pull whose source stands still."""
+FLIPPED_S: Final = 1.0
+"""Deadline of a pull over a wire that flips: a length that has grown is waited for in vain."""
+WHOLE: Final = ("counts", "odd", "turned")
+"""Tensors that travel whole, so that the digest made at publication goes with them."""
+REFUSED: Final = 3
+"""Exit code of an export that was refused with a sentence."""
+
+
+def _coin(pair: Pair) -> bool:
+    return pair.draw.random() < 0.5
+
+
+def _moment(pair: Pair, act: Callable[[], object] = nothing, *, cancels: bool = False) -> Moment:
+    return Moment(pair.draw.randrange(pair.num_steps), act, cancels=cancels)
+
+
+def kill_source(pair: Pair) -> Outcome:
+    """By SIGKILL, at any step."""
+
+    def kill() -> None:
+        pair.source.signal(signal.SIGKILL)
+        pair.source.process.join(ANSWER_S)
+
+    moment = _moment(pair, kill)
+    outcome = pair.pull(pair.source.publish(), in_place=_coin(pair), cancelled=moment)
+    moment.pass_by()
+    pair.restart()
+    return outcome
+
+
+def stall_source(pair: Pair) -> Outcome:
+    """By SIGSTOP, at any step; it goes on soon, or after the pull."""
+    moment = _moment(pair, lambda: pair.source.signal(signal.SIGSTOP))
+    offer, patient = pair.source.publish(), _coin(pair)
+    timer = threading.Timer(STALLED_S / 2, lambda: pair.source.signal(signal.SIGCONT))
+    if patient:
+        timer.start()
+    try:
+        deadline_s = ANSWER_S if patient and pair.transport != "local" else STALLED_S
+        return pair.pull(offer, in_place=_coin(pair), deadline_s=deadline_s, cancelled=moment)
+    finally:
+        moment.pass_by()
+        timer.cancel()
+        if patient:
+            timer.join()
+        pair.source.signal(signal.SIGCONT)
+
+
+def kill_reader(pair: Pair) -> Outcome:
+    """Another reader of the same version is killed in mid-read."""
+    offer = pair.source.publish()
+    victim: Any = mp.get_context("forkserver").Process(
+        target=die_reading, args=(encode(pair.source.layout), encode(offer))
+    )
+    victim.start()
+    victim.join(ANSWER_S)
+    require(victim.exitcode == -signal.SIGKILL, f"a reader ended with {victim.exitcode}")
+    victim.close()
+    return pair.pull_must(pair.pull(offer, in_place=_coin(pair)), "adopted")
+
+
+def flip_wire(pair: Pair) -> Outcome:
+    """One bit, anywhere in what is asked or answered; early bytes more often, for they are rarely payload."""
+    offer, draw = pair.source.publish(), pair.draw
+    direction: Direction = "requests" if _coin(pair) else "answers"
+    most = pair.sent[direction]
+    at = draw.randrange(most) if _coin(pair) else int(most ** draw.random()) - 1
+    with proxy(offer.ranks[0].address, Flip(direction, at, draw.randrange(8))) as between:
+        spoiled = through(offer, between.address)
+        return pair.pull(spoiled, in_place=_coin(pair), deadline_s=FLIPPED_S)
+
+
+def flip_snapshot(pair: Pair) -> Outcome:
+    """One bit in the publisher's copy, after it was digested and before it is read."""
+    offer = pair.source.publish()
+    name = pair.draw.choice(WHOLE)
+    content = weights(offer.version)[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    folder = Path(f"/proc/{pair.source.process.pid}/fd")
+    arena = next(path for path in folder.iterdir() if os.readlink(path).startswith("/memfd:starling-snapshots"))
+    with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        at = memory.find(content)
+        require(at > 0, f"{name} of version {offer.version} is not in the snapshot")
+        memory[at + pair.draw.randrange(len(content))] ^= 1 << pair.draw.randrange(8)
+    return pair.pull_must(pair.pull(offer, in_place=_coin(pair)), "stale", "torn")
+
+
+def forge_token(pair: Pair) -> Outcome:
+    """Another token, or the token of the version before."""
+    old, offer = pair.source.publish(), pair.source.publish()
+    token = old.ranks[0].token if _coin(pair) else secrets.token_hex(16)
+    forged = msgspec.structs.replace(offer, ranks=(msgspec.structs.replace(offer.ranks[0], token=token),))
+    return pair.pull_must(pair.pull(forged, in_place=_coin(pair)), "stale", "torn")
+
+
+def revoke_snapshot(pair: Pair) -> Outcome:
+    """Two more versions while this one is read, and another reader on the first of them: the older must go."""
+
+    def publish_twice() -> None:
+        newer = pair.source.publish()
+        with closing(Puller(layout_of(pair.tensors, "rollout-1"))) as other:
+            again = Moment(pair.draw.randrange(2, max(3, pair.num_steps)), pair.source.publish)
+            try:
+                other.pull(newer, pair.plan, deadline_s=ANSWER_S, cancelled=again)
+            except WeightsError:
+                pass  # it may be the one that is revoked
+            again.pass_by()
+
+    moment = _moment(pair, publish_twice)
+    outcome = pair.pull(pair.source.publish(), in_place=_coin(pair), cancelled=moment)
+    moment.pass_by()
+    return outcome
+
+
+def cancel(pair: Pair) -> Outcome:
+    """At any step."""
+    moment = _moment(pair, cancels=True)
+    return pair.pull(pair.source.publish(), in_place=_coin(pair), cancelled=moment)
+
+
+def fill_disk(pair: Pair) -> Outcome:
+    """An export that may write no file so large, from its beginning or when it is finished. It leaves no trace."""
+    offer, layout = encode(pair.source.publish()), encode(pair.source.layout)
+    num_bytes = sum(tensor.nbytes for tensor in weights(0).values())
+    early = _coin(pair)
+    limit = pair.draw.randrange(num_bytes // 2) if early else pair.draw.randrange(64)
+    with tempfile.TemporaryDirectory() as made_here:
+        folder = Path(made_here)
+        path = folder / "checkpoint"
+        child: Any = mp.get_context("forkserver").Process(target=_export, args=(path, layout, offer, limit, early))
+        child.start()
+        child.join(ANSWER_S)
+        require(child.exitcode == REFUSED, f"an export on a full disk ended with {child.exitcode}")
+        child.close()
+        require(not any(folder.iterdir()), "an export that failed has left something behind")
+        export(path, layout, offer)
+        version = decode_offer(offer).version
+        with open_folder(path) as made:
+            for name, array in made.arrays().items():
+                wanted = weights(version)[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+                require(array.tobytes() == wanted.tobytes(), f"{name} was exported with other bits")
+            del array
+    require(pair.holds(), "an export has changed another destination")
+    return "stale"
+
+
+def export(
+    path: Path,
+    layout: bytes,
+    offer: bytes,
+    at_first: Callable[[], None] = nothing,
+    at_last: Callable[[], None] = nothing,
+) -> None:
+    """Write a version into a checkpoint of several files, and do something before it is begun and finished."""
+    source, offered = decode_layout(layout), decode_offer(offer)
+    at_first()
+    with create_folder(path, source.tensors, max_file_bytes=256 << 10) as folder:
+        wanted = folder.layout("export")
+        live = {name: torch.from_numpy(memory) for name, memory in folder.memories.items()}
+        with closing(Puller(wanted)) as puller:
+            plan = make_plan(source, wanted, bucket_bytes=BUCKET_BYTES)
+            puller.pull(offered, plan, deadline_s=ANSWER_S, into=live)
+            require(puller.attest(live, offered) == offered.root, "an export is not what was offered")
+        at_last()
+        folder.finish()
+
+
+def _export(path: Path, layout: bytes, offer: bytes, limit: int, early: bool) -> None:
+    """In a process of its own: export with a limit to the size of files."""
+    torch.set_num_threads(1)
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    try:
+        export(path, layout, offer, *((fill,) if early else (nothing, fill)))
+    except WeightsError:
+        sys.exit(REFUSED)
+
+
+FAULTS: Final[dict[Kind, Callable[[Pair], Outcome]]] = {
+    "source killed": kill_source,
+    "source stalled": stall_source,
+    "reader killed": kill_reader,
+    "wire flipped": flip_wire,
+    "snapshot flipped": flip_snapshot,
+    "token wrong": forge_token,
+    "snapshot revoked": revoke_snapshot,
+    "cancelled": cancel,
+    "disk full": fill_disk,
+}

@@ -1,0 +1,194 @@
+"""A real publisher, its destination, and what may be said of the destination after a pull, however that went."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Literal
+
+import msgspec
+from fault_proxy import Direction, proxy
+from weights_peers import ANSWER_S, BUCKET_BYTES, Source, blank, same, weights
+
+from starling.common.errors import WeightsError
+from starling.weightsync.execute.pull import Puller
+from starling.weightsync.layouts.modules import layout_of
+from starling.weightsync.offer import Offer, Transport
+from starling.weightsync.plan import make_plan
+
+Outcome = Literal["adopted", "stale", "torn"]
+
+SETTLE_S: Final = 5.0
+"""How long a publisher has to notice that readers are gone."""
+POOL_THREADS: Final = 4
+"""Threads that a publisher starts when it first needs them, and keeps."""
+
+
+class Violation(AssertionError):
+    """A destination is not in a state that it may be in."""
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raise Violation unless it holds."""
+    if not holds:
+        raise Violation(otherwise)
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def census(pid: int | str | None) -> Counter[str]:
+    """Count what a process holds: descriptors, threads, and mappings of snapshots and of UCX's shared memory."""
+    with open(f"/proc/{pid}/maps") as maps:
+        mapped = sum("starling-snapshots" in line or "/dev/shm/" in line for line in maps)
+    return Counter(
+        descriptors=len(os.listdir(f"/proc/{pid}/fd")), threads=len(os.listdir(f"/proc/{pid}/task")), mappings=mapped
+    )
+
+
+class Moment:
+    """A question that `act`s when it is asked for the n-th time, and then says whether the pull is cancelled."""
+
+    def __init__(self, step: int, act: Callable[[], object] = nothing, *, cancels: bool = False) -> None:
+        self.num_asked = 0
+        self._step, self._act, self._cancels = step, act, cancels
+        self._passed = False
+
+    def __call__(self) -> bool:
+        self.num_asked += 1
+        if self.num_asked > self._step:
+            self.pass_by()
+        return self._passed and self._cancels
+
+    def pass_by(self) -> None:
+        """Act at the latest now."""
+        if not self._passed:
+            self._passed = True
+            self._act()
+
+
+class Pair:
+    """A publisher in a process of its own, and its destination in this one."""
+
+    def __init__(self, transport: Transport, draw: random.Random) -> None:
+        self.transport, self.draw = transport, draw
+        self.source = self._start(-1)
+        self.tensors = blank()
+        self.version = -1
+        layout = layout_of(self.tensors, "rollout-0")
+        self.plan = make_plan(self.source.layout, layout, bucket_bytes=BUCKET_BYTES)
+        self.puller = Puller(layout)
+        self.sent: dict[Direction, int] = {"requests": 0, "answers": 0}
+        offer = self.source.publish()
+        if transport == "tcp":
+            with proxy(offer.ranks[0].address) as between:
+                self.adopt(through(offer, between.address))
+                self.sent = dict(between.num_bytes)
+        counted = Moment(sys.maxsize)
+        self.adopt(self.source.publish(), counted)
+        self.num_steps = counted.num_asked
+        """About how often a pull asks whether it is cancelled."""
+        self.publisher_before = census(self.source.process.pid)
+
+    def pull(
+        self,
+        offer: Offer,
+        *,
+        in_place: bool,
+        deadline_s: float = ANSWER_S,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Outcome:
+        """Pull, switch if it was not in place, and check what the destination holds, however it went.
+
+        Raises:
+            Violation: it holds what it must not hold, or says what is not so.
+        """
+        try:
+            into = self.tensors if in_place else None
+            self.puller.pull(offer, self.plan, deadline_s=deadline_s, cancelled=cancelled, into=into)
+        except WeightsError as error:
+            return self._check_failed(in_place, str(error))
+        if not in_place:
+            require(self.puller.state == "staged", f"{self.puller.state} after a pull into staging")
+            require(self.puller.version == self.version, "another version before the switch")
+            require(self.version < 0 or same(self.tensors, weights(self.version)), "other bits before the switch")
+            self.puller.switch(self.tensors)
+        require(self.puller.state == "current", f"{self.puller.state} after adoption")
+        require(self.puller.version == offer.version, f"version {self.puller.version}, not {offer.version}")
+        self.version = offer.version
+        require(self.puller.attest(self.tensors, offer) == offer.root, "another root than the offer's")
+        require(same(self.tensors, weights(offer.version)), "other bits than were published, though attested")
+        return "adopted"
+
+    def adopt(self, offer: Offer, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Pull where nothing is wrong, which must succeed."""
+        self.pull_must(self.pull(offer, in_place=self.draw.random() < 0.5, cancelled=cancelled), "adopted")
+
+    @staticmethod
+    def pull_must(outcome: Outcome, *allowed: Outcome) -> Outcome:
+        """Return the outcome of a pull, which must be one of these."""
+        require(outcome in allowed, f"{outcome} instead of {' or '.join(allowed)}")
+        return outcome
+
+    def holds(self) -> bool:
+        """Whether the destination holds what it says."""
+        return self.puller.version == self.version and same(self.tensors, weights(self.version))
+
+    def restart(self) -> None:
+        """Put a new publisher in the place of one that was killed."""
+        self.source.process.kill()
+        self.source.process.join(ANSWER_S)
+        self.source.process.close()
+        self.source = self._start(self.source.version)
+        self.adopt(self.source.publish())
+        self.publisher_before = census(self.source.process.pid)
+
+    def left_behind(self) -> Counter[str]:
+        """Return what the publisher holds more of than when its first reader was connected."""
+        end = time.monotonic() + SETTLE_S
+        while True:
+            more = census(self.source.process.pid)
+            more.subtract(self.publisher_before)
+            more["threads"] -= POOL_THREADS
+            found = Counter({f"publisher {name}": num for name, num in (+more).items()})
+            if not found or time.monotonic() > end:
+                return found
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """End both."""
+        self.puller.close()
+        self.source.process.kill()
+        self.source.process.join(ANSWER_S)
+        self.source.process.close()
+
+    def _start(self, version: int) -> Source:
+        source = Source(self.transport, read_timeout_s=0.0, start_method="forkserver")
+        source.version = version
+        return source
+
+    def _check_failed(self, in_place: bool, reason: str) -> Outcome:
+        state = self.puller.state
+        if state == "torn":
+            require(in_place, f"torn though the live tensors were left alone: {reason}")
+            require(self.puller.version == -1, "torn, but with a version")
+            self.version = -1
+            try:
+                self.puller.switch(self.tensors)
+            except WeightsError:
+                return "torn"
+            raise Violation(f"switched to what had not arrived whole: {reason}")
+        require(state == "stale", f"{state} after a pull that failed: {reason}")
+        require(self.puller.version == self.version, "another version after a pull that failed")
+        require(same(self.tensors, weights(self.version)), "other bits after a pull that failed")
+        return "stale"
+
+
+def through(offer: Offer, address: str) -> Offer:
+    """Return the offer with another address."""
+    return msgspec.structs.replace(offer, ranks=(msgspec.structs.replace(offer.ranks[0], address=address),))
