@@ -1,0 +1,639 @@
+"""Fan-out of weights to eight replicas, and a delta, over links of a known rate.
+
+    OMP_NUM_THREADS=1 python bench/weightsync_fanout.py [--quick] [--transport tcp|ucx]
+
+Needs root and the commands `ip` and `tc`: the publisher and each replica are processes in network namespaces of their
+own, joined by a bridge in another one. `tc tbf` limits each link in both directions. All of it goes when this ends.
+
+Fan-out (64 MiB of bf16 in 64 tensors, links of 200 Mbit/s, digests of all that arrives): the seconds from the offer
+until the last replica has the version in staging, and the bytes that left the publisher by its link, headers and all.
+- `one`: a single replica from the publisher.
+- `direct`: eight replicas, each from the publisher.
+- `chain`: eight replicas, each from the one before, which passes on what has arrived.
+- `fan_out`: eight replicas as `make_fan_out` says. The model is dealt into eight parts, and every replica has a puller
+  for each part: one part comes from the publisher, each other part from the replica that has it from there.
+Each time every replica switches to what it pulled and its attestation is compared with the offer's root.
+
+Delta (one bf16 piece of 128 MiB of which 1 % has changed, a plain socket over a link of 1 Gbit/s): from the new piece
+at one side until the other side holds it and says so. `dense` sends the piece to where it belongs; `delta` encodes,
+sends and applies, one after the other; `pipelined` does so window by window, all three at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from figure import machine, print_figure, progress, rounded, versions
+
+from starling.weightsync.delta.codec import apply
+from starling.weightsync.delta.codec import encode as encode_delta
+from starling.weightsync.execute.publish import Publisher
+from starling.weightsync.execute.pull import Puller
+from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode, encode
+from starling.weightsync.offer import Offer, Transport
+from starling.weightsync.plan import decode_plan, make_plan
+from starling.weightsync.relay import PUBLISHER, make_fan_out, parts_of
+
+BENCH: Final = "weightsync_fanout"
+DEADLINE_S: Final = 120.0
+NUM_REPLICAS: Final = 8
+LINK_MBIT: Final = 200
+NUM_TENSORS, ROWS, COLUMNS = 64, 512, 1024
+MODEL_BYTES: Final = NUM_TENSORS * ROWS * COLUMNS * 2
+BUCKET_BYTES: Final = 256 << 10
+DELTA_LINK_MBIT: Final = 1000
+PIECE_BYTES: Final = 128 << 20
+WINDOW_BYTES: Final = 8 << 20
+CHANGED_SHARE: Final = 0.01
+BURST_BYTES: Final = 128 << 10
+"""What a link lets pass at once after it was idle; no less than the largest packet that the kernel cuts later."""
+GOALS: Final = {"egress_over_model": 1.1, "seconds_over_one": 1.5, "over_dense_on_1_gbit_s": 15.0}
+CLONE_NEWNS, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x00020000, 0x40000000, 1
+
+Sources = Sequence[Sequence[int]]
+"""Row: a replica. Column: a part of the model. Entry: from which replica it comes, or `PUBLISHER`."""
+
+
+# --- namespaces ----------------------------------------------------------------------------------------------------
+
+
+def missing() -> str:
+    """Return in one sentence why no network can be made here; empty if one can."""
+    absent = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if absent:
+        return f"No command {' and no '.join(absent)} is to be found: install iproute2."
+    if os.geteuid() != 0:
+        return "Network namespaces and `tc tbf` need root: run this as root."
+    return ""
+
+
+def run(*words: str | int) -> None:
+    """Run a command. Raises RuntimeError with what it said when it fails."""
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(map(str, words))}` failed: {done.stderr.strip()}")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace with one limited link, `eth0`."""
+
+    namespace: str
+    address: str
+
+
+@contextlib.contextmanager
+def network(num_hosts: int, mbit: int) -> Iterator[list[Host]]:
+    """Make so many hosts on one bridge, each link limited to `mbit` both ways; remove them again at the end."""
+    prefix = f"starling-{os.getpid()}"
+    hub = f"{prefix}-hub"
+    hosts = [Host(f"{prefix}-{number}", f"10.203.0.{number + 1}") for number in range(num_hosts)]
+    limit = ("root", "tbf", "rate", f"{mbit}mbit", "burst", BURST_BYTES, "latency", "50ms")
+    made: list[str] = []
+    try:
+        for name in (hub, *(host.namespace for host in hosts)):
+            made.append(name)
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", hub, "link", "set", "bridge", "up")
+        for number, host in enumerate(hosts):
+            peer = ("peer", "name", "eth0", "netns", host.namespace)
+            run("ip", "-n", hub, "link", "add", f"port{number}", "type", "veth", *peer)
+            run("ip", "-n", hub, "link", "set", f"port{number}", "master", "bridge", "up")
+            run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
+            run("ip", "-n", host.namespace, "link", "set", "eth0", "up")
+            run("tc", "-n", hub, "qdisc", "add", "dev", f"port{number}", *limit)
+            run("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", *limit)
+        yield hosts
+    finally:
+        for name in made:  # a namespace takes its links with it
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=30)
+
+
+def enter(namespace: str) -> None:
+    """Move this process, which has one thread, into a network namespace, and let /sys show its devices.
+
+    It ends with its parent, however that ends.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with Path(f"/run/netns/{namespace}").open("rb") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), f"cannot enter namespace {namespace}")
+    run("mount", "--make-rslave", "/")
+    run("mount", "-t", "sysfs", "sysfs", "/sys")
+
+
+def sent_bytes() -> int:
+    """Return how many bytes have left this host, with the headers of each packet.
+
+    The link's limiter counts them; the device itself counts the headers of many packets once, before they are cut.
+    """
+    told = subprocess.run(
+        ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True, timeout=30
+    ).stdout
+    return next(int(limiter["bytes"]) for limiter in json.loads(told) if limiter["kind"] == "tbf")
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process on a host that carries out functions of this module by name, in objects of its own.
+
+    It is forked, because loading torch nine times would take longer than the figures; so make workers before threads.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(host.namespace, theirs), name=host.namespace, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Have it begin; the result comes through the pipe."""
+        with contextlib.suppress(BrokenPipeError):  # why it has ended is still to be read
+            self.pipe.send((function.__name__, arguments))
+
+    def take(self) -> tuple[str, Any]:
+        """Return what it says next: a kind and a value. Raises RuntimeError when it fails, or says nothing."""
+        if not self.pipe.poll(DEADLINE_S):
+            raise RuntimeError(f"{self._process.name} does not answer.")
+        try:
+            kind, value = self.pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(f"{self._process.name} has ended.") from error
+        if kind == "failed":
+            raise RuntimeError(f"{self._process.name} failed:\n{value}")
+        return kind, value
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns there."""
+        self.begin(function, *arguments)
+        return self.take()[1]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+
+
+@contextlib.contextmanager
+def workers(num: int, mbit: int) -> Iterator[list[Worker]]:
+    """Make so many workers, each on a host of its own."""
+    with network(num, mbit) as hosts, contextlib.ExitStack() as stack:
+        made = []
+        for host in hosts:
+            made.append(Worker(host))
+            stack.callback(made[-1].close)
+        yield made
+
+
+HERE: dict[str, Any] = {}
+"""What a worker has made."""
+
+
+def _work(namespace: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this ends it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    HERE["pipe"] = pipe
+    try:
+        enter(namespace)
+        torch.set_num_threads(1)
+    except Exception:  # noqa: BLE001 - told to the other side
+        pipe.send(("failed", traceback.format_exc()))
+        return
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("done", globals()[name](*arguments)))
+        except Exception:  # noqa: BLE001 - told to the other side
+            pipe.send(("failed", traceback.format_exc()))
+
+
+# --- fan-out: what workers do --------------------------------------------------------------------------------------
+
+
+def model_layout(replica: str, tensors: Sequence[int]) -> Layout:
+    """Lay these tensors out on one rank, each in a storage of its own."""
+    box = Box(offset=(0, 0), size=(ROWS, COLUMNS))
+    specs = [TensorSpec(name=f"layers.{n}.weight", shape=box.size, dtype="bfloat16") for n in tensors]
+    shards = [
+        Shard(tensor=at, box=box, storage=spec.name, offset_bytes=0, strides=(COLUMNS, 1))
+        for at, spec in enumerate(specs)
+    ]
+    return Layout(replica=replica, tensors=tuple(specs), ranks=(RankLayout(place=Place(), shards=tuple(shards)),))
+
+
+def open_publisher(transport: Transport, host: str) -> None:
+    """Make the model and its publisher."""
+    layout = model_layout("trainer", range(NUM_TENSORS))
+    generator = torch.Generator().manual_seed(0)
+    HERE["weights"] = {
+        spec.name: torch.randint(-30000, 30000, spec.shape, dtype=torch.int16, generator=generator).view(torch.bfloat16)
+        for spec in layout.tensors
+    }
+    HERE["publisher"] = Publisher(layout, transport=transport, host=host)
+
+
+def publish(version: int) -> tuple[bytes, str, int]:
+    """Change every tensor and publish; return the offer, the transport, and the bytes sent so far."""
+    for tensor in HERE["weights"].values():
+        tensor.view(torch.int16).add_(1)
+    offer = HERE["publisher"].publish(version, HERE["weights"])
+    return encode(offer), offer.ranks[0].transport, sent_bytes()
+
+
+def open_pullers(key: str, layouts: list[bytes], plans: list[bytes], transport: Transport, host: str) -> None:
+    """Make a puller, and the live tensors, for each part of the model."""
+    made = []
+    for layout, plan in zip(layouts, plans, strict=True):
+        described = decode(Layout, layout)
+        live = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in described.tensors}
+        puller = Puller(described, relay=transport, host=host, stall_s=DEADLINE_S)
+        made.append((puller, live, decode_plan(plan)))
+    HERE[key] = made
+
+
+def pull_parts(key: str, offer: bytes, sources: Sequence[int]) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Pull all parts into staging, each as soon as its source offers it.
+
+    The offers of this replica are sent as ``("offer", (part, offer))`` before their bytes arrive; those of others come
+    as a pair of the same form. Returns the payload by source, and the lanes.
+    """
+    pipe: Connection = HERE["pipe"]
+    version = decode(Offer, offer)
+    results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    sending = threading.Lock()
+
+    def pull(part: int, relays: list[Offer]) -> None:
+        puller, _, plan = HERE[key][part]
+
+        def announce(own: Offer) -> None:
+            with sending:
+                pipe.send(("offer", (part, encode(own))))
+
+        try:
+            report = puller.pull(
+                version, plan, deadline_s=DEADLINE_S, relays=relays, relays_first=True, announce=announce
+            )
+            results.put((part, report))
+        except Exception as error:  # noqa: BLE001 - raised below
+            results.put((part, error))
+
+    def start(part: int, relays: list[Offer]) -> None:
+        threading.Thread(target=pull, args=(part, relays), daemon=True).start()
+
+    waiting = {part for part, source in enumerate(sources) if source != PUBLISHER}
+    for part in range(len(sources)):
+        if part not in waiting:
+            start(part, [])
+    while waiting:
+        if not pipe.poll(DEADLINE_S):
+            raise RuntimeError(f"Nobody offers parts {sorted(waiting)}.")
+        part, relay = pipe.recv()
+        waiting.remove(part)
+        start(part, [decode(Offer, relay)])
+    by_source: dict[str, int] = {}
+    lanes: set[str] = set()
+    for _ in sources:
+        _, report = results.get(timeout=DEADLINE_S)
+        if isinstance(report, Exception):
+            raise report
+        lanes |= set(report.lanes)
+        for address, size in report.bytes_by_source.items():
+            host = address.rpartition(":")[0]
+            by_source[host] = by_source.get(host, 0) + size
+    return by_source, tuple(sorted(lanes))
+
+
+def prove(key: str, offer: bytes) -> None:
+    """Switch to what was pulled, and raise unless it is what was published."""
+    version = decode(Offer, offer)
+    for puller, live, _ in HERE[key]:
+        puller.switch(live)
+        if puller.attest(live, version) != version.root:
+            raise AssertionError("a replica holds other weights than were published")
+
+
+# --- fan-out: the figures ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Side:
+    """One way to bring a version to replicas, and what it took in each round."""
+
+    name: str
+    key: str
+    """Whether the pullers are one for the `whole` model or one for each of its `parts`."""
+    sources: Sources
+    seconds: list[float] = field(default_factory=list)
+    egress: list[int] = field(default_factory=list)
+    """Bytes out of the publisher's link."""
+    payload: list[int] = field(default_factory=list)
+    """Of which weights."""
+    lanes: set[str] = field(default_factory=set)
+
+
+def measure_fan_out(transport: Transport, rounds: int) -> list[Side]:
+    """Return what each way took."""
+    direct = [[PUBLISHER]] * NUM_REPLICAS
+    chain = [[number - 1] for number in range(NUM_REPLICAS)]  # the first of them is PUBLISHER
+    planned = make_fan_out([[Place(host=f"replica-{number}")] for number in range(NUM_REPLICAS)])
+    sides = [
+        Side("one", "whole", direct[:1]),
+        Side("direct", "whole", direct),
+        Side("chain", "whole", chain),
+        Side("fan_out", "parts", planned.sources),
+    ]
+    dealt = parts_of(np.full(NUM_TENSORS, MODEL_BYTES // NUM_TENSORS), NUM_REPLICAS)
+    parts = [np.flatnonzero(dealt == part).tolist() for part in range(NUM_REPLICAS)]
+    trained = model_layout("trainer", range(NUM_TENSORS))
+    with workers(1 + NUM_REPLICAS, LINK_MBIT) as (publisher, *replicas):
+        publisher.call(open_publisher, transport, publisher.host.address)
+        for key, groups in (("whole", [list(range(NUM_TENSORS))]), ("parts", parts)):
+            layouts = [model_layout("engine", group) for group in groups]
+            plans = [encode(make_plan(trained, layout, bucket_bytes=BUCKET_BYTES)) for layout in layouts]
+            encoded = [encode(layout) for layout in layouts]
+            for replica in replicas:
+                replica.call(open_pullers, key, encoded, plans, transport, replica.host.address)
+        version = 0
+        for number in range(rounds + 1):  # the first warms up: connections, pages
+            for side in sides:
+                if not number and side.name == "direct":  # all that it uses, `chain` warms up
+                    continue
+                version += 1
+                offer, used, before = publisher.call(publish, version)
+                if used != transport:
+                    raise RuntimeError(f"Transport {transport} is not to be had here; {used} would stand in.")
+                seconds, results = spread(replicas, side.key, offer, side.sources)
+                egress = publisher.call(sent_bytes) - before
+                for replica in replicas[: len(side.sources)]:
+                    replica.call(prove, side.key, offer)
+                if number:
+                    side.seconds.append(seconds)
+                    side.egress.append(egress)
+                    side.payload.append(sum(by.get(publisher.host.address, 0) for by, _ in results))
+                    side.lanes.update(lane for _, lanes in results for lane in lanes)
+                    told = f"{seconds:.2f} s, {egress / MODEL_BYTES:.3f} models sent"
+                    progress(f"{transport}, {side.name}, round {number} of {rounds}: {told}")
+    return sides
+
+
+def spread(replicas: Sequence[Worker], key: str, offer: bytes, sources: Sources) -> tuple[float, list[Any]]:
+    """Bring a version to replicas; return the seconds until the last has it, and what each reports.
+
+    Offers of relays are handed on as a controller would do it.
+    """
+    begin = time.perf_counter()
+    pulling = {replica.pipe: number for number, replica in enumerate(replicas[: len(sources)])}
+    results: dict[int, Any] = {}
+    for replica, own in zip(replicas, sources, strict=False):
+        replica.begin(pull_parts, key, offer, own)
+    while len(results) < len(sources):
+        ready = wait(list(pulling), DEADLINE_S)
+        if not ready:
+            raise RuntimeError("No replica has said anything for too long.")
+        for pipe in ready:
+            number = pulling[pipe]  # type: ignore[index]
+            kind, value = replicas[number].take()
+            if kind == "done":
+                results[number] = value
+                continue
+            part, relay = value
+            for taker, own in enumerate(sources):
+                if own[part] == number:
+                    replicas[taker].pipe.send((part, relay))
+    return time.perf_counter() - begin, [results[number] for number in range(len(sources))]
+
+
+def bench_fan_out(transport: Transport, rounds: int) -> None:
+    """Print the figures of fan-out."""
+    sides = measure_fan_out(transport, rounds)
+    one = sides[0]
+    detail = {
+        "num_replicas": NUM_REPLICAS,
+        "num_bytes": MODEL_BYTES,
+        "bucket_bytes": BUCKET_BYTES,
+        "link_mbit_per_s": LINK_MBIT,
+        "lanes": sorted({lane for side in sides for lane in side.lanes}),
+        "rounds": rounds,
+        "seconds": {side.name: rounded(median(side.seconds)) for side in sides},
+        "egress_over_model": {side.name: rounded(median(side.egress) / MODEL_BYTES) for side in sides},
+        "payload_over_model": {side.name: rounded(median(side.payload) / MODEL_BYTES) for side in sides},
+        "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
+        **machine(),
+        "versions": versions("torch", "numpy", "xxhash"),
+    }
+    for side in sides[1:]:
+        egress = median(side.egress) / MODEL_BYTES
+        seconds = median(a / b for a, b in zip(side.seconds, one.seconds, strict=True))
+        show(f"{transport}_{side.name}_egress_over_model", egress, detail)
+        show(f"{transport}_{side.name}_seconds_over_one", seconds, detail)
+
+
+# --- delta on a slow link ------------------------------------------------------------------------------------------
+
+Piece = npt.NDArray[np.uint16]
+
+
+def open_receiver(host: str) -> int:
+    """Listen, and make the base; return the port."""
+    HERE["server"] = socket.create_server((host, 0))
+    HERE["base"], HERE["new"] = pieces()
+    HERE["held"] = HERE["base"].copy()
+    HERE["room"] = np.zeros(PIECE_BYTES + 64, np.uint8)
+    port: int = HERE["server"].getsockname()[1]
+    return port
+
+
+def open_sender(host: str, port: int) -> None:
+    """Connect, and make both versions of the piece."""
+    HERE["socket"] = socket.create_connection((host, port))
+    HERE["base"], HERE["new"] = pieces()
+    HERE["room"] = np.zeros(PIECE_BYTES + 64, np.uint8)
+
+
+def pieces() -> tuple[Piece, Piece]:
+    """Return a piece of random bits, and it with a share of its elements changed at random places."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 65536, PIECE_BYTES // 2, np.uint16)
+    new = base.copy()
+    new[rng.choice(len(new), round(CHANGED_SHARE * len(new)), replace=False)] ^= 1
+    return base, new
+
+
+def windows(piece: Piece, window_bytes: int) -> Iterator[Piece]:
+    """Cut a piece."""
+    for begin in range(0, len(piece), window_bytes // 2):
+        yield piece[begin : begin + window_bytes // 2]
+
+
+def receive(how: Literal["dense", "delta"], window_bytes: int) -> None:
+    """Receive what `send` sends; bring it to where it belongs, say so, and check it."""
+    if "peer" not in HERE:
+        HERE["peer"], _ = HERE["server"].accept()
+    peer, held, room = HERE["peer"], HERE["held"], HERE["room"]
+    np.copyto(held, HERE["base"])
+    room.fill(0)
+    peer.sendall(b"r")
+
+    def fill(memory: memoryview) -> None:
+        while memory.nbytes:
+            num = peer.recv_into(memory)
+            if not num:
+                raise ConnectionError("the sender is gone")
+            memory = memory[num:]
+
+    if how == "dense":
+        fill(memoryview(held).cast("B"))
+    else:
+        head = bytearray(8)
+        for window in windows(held, window_bytes):
+            fill(memoryview(head))
+            size = int.from_bytes(head, "little")
+            fill(memoryview(room)[:size])
+            apply(room[:size], window)
+    peer.sendall(b"d")
+    if not np.array_equal(held, HERE["new"]):
+        raise AssertionError("the receiver holds another piece than was sent")
+
+
+def send(how: Literal["dense", "delta"], window_bytes: int) -> tuple[float, float, int]:
+    """Bring the new piece to the other side; return the seconds, those of encoding, and the bytes sent."""
+    connection, base, new, room = (HERE[name] for name in ("socket", "base", "new", "room"))
+    if connection.recv(1) != b"r":
+        raise ConnectionError("the receiver is gone")
+    encode_s = 0.0
+    before = sent_bytes()
+    begin = time.perf_counter()
+    if how == "dense":
+        connection.sendall(memoryview(new).cast("B"))
+    else:
+        for window, old in zip(windows(new, window_bytes), windows(base, window_bytes), strict=True):
+            start = time.perf_counter()
+            encoded = encode_delta(window, old, 2, out=room)
+            encode_s += time.perf_counter() - start
+            connection.sendall(len(encoded.data).to_bytes(8, "little"))
+            connection.sendall(encoded.data)
+    if connection.recv(1) != b"d":
+        raise ConnectionError("the receiver is gone")
+    return time.perf_counter() - begin, encode_s, sent_bytes() - before
+
+
+def bench_delta(rounds: int) -> None:
+    """Print the figures of a delta on a slow link."""
+    found: dict[str, list[tuple[float, float, int]]] = {"dense": [], "delta": [], "pipelined": []}
+    with workers(2, DELTA_LINK_MBIT) as (receiver, sender):
+        port = receiver.call(open_receiver, receiver.host.address)
+        sender.call(open_sender, receiver.host.address, port)
+        for number in range(rounds + 1):
+            for name, results in found.items():
+                window = WINDOW_BYTES if name == "pipelined" else PIECE_BYTES
+                how = "dense" if name == "dense" else "delta"
+                receiver.begin(receive, how, window)
+                result = sender.call(send, how, window)
+                receiver.take()
+                if number:
+                    results.append(result)
+                    progress(f"{name}, round {number} of {rounds}: {result[0]:.4f} s, encoding {result[1]:.4f} s")
+    detail = {
+        "num_bytes": PIECE_BYTES,
+        "changed_share": CHANGED_SHARE,
+        "link_mbit_per_s": DELTA_LINK_MBIT,
+        "burst_bytes": BURST_BYTES,
+        "rounds": rounds,
+        "seconds": {name: rounded(median(result[0] for result in results)) for name, results in found.items()},
+        "encode_s": {name: rounded(median(result[1] for result in results)) for name, results in found.items()},
+        "bytes_sent": {name: median(result[2] for result in results) for name, results in found.items()},
+        **machine(),
+        "versions": versions("numpy"),
+    }
+    for name in ("delta", "pipelined"):
+        ratio = median(dense[0] / result[0] for dense, result in zip(found["dense"], found[name], strict=True))
+        show(f"{name}_over_dense_on_1_gbit_s", ratio, detail)
+
+
+# --- all of it -----------------------------------------------------------------------------------------------------
+
+
+def show(figure: str, value: float | None, detail: dict[str, Any]) -> None:
+    """Print one figure, with its goal; what is there for comparison alone has none."""
+    goal: float | None = None
+    if "_direct_" not in figure:
+        goal = next(goal for ending, goal in GOALS.items() if figure.endswith(ending))
+    better: Literal["higher", "lower"] = "higher" if "over_dense" in figure else "lower"
+    print_figure(BENCH, figure, value, unit="ratio", goal=goal, better=better, detail=detail)
+
+
+def _end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
+    """Measure and print; return 1 where something broke."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round of the fan-out and three of the delta")
+    parser.add_argument("--transport", choices=("tcp", "ucx"), action="append", help="of the fan-out; both by default")
+    parser.add_argument("--only", choices=("fan-out", "delta"), help="one of the two")
+    known = parser.parse_args()
+    signal.signal(signal.SIGTERM, _end)
+    os.environ.setdefault("UCX_TLS", "tcp")  # shared memory would go past the links
+    os.environ.setdefault("UCX_NET_DEVICES", "eth0")
+    jobs: list[tuple[list[str], Callable[[], None]]] = []
+    if known.only != "delta":
+        for transport in known.transport or ("tcp", "ucx"):
+            ways = [f"{transport}_{side}" for side in ("direct", "chain", "fan_out")]
+            figures = [f"{way}_{what}" for way in ways for what in ("egress_over_model", "seconds_over_one")]
+            jobs.append((figures, partial(bench_fan_out, transport, 1 if known.quick else 3)))
+    if known.only != "fan-out":
+        figures = ["delta_over_dense_on_1_gbit_s", "pipelined_over_dense_on_1_gbit_s"]
+        jobs.append((figures, partial(bench_delta, 3 if known.quick else 9)))
+    lacking, status = missing(), 0
+    for figures, job in jobs:
+        problem = lacking
+        if not problem:
+            try:
+                job()
+            except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                problem, status = str(error), 1
+        if problem:
+            progress(problem)
+        for figure in figures if problem else ():
+            reason = problem.strip().splitlines()[-1]
+            show(figure, None, {"reason": reason})
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
