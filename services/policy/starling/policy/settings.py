@@ -78,8 +78,8 @@ class PolicySettings(BaseModel):
     """Most cells (rows x row length) of one forward and backward pass; bounds the memory of activations."""
     share_prompts: bool = True
     """Compute a prompt once for several completions of its group where that makes the step cheaper."""
-    transport: Literal["ucx", "local"] = "ucx"
-    """How weights travel to the rollouts: `ucx` between any hosts, `local` through memory on this host."""
+    transport: Literal["ucx", "tcp", "local"] = "ucx"
+    """How weights travel to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory on this host."""
     publish_timeout_s: float = Field(default=30.0, gt=0.0)
     """How long a publication waits for rollouts that still read both snapshots, before it revokes the older one."""
     optimizer: OptimizerSettings = OptimizerSettings()
