@@ -317,13 +317,15 @@ def report(trials: dict[int, dict[str, list[Trial]]], num: int) -> None:
             **machine(),
             "versions": {**versions("pyzmq", "msgspec"), "libzmq": zmq.zmq_version()},
         }
-        for side, goal in (("ours", 0.7), ("link", None)):
+        # A replica has a handful of commands in flight, never 64: only the controller's side is held to that.
+        for side, goal in (("ours", 0.7), ("link", 0.7 if window == 1 else None)):
             value = median(a / b for a, b in zip(rates[side], rates["bare"], strict=True))
             figure = f"{side}_over_bare_round_trips_{window}_in_flight"
             print_figure("wire", figure, value, unit="ratio", goal=goal, better="higher", detail=detail)
             value = median(a / b for a, b in zip(tails[side], tails["bare"], strict=True))
+            slowest = None if goal is None else rounded(1 / goal)
             figure = f"{side}_over_bare_p99_{window}_in_flight"
-            print_figure("wire", figure, value, unit="ratio", goal=None, better="lower", detail={"see": "above"})
+            print_figure("wire", figure, value, unit="ratio", goal=slowest, better="lower", detail={"see": "above"})
 
 
 def main() -> None:
