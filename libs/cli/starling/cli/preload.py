@@ -16,15 +16,22 @@ _MODULES = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.modeling_utils",
-    "starling.policy.shell.main",
+    "starling.policy.settings",
     "starling.policy.train.model",
     "starling.policy.train.step",
     "starling.policy.train.sft",
-    "starling.rollout.shell.main",
+    "starling.rollout.settings",
+    "starling.rollout.shell.answer",
     "starling.rollout.engine.transformers",
     "starling.weightsync.execute.publish",
     "starling.weightsync.execute.pull",
 )
+
+# What libraries say while they are imported is not the supervisor's to show; each child gets an output of its own.
+_nowhere = os.open(os.devnull, os.O_WRONLY)
+os.dup2(_nowhere, 1)
+os.dup2(_nowhere, 2)
+os.close(_nowhere)
 
 gc.disable()
 for _module in _MODULES:
