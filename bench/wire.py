@@ -317,7 +317,7 @@ def report(trials: dict[int, dict[str, list[Trial]]], num: int) -> None:
             **machine(),
             "versions": {**versions("pyzmq", "msgspec"), "libzmq": zmq.zmq_version()},
         }
-        # A replica has a handful of commands in flight, never 64: only the controller's side is held to that.
+        # By default a replica has fewer slots than 64: only the controller's side is held to that.
         for side, goal in (("ours", 0.7), ("link", 0.7 if window == 1 else None)):
             value = median(a / b for a, b in zip(rates[side], rates["bare"], strict=True))
             figure = f"{side}_over_bare_round_trips_{window}_in_flight"

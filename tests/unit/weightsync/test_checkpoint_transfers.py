@@ -15,6 +15,7 @@ from starling.weightsync.execute.pull import Puller
 from starling.weightsync.execute.tensors import live_views
 from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec
 from starling.weightsync.layouts.checkpoint import Folder, create_folder, open_folder
+from starling.weightsync.layouts.modules import folder_tensors, layout_of
 from starling.weightsync.offer import make_offer
 from starling.weightsync.plan import make_plan
 
@@ -86,10 +87,11 @@ def test_a_first_load_is_a_pull_from_files(tmp_path: Path) -> None:
     full, destination = model(), rows_layout("engine")
     save_file(full, tmp_path / "model.safetensors")
     with open_folder(tmp_path) as folder:
-        layout = folder.layout("checkpoint")
+        tensors = folder_tensors(folder)
+        layout = layout_of(tensors, "checkpoint")
         plan = make_plan(layout, destination)
         with Publisher(layout, transport="local") as publisher:
-            offer = publisher.publish(0, memories(folder))
+            offer = publisher.publish(0, tensors)
             for rank in range(2):
                 puller = Puller(destination, rank=rank)
                 puller.pull(offer, plan, deadline_s=DEADLINE_S)

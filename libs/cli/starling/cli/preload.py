@@ -27,17 +27,18 @@ _MODULES = (
     "starling.weightsync.execute.pull",
 )
 
-# What libraries say while they are imported is not the supervisor's to show; each child gets an output of its own.
-_nowhere = os.open(os.devnull, os.O_WRONLY)
-os.dup2(_nowhere, 1)
+# What libraries say while they are imported is not the supervisor's to show. What goes wrong afterwards is.
+_nowhere, _errors = os.open(os.devnull, os.O_WRONLY), os.dup(2)
 os.dup2(_nowhere, 2)
-os.close(_nowhere)
 
 gc.disable()
 for _module in _MODULES:
     # A service that is not installed, or does not start here, says so itself when its turn comes.
     with contextlib.suppress(Exception):
         importlib.import_module(_module)
+os.dup2(_errors, 2)
+os.close(_errors)
+os.close(_nowhere)
 # What is here stays, in every child too: the collector need not look through it, which would also copy its pages.
 gc.freeze()
 gc.enable()

@@ -91,7 +91,7 @@ class DigestCache:
         if mine:
             try:
                 future.set_result(compute())
-            except BaseException as error:
+            except BaseException as error:  # told to who waits for this digest, and raised again
                 with self._lock:
                     self._known.pop(key, None)
                 future.set_exception(error)

@@ -166,7 +166,7 @@ class Puller:
             else:
                 self.version, self.state = offer.version, "current"
             return report
-        except BaseException:
+        except BaseException:  # whatever ends a pull: its connections and its relay end too, and it is raised again
             if self.state == "pulling":
                 self.state = "stale"
             if self._relay is not None:

@@ -34,7 +34,7 @@ class Relay:
         self._salt = 0
         try:
             self._server, self._transport, self._address = serve(self._source, transport, host)
-        except BaseException:
+        except BaseException:  # raised again, without leaving the arena behind
             self._arena.close()
             raise
 

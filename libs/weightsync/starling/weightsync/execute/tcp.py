@@ -227,7 +227,7 @@ def _connect(address: tuple[str, int], stop: threading.Event) -> socket.socket:
         if error:
             raise OSError(error, os.strerror(error))
         _prepare(connection)
-    except BaseException:
+    except BaseException:  # raised again, without leaving the socket behind
         connection.close()
         raise
     return connection

@@ -158,7 +158,7 @@ class Transfer:
                 self._step(deadline, "confirming that the snapshot stood still")
             self.work.confirm_s = time.perf_counter() - arrived
             self._tell(True)
-        except BaseException:
+        except BaseException:  # raised again, after nobody is left who could still write
             for peer in self._by_key.values():
                 self._drop(peer)
             raise
