@@ -106,12 +106,28 @@ def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     )
 
 
+def evolved(full: Mapping[str, torch.Tensor], seed: int, share: float) -> Storages:
+    """The next version: about this share of the elements has another bit."""
+    generator = torch.Generator().manual_seed(seed)
+    made: Storages = {}
+    for name, tensor in full.items():
+        made[name] = tensor.clone()
+        raw = made[name].view(-1).view(torch.uint8)
+        flips = torch.rand(raw.shape, generator=generator) < share / tensor.element_size()
+        raw ^= flips.to(torch.uint8)
+    return made
+
+
 @contextmanager
-def publishers(layout: Layout, transports: Sequence[Transport]) -> Iterator[list[Publisher]]:
+def publishers(
+    layout: Layout, transports: Sequence[Transport], *, delta_versions: int = 0
+) -> Iterator[list[Publisher]]:
     """A publisher for each rank, in this process."""
     with ExitStack() as stack:
         yield [
-            stack.enter_context(Publisher(layout, transport=transport, rank=rank, read_timeout_s=0.05))
+            stack.enter_context(
+                Publisher(layout, transport=transport, rank=rank, read_timeout_s=0.05, delta_versions=delta_versions)
+            )
             for rank, transport in enumerate(transports)
         ]
 

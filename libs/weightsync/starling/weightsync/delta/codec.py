@@ -10,6 +10,7 @@ step is one numpy call, and numpy lets other threads run meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +63,15 @@ class Scan:
         return self.metrics.form
 
 
-def scan(new: Data, base: Data, item_bytes: int, *, max_share: float = 1.0) -> Scan:
+def scan(
+    new: Data,
+    base: Data,
+    item_bytes: int,
+    *,
+    max_share: float = 1.0,
+    keep_values: bool = False,
+    stopped: Callable[[], bool] | None = None,
+) -> Scan:
     """Compare a piece with its previous version, bit by bit.
 
     The result keeps 2 bytes for each element that changed, or a bit for each element where many did.
@@ -73,14 +82,12 @@ def scan(new: Data, base: Data, item_bytes: int, *, max_share: float = 1.0) -> S
         item_bytes: of one element: 1, 2, 4 or 8.
         max_share: a delta may take at most this share of the bytes of the piece, else the form is `dense`. The
             comparison stops as soon as the changed elements alone take more.
+        keep_values: also keep the elements that changed, which makes `write` faster.
+        stopped: asked after each window; True ends the comparison, with the form `dense`.
 
     Raises:
         WeightsError: the two differ in size, or are not whole elements.
     """
-    return _scan(new, base, item_bytes, max_share, keep_values=False)
-
-
-def _scan(new: Data, base: Data, item_bytes: int, max_share: float, *, keep_values: bool) -> Scan:
     items, old = items_of(new, item_bytes, "the new piece"), items_of(base, item_bytes, "the base")
     if len(items) != len(old):
         raise WeightsError(f"The new piece has {len(items)} elements, its base {len(old)}: they must have one size.")
@@ -93,13 +100,13 @@ def _scan(new: Data, base: Data, item_bytes: int, max_share: float, *, keep_valu
         np.not_equal(window, old[start : start + WINDOW], out=mask[: len(window)])
         found.add(cells_of(mask, len(window)), window if keep_values else None)
         num_compared += len(window)
-        if found.num_changed * item_bytes > max_bytes:
+        if found.num_changed * item_bytes > max_bytes or (stopped is not None and stopped()):
             break
     form: Form = "same"
     size, directory = HEADER.size, None
-    if found.num_changed:
+    if found.num_changed or num_compared < len(items):
         form, size = "dense", HEADER.size + items.nbytes
-    if 0 < found.num_changed * item_bytes <= max_bytes:
+    if num_compared == len(items) and 0 < found.num_changed * item_bytes <= max_bytes:
         candidate = found.directory()
         if candidate.sections.size_bytes <= HEADER.size + max_bytes:
             form, size, directory = "delta", candidate.sections.size_bytes, candidate
@@ -164,7 +171,7 @@ def encode(
     Raises:
         WeightsError: as `scan` and `write`.
     """
-    scanned = _scan(new, base, item_bytes, max_share, keep_values=True)
+    scanned = scan(new, base, item_bytes, max_share=max_share, keep_values=True)
     return write(scanned, new, out=out, base_digest=base_digest, digest=digest)
 
 

@@ -6,22 +6,18 @@ salt (the version), so that a difference that stays is found after so many versi
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Final, Literal
 
 import numpy as np
 import xxhash
 
 from starling.weightsync.execute.memory import Array, chunks_of, flat_bytes
+from starling.weightsync.execute.once import Once
 from starling.weightsync.layout import Box
 
 Digests = Literal["full", "sampled", "off"]
 DIGEST_BYTES: Final = 16
 SAMPLE_EVERY: Final = 16
-COMPUTE_S: Final = 600.0
-"""By then a digest is computed, or something is wrong."""
 _SAMPLE_BYTES: Final = 4096
 
 Key = tuple[str, Box, Digests, int]
@@ -71,36 +67,5 @@ def digest_of_array(array: Array, digests: Digests = "full", salt: int = 0) -> b
     return hasher.digest()
 
 
-class DigestCache:
-    """Digests of one snapshot, each computed once however many ask for it. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: dict[Key, Future[bytes]] = {}
-        self.num_computed = 0
-        """How many were computed here, and not found."""
-
-    def of(self, key: Key, compute: Callable[[], bytes]) -> bytes:
-        """Return the digest of `key`; the first who asks computes it, the others wait for that."""
-        with self._lock:
-            future = self._known.get(key)
-            if mine := future is None:
-                future = self._known[key] = Future()
-                self.num_computed += 1
-        assert future is not None
-        if mine:
-            try:
-                future.set_result(compute())
-            except BaseException as error:  # told to who waits for this digest, and raised again
-                with self._lock:
-                    self._known.pop(key, None)
-                future.set_exception(error)
-                raise
-        return future.result(COMPUTE_S)
-
-    def put(self, key: Key, digest: bytes) -> None:
-        """Keep a digest that came from elsewhere."""
-        future: Future[bytes] = Future()
-        future.set_result(digest)
-        with self._lock:
-            self._known[key] = future
+DigestCache = Once[Key, bytes]
+"""Digests of one snapshot."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -13,8 +14,11 @@ from typing import Final
 import torch
 
 from starling.common.errors import WeightsError
+from starling.weightsync.delta.metrics import Total
 from starling.weightsync.execute.arena import Arena, SnapshotsBusyError, WhenBusy
+from starling.weightsync.execute.deltas import History, compare
 from starling.weightsync.execute.digests import Digests, digest_of_array
+from starling.weightsync.execute.link import is_loopback
 from starling.weightsync.execute.memory import Array, packed_arrays
 from starling.weightsync.execute.server import Server, serve
 from starling.weightsync.execute.source import Source
@@ -23,6 +27,7 @@ from starling.weightsync.layout import Layout, check_layout, pieces_of
 from starling.weightsync.offer import Offer, RankOffer, Transport, digest_of, holds_of, make_offer, root_of
 
 CLOSE_S: Final = 5.0
+DELTA_VERSIONS: Final = 2
 DIGEST_S: Final = 600.0
 """By then the digests of a snapshot are there, or something is wrong."""
 
@@ -30,11 +35,13 @@ DIGEST_S: Final = 600.0
 class Publication:
     """One version in a snapshot: it stands, and its digests are being computed."""
 
-    def __init__(self, version: int, stall_s: float, rank: Future[RankOffer]) -> None:
+    def __init__(
+        self, version: int, stall_s: float, rank: Future[RankOffer], changes: Future[Total | None] | None
+    ) -> None:
         self.version = version
         self.stall_s = stall_s
         """Seconds that the snapshot took: all that training waits for."""
-        self._rank = rank
+        self._rank, self._changes = rank, changes
 
     def offer(self, timeout_s: float = DIGEST_S) -> Offer:
         """Return the offer, once the root of the version is known.
@@ -48,6 +55,19 @@ class Publication:
             raise WeightsError(f"Version {self.version} was not digested within {timeout_s:g} s.") from error
         except CancelledError as error:
             raise WeightsError(f"Version {self.version} is not to be had any more.") from error
+
+    def changes(self, timeout_s: float = DIGEST_S) -> Total | None:
+        """Return what changed since the version before; None where nobody compared, or was interrupted by the next.
+
+        Raises:
+            WeightsError: not known within `timeout_s`.
+        """
+        try:
+            return None if self._changes is None else self._changes.result(timeout_s)
+        except TimeoutError as error:
+            raise WeightsError(f"Version {self.version} was not compared within {timeout_s:g} s.") from error
+        except CancelledError:
+            return None
 
 
 class Publisher:
@@ -68,6 +88,10 @@ class Publisher:
         when_busy: what happens then.
         digests: ``full`` covers every byte of the version's root, ``sampled`` a sixteenth, another one each version;
             ``off`` makes a root that only says the version.
+        delta_versions: for so many versions back what has changed since is known, so that a destination that still
+            holds one of them need not be sent everything; 0 compares nothing. By default 2, but none where readers are
+            on this host: there it takes longer to find what changed than to send everything. What is known takes at
+            most as much memory as one snapshot.
 
     Raises:
         WeightsError: a layout that is not consistent, not enough memory for two snapshots, or no such transport here.
@@ -83,6 +107,7 @@ class Publisher:
         read_timeout_s: float = 30.0,
         when_busy: WhenBusy = "revoke",
         digests: Digests = "full",
+        delta_versions: int | None = None,
     ) -> None:
         check_layout(layout)
         self._layout, self._rank = layout, rank
@@ -95,6 +120,15 @@ class Publisher:
         self._arrays = tuple(packed_arrays(self._pieces, slot) for slot in self._arena.slots)
         self._source = Source(self._arena, self._pieces)
         self._digesting: dict[int, Future[RankOffer]] = {}
+        self._history: History | None = None
+        self._comparing: Future[Total | None] | None = None
+        self._stop_comparing = threading.Event()
+        self._last_slot = -1
+        if delta_versions is None:
+            delta_versions = 0 if transport == "local" or is_loopback(host) else DELTA_VERSIONS
+        if delta_versions > 0:
+            self._history = History(self._pieces, delta_versions, self._arena.extent_bytes)
+            self._source.deltas = self._history
         self._server: Server | None = None
         try:
             self._server, self._transport, self._address = serve(self._source, transport, host)
@@ -133,14 +167,21 @@ class Publisher:
         sources = live_views(self._layout, self._rank, tensors)
         slot = self._arena.claim(self._read_timeout_s, self._when_busy)
         self._await_digests(slot)
+        self._end_comparing()
         with torch.no_grad():
             for copy, source in zip(self._views[slot], sources, strict=True):
                 copy.copy_(source)
         snapshot, token = self._arena.commit(slot)
-        self._version = version
+        before, base = self._last_slot, self._version if self._last_slot not in (-1, slot) else -1
+        self._version, self._last_slot = version, slot
+        if self._history is not None:
+            self._history.begin(snapshot, version, base)
         future = self._pool.submit(self._digest, version, snapshot, token, self._arrays[slot])
         self._digesting[slot] = future
-        return Publication(version, time.perf_counter() - begin, future)
+        if self._history is not None and base >= 0:
+            self._stop_comparing.clear()
+            self._comparing = self._pool.submit(self._compare, base, before, version, slot)
+        return Publication(version, time.perf_counter() - begin, future, self._comparing)
 
     def close(self, deadline_s: float = CLOSE_S) -> None:
         """End serving and free the snapshots. May be called twice.
@@ -153,6 +194,7 @@ class Publisher:
         if arena is None:
             return
         server, self._server = self._server, None
+        self._stop_comparing.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._views = self._arrays = ()
         self._digesting.clear()
@@ -167,6 +209,31 @@ class Publisher:
         future = self._digesting.pop(slot, None)
         if future is not None and not future.cancel():
             future.exception(DIGEST_S)
+
+    def _end_comparing(self) -> None:
+        """See that nobody compares what is about to be overwritten: publishing does not wait for deltas."""
+        future, self._comparing = self._comparing, None
+        if future is None:
+            return
+        self._stop_comparing.set()
+        if future.cancel():
+            assert self._history is not None
+            self._history.end(None)
+        elif not future.cancelled():
+            future.exception(DIGEST_S)  # it ends after some milliseconds
+
+    def _compare(self, base: int, before: int, version: int, slot: int) -> Total | None:
+        """Runs in the digesting thread, after the digests."""
+        step = None
+        try:
+            arrays = self._arrays
+            step = compare(base, arrays[before], version, arrays[slot], self._stop_comparing.is_set)
+        finally:
+            if self._history is not None:
+                self._history.end(step)
+            if self._server is not None:
+                self._server.wake()
+        return None if step is None else step.total
 
     def _digest(self, version: int, snapshot: int, token: str, arrays: tuple[Array, ...]) -> RankOffer:
         """Runs in the digesting thread."""

@@ -29,7 +29,7 @@ from starling.weightsync.execute.relay import Relay
 from starling.weightsync.execute.scratch import Scratch
 from starling.weightsync.execute.stage import BucketRead, Stage, make_stage
 from starling.weightsync.execute.tensors import array_of, live_views, packed_views, place_array, tensor_part
-from starling.weightsync.execute.transfer import Progress, Terms, Transfer
+from starling.weightsync.execute.transfer import Delta, Progress, Terms, Transfer
 from starling.weightsync.execute.wire import Peer
 from starling.weightsync.execute.wires import Wires
 from starling.weightsync.layout import Box, Layout, check_layout, packed_offsets, pieces_of
@@ -53,12 +53,14 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     """Over what the bytes really went, for example ``posix/memory``."""
     num_buckets: int
     num_retries: int
+    num_deltas: int
+    """Boxes of which only what changed was sent."""
     size_bytes: int
-    """Payload."""
+    """What was brought up to date."""
     scratch_bytes: int
     """Most memory used at once beside staging or the live tensors."""
     bytes_by_source: dict[str, int]
-    """Payload by the address that it came from."""
+    """What travelled, by the address that it came from."""
     seconds: float
     prepare_s: float
     """Checking plan and offer, and making ready."""
@@ -110,6 +112,7 @@ class Puller:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weightsync-copy")
         self._wires = Wires(self._pool)
         self._stage: Stage | None = None
+        self._held: dict[bool, tuple[Plan | None, list[int]]] = {}  # versions in staging, and in place (True)
         self._offer: Offer | None = None
         self._sent: dict[int, bytes] = {}
         self._busy = threading.Lock()
@@ -190,6 +193,7 @@ class Puller:
                 raise WeightsError("There is no staged version to switch to: pull first.")
             live = live_views(self._layout, self._rank, tensors)
             self.state, self.version = "torn", -1
+            self._held.pop(True, None)
             with torch.no_grad():
                 for destination, source in zip(
                     live, packed_views(self._layout, self._rank, self._staging), strict=True
@@ -257,25 +261,26 @@ class Puller:
         stage = self._make_stage(plan, live)
         peers = self._peers(stage, offer, stand_ins, stand_ins_first)
         self._offer, self._sent = offer, {}
+        bases = self._bases_of(stage, in_place=into is not None)
         relay = self._relay if into is None else None
         if relay is not None:
-            relay.begin(offer, stage, self._digests, deadline, announce)
+            relay.begin(offer, stage, self._digests, deadline, announce, bases)
 
         def place(read: BucketRead, index: int, array: Array) -> None:
             assert live is not None
             shard = read.shards[index]
             place_array(tensor_part(live[shard], self._pieces[shard].box, read.boxes[index].box), array)
 
-        def arrived(index: int, digests: bytes) -> None:
+        def arrived(index: int, digests: bytes, deltas: Sequence[Delta]) -> None:
             self._sent[index] = digests
             if relay is not None:
-                relay.arrived(stage.reads[index], _cut(digests, len(stage.reads[index].boxes)))
+                relay.arrived(stage.reads[index], _cut(digests, len(stage.reads[index].boxes)), deltas)
 
         if live is not None:
             self.state, self.version = "torn", -1
         scratch = self._make_scratch(stage)
         terms = Terms(self._digests, offer.version, self._stall_s, place, arrived, progress)
-        transfer = Transfer(stage, peers, scratch, self._pool, terms, self._wires.numbers)
+        transfer = Transfer(stage, peers, scratch, self._pool, terms, self._wires.numbers, bases)
         prepared = time.perf_counter()
         transfer.run(deadline)
         end = time.perf_counter()
@@ -287,6 +292,7 @@ class Puller:
             lanes=tuple(sorted({lane for lanes in work.lanes.values() for lane in lanes})),
             num_buckets=len(stage.reads),
             num_retries=work.num_retries,
+            num_deltas=work.num_deltas,
             size_bytes=stage.total_bytes,
             scratch_bytes=scratch.peak_bytes,
             bytes_by_source={addresses[key].address: size for key, size in work.bytes_by_source.items()},
@@ -298,6 +304,15 @@ class Puller:
             wait_s=work.wait_s,
             confirm_s=work.confirm_s,
         )
+
+    def _bases_of(self, stage: Stage, *, in_place: bool) -> list[int]:
+        """Return the version that each read's boxes hold; the transfer keeps it up to date."""
+        plan, versions = self._held.get(in_place, (None, [self.version if in_place else -1]))
+        if plan != stage.plan:  # cut in another way: still known if everything is of one version
+            version = versions[0] if len(set(versions)) == 1 else -1
+            versions = [version] * len(stage.reads)
+        self._held[in_place] = (stage.plan, versions)
+        return versions
 
     def _make_stage(self, plan: Plan, live: Sequence[torch.Tensor] | None) -> Stage:
         if live is not None:  # the tensors may be others each time

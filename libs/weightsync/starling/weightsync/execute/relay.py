@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 
 from starling.weightsync.execute.arena import Arena
 from starling.weightsync.execute.deadline import Deadline
+from starling.weightsync.execute.deltas import Forwarded
 from starling.weightsync.execute.digests import DigestCache, Digests
 from starling.weightsync.execute.memory import Memory
 from starling.weightsync.execute.server import serve
 from starling.weightsync.execute.source import Arrivals, Source
 from starling.weightsync.execute.stage import BucketRead, Stage
+from starling.weightsync.execute.transfer import Delta
 from starling.weightsync.layout import Piece
 from starling.weightsync.offer import Offer, RankOffer, Transport, holds_of, make_offer
 
@@ -30,6 +32,7 @@ class Relay:
         self._arena = Arena(pieces, num_slots=1)
         self._source = Source(self._arena, pieces)
         self._cache = DigestCache()
+        self._source.deltas = self._deltas = Forwarded()
         self._digests: Digests = "full"
         self._salt = 0
         try:
@@ -50,6 +53,7 @@ class Relay:
         digests: Digests,
         deadline: Deadline,
         announce: Callable[[Offer], None] | None,
+        bases: Sequence[int],
     ) -> None:
         """Take the staging from earlier readers, and offer what will come."""
         slot = self._arena.claim(deadline.check("waiting for readers of the last version"), "revoke")
@@ -58,6 +62,7 @@ class Relay:
         )
         snapshot, token = self._arena.commit(slot)
         self._cache = self._source.cache(snapshot)
+        self._deltas.begin(snapshot, tuple(sorted({base for base in bases if base >= 0})))
         self._digests, self._salt = digests, offer.version if digests == "sampled" else 0
         rank = RankOffer(
             rank=self._rank,
@@ -71,8 +76,10 @@ class Relay:
         if announce is not None:
             announce(make_offer(offer.version, [rank]))
 
-    def arrived(self, read: BucketRead, digests: Sequence[bytes]) -> None:
-        """Let a bucket be read that is there, with the digests that came with it."""
+    def arrived(self, read: BucketRead, digests: Sequence[bytes], deltas: Sequence[Delta]) -> None:
+        """Let a bucket be read that is there, with the digests and the deltas that came with it."""
+        for index, base, data in deltas:
+            self._deltas.put(read.shards[index], read.boxes[index].box, base, data)
         for shard, box, digest in zip(read.shards, read.boxes, digests, strict=True):
             if digest:
                 self._cache.put((self._pieces[shard].names[0], box.box, self._digests, self._salt), digest)

@@ -56,6 +56,18 @@ class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
     boxes: tuple[Piece, ...]
     digests: Digests
     salt: Number
+    base: Number = 0
+    encoded: tuple[Number, ...] = ()
+    """For each box the bytes of its delta against version `base`, as a `Compare` has found, or 0 where the box itself
+    shall be sent; empty when all of them shall."""
+
+
+class Compare(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
+    """Say how large the deltas of these boxes against version `base` are. A `Read` may then ask for them."""
+
+    number: Number
+    base: Number
+    boxes: tuple[Piece, ...]
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
@@ -64,7 +76,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     number: Number
 
 
-Request = Open | Read | Release
+Request = Open | Read | Compare | Release
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +87,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """A sentence that says why not; empty when granted. The segments of a refused `Read` are empty."""
     digests: bytes = b""
     """Of the boxes of a `Read`, one after the other."""
+    bases: tuple[int, ...] = ()
+    """To an `Open`: versions against which there may be deltas."""
+    sizes: tuple[int, ...] = ()
+    """To a `Compare`: bytes of each box's delta; 0 where there is none."""
 
 
 _requests: Final = msgspec.msgpack.Decoder[Request](Request)
@@ -127,7 +143,10 @@ def decode_request(data: bytes | bytearray | memoryview) -> Request:
     """
     request: Request = _decode(_requests, data, "A peer sent a malformed request")
     if isinstance(request, Read):
+        _check_boxes(request.boxes)
         _check_read(request)
+    elif isinstance(request, Compare):
+        _check_boxes(request.boxes)
     return request
 
 
@@ -150,15 +169,20 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray | memor
         raise WeightsError(f"{complaint}: {error}.") from error
 
 
-def _check_read(request: Read) -> None:
-    boxes = request.boxes
-    if not 0 < len(boxes) <= MAX_TRANSFERS or min(request.segments, default=0) < 1:
+def _check_boxes(boxes: tuple[Piece, ...]) -> None:
+    if not 0 < len(boxes) <= MAX_TRANSFERS:
         raise WeightsError(f"Refused to read {len(boxes)} boxes at once; 1 to {MAX_TRANSFERS} may be asked for.")
-    if sum(request.segments) != len(boxes):
-        raise WeightsError(f"Refused a request whose segments have {sum(request.segments)} of {len(boxes)} boxes.")
     for box in boxes:
         if not box.names or box.dtype not in ITEM_BYTES or min((*box.box.offset, *box.box.size), default=0) < 0:
             raise WeightsError(f"Refused to read the malformed box {box}.")
     total = sum(box.size_bytes for box in boxes)
     if total > MAX_BUCKET_BYTES:
         raise WeightsError(f"Refused to read {total} bytes at once, more than {MAX_BUCKET_BYTES}.")
+
+
+def _check_read(request: Read) -> None:
+    boxes, encoded = request.boxes, request.encoded
+    if min(request.segments, default=0) < 1 or sum(request.segments) != len(boxes):
+        raise WeightsError(f"Refused a request whose segments {request.segments[:9]} do not have {len(boxes)} boxes.")
+    if encoded and len(encoded) != len(boxes):
+        raise WeightsError(f"Refused a request for {len(encoded)} deltas of {len(boxes)} boxes.")

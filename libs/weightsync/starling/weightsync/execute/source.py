@@ -15,9 +15,10 @@ from typing import Final
 from starling.common.errors import WeightsError
 from starling.weightsync.boxes import contains, intersection
 from starling.weightsync.execute.arena import Arena, Mapping
+from starling.weightsync.execute.deltas import Deltas, NoDeltas
 from starling.weightsync.execute.digests import DigestCache, Key, digest_of_array
 from starling.weightsync.execute.memory import Array, packed_arrays, part_of
-from starling.weightsync.execute.requests import Open, Release, Request
+from starling.weightsync.execute.requests import Answer, Compare, Open, Read, Release, Request
 from starling.weightsync.layout import Box, Piece, packed_offsets
 
 NOT_OPENED: Final = "Refused: open a snapshot with its token first."
@@ -77,6 +78,7 @@ class Source:
         self.arena = arena
         self.arrivals = Arrivals(())
         """What the present snapshot still lacks: a relay serves while it pulls."""
+        self.deltas: Deltas = NoDeltas()
         self.address = arena.address
         self.holding = Holding(pieces)
         self._lock = threading.Lock()
@@ -94,23 +96,36 @@ def _always() -> bool:
     return True
 
 
+def _nothing() -> tuple[int, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Granted:
-    """What a request was granted: the boxes of a `Read` as they lie in the snapshot."""
+    """What a request was granted."""
 
-    arrays: tuple[Array, ...] = ()
+    payload: tuple[Array, ...] = ()
+    """Of a `Read`: for each box its elements as they lie in the snapshot, or its delta."""
+    boxes: tuple[Array, ...] = ()
+    """The boxes whose digests are sent with it."""
     keys: tuple[Key, ...] = ()
     cache: DigestCache | None = None
+    bases: tuple[int, ...] = ()
+    sizes: Callable[[], tuple[int, ...]] = _nothing
+    """Finds out how large deltas are."""
     ready: Callable[[], bool] = _always
     """Whether all boxes are there. Raises WeightsError when they will never be."""
 
-    def digests(self) -> bytes:
-        """Digest the boxes, or look their digests up, one after the other. Any thread may do it."""
+    def answer(self, number: int) -> Answer:
+        """Say what was asked, computing what is not known yet. Any thread may do it, once it is `ready`."""
+        return Answer(number=number, digests=self._digests(), bases=self.bases, sizes=self.sizes())
+
+    def _digests(self) -> bytes:
         if self.cache is None:
             return b""
         return b"".join(
             b"" if key[2] == "off" else self.cache.of(key, partial(digest_of_array, array, key[2], key[3]))
-            for key, array in zip(self.keys, self.arrays, strict=True)
+            for key, array in zip(self.keys, self.boxes, strict=True)
         )
 
 
@@ -136,7 +151,7 @@ class Session:
         """
         if isinstance(request, Open):
             self._open(request)
-            return Granted()
+            return Granted(bases=self._source.deltas.bases(self._snapshot))
         if self._lease is None or not self._snapshot:
             raise WeightsError(NOT_OPENED)
         stands = self._lease.valid()
@@ -146,21 +161,57 @@ class Session:
             raise WeightsError(REVOKED)
         if isinstance(request, Release):
             return Granted()
-        holding, lease, arrivals = self._source.holding, self._lease, self._source.arrivals
-        found = [(holding.find(box), box.box) for box in request.boxes]
+        found = [(self._source.holding.find(box), box.box) for box in request.boxes]
+        if isinstance(request, Compare):
+            return self._compare(request, found)
+        return self._read(request, found)
+
+    def _read(self, request: Read, found: Sequence[tuple[int, Box]]) -> Granted:
+        holding = self._source.holding
+        boxes = tuple(part_of(self._arrays[index], holding.pieces[index].box, box) for index, box in found)
         salt = request.salt if request.digests == "sampled" else 0
+        return Granted(
+            payload=self._encoded(request, found, boxes) if request.encoded else boxes,
+            boxes=boxes,
+            keys=tuple((holding.pieces[index].names[0], box, request.digests, salt) for index, box in found),
+            cache=self._source.cache(self._snapshot),
+            ready=self._arrived(found),
+        )
+
+    def _encoded(self, request: Read, found: Sequence[tuple[int, Box]], boxes: Sequence[Array]) -> tuple[Array, ...]:
+        payload: list[Array] = []
+        for (index, box), array, size in zip(found, boxes, request.encoded, strict=True):
+            if size:
+                data = self._source.deltas.known(self._snapshot, index, box, request.base)
+                if data is None or data.nbytes != size:
+                    raise WeightsError(
+                        f"Refused a delta of {size} bytes against version {request.base}: ask for its size first."
+                    )
+                payload.append(data)
+            else:
+                payload.append(array)
+        return tuple(payload)
+
+    def _compare(self, request: Compare, found: Sequence[tuple[int, Box]]) -> Granted:
+        deltas, snapshot, base = self._source.deltas, self._snapshot, request.base
+        arrived = self._arrived(found)
+
+        def sizes() -> tuple[int, ...]:
+            data = (deltas.of(snapshot, index, box, base) for index, box in found)
+            return tuple(0 if delta is None else delta.nbytes for delta in data)
+
+        return Granted(sizes=sizes, ready=lambda: deltas.ready(snapshot) and arrived())
+
+    def _arrived(self, found: Sequence[tuple[int, Box]]) -> Callable[[], bool]:
+        lease, arrivals = self._lease, self._source.arrivals
+        assert lease is not None
 
         def ready() -> bool:
             if not lease.valid():
                 raise WeightsError(REVOKED)
             return all(arrivals.has(index, box) for index, box in found)
 
-        return Granted(
-            tuple(part_of(self._arrays[index], holding.pieces[index].box, box) for index, box in found),
-            tuple((holding.pieces[index].names[0], box, request.digests, salt) for index, box in found),
-            self._source.cache(self._snapshot),
-            ready,
-        )
+        return ready
 
     def release(self) -> None:
         """Give the lease back."""

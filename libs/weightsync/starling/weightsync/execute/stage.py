@@ -100,17 +100,38 @@ def _check_cover(name: str, box: Box, covers: Sequence[Box]) -> None:
         raise WeightsError(f"Tensor {name}: a part of box {box} would be delivered twice; plan again.")
 
 
+def with_deltas(read: BucketRead, sizes: Sequence[int]) -> BucketRead:
+    """Return how a bucket travels when deltas of these bytes stand for some of its boxes; 0 where the box itself does.
+
+    A delta arrives in scratch, as a box of bytes.
+    """
+    deltas = (Box(offset=(0,), size=(size,)) for size in sizes)
+    boxes = [
+        Piece(names=box.names, dtype="uint8", box=delta) if size else box
+        for box, size, delta in zip(read.boxes, sizes, deltas, strict=True)
+    ]
+    arrays = [None if size else array for array, size in zip(read.arrays, sizes, strict=True)]
+    return _arrange(read.source_rank, boxes, read.shards, arrays)
+
+
 def _read(bucket: Bucket, wanted: Sequence[Piece], arrays: Sequence[Array | None]) -> BucketRead:
     boxes: list[Piece] = []
     places: list[Array | None] = []
-    segments: list[int] = []
-    direct: list[bool] = []
     for transfer in bucket.transfers:
         shard = wanted[transfer.destination_shard]
         array = arrays[transfer.destination_shard]
-        place = None if array is None else part_of(array, shard.box, transfer.box)
         boxes.append(Piece(names=shard.names, dtype=shard.dtype, box=transfer.box))
-        places.append(place)
+        places.append(None if array is None else part_of(array, shard.box, transfer.box))
+    shards = tuple(transfer.destination_shard for transfer in bucket.transfers)
+    return _arrange(bucket.source_rank, boxes, shards, places)
+
+
+def _arrange(
+    source_rank: int, boxes: Sequence[Piece], shards: tuple[int, ...], places: Sequence[Array | None]
+) -> BucketRead:
+    segments: list[int] = []
+    direct: list[bool] = []
+    for place in places:
         if place is not None and place.flags.c_contiguous and place.nbytes >= DIRECT_BYTES:
             segments.append(1)
             direct.append(True)
@@ -120,11 +141,11 @@ def _read(bucket: Bucket, wanted: Sequence[Piece], arrays: Sequence[Array | None
             segments.append(1)
             direct.append(False)
     return BucketRead(
-        source_rank=bucket.source_rank,
+        source_rank=source_rank,
         boxes=tuple(boxes),
-        shards=tuple(transfer.destination_shard for transfer in bucket.transfers),
+        shards=shards,
         arrays=tuple(places),
         segments=tuple(segments),
         direct=tuple(direct),
-        size_bytes=bucket.size_bytes,
+        size_bytes=sum(box.size_bytes for box in boxes),
     )

@@ -197,9 +197,9 @@ class TcpServer:
                             patience = time.monotonic() + SILENCE_S
                         continue
                     patience = None
-                    answer = _framed(Answer(number=request.number, digests=granted.digests()))
+                    answer = _framed(granted.answer(request.number))
                     if isinstance(request, Read):
-                        groups = grouped(granted.arrays, request.segments)
+                        groups = grouped(granted.payload, request.segments)
                         if room.nbytes < packing_bytes(groups):
                             room = np.empty(packing_bytes(groups), np.uint8)
                         _send(connection, [answer, *(segment.data for segment in pack(groups, room))], self._stop)

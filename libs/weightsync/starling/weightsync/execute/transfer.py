@@ -1,7 +1,9 @@
 """The work of one pull: many buckets from many sources at once, each tried elsewhere when its source fails.
 
 The thread that pulls drives the transports and decides; the threads of a pool unpack and digest. A bucket is asked for
-when there is scratch for what must be unpacked, and when its source has fewer than `MAX_IN_FLIGHT` under way.
+when there is scratch for what must be unpacked, and when its source has fewer than `MAX_IN_FLIGHT` under way. Where the
+destination still holds a version of the bucket against which the source may have deltas, it asks first how large these
+are. A bucket of which a delta has led to another digest is asked for whole.
 """
 
 from __future__ import annotations
@@ -11,20 +13,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from starling.common.errors import WeightsError
+from starling.weightsync.delta.boxes import apply_box
 from starling.weightsync.execute.deadline import Deadline
 from starling.weightsync.execute.digests import DIGEST_BYTES, Digests, digest_of_array
 from starling.weightsync.execute.memory import Array, Memory, flat_bytes, grouped, packed_arrays, payload_bytes
-from starling.weightsync.execute.requests import Answer, Open, Read, Release
+from starling.weightsync.execute.requests import Answer, Compare, Open, Read, Release
 from starling.weightsync.execute.scratch import Scratch
-from starling.weightsync.execute.stage import BucketRead, Stage
+from starling.weightsync.execute.stage import BucketRead, Stage, with_deltas
 from starling.weightsync.execute.wire import Answered, Landing, Lost, Peer
 from starling.weightsync.layout import aligned
 
@@ -55,8 +58,19 @@ class Work:
     unpack_s: float = 0.0
     digest_s: float = 0.0
     confirm_s: float = 0.0
+    num_deltas: int = 0
+    """Boxes that arrived as deltas."""
     wait_s: float = 0.0
     """Of the pulling thread: nothing to do but wait for sources and threads."""
+
+
+class Delta(NamedTuple):
+    """What stood for one box of a read."""
+
+    box: int
+    """Its index."""
+    base: int
+    data: Memory
 
 
 @dataclass(frozen=True)
@@ -64,13 +78,15 @@ class Terms:
     """How a transfer is done."""
 
     digests: Digests
-    salt: int
+    version: int
+    """That is being pulled."""
     stall_s: float
     """How long a source may owe an answer before another one is tried, if there is one."""
     place: Callable[[BucketRead, int, Array], None]
     """Writes the box of that index from an array, where the destination is memory that numpy cannot reach."""
-    arrived: Callable[[int, bytes], None]
-    """Told of each read that is done, by its index in the stage, with the digests of its boxes."""
+    arrived: Callable[[int, bytes, Sequence[Delta]], None]
+    """Told of each read that is done, by its index in the stage, with the digests of its boxes and what came as deltas;
+    their memory is used again afterwards."""
     report: Callable[[Progress], None] | None = None
 
 
@@ -80,9 +96,29 @@ class _Ticket:
 
     index: int
     peer: Peer
+    travels: BucketRead
+    """The bucket as it was asked for: perhaps with deltas."""
+    sizes: tuple[int, ...]
+    """For each box the bytes of its delta, or 0; empty without deltas."""
+    base: int
     scratch: Memory
     landing: Landing
     digests: bytes = b""
+
+    def deltas(self) -> list[Delta]:
+        """Return what stood for boxes."""
+        arrays = zip(self.sizes, self.landing.arrays, strict=True) if self.sizes else ()
+        return [Delta(index, self.base, array) for index, (size, array) in enumerate(arrays) if size]
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A bucket of which the deltas' sizes were asked for, and then what they are."""
+
+    index: int
+    peer: Peer
+    base: int
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +145,8 @@ class Transfer:
     """Reads all of a stage.
 
     `peers` are, for each source rank, who can be asked, in order of preference; `numbers` takes so many numbers that
-    no request has had, and returns the first.
+    no request has had, and returns the first. `bases` are, for each read of the stage, the version that its boxes hold,
+    or -1 where they hold parts of several; it is kept true.
     """
 
     def __init__(
@@ -120,6 +157,7 @@ class Transfer:
         pool: ThreadPoolExecutor,
         terms: Terms,
         numbers: Callable[[int], int],
+        bases: list[int],
     ) -> None:
         self._stage, self._peers, self._scratch, self._pool, self._terms = stage, peers, scratch, pool, terms
         self._by_key = {peer.key: peer for group in peers.values() for peer in group}
@@ -128,6 +166,9 @@ class Transfer:
         for index, read in enumerate(stage.reads):
             self._waiting[read.source_rank].append(index)
         self._failures: dict[int, _Failures] = {}
+        self._bases = bases
+        self._comparing: dict[int, _Comparison] = {}
+        self._compared: dict[int, _Comparison] = {}  # by bucket
         self._tickets: dict[int, _Ticket] = {}
         self._asked: dict[int, Peer] = {}
         self._num_finishing = 0
@@ -201,28 +242,58 @@ class Transfer:
         peer.ask(Open(number=number, snapshot=peer.offer.snapshot, token=peer.offer.token), Landing())
 
     def _may_ask(self, peer: Peer) -> bool:
-        return peer.in_flight < MAX_IN_FLIGHT and len(self._tickets) < self._stage.plan.buckets_in_flight
+        num_under_way = len(self._tickets) + len(self._comparing)
+        return peer.in_flight < MAX_IN_FLIGHT and num_under_way < self._stage.plan.buckets_in_flight
 
     def _ask(self, index: int, peer: Peer) -> bool:
-        """Ask for a bucket if there is scratch for it."""
-        read = self._stage.reads[index]
-        scratch = self._scratch.take(read.scratch_bytes(scatters=peer.wire.scatters))
+        """Ask for a bucket if there is scratch for it, or for the sizes of its deltas."""
+        read, base = self._stage.reads[index], self._bases[index]
+        compared = self._compared.get(index)
+        if self._may_compare(read, peer, base) and (compared is None or (compared.peer, compared.base) != (peer, base)):
+            self._compare(index, peer)
+            return True
+        travels, sizes = read, tuple[int, ...]()
+        if compared is not None and compared.peer is peer and compared.base == base and any(compared.sizes):
+            travels, sizes = with_deltas(read, compared.sizes), compared.sizes
+            if travels.scratch_bytes(scatters=False) > self._scratch.size_bytes:
+                travels, sizes = read, ()
+        scratch = self._scratch.take(travels.scratch_bytes(scatters=peer.wire.scatters))
         if scratch is None:
             return False
-        number = self._numbers(len(read.segments))
-        landing = _landing(read, scratch, scatters=peer.wire.scatters)
-        self._tickets[number] = _Ticket(index, peer, scratch, landing)
+        if any(travels.direct):
+            self._bases[index] = -1
+        number = self._numbers(len(travels.segments))
+        landing = _landing(travels, scratch, scatters=peer.wire.scatters)
+        self._tickets[number] = _Ticket(index, peer, travels, sizes, base, scratch, landing)
         request = Read(
             number=number,
             tag=number,
-            segments=read.segments,
+            segments=travels.segments,
             boxes=read.boxes,
             digests=self._terms.digests,
-            salt=self._terms.salt,
+            salt=self._terms.version,
+            base=max(0, base),
+            encoded=sizes,
         )
         peer.in_flight += 1
         peer.ask(request, landing)
         return True
+
+    def _may_compare(self, read: BucketRead, peer: Peer, base: int) -> bool:
+        """Whether deltas may do. Without full digests nobody would notice that they were of another base."""
+        return (
+            base >= 0
+            and base in peer.bases
+            and self._terms.digests == "full"
+            and not peer.wire.scatters
+            and all(array is not None for array in read.arrays)
+        )
+
+    def _compare(self, index: int, peer: Peer) -> None:
+        number = self._numbers(1)
+        self._comparing[number] = _Comparison(index, peer, self._bases[index])
+        peer.in_flight += 1
+        peer.ask(Compare(number=number, base=self._bases[index], boxes=self._stage.reads[index].boxes), Landing())
 
     def _release(self, peer: Peer) -> None:
         self.work.lanes[peer.key] = peer.wire.lanes(peer.key)
@@ -259,9 +330,13 @@ class Transfer:
         answer = event.answer
         peer.answered()
         ticket = self._tickets.pop(answer.number, None)
+        comparison = self._comparing.pop(answer.number, None)
         if ticket is not None:
             peer.in_flight -= 1
             self._finish(ticket, answer)
+        elif comparison is not None:
+            peer.in_flight -= 1
+            self._learn(comparison, answer)
         elif self._asked.pop(answer.number, None) is None:
             self._bury(peer, f"{peer.offer.address} answered what was not asked")
         elif answer.reason:
@@ -270,18 +345,35 @@ class Transfer:
                 raise WeightsError(answer.reason)
         else:
             peer.state = "open" if peer.state == "opening" else "connected"
+            peer.bases = answer.bases
+
+    def _learn(self, comparison: _Comparison, answer: Answer) -> None:
+        """Take note of how large deltas are."""
+        index, peer = comparison.index, comparison.peer
+        if answer.reason:
+            self._again(index, peer, answer.reason)
+            return
+        boxes = self._stage.reads[index].boxes
+        if len(answer.sizes) != len(boxes) or any(
+            not 0 <= size < max(1, box.size_bytes) for size, box in zip(answer.sizes, boxes, strict=True)
+        ):
+            self._bury(peer, f"{peer.offer.address} named sizes of deltas that cannot be")
+        else:
+            self._compared[index] = replace(comparison, sizes=answer.sizes)
+        self._waiting[self._stage.reads[index].source_rank].appendleft(index)
 
     def _finish(self, ticket: _Ticket, answer: Answer) -> None:
         if answer.reason:
-            self._again(ticket, answer.reason)
+            self._fail(ticket, answer.reason)
             return
         read = self._stage.reads[ticket.index]
         expected = 0 if self._terms.digests == "off" else len(read.boxes) * DIGEST_BYTES
         if len(answer.digests) != expected:
             self._bury(ticket.peer, f"{ticket.peer.offer.address} sent {len(answer.digests)} bytes of digests")
-            self._again(ticket, ticket.peer.reason)
+            self._fail(ticket, ticket.peer.reason)
             return
         ticket.digests = answer.digests
+        self._bases[ticket.index] = -1
         self._num_finishing += 1
         job = self._pool.submit(_finish, read, ticket, self._terms)
         job.add_done_callback(partial(self._hand_over, ticket))
@@ -310,27 +402,34 @@ class Transfer:
         if done.bad is not None:
             box = read.boxes[done.bad]
             key = ticket.peer.offer.address
-            self._again(
+            self._fail(
                 ticket, f"Box {box.box} of {box.names[0]} arrived from {key} with another digest.", elsewhere=False
             )
             return
+        self._bases[ticket.index] = self._terms.version
+        deltas = ticket.deltas()
+        self._terms.arrived(ticket.index, ticket.digests, deltas)
         self._scratch.give(ticket.scratch)
-        self._terms.arrived(ticket.index, ticket.digests)
         self._num_left -= 1
         self._bytes_done += read.size_bytes
+        self.work.num_deltas += len(deltas)
         by_source = self.work.bytes_by_source
-        by_source[ticket.peer.key] = by_source.get(ticket.peer.key, 0) + read.size_bytes
+        by_source[ticket.peer.key] = by_source.get(ticket.peer.key, 0) + ticket.travels.size_bytes
 
     # --- failures ---
 
-    def _again(self, ticket: _Ticket, reason: str, *, elsewhere: bool = True) -> None:
-        """Put a bucket back to the front of its queue."""
+    def _fail(self, ticket: _Ticket, reason: str, *, elsewhere: bool = True) -> None:
+        """Take the room of a bucket back, and ask for it again."""
         self._scratch.give(ticket.scratch)
+        self._again(ticket.index, ticket.peer, reason, elsewhere=elsewhere)
+
+    def _again(self, index: int, peer: Peer, reason: str, *, elsewhere: bool = True) -> None:
+        """Put a bucket back to the front of its queue."""
         self.work.num_retries += 1
-        failed = self._failures.setdefault(ticket.index, _Failures())
+        failed = self._failures.setdefault(index, _Failures())
         failed.reasons.append(reason)
-        failed.tries[ticket.peer.key] += TRIES if elsewhere else 1
-        self._waiting[self._stage.reads[ticket.index].source_rank].appendleft(ticket.index)
+        failed.tries[peer.key] += TRIES if elsewhere else 1
+        self._waiting[self._stage.reads[index].source_rank].appendleft(index)
 
     def _bury(self, peer: Peer, reason: str) -> None:
         """Have no more to do with a source; what it owes is asked of others."""
@@ -339,7 +438,11 @@ class Transfer:
         for number, ticket in sorted(self._tickets.items(), reverse=True):
             if ticket.peer is peer:
                 del self._tickets[number]
-                self._again(ticket, reason)
+                self._fail(ticket, reason)
+        for number, comparison in sorted(self._comparing.items(), reverse=True):
+            if comparison.peer is peer:
+                del self._comparing[number]
+                self._again(comparison.index, peer, reason)
         for number in [number for number, asked in self._asked.items() if asked is peer]:
             del self._asked[number]
             if not self._num_left:
@@ -389,9 +492,19 @@ def _finish(read: BucketRead, ticket: _Ticket, terms: Terms) -> _Finished:
     begin = time.perf_counter()
     unpack_s = 0.0
     proven = ticket.peer.wire.scatters or terms.digests == "off"
-    for index, (block, target) in enumerate(zip(ticket.landing.arrays, read.arrays, strict=True)):
+    sizes = ticket.sizes or (0,) * len(read.boxes)
+    for index, (block, target, size) in enumerate(zip(ticket.landing.arrays, read.arrays, sizes, strict=True)):
+        before = time.perf_counter()
+        if size:
+            assert target is not None
+            try:
+                apply_box(block, target)
+            except WeightsError:  # bits changed on the way: nothing was written
+                return _Finished(ticket, index, None, unpack_s, before - begin - unpack_s)
+            block = target
+            unpack_s += time.perf_counter() - before
         if not proven:
-            digest = digest_of_array(block, terms.digests, terms.salt)
+            digest = digest_of_array(block, terms.digests, terms.version)
             if digest != ticket.digests[index * DIGEST_BYTES :][:DIGEST_BYTES]:
                 return _Finished(ticket, index, None, unpack_s, time.perf_counter() - begin - unpack_s)
         before = time.perf_counter()

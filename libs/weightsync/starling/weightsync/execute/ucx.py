@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -36,6 +37,7 @@ from starling.weightsync.execute.requests import (
     LENGTH,
     REQUEST_BYTES,
     Answer,
+    Compare,
     Read,
     Request,
     decode_answer,
@@ -72,13 +74,23 @@ def _message(message: Request | Answer) -> Memory:
 class _Reply:
     """A request that is being answered: its boxes packed and digested in a thread, its segments on their way."""
 
-    request: Read
+    request: Read | Compare
     granted: Granted
     room: Memory | None = None
     prepared: Future[list[Memory]] | None = None
-    digested: Future[bytes] | None = None
+    answered: Future[Answer] | None = None
     sends: deque[Transmission] = field(default_factory=deque)
     sending: bool = False
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """How many boxes each segment has."""
+        return self.request.segments if isinstance(self.request, Read) else ()
+
+    @property
+    def first_tag(self) -> int:
+        """The first segment's."""
+        return self.request.tag if isinstance(self.request, Read) else 0
 
 
 class _Connection:
@@ -120,7 +132,7 @@ class _Connection:
         """Hang up, and give the lease back once no thread is at work on the snapshot."""
         self._link.hang_up(self.endpoint)
         for reply in self._replies:
-            for future in (reply.prepared, reply.digested):
+            for future in (reply.prepared, reply.answered):
                 if future is not None and not future.cancel():
                     future.exception()
             if reply.room is not None:
@@ -138,10 +150,10 @@ class _Connection:
                 self._ends = time.monotonic() + SILENCE_S
             return
         self._ends = math.inf
-        if isinstance(request, Read):
+        if isinstance(request, Read | Compare):
             self._waiting.append(_Reply(request, granted))
         else:
-            self._answer(Answer(number=request.number))
+            self._answer(granted.answer(request.number))
 
     def _refuse(self, request: Request, reason: str) -> None:
         if isinstance(request, Read):
@@ -157,12 +169,12 @@ class _Connection:
         except WeightsError as error:
             self._refuse(reply.request, str(error))
             return True
-        groups = grouped(reply.granted.arrays, reply.request.segments)
+        groups = grouped(reply.granted.payload, reply.segments)
         room = reply.room = self._server.rooms.take(packing_bytes(groups))
         if room is None:
             return False
         self._replies.append(reply)
-        reply.digested = self._server.work(reply.granted.digests)
+        reply.answered = self._server.work(partial(reply.granted.answer, reply.request.number))
         if room.nbytes:
             reply.prepared = self._server.work(lambda: pack(groups, room))
         else:
@@ -173,19 +185,19 @@ class _Connection:
     def _finish(self, reply: _Reply) -> bool:
         """Send what is ready; return whether the reply is done with."""
         assert reply.prepared is not None
-        assert reply.digested is not None
+        assert reply.answered is not None
         if not reply.sending and reply.prepared.done():
             reply.sending = True
             for index, segment in enumerate(reply.prepared.result()):
                 sent = segment if segment.nbytes else _NOTHING
-                reply.sends.append(self._link.send(self.endpoint, sent, reply.request.tag + index))
+                reply.sends.append(self._link.send(self.endpoint, sent, reply.first_tag + index))
         while reply.sends and reply.sends[0].completed:
             reply.sends.popleft().check()
-        if not reply.sending or reply.sends or not reply.digested.done():
+        if not reply.sending or reply.sends or not reply.answered.done():
             return False
         if reply.room is not None:
             self._server.rooms.give(reply.room)
-        self._answer(Answer(number=reply.request.number, digests=reply.digested.result()))
+        self._answer(reply.answered.result())
         return True
 
     def _answer(self, answer: Answer) -> None:

@@ -118,6 +118,8 @@ class Peer:
     state: PeerState = "new"
     reason: str = ""
     """Why it is dead."""
+    bases: tuple[int, ...] = ()
+    """Versions against which it may have deltas."""
     in_flight: int = 0
     """Buckets under way."""
     owes: int = 0
