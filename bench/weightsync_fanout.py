@@ -16,7 +16,9 @@ Each time every replica switches to what it pulled and its attestation is compar
 
 Delta (one bf16 piece of 128 MiB of which 1 % has changed, a plain socket over a link of 1 Gbit/s): from the new piece
 at one side until the other side holds it and says so. `dense` sends the piece to where it belongs; `delta` encodes,
-sends and applies, one after the other; `pipelined` does so window by window, all three at once.
+sends and applies, one after the other; `pipelined` does so window by window, all three at once. `published` is a real
+publisher and a real puller over a link of 1 Gbit/s, from the call of `snapshot` until the new version is in staging and
+proven, over the same with a publisher that compares nothing; `pulled` begins with the offer.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ MODEL_BYTES: Final = NUM_TENSORS * ROWS * COLUMNS * 2
 BUCKET_BYTES: Final = 256 << 10
 DELTA_LINK_MBIT: Final = 1000
 PIECE_BYTES: Final = 128 << 20
+SIDE: Final = 8192
+"""The piece as a square of bf16."""
 WINDOW_BYTES: Final = 8 << 20
 CHANGED_SHARE: Final = 0.01
 BURST_BYTES: Final = 128 << 10
@@ -216,7 +220,7 @@ def workers(num: int, mbit: int) -> Iterator[list[Worker]]:
         yield made
 
 
-HERE: dict[str, Any] = {}
+HERE: dict[Any, Any] = {}
 """What a worker has made."""
 
 
@@ -551,6 +555,78 @@ def send(how: Literal["dense", "delta"], window_bytes: int) -> tuple[float, floa
     return time.perf_counter() - begin, encode_s, sent_bytes() - before
 
 
+def open_changing(key: str, transport: Transport, host: str, delta_versions: int) -> None:
+    """Make a publisher of one tensor."""
+    HERE["tensor", key] = torch.from_numpy(pieces()[0].view(np.int16)).view(torch.bfloat16).view(SIDE, SIDE)
+    HERE[key] = Publisher(square("trainer"), transport=transport, host=host, delta_versions=delta_versions)
+
+
+def square(replica: str) -> Layout:
+    """Return the layout of the piece, as a tensor of one rank."""
+    spec = TensorSpec(name="weight", shape=(SIDE, SIDE), dtype="bfloat16")
+    shard = Shard(
+        tensor=0, box=Box(offset=(0, 0), size=spec.shape), storage="weight", offset_bytes=0, strides=(SIDE, 1)
+    )
+    return Layout(replica=replica, tensors=(spec,), ranks=(RankLayout(place=Place(), shards=(shard,)),))
+
+
+def open_following(key: str) -> None:
+    """Make a puller of that tensor."""
+    HERE["plan"] = make_plan(square("trainer"), square("engine"), bucket_bytes=WINDOW_BYTES)
+    HERE[key] = Puller(square("engine"))
+
+
+def change_and_publish(key: str, version: int) -> tuple[float, float, bytes]:
+    """Change a share of the elements and publish; return when that began, when the offer was there, and the offer."""
+    items = HERE["tensor", key].view(torch.int16).view(-1)
+    rng = np.random.default_rng(version)
+    items[torch.from_numpy(rng.choice(len(items), round(CHANGED_SHARE * len(items)), replace=False))] ^= 1
+    begin = time.perf_counter()
+    offer = HERE[key].publish(version, {"weight": HERE["tensor", key]})
+    return begin, time.perf_counter(), encode(offer)
+
+
+def follow(key: str, offer: bytes) -> tuple[float, int]:
+    """Pull; return when it was done, and the bytes that travelled."""
+    report = HERE[key].pull(decode(Offer, offer), HERE["plan"], deadline_s=DEADLINE_S)
+    return time.perf_counter(), sum(report.bytes_by_source.values())
+
+
+def measure_publication(transport: Transport, rounds: int) -> dict[str, list[tuple[float, float, int]]]:
+    """Return seconds from the snapshot and from the offer, and payload bytes, of both ways."""
+    found: dict[str, list[tuple[float, float, int]]] = {"dense": [], "delta": []}
+    with workers(2, DELTA_LINK_MBIT) as (publisher, replica):
+        for key, versions_kept in (("dense", 0), ("delta", 2)):
+            publisher.call(open_changing, key, transport, publisher.host.address, versions_kept)
+            replica.call(open_following, key)
+        for number in range(rounds + 1):
+            for key, results in found.items():
+                begin, offered, offer = publisher.call(change_and_publish, key, number)
+                end, size = replica.call(follow, key, offer)
+                if number:
+                    results.append((end - begin, end - offered, size))
+                    progress(f"published {key}, round {number} of {rounds}: {end - begin:.3f} s, {size} bytes")
+    return found
+
+
+def bench_publication(transport: Transport, rounds: int) -> None:
+    """Print the figures of a delta through publisher and puller."""
+    found = measure_publication(transport, rounds)
+    detail = {
+        "num_bytes": PIECE_BYTES,
+        "changed_share": CHANGED_SHARE,
+        "link_mbit_per_s": DELTA_LINK_MBIT,
+        "rounds": rounds,
+        "seconds": {name: rounded(median(result[0] for result in results)) for name, results in found.items()},
+        "bytes": {name: median(result[2] for result in results) for name, results in found.items()},
+        **machine(),
+        "versions": versions("torch", "numpy", "xxhash"),
+    }
+    for at, name in enumerate(("published", "pulled")):
+        ratio = median(dense[at] / delta[at] for dense, delta in zip(found["dense"], found["delta"], strict=True))
+        show(f"{transport}_{name}_over_dense", ratio, detail)
+
+
 def bench_delta(rounds: int) -> None:
     """Print the figures of a delta on a slow link."""
     found: dict[str, list[tuple[float, float, int]]] = {"dense": [], "delta": [], "pipelined": []}
@@ -591,7 +667,7 @@ def show(figure: str, value: float | None, detail: dict[str, Any]) -> None:
     """Print one figure, with its goal; what is there for comparison alone has none."""
     goal: float | None = None
     if "_direct_" not in figure:
-        goal = next(goal for ending, goal in GOALS.items() if figure.endswith(ending))
+        goal = next((goal for ending, goal in GOALS.items() if figure.endswith(ending)), None)
     better: Literal["higher", "lower"] = "higher" if "over_dense" in figure else "lower"
     print_figure(BENCH, figure, value, unit="ratio", goal=goal, better=better, detail=detail)
 
@@ -619,6 +695,9 @@ def main() -> int:
     if known.only != "fan-out":
         figures = ["delta_over_dense_on_1_gbit_s", "pipelined_over_dense_on_1_gbit_s"]
         jobs.append((figures, partial(bench_delta, 3 if known.quick else 9)))
+        for transport in known.transport or ("tcp", "ucx"):
+            figures = [f"{transport}_{name}_over_dense" for name in ("published", "pulled")]
+            jobs.append((figures, partial(bench_publication, transport, 3 if known.quick else 9)))
     lacking, status = missing(), 0
     for figures, job in jobs:
         problem = lacking

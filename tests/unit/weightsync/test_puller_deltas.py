@@ -19,7 +19,7 @@ from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller, PullReport
 from starling.weightsync.execute.requests import Compare, Read, decode_request, sealed
-from starling.weightsync.layout import Box, Piece
+from starling.weightsync.layout import Box, Layout, Piece, Place, RankLayout, Shard, TensorSpec
 from starling.weightsync.offer import Offer, Transport
 from starling.weightsync.plan import make_plan
 
@@ -133,6 +133,36 @@ def test_after_a_pull_that_broke_off_what_is_held_still_counts(world: World) -> 
         )
     report = world.pull(world.publish())  # some hold the first version, some perhaps the second
     assert report.num_deltas > 0
+
+
+@pytest.mark.parametrize("transport", SERVED)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_boxes_that_need_no_scratch_themselves_have_it_for_their_deltas(transport: Transport, in_place: bool) -> None:
+    layout = matrix(1024, 512)
+    plan = make_plan(layout, layout, bucket_bytes=256 << 10, buckets_in_flight=2)
+    full = {"t": torch.zeros(1024, 512, dtype=torch.int16)}
+    live = {"t": torch.ones(1024, 512, dtype=torch.int16)}
+    puller = Puller(layout)
+    with publishers(layout, [transport], delta_versions=1) as made:
+        for version in range(2):
+            full["t"][version] += 1
+            offer = publish(made, layout, version, full)
+            report = puller.pull(offer, plan, deadline_s=DEADLINE_S, into=live if in_place else None)
+            assert report.num_deltas == 4 * version
+            assert report.scratch_bytes <= plan.peak_bytes(0, in_place=True)
+            assert report.scratch_bytes == 0 or version
+        if not in_place:
+            puller.switch(live)
+        assert equal(live, full)
+    puller.close()
+
+
+def matrix(rows: int, columns: int) -> Layout:
+    """One tensor of 2 bytes per element on one rank."""
+    spec = TensorSpec(name="t", shape=(rows, columns), dtype="int16")
+    box = Box(offset=(0, 0), size=spec.shape)
+    shard = Shard(tensor=0, box=box, storage="t", offset_bytes=0, strides=(columns, 1))
+    return Layout(replica="r", tensors=(spec,), ranks=(RankLayout(place=Place(), shards=(shard,)),))
 
 
 @pytest.mark.parametrize("transport", SERVED)

@@ -329,7 +329,7 @@ class Puller:
 
     def _make_scratch(self, stage: Stage) -> Scratch:
         largest = max((read.scratch_bytes(scatters=False) for read in stage.reads), default=0)
-        wanted = stage.plan.peak_bytes(self._rank, in_place=True) if largest else 0
+        wanted = stage.plan.peak_bytes(self._rank, in_place=True)
         if self._scratch_bytes is not None:
             wanted = self._scratch_bytes
         if wanted < largest:

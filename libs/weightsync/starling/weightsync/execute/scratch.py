@@ -7,20 +7,17 @@ from starling.weightsync.layout import aligned
 
 
 class Scratch:
-    """Blocks of one piece of memory, first fit. Used by one thread."""
+    """Blocks of one piece of memory, first fit, which is there from the first block on. Used by one thread."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._memory = allocate(size_bytes)
+        self.size_bytes = size_bytes
+        """How much there is."""
+        self._memory = allocate(0)
         self._free: list[tuple[int, int]] = []
         self._taken = 0
         self.peak_bytes = 0
         """Most bytes that were taken at once since `clear`."""
         self.clear()
-
-    @property
-    def size_bytes(self) -> int:
-        """How much there is."""
-        return self._memory.nbytes
 
     def clear(self) -> None:
         """Take every block back; nobody may use one any more."""
@@ -30,6 +27,8 @@ class Scratch:
     def take(self, size_bytes: int) -> Memory | None:
         """Return a block, or None when there is no room for it now."""
         size = aligned(size_bytes)
+        if not self._memory.nbytes and 0 < size <= self.size_bytes:
+            self._memory = allocate(self.size_bytes)
         for index, (begin, length) in enumerate(self._free):
             if length >= size:
                 self._free[index : index + 1] = [(begin + size, length - size)] if length > size else []
