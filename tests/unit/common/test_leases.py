@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from starling.common.ids import LEASE_KINDS, lease_id, lease_kind
+from starling.common.ids import LEASE_KINDS, lease_id, lease_kind, lease_subject
 from starling.common.leases import LeaseBook
-from starling.common.wire.messages import HeldLease, Leave
+from starling.common.wire.messages import HeldLease, LeaseProgress, Leave
 
 ANSWER = Leave(reason="any message will do")
 
@@ -43,6 +44,35 @@ def test_lease_ids() -> None:
     assert lease_id("generate", "t17", 2) == "generate:t17:2"
     assert [lease_kind(lease_id(kind, 1, 0)) for kind in LEASE_KINDS] == list(LEASE_KINDS)
     assert lease_kind("nonsense") is None
+    assert lease_subject(lease_id("generate", "t17", 2)) == "t17"
+
+
+def test_work_has_a_progress_from_its_start_to_its_answer() -> None:
+    book, some = LeaseBook(resend_s=2.0), LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=2.0)
+    book.advance("a", some)
+    book.grant("a")
+    book.advance("a", some)
+    assert book.held() == (HeldLease(lease="a", phase="queued"),)
+    book.work("a")
+    book.advance("a", some)
+    assert book.held() == (HeldLease(lease="a", phase="working", progress=some),)
+    book.answer("a", ANSWER, (), now=0.0)
+    book.advance("a", some)
+    assert book.held() == (HeldLease(lease="a", phase="answered"),), "what is over has no progress"
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds_left", "words"),
+    [
+        (0, 7, None, "0 %"),
+        (3, 7, 2.14, "42 %, 2.1 s left"),
+        (6_999, 7_000, 0.01, "99 %, 0.0 s left"),
+        (7, 7, 0.0, "100 %, 0.0 s left"),
+        (0, 0, 0.0, "100 %, 0.0 s left"),
+    ],
+)
+def test_progress_in_words(done: int, total: int, seconds_left: float | None, words: str) -> None:
+    assert str(LeaseProgress(bytes_done=done, bytes_total=total, seconds_left=seconds_left)) == words
 
 
 class Deliveries(RuleBasedStateMachine):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from simulated_checks import Violation
+from simulated_checks import Violation, demand
 from tiny_weights import encoded_layout, encoded_offer, layout_of, offer_of
 
 from starling.common.ids import Role
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 HELLO_EVERY_S = 0.5
 RESEND_S = 2.0
 TOKEN_S = 0.05
+PolicyWork = wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint
 
 
 class Replica:
@@ -113,31 +115,47 @@ class Replica:
 
 
 class Policy(Replica):
-    """Trains one step at a time; what it is given must keep the promises of the run."""
+    """Does one piece of work at a time; digests of a snapshot follow beside it. What it is given must keep the promises
+    of the run."""
 
     role = "policy"
 
     def __init__(self, world: World, name: str, epoch: int) -> None:
         super().__init__(world, name, epoch)
         self.progress = Progress()
-        self.todo: list[tuple[wire.Work, tuple[bytes, ...]]] = []
+        self.todo: list[tuple[PolicyWork, tuple[bytes, ...]]] = []
+        self.num_overlaps = 0
+        """Steps that began before the version that they start from was offered."""
+        self._offered = -1
+        self._busy = False
 
     @property
     def version(self) -> int:
         return self.progress.version
 
     def do(self, message: wire.Work, buffers: tuple[bytes, ...]) -> None:
+        assert isinstance(message, PolicyWork)
         self.todo.append((message, buffers))
-        if len(self.todo) == 1:
-            self.world.after(0.05 + 0.3 * self.world.rng.random(), self._work)
+        self._take()
 
-    def _work(self) -> None:
-        message, buffers = self.todo.pop(0)
-        if self.todo:
-            self.world.after(0.05 + 0.3 * self.world.rng.random(), self._work)
-        assert isinstance(message, wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint)
-        if not self.alive or not self.book.work(message.lease):
+    def _take(self) -> None:
+        ready = next((work for work in self.todo if not self.progress.must_wait(work[0])), None)
+        if ready is None or self._busy:
             return
+        self._busy = True
+        self.todo.remove(ready)
+        self._later(lambda: self._work(*ready))
+
+    def _later(self, action: Callable[[], None]) -> None:
+        self.world.after(0.05 + 0.3 * self.world.rng.random(), lambda: action() if self.alive else None)
+
+    def _work(self, message: PolicyWork, buffers: tuple[bytes, ...]) -> None:
+        if self.book.work(message.lease):
+            self._carry_out(message, buffers)
+        self._busy = False
+        self._take()
+
+    def _carry_out(self, message: PolicyWork, buffers: tuple[bytes, ...]) -> None:
         objection = self.progress.objection(message)
         if objection is not None:
             self.fail(message.lease, objection)
@@ -145,14 +163,20 @@ class Policy(Replica):
         match message:
             case wire.TrainStep(lease=lease, step=step):
                 self.world.checks.trained(message, buffers)
+                demand(not message.groups or self.progress.published == step - 1, f"version {step - 1} has no snapshot")
+                self.num_overlaps += bool(message.groups) and self._offered < step - 1
                 self.progress.version = step
                 self.answer(lease, wire.StepTrained(lease=lease, step=step, metrics={}))
             case wire.PublishWeights(lease=lease, version=version):
                 self.progress.published = version
-                published = wire.WeightsPublished(lease=lease, version=version, publish_s=0.0)
-                self.answer(lease, published, (encoded_offer(version),))
+                self._later(lambda: self._offer(lease, version))
             case wire.SaveCheckpoint(lease=lease, step=step):
                 self.answer(lease, wire.CheckpointSaved(lease=lease, step=step, path="/"))
+
+    def _offer(self, lease: str, version: int) -> None:
+        self._offered = version
+        published = wire.WeightsPublished(lease=lease, version=version, publish_s=0.0)
+        self.answer(lease, published, (encoded_offer(version),))
 
 
 class Reward(Replica):

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 from simulated import CALM, Faults, World
 from simulated_checks import Violation
+from simulated_replicas import Policy
 
 from starling.controller.core import derive
 from starling.controller.core.derive import advance
 from starling.controller.core.leases import Leases
 from starling.controller.core.ledger import Group, Groups, GroupState, Ledger
 from starling.controller.core.membership import Membership
+from starling.policy.core.progress import Progress
 
 SEEDS = range(30)
 FEW_SEEDS = range(10)
@@ -62,6 +64,18 @@ def test_the_faults_happen() -> None:
     assert {"waiting", "failed", "left", "joined", "adopted", "evaluation"} <= kinds
     stale = [note.fields.get("staleness_max", 0) for world in worlds for note in world.notes if note.kind == "step"]
     assert max(stale) == 2, "asynchronous runs do train tokens of older versions"
+
+
+def test_only_asynchronous_runs_train_beside_a_publication() -> None:
+    overlaps: dict[bool, int] = {True: 0, False: 0}
+    for seed in SEEDS:
+        world = World(seed, SCENARIOS["reorder"])
+        world.run()
+        policy = world.replicas["policy-0"]
+        assert isinstance(policy, Policy)
+        overlaps[world.plan.max_staleness == 0] += policy.num_overlaps
+    assert overlaps[True] == 0
+    assert overlaps[False] > 0
 
 
 # --- the simulation finds what is wrong ----------------------------------------------------------------------------
@@ -124,16 +138,21 @@ def unproven_versions_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def groups_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    def seal(self: Ledger) -> list[Group]:
+    def seal(self: Ledger, step: int) -> list[Group]:
         scored = self.within(GroupState.SCORED)[: self.prompts_per_step]
-        if self.count(GroupState.SEALED) or len(scored) < self.prompts_per_step:
+        if len(scored) < self.prompts_per_step:
             return []
         for group in scored:
+            group.step = step
             self.move(group, GroupState.SEALED)
         self.num_sealed += 1
         return scored
 
     patch.setattr(Ledger, "seal", seal)
+
+
+def steps_overtake_publications(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Progress, "must_wait", lambda self, command: False)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +165,8 @@ def groups_in_any_order(patch: pytest.MonkeyPatch) -> None:
         (lost_work_stays_lost, "crashes", "otherwise"),
         (publication_during_evaluation, "slow reward", "the run hangs"),
         (unproven_versions_count, "calm", "was not published"),
-        (groups_in_any_order, "slow reward", "versions stale"),
+        (groups_in_any_order, "slow reward", "out of order"),
+        (steps_overtake_publications, "reorder", "has no snapshot"),
     ],
 )
 def test_a_broken_controller_is_found_out(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tiny_weights import encoded_layout, encoded_offer
+from msgspec.structs import replace
+from tiny_weights import encoded_layout, encoded_offer, layout_of
 from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.derive import advance
-from starling.weightsync.layout import decode_layout
+from starling.weightsync.layout import Box, decode_layout, encode
 from starling.weightsync.plan import decode_plan, make_plan
 
 Step = tuple[Callable[[Script], list[str]], list[str], str]
@@ -236,6 +237,23 @@ def test_an_adoption_carries_the_offer_and_a_plan_between_the_two_layouts() -> N
     assert decode_plan(adopt.buffers[1]) == make_plan(*layouts)
 
 
+def test_a_rollout_that_lays_out_its_weights_anew_gets_another_plan() -> None:
+    script = Script()
+    script.joins("policy-0")
+    script.joins("rollout-0")
+    script.publishes(0)
+    whole = layout_of("rollout-0")
+    (rank,) = whole.ranks
+    halves = tuple(
+        replace(rank.shards[0], box=Box(offset=(begin,), size=(2,)), offset_bytes=4 * begin) for begin in (0, 2)
+    )
+    split = replace(whole, ranks=(replace(rank, shards=halves),))
+    hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=2, has_layout=True)
+    script.hears("rollout-0", hello, encode(split), epoch=2)
+    (adopt,) = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
+    assert decode_plan(adopt.buffers[1]) == make_plan(layout_of("policy-0"), split)
+
+
 def test_rollouts_generate_on_while_the_next_version_is_pulled() -> None:
     script = Script(max_staleness=1, num_steps=4)
     script.begins(slots=4)
@@ -324,8 +342,50 @@ def test_steps_are_sealed_in_the_order_of_admission() -> None:
     script.makes_groups(3, 2, 1)
     assert not script.state.leases.has("train"), "group 0 is not scored, and later groups do not take its place"
     assert script.makes_groups(0)[-1] == "policy-0 <- train:1:0 train0 train1"
-    assert script.trains(1)[-1] == "policy-0 <- publish:1:0"
-    assert "policy-0 <- train:2:0 train2 train3" in script.publishes(1)
+    assert script.trains(1)[-1] == "policy-0 <- train:2:0 train2 train3"
+
+
+def overlapping() -> Script:
+    """Return an asynchronous run that trains step 2 while version 1 is being published."""
+    script = Script(max_staleness=1, num_steps=4)
+    script.begins(slots=4)
+    script.makes_groups(0, 1, 2, 3)
+    assert script.trains(1)[-2:] == ["policy-0 <- publish:1:0", "policy-0 <- train:2:0 train2 train3"]
+    return script
+
+
+def test_the_next_step_is_trained_while_a_version_is_digested() -> None:
+    script = overlapping()
+    (send,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
+    assert send.message.published == 1, "not before the snapshot of version 1, whichever command comes first"
+    assert script.state.waiting_for == "the policy trains step 2"
+    assert script.state.ledger.num_live == 4, "the slots of step 1 are not free before version 1 is out"
+    assert script.publishes(1)[1:] == ["(published 1)", "rollout-0 <- adopt:1:0"]
+    assert script.state.ledger.num_live == 4
+    assert script.state.ledger.num_admitted == 6
+    assert script.trains(2)[-1] == "policy-0 <- publish:2:0"
+
+
+def test_versions_are_published_one_after_the_other_and_no_step_runs_further_ahead() -> None:
+    script = overlapping()
+    lines = script.trains(2)
+    (note,) = [c for c in script.commands if getattr(c, "kind", "") == "trained"]
+    assert note.fields["prompts"] == ["train2", "train3"]
+    assert lines == ["policy-0 <- release train:2:0", "(step 2)", "(trained 2)"]
+    assert script.state.waiting_for == "the policy publishes version 1"
+    assert script.publishes(1)[1:] == ["(published 1)", "policy-0 <- publish:2:0", "rollout-0 <- adopt:1:0"]
+    assert script.state.waiting_for == "the policy publishes version 2"
+    script.adopts("rollout-0", 1)
+    script.makes_groups(4, 5, version=1)
+    assert script.state.leases.has("train"), "version 2 is being published, so step 3 may be trained"
+
+
+def test_a_version_that_is_being_published_when_a_stop_comes_is_out_before_the_checkpoint() -> None:
+    script = overlapping()
+    assert script.stops() == []
+    assert script.trains(2)[1:] == ["(step 2)", "(trained 2)"]
+    assert script.publishes(1)[1:] == ["(published 1)", "policy-0 <- publish:2:0", "rollout-0 <- adopt:1:0"]
+    assert script.publishes(2)[-1] == "policy-0 <- checkpoint:2:0"
 
 
 def test_a_step_tells_its_rewards_and_how_stale_its_groups_are() -> None:

@@ -125,9 +125,11 @@ class Script:
         )
         return self.hears(name, hello, *layout, epoch=epoch)
 
-    def beats(self, name: str, *held: str, version: int = -1, epoch: int = 1) -> list[str]:
-        """`name` sends its heartbeat."""
-        leases = tuple(wire.HeldLease(lease=lease, phase="working") for lease in held)
+    def beats(
+        self, name: str, *held: str, version: int = -1, epoch: int = 1, progress: wire.LeaseProgress | None = None
+    ) -> list[str]:
+        """`name` sends its heartbeat; `progress` is that of all that it holds."""
+        leases = tuple(wire.HeldLease(lease=lease, phase="working", progress=progress) for lease in held)
         return self.hears(name, wire.Heartbeat(leases=leases, version=version), epoch=epoch)
 
     def publishes(self, version: int, lease: str | None = None) -> list[str]:

@@ -48,6 +48,21 @@ def test_a_command_that_comes_twice_is_delivered_once(desk: Desk, keys: Path) ->
         desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases[1].phase == "working")
 
 
+def test_heartbeats_tell_the_progress_of_work_until_it_is_answered(desk: Desk, keys: Path) -> None:
+    some = wire.LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=1.5)
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        desk.hub.send("rollout-0", score("score:1:0"))
+        received(link, Command)
+        link.work("score:1:0")
+        link.advance("score:1:0", some)
+        working = (wire.HeldLease(lease="score:1:0", phase="working", progress=some),)
+        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == working)
+        link.answer("score:1:0", scored("score:1:0"))
+        answered = (wire.HeldLease(lease="score:1:0", phase="answered"),)
+        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == answered)
+
+
 def test_buffers_travel_with_their_message_both_ways(desk: Desk, keys: Path) -> None:
     with calling(desk.hub.address, keys) as link:
         desk.admit("rollout-0")

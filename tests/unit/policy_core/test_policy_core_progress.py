@@ -56,6 +56,27 @@ def test_a_version_is_published_once() -> None:
     assert progress.objection(publish(3)) == "version 3 is published already"
 
 
+@pytest.mark.parametrize(
+    ("command", "waits"),
+    [
+        (TrainStep(lease="train:4:0", step=4, groups=GROUPS, published=3), True),
+        (TrainStep(lease="train:4:0", step=4, groups=GROUPS, published=2), False),
+        (TrainStep(lease="train:4:0", step=4, groups=GROUPS), False),
+        (TrainStep(lease="train:5:0", step=5, groups=GROUPS, published=4), False),
+        (publish(3), False),
+        (save(3), False),
+    ],
+    ids=["not yet", "already", "of no publication", "never fits", "publish", "save"],
+)
+def test_a_step_waits_for_the_snapshot_of_what_it_changes(
+    command: TrainStep | PublishWeights | SaveCheckpoint, waits: bool
+) -> None:
+    progress = Progress(version=3, published=2)
+    assert progress.must_wait(command) is waits
+    progress.published = 3
+    assert not progress.must_wait(command)
+
+
 def test_the_initial_weights_may_be_published_but_not_trained_again() -> None:
     assert Progress().objection(publish(0)) is None
     assert Progress().objection(train(1)) is None

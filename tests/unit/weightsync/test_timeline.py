@@ -50,7 +50,7 @@ def test_the_bottleneck_is_named(changes: dict[str, float], bottleneck: str) -> 
 
 def test_the_split_of_several_rounds() -> None:
     rounds = [
-        Round(version=1, publish_s=0.01, adoptions=(adoption(), adoption(read_s=0.3, attested=False))),
+        Round(version=1, publish_s=0.01, offer_s=0.5, adoptions=(adoption(), adoption(read_s=0.3, attested=False))),
         Round(version=2, publish_s=0.03, adoptions=(adoption(read_s=0.7),)),
     ]
     split = split_of(rounds)
@@ -58,15 +58,19 @@ def test_the_split_of_several_rounds() -> None:
     assert (split.num_rounds, split.num_adoptions, split.num_unproven) == (2, 3, 1)
     assert split.parts["read"] == 0.5
     assert split.publish_s == pytest.approx(0.02)
+    assert split.offer_s == pytest.approx(0.25)
     assert split.rate_bytes_per_s == pytest.approx(3000 / 1.5)
     assert split_of([Round(version=3, publish_s=0.1)]) is None
 
 
 def test_the_picture_is_a_trace_in_order() -> None:
-    measured = Round(version=7, publish_s=0.02, adoptions=(adoption(replica="rollout-1"), adoption()))
+    measured = Round(version=7, publish_s=0.02, offer_s=0.3, adoptions=(adoption(replica="rollout-1"), adoption()))
     trace = json.loads(json.dumps(trace_of(measured)))
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
     assert names == ["publisher", "rollout-0", "rollout-1"]
+    publish, digest = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
+    assert (publish["ts"], publish["dur"]) == pytest.approx((-0.32e6, 0.02e6))
+    assert (digest["ts"], digest["dur"]) == pytest.approx((-0.3e6, 0.3e6))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == 1]
     assert [event["name"] for event in slices] == list(PARTS[:-1])
     for event, following in itertools.pairwise(slices):
@@ -88,7 +92,7 @@ def test_rounds_are_read_from_the_metrics_of_a_run() -> None:
     }
     lines = [
         {"kind": "step", "step": 1},
-        {"kind": "published", "time": 100.0, "version": 4, "publish_s": 0.02},
+        {"kind": "published", "time": 100.0, "version": 4, "publish_s": 0.02, "offer_s": 0.5},
         {**adopted, "time": 101.0, "version": 4},
         {**adopted, "time": 101.5, "version": 3},
         {"kind": "published", "time": 102.0, "version": 5, "publish_s": 0.03},
@@ -96,6 +100,7 @@ def test_rounds_are_read_from_the_metrics_of_a_run() -> None:
     ]
     first, second = rounds_of(lines)
     assert (first.version, second.version, second.adoptions) == (4, 5, ())
+    assert (first.offer_s, second.offer_s) == (0.5, 0.0)
     assert [adoption.replica for adoption in first.adoptions] == ["rollout-0", "rollout-1"], "3 was published before"
     assert first.adoptions[0].parts == pytest.approx(
         {"prepare": 0.1, "read": 0.25, "confirm": 0.05, "switch": 0.1, "wait": 0.5}

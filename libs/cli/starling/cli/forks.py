@@ -57,6 +57,7 @@ class Forks:
         self._context.set_forkserver_preload(["starling.cli.preload"])
         previous = dict(os.environ)
         os.environ.update(environment)  # the server takes over this process's environment, there is no other way
+        os.environ["STARLING_SUPERVISOR"] = str(os.getpid())
         try:
             multiprocessing.forkserver.ensure_running()
         finally:

@@ -11,6 +11,8 @@ import gc
 import importlib
 import os
 
+from starling.common.observe.process import die_with_parent
+
 _MODULES = (
     "torch",
     "transformers.models.auto.modeling_auto",
@@ -26,6 +28,11 @@ _MODULES = (
     "starling.weightsync.execute.publish",
     "starling.weightsync.execute.pull",
 )
+
+# A server looks whether its parent lives after the imports only, and so would outlive one that is stopped during them.
+die_with_parent()
+if os.environ.pop("STARLING_SUPERVISOR", None) not in (None, str(os.getppid())):  # it has gone already
+    os._exit(0)
 
 # What libraries say while they are imported is not the supervisor's to show. What goes wrong afterwards is.
 _nowhere, _errors = os.open(os.devnull, os.O_WRONLY), os.dup(2)

@@ -200,12 +200,13 @@ class Pace:
 
 def _replicas(snapshot: Snapshot) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for heading, justify in (("replica", "left"), ("version", "right"), ("work", "right"), ("tokens/s", "right")):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for heading in ("replica", "version", "work", "tokens/s", "pulls"):
+        table.add_column(heading, justify="left" if heading in ("replica", "pulls") else "right")
     for replica in snapshot.replicas:
         speed = replica.gauges.get("tokens_per_s")
         version = str(replica.version) if replica.role in ("policy", "rollout") else ""
-        table.add_row(replica.name, version, str(replica.num_leases), f"{speed:,.0f}" if speed else "")
+        pull = "" if replica.progress is None else f"version {replica.pulling}: {replica.progress}"
+        table.add_row(replica.name, version, str(replica.num_leases), f"{speed:,.0f}" if speed else "", pull)
     return table
 
 

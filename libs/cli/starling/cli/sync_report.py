@@ -53,6 +53,7 @@ def _show(split: Split, attempt: Attempt, console: Console) -> None:
         "wall clock", f"{split.total_s * 1e3:.2f}", "", "from the publication to the adoption", end_section=True
     )
     table.add_row("publish", f"{split.publish_s * 1e3:.2f}", "", "training waited for so long, once a version")
+    table.add_row("offer", f"{split.offer_s * 1e3:.2f}", "", "digests of the snapshot; training may go on")
     console.print(table)
     lanes = f" over {', '.join(split.lanes)}" if split.lanes else ""
     console.print(f"{split.rate_bytes_per_s / 1e9:.2f} GB/s while reading{lanes}; {split.num_unproven} not proven")

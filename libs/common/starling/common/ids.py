@@ -27,3 +27,8 @@ def lease_kind(lease: str) -> LeaseKind | None:
         if kind == known:
             return known
     return None
+
+
+def lease_subject(lease: str) -> str:
+    """Return what an id of ours is about: ``17`` for ``generate:17:0``."""
+    return lease.split(":")[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from starling.common.wire.messages import HeldLease, Up
+from starling.common.wire.messages import HeldLease, LeaseProgress, Up
 
 Phase = Literal["queued", "working", "answered"]
 
@@ -21,6 +21,7 @@ class _Entry:
     answer: Up | None = None
     buffers: tuple[bytes, ...] = ()
     sent_at: float = 0.0
+    progress: LeaseProgress | None = None
 
 
 @dataclass
@@ -46,12 +47,19 @@ class LeaseBook:
         entry.phase = "working"
         return True
 
+    def advance(self, lease: str, progress: LeaseProgress) -> None:
+        """Note how far the work on a lease has come; what is answered or released has no progress any more."""
+        entry = self._entries.get(lease)
+        if entry is not None and entry.phase == "working":
+            entry.progress = progress
+
     def answer(self, lease: str, message: Up, buffers: tuple[bytes, ...], now: float) -> bool:
         """Keep a result until it is released. Returns False when nobody wants it any more."""
         entry = self._entries.get(lease)
         if entry is None:
             return False
         entry.phase, entry.answer, entry.buffers, entry.sent_at = "answered", message, buffers, now
+        entry.progress = None
         return True
 
     def release(self, leases: tuple[str, ...]) -> list[str]:
@@ -75,5 +83,7 @@ class LeaseBook:
             entry.sent_at = float("-inf")
 
     def held(self) -> tuple[HeldLease, ...]:
-        """Return every lease with its phase, for the heartbeat."""
-        return tuple(HeldLease(lease=lease, phase=entry.phase) for lease, entry in self._entries.items())
+        """Return every lease with its phase and progress, for the heartbeat."""
+        return tuple(
+            HeldLease(lease=lease, phase=entry.phase, progress=entry.progress) for lease, entry in self._entries.items()
+        )

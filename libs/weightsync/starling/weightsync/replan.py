@@ -12,8 +12,8 @@ from starling.weightsync.plan import Plan, make_plan
 from starling.weightsync.splits import CompactLayout
 from starling.weightsync.topology import Topology
 
-KEPT_PLANS: Final = 256
-"""The plans used longest ago are forgotten beyond these."""
+KEPT_PLANS: Final = 1024
+"""The plans used longest ago are forgotten beyond these: of more replicas, each would be planned for every version."""
 
 
 class Plans:

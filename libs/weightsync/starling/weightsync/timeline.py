@@ -71,6 +71,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     publish_s: float
+    offer_s: float = 0.0
+    """From the snapshot to the offer, for which training need not wait: the digests."""
     adoptions: tuple[Adoption, ...] = ()
 
 
@@ -81,6 +83,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     num_adoptions: int
     num_unproven: int
     publish_s: float
+    offer_s: float
     parts: dict[str, float]
     total_s: float
     rate_bytes_per_s: float
@@ -94,9 +97,10 @@ def rounds_of(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
     """Return the rounds that a run's metrics tell of, oldest first.
 
     Args:
-        lines: objects with ``kind``, of which ``published`` (``time``, ``version``, ``publish_s``) and ``adopted``
-            (``time``, ``version``, ``replica``, ``attested``, ``pull_s``, ``pause_s``, ``size_bytes``, ``transport``,
-            ``lanes``, ``split``) are read. Adoptions of versions whose publication is not among them are left out.
+        lines: objects with ``kind``, of which ``published`` (``time``, ``version``, ``publish_s``, ``offer_s``) and
+            ``adopted`` (``time``, ``version``, ``replica``, ``attested``, ``pull_s``, ``pause_s``, ``size_bytes``,
+            ``transport``, ``lanes``, ``split``) are read. Adoptions of versions whose publication is not among them
+            are left out.
     """
     published: dict[int, Mapping[str, Any]] = {}
     adoptions: dict[int, list[Adoption]] = {}
@@ -107,7 +111,12 @@ def rounds_of(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
         elif line["kind"] == "adopted" and line["version"] in published:
             adoptions[line["version"]].append(_adoption(line, published[line["version"]]["time"]))
     return [
-        Round(version=version, publish_s=line["publish_s"], adoptions=tuple(adoptions[version]))
+        Round(
+            version=version,
+            publish_s=line["publish_s"],
+            offer_s=line.get("offer_s", 0.0),
+            adoptions=tuple(adoptions[version]),
+        )
         for version, line in published.items()
     ]
 
@@ -142,6 +151,7 @@ def split_of(rounds: Sequence[Round]) -> Split | None:
         num_adoptions=len(adoptions),
         num_unproven=sum(not adoption.attested for adoption in adoptions),
         publish_s=fmean(each.publish_s for each in rounds),
+        offer_s=fmean(each.offer_s for each in rounds),
         parts=parts,
         total_s=fmean(sum(adoption.parts.values()) for adoption in adoptions),
         rate_bytes_per_s=sum(adoption.size_bytes for adoption in adoptions) / reading if reading else 0.0,
@@ -163,7 +173,12 @@ def _bottleneck(adoptions: Sequence[Adoption], parts: dict[str, float]) -> str:
 
 def trace_of(measured: Round) -> dict[str, Any]:
     """Return the picture of a round, ready for `json.dumps`."""
-    events = [*_named(0, "publisher"), _slice("publish (training waits)", 0, -measured.publish_s, measured.publish_s)]
+    stall_s, offer_s = measured.publish_s, measured.offer_s
+    events = [
+        *_named(0, "publisher"),
+        _slice("publish (training waits)", 0, -stall_s - offer_s, stall_s),
+        _slice("digest (training may go on)", 0, -offer_s, offer_s),
+    ]
     for number, adoption in enumerate(sorted(measured.adoptions, key=lambda adoption: adoption.replica), start=1):
         events += _named(number, adoption.replica)
         begin = adoption.parts["wait"]

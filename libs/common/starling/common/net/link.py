@@ -184,6 +184,11 @@ class Link:
         with self._lock:
             return self._book.work(lease)
 
+    def advance(self, lease: str, progress: messages.LeaseProgress) -> None:
+        """Let the next heartbeats say how far the work on `lease` has come, until it is answered."""
+        with self._lock:
+            self._book.advance(lease, progress)
+
     def answer(self, lease: str, message: Up, buffers: tuple[bytes, ...] = ()) -> None:
         """Send the result of `lease`, and keep sending it until the controller has it."""
         with self._lock:

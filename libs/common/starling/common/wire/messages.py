@@ -142,12 +142,28 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorMeta, ...]
 
 
+class LeaseProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a piece of work has come that moves bytes."""
+
+    bytes_done: int
+    bytes_total: int
+    seconds_left: float | None = None
+    """By the rate so far; absent before anything has arrived."""
+
+    def __str__(self) -> str:
+        """Say it in words: ``43 %, 2.1 s left``."""
+        share = self.bytes_done * 100 // self.bytes_total if self.bytes_total else 100
+        return f"{share} %" if self.seconds_left is None else f"{share} %, {self.seconds_left:.1f} s left"
+
+
 class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
     """One lease in a replica's heartbeat."""
 
     lease: str
     phase: Literal["queued", "working", "answered"]
     """`answered`: the result was sent and the controller has not released the lease yet."""
+    progress: LeaseProgress | None = None
+    """Of a pull that is under way."""
 
 
 # --- Up: replica to controller -------------------------------------------------------------------------------------
@@ -216,7 +232,9 @@ class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True, tag="weights_p
     lease: str
     version: int
     publish_s: float
-    """Seconds that training waited for the publication."""
+    """Seconds that training waited for the snapshot."""
+    offer_s: float = 0.0
+    """Seconds from there to the offer, for which training need not wait: the digests."""
 
 
 class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="weights_adopted"):
@@ -325,10 +343,12 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step"):
     """Steps of this kind in the whole run, for schedules of the learning rate."""
     ordinal: int = 0
     """Which of them this is, from 1."""
+    published: int = -1
+    """The version whose snapshot must be taken before this step changes the weights; -1 for none."""
 
 
 class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, tag="publish_weights"):
-    """Copy the present weights into a snapshot and offer it."""
+    """Copy the present weights into a snapshot and offer it. The next step may begin as soon as the copy is made."""
 
     lease: str
     version: int

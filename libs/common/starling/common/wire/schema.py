@@ -26,6 +26,7 @@ NESTED = (
     messages.ScoredTrajectory,
     messages.TrainGroup,
     messages.HeldLease,
+    messages.LeaseProgress,
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from starling.common.wire.messages import LeaseProgress
+
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """One replica, for the screen."""
@@ -13,6 +15,10 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     num_leases: int
     gauges: dict[str, float] = {}
+    pulling: int = -1
+    """The version that it pulls, as soon as a heartbeat tells how far it is; -1 for none."""
+    progress: LeaseProgress | None = None
+    """How far that pull is."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ class Publication:
     """One version in a snapshot: it stands, and its digests are being computed."""
 
     def __init__(
-        self, version: int, stall_s: float, rank: Future[RankOffer], changes: Future[Total | None] | None
+        self, version: int, stall_s: float, rank: Future[RankOffer], changes: Future[Total | None] | None = None
     ) -> None:
         self.version = version
         self.stall_s = stall_s

@@ -9,7 +9,7 @@
 | `admit`     | prompts                        | a slot, freed when a step publishes                |
 | `dispatch`  | waiting groups                 | a rollout with a slot whose version is new enough  |
 | `score`     | generated groups               | a reward replica with a slot                       |
-| `train`     | scored groups, oldest first    | all groups of the step, and the policy             |
+| `train`     | scored groups, oldest first    | all groups of the step, and the order to publish   |
 | `end`       | the last step                  | evaluation, checkpoint, every replica's farewell   |
 
 Each is idempotent: called twice without an event in between, it does nothing the second time.
@@ -66,6 +66,7 @@ def publish(state: State, now: float) -> None:
     due = state.plan.needs_rollouts and version >= state.plan.num_sft_steps and version > state.rounds.version
     held = state.evaluation is not None or state.leases.has("publish")
     if policy is not None and due and not held:
+        state.rounds.asked = version
         state.grant(policy, "publish", version, now, lambda lease: wire.PublishWeights(lease=lease, version=version))
 
 
@@ -93,6 +94,8 @@ def adopt(state: State, now: float) -> None:
     for member in state.membership.of("rollout"):
         if state.leases.of(member.name, "adopt") or not rounds.may_adopt(member.name, member.version, now):
             continue
+        assert policy.layout is not None, "a policy joins with its layout"
+        assert member.layout is not None, "a rollout joins with its layout"
         try:
             plan = rounds.plan(policy.layout, member.layout)
         except WeightsError as error:
@@ -157,12 +160,16 @@ def score(state: State, now: float) -> None:
 
 
 def train(state: State, now: float) -> None:
-    """Seal the next step when its groups are scored, and deal it to the policy."""
+    """Seal the next step when its groups are scored, and deal it to the policy.
+
+    The version that it starts from need not be on offer yet: the policy makes its snapshot first, and digests it
+    while it trains. One version at most is on its way so, for the next publication waits for the one before.
+    """
     policy, plan = state.policy(), state.plan
     busy = state.leases.has("train") or state.ending.stopping
-    if policy is None or busy or state.version < plan.num_sft_steps:
+    if policy is None or busy or state.version < plan.num_sft_steps or state.rounds.asked < state.version:
         return
-    sealed = state.ledger.seal()
+    sealed = state.ledger.seal(state.version + 1)
     if not sealed:
         return
     command = functools.partial(
@@ -172,6 +179,7 @@ def train(state: State, now: float) -> None:
         temperature=plan.sampling.temperature or 1.0,
         num_steps=plan.num_steps,
         ordinal=state.version + 1 - plan.num_sft_steps,
+        published=state.version,
     )
     buffers = tuple(buffer for group in sealed for buffer in group.buffers)
     state.grant(policy, "train", state.version + 1, now, lambda lease: command(lease=lease), buffers)
@@ -201,7 +209,7 @@ def end(state: State, now: float) -> None:
 
 def _complete(state: State) -> bool:
     """Say whether nothing is left to do but the checkpoint."""
-    if state.leases.has("train"):
+    if state.leases.has("train") or state.leases.has("publish"):
         return False
     if state.ending.stopping:
         return True

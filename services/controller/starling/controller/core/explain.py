@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from starling.common.ids import lease_subject
+from starling.common.wire.messages import LeaseProgress
 from starling.controller.core.finish import Stage
 from starling.controller.core.ledger import GroupState
+from starling.controller.core.membership import Member
 from starling.controller.core.state import State
 
 MAX_DROPS = 3
@@ -22,19 +25,34 @@ def explain(state: State) -> str:
     if leases.has("train"):
         return f"the policy trains step {state.version + 1}"
     if leases.has("publish"):
-        return f"the policy publishes version {state.version}"
+        return f"the policy publishes version {state.rounds.asked}"
     unpublished = state.version > state.rounds.version
     if state.evaluation is not None and (unpublished or state.ledger.num_sealed in (0, plan.num_steps)):
         done = state.evaluation.count(GroupState.SCORED)
         return f"evaluation of version {state.evaluation.version}: {done} of {state.evaluation.num_prompts} prompts"
-    adopting = [m.name for m in state.membership.of("rollout") if leases.of(m.name, "adopt")]
+    adopting = [m for m in state.membership.of("rollout") if leases.of(m.name, "adopt")]
     if adopting and not leases.has("generate"):
-        return f"{', '.join(adopting)} to adopt version {state.rounds.version}"
+        return _adoptions(state, adopting)
     scored = state.ledger.count(GroupState.SCORED)
     return (
         f"the groups of step {state.version + 1}: {state.ledger.count(GroupState.LEASED)} being generated, "
         f"{state.ledger.count(GroupState.GENERATED)} being scored, {scored} scored of {plan.prompts_per_step}"
     )
+
+
+def pull_of(state: State, member: Member) -> tuple[int, LeaseProgress] | None:
+    """Return the version that a rollout pulls and how far it is, or None when it pulls none or has not told yet."""
+    for lease in state.leases.of(member.name, "adopt"):
+        if lease in member.progress:
+            return int(lease_subject(lease)), member.progress[lease]
+    return None
+
+
+def _adoptions(state: State, adopting: list[Member]) -> str:
+    pulls = [(member.name, pull_of(state, member)) for member in adopting]
+    told = [f"{name} pulls version {pull[0]}: {pull[1]}" for name, pull in pulls if pull is not None]
+    others = ", ".join(name for name, pull in pulls if pull is None)
+    return "; ".join(told + ([f"{others} to adopt version {state.rounds.version}"] if others else []))
 
 
 def missing_role(state: State) -> str | None:

@@ -56,8 +56,12 @@ def received(state: State, event: Received) -> None:
 def hello(state: State, event: Received, message: wire.Hello) -> None:
     """A replica announces itself: admit it or say why not."""
     known = state.membership.members.get(event.sender)
-    layout = event.buffers[0] if message.has_layout else b""
-    refusal = state.membership.refusal(event.sender, message) or (flaw(layout) if message.has_layout else None)
+    refusal, layout = state.membership.refusal(event.sender, message), None
+    if refusal is None and message.has_layout:
+        try:
+            layout = decode_layout(event.buffers[0])
+        except WeightsError as error:
+            refusal = str(error)
     if refusal is None and message.role == "policy" and known is None and message.version != state.version:
         refusal = f"this run is at version {state.version} and the policy offers version {message.version}"
     if refusal is not None:
@@ -71,18 +75,10 @@ def hello(state: State, event: Received, message: wire.Hello) -> None:
     state.welcome(member)
 
 
-def flaw(layout: bytes) -> str | None:
-    """Say what is wrong with the layout of a `Hello`, or None when nothing is."""
-    try:
-        decode_layout(layout)
-    except WeightsError as error:
-        return str(error)
-    return None
-
-
 def heartbeat(state: State, member: Member, message: wire.Heartbeat, now: float) -> None:
     """A replica told its whole state: answer with the difference."""
     member.gauges = message.gauges
+    member.progress = {held.lease: held.progress for held in message.leases if held.progress is not None}
     if member.role == "rollout":
         if message.version < 0 <= member.version:
             take_back(state, member)  # its engine is torn: another rollout need not wait for its next adoption
@@ -109,7 +105,7 @@ def result(state: State, member: Member, message: Result, event: Received) -> No
             phase = "sft" if step <= state.plan.num_sft_steps else "grpo"
             state.note("step", step=step, phase=phase, **{**message.metrics, **state.ledger.sealed_metrics(step)})
             if phase == "grpo":
-                state.note("trained", step=step, prompts=[g.prompt.id for g in state.ledger.within(GroupState.SEALED)])
+                state.note("trained", step=step, prompts=[g.prompt.id for g in state.ledger.sealed(step)])
         case wire.WeightsPublished():
             published(state, member, message, event)
         case wire.WeightsAdopted():
@@ -158,8 +154,8 @@ def published(state: State, member: Member, message: wire.WeightsPublished, even
     except WeightsError as error:
         state.ending.fail(f"{member.name} published version {message.version} in vain: {error}", event.now)
         return
-    state.ledger.trained()
-    state.note("published", version=message.version, publish_s=message.publish_s)
+    state.ledger.trained(message.version)
+    state.note("published", version=message.version, publish_s=message.publish_s, offer_s=message.offer_s)
 
 
 def adopted(state: State, member: Member, message: wire.WeightsAdopted, now: float) -> None:

@@ -39,6 +39,8 @@ class Group:
     prompt: Prompt
     purpose: Purpose
     state: GroupState = GroupState.WAITING
+    step: int = 0
+    """The step that trains it, once it is sealed."""
     tries: int = 0
     """How often its completions were thrown away."""
     min_version: int = 0
@@ -160,28 +162,37 @@ class Ledger(Groups):
         live = enumerate(sorted(self._live))
         return [(rank, self._live[n]) for rank, n in live if self._live[n].state is GroupState.WAITING]
 
-    def seal(self) -> list[Group]:
-        """Seal and return the next step's groups, once they are all scored; else return nothing."""
-        if self._states[GroupState.SEALED] or self.num_sealed >= self.num_steps:
+    def seal(self, step: int) -> list[Group]:
+        """Seal and return the groups of `step`, the next one, once they are all scored; else return nothing.
+
+        The groups of the step before may still wait for its publication: they are sealed, and come first.
+        """
+        if self.num_sealed >= self.num_steps:
             return []
-        first = [self._live[ordinal] for ordinal in sorted(self._live)[: self.prompts_per_step]]
+        begin = self.count(GroupState.SEALED)
+        first = [self._live[ordinal] for ordinal in sorted(self._live)[begin : begin + self.prompts_per_step]]
         if len(first) < self.prompts_per_step or any(group.state is not GroupState.SCORED for group in first):
             return []
         for group in first:
+            group.step = step
             self.move(group, GroupState.SEALED)
         self.num_sealed += 1
         return first
 
-    def trained(self) -> None:
-        """Retire the sealed groups, which frees their slots: their step has been published."""
-        sealed = self.within(GroupState.SEALED)
+    def sealed(self, step: int) -> list[Group]:
+        """Return the groups that were sealed for `step`, in the order of admission."""
+        return [group for group in self.within(GroupState.SEALED) if group.step == step]
+
+    def trained(self, step: int) -> None:
+        """Retire the groups of `step`, which frees their slots: it has been published."""
+        sealed = self.sealed(step)
         self.num_trained_groups += len(sealed)
         for group in sealed:
             self.move(group, GroupState.TRAINED)
 
     def sealed_metrics(self, step: int) -> dict[str, float]:
-        """Return what the groups of the step in training say of themselves; nothing for a supervised step."""
-        sealed = self.within(GroupState.SEALED)
+        """Return what the groups of a step in training say of themselves; nothing for a supervised step."""
+        sealed = self.sealed(step)
         if not sealed:
             return {}
         rewards = [r for group in sealed for r in group.rewards if r is not None]

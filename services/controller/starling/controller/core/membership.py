@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from starling.common.ids import Role
-from starling.common.wire.messages import Hello
+from starling.common.wire.messages import Hello, LeaseProgress
+from starling.weightsync.layout import Layout
 
 
 @dataclass
@@ -19,8 +20,11 @@ class Member:
     heard_at: float
     version: int
     """Weight version in use, proven; -1 for none."""
-    layout: bytes = b""
+    layout: Layout | None = None
+    """How it lays out its weights; None for who has none."""
     gauges: dict[str, float] = field(default_factory=dict)
+    progress: dict[str, LeaseProgress] = field(default_factory=dict)
+    """By lease, as of the last heartbeat: it counts only for a lease that is still in force."""
 
 
 @dataclass
@@ -49,7 +53,7 @@ class Membership:
             return f"{name} offers {hello.num_slots} slots; it needs at least 1"
         return None
 
-    def join(self, name: str, epoch: int, hello: Hello, layout: bytes, now: float) -> Member:
+    def join(self, name: str, epoch: int, hello: Hello, layout: Layout | None, now: float) -> Member:
         """Admit a replica; a rollout holds no proven version before it has attested one."""
         known = self.members.get(name)
         version = known.version if known is not None and known.epoch == epoch else -1

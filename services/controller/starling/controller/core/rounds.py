@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import decode_layout
-from starling.weightsync.layout import encode as encode_weights
+from starling.weightsync.layout import Layout, encode
 from starling.weightsync.offer import decode_offer
-from starling.weightsync.plan import make_plan
+from starling.weightsync.replan import Plans
 
 RETRY_S = 1.0
 """A failed adoption is tried again after so long."""
@@ -25,12 +24,13 @@ class Rounds:
     """The newest publication, and the plans by which replicas pull it."""
 
     version: int = -1
+    asked: int = -1
+    """The newest version that the policy was told to publish."""
     offer: bytes = b""
-    size_bytes: int = 0
     roots: dict[int, str] = field(default_factory=dict)
     """The root digest of each version that may still be adopted."""
     not_before: dict[str, float] = field(default_factory=dict)
-    _plans: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict)
+    _plans: Plans = field(default_factory=Plans)
 
     def publish(self, version: int, offer: bytes) -> None:
         """Begin a round. Versions only grow: a repetition of an older one changes nothing.
@@ -48,18 +48,13 @@ class Rounds:
         self.roots.pop(version - KEPT_ROOTS, None)
         self.not_before.clear()
 
-    def plan(self, source: bytes, destination: bytes) -> bytes:
-        """Return the plan between two encoded layouts; each pair is planned once.
+    def plan(self, source: Layout, destination: Layout) -> bytes:
+        """Return the encoded plan between two replicas; while neither changes, it is made once.
 
         Raises:
-            WeightsError: as `decode_layout` and `make_plan`.
+            WeightsError: as `make_plan`.
         """
-        key = (source, destination)
-        if key not in self._plans:
-            plan = make_plan(decode_layout(source), decode_layout(destination))
-            self._plans[key] = encode_weights(plan)
-            self.size_bytes = plan.total_bytes
-        return self._plans[key]
+        return encode(self._plans.plan(source, destination))
 
     def failed(self, peer: str, now: float) -> None:
         """Let a while pass before `peer` tries again."""

@@ -6,8 +6,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from starling.common.ids import LEASE_KINDS
 from starling.common.wire.telemetry import ReplicaView, Snapshot
+from starling.controller.core.explain import pull_of
 from starling.controller.core.ledger import GroupState
+from starling.controller.core.membership import Member
 from starling.controller.core.state import State
 
 KEPT_REWARDS = 10
@@ -49,17 +52,7 @@ class History:
 
 def snapshot(state: State, history: History, now: float, dropped: int) -> Snapshot:
     """Return what to show of `state`."""
-    kinds = ("generate", "score", "train", "publish", "adopt", "checkpoint")
-    replicas = tuple(
-        ReplicaView(
-            name=member.name,
-            role=member.role,
-            version=state.version if member.role == "policy" else member.version,
-            num_leases=len(state.leases.of(member.name, *kinds)),
-            gauges=member.gauges,
-        )
-        for member in sorted(state.membership.members.values(), key=lambda m: m.name)
-    )
+    members = sorted(state.membership.members.values(), key=lambda m: m.name)
     return Snapshot(
         phase=state.phase,
         version=state.version,
@@ -70,10 +63,23 @@ def snapshot(state: State, history: History, now: float, dropped: int) -> Snapsh
         groups={
             str(s): state.ledger.count(s) for s in GroupState if s not in (GroupState.TRAINED, GroupState.DISCARDED)
         },
-        replicas=replicas,
+        replicas=tuple(_view(state, member) for member in members),
         step=history.step,
         rewards=tuple(history.rewards),
         curve=tuple(history.curve),
         evaluations=tuple(history.evaluations),
         dropped=dropped,
+    )
+
+
+def _view(state: State, member: Member) -> ReplicaView:
+    pulling, progress = pull_of(state, member) or (-1, None)
+    return ReplicaView(
+        name=member.name,
+        role=member.role,
+        version=state.version if member.role == "policy" else member.version,
+        num_leases=len(state.leases.of(member.name, *LEASE_KINDS)),
+        gauges=member.gauges,
+        pulling=pulling,
+        progress=progress,
     )

@@ -13,6 +13,15 @@ class Progress:
 
     version: int = 0
     published: int = -1
+    """The newest version of which a snapshot was made."""
+
+    def must_wait(self, command: TrainStep | PublishWeights | SaveCheckpoint) -> bool:
+        """Say whether `command` has overtaken the publication of the weights that it changes."""
+        match command:
+            case TrainStep(step=step, published=published):
+                return step == self.version + 1 and published > self.published
+            case _:
+                return False
 
     def objection(self, command: TrainStep | PublishWeights | SaveCheckpoint) -> str | None:
         """Say why `command` cannot be done on the present weights, or None when it can."""

@@ -1,10 +1,14 @@
-"""The policy process: takes steps from the controller, one at a time, and publishes versions."""
+"""The policy process: takes steps from the controller, one at a time, and publishes versions.
+
+Publishing a version stops it for the copy into a snapshot; the offer follows from another thread (`offers.py`).
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,7 @@ from starling.common.settings import ModelSettings, ServiceSettings
 from starling.common.wire import messages as wire
 from starling.policy.core.progress import Progress
 from starling.policy.settings import PolicySettings
+from starling.policy.shell.offers import Offers, failure_of
 
 log = structlog.get_logger(__name__)
 
@@ -74,8 +79,10 @@ class Shell:
         )
         self._trainer: Any = None
         self._progress = Progress()
+        self._held_back: Command | None = None
         hello = wire.Hello(role="policy", host=host_name(), pid=os.getpid(), version=0, has_layout=True)
         self._link = Link(link_settings(arguments, settings), hello, (encode(layout),))
+        self._offers = Offers(self._link.answer, self._link.put)
         log.info("ready", parameters=self._model.num_parameters(), transport=settings.policy.transport)
 
     def run(self, stop: StopSignal) -> None:
@@ -92,41 +99,47 @@ class Shell:
                         raise inbound.error
                     return
                 if isinstance(inbound, Command):
-                    self._do(inbound)
+                    self._take(inbound)
+                elif isinstance(inbound, Future):
+                    inbound.result()  # raises what no answer could tell
                 else:
                     assert inbound is None or isinstance(inbound, GivenUp)  # a step cannot be given up half-way
             reason = f"stopped by {stop.name}"
         finally:
             self._link.close(reason)
             self._publisher.close()
+            self._offers.close()
 
-    def _do(self, command: Command) -> None:
+    def _take(self, command: Command) -> None:
+        """Do a command, and then the one that had come before its time."""
         message = command.message
         assert isinstance(message, wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint), message
+        if self._progress.must_wait(message):
+            self._held_back = command
+            return
+        self._do(message, command.buffers)
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            self._take(held_back)
+
+    def _do(
+        self, message: wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint, buffers: tuple[bytes, ...]
+    ) -> None:
         if not self._link.work(message.lease):
             return
         objection = self._progress.objection(message)
         try:
             if objection is not None:
                 raise ConfigError(objection)
-            answer = self._work(message, command.buffers)
+            match message:
+                case wire.TrainStep():
+                    self._link.answer(message.lease, self._train(message, buffers))
+                case wire.PublishWeights():
+                    self._publish(message)
+                case wire.SaveCheckpoint():
+                    self._link.answer(message.lease, self._save(message))
         except StarlingError as error:
-            answer = (
-                wire.LeaseFailed(lease=message.lease, status=wire.Status.INFRA_LOST, reason=str(error), fatal=True),
-                (),
-            )
-        self._link.answer(message.lease, *answer)
-
-    def _work(
-        self, message: wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint, buffers: tuple[bytes, ...]
-    ) -> tuple[wire.Up, tuple[bytes, ...]]:
-        match message:
-            case wire.TrainStep():
-                return self._train(message, buffers), ()
-            case wire.PublishWeights():
-                return self._publish(message)
-            case wire.SaveCheckpoint():
-                return self._save(message), ()
+            self._link.answer(message.lease, failure_of(message.lease, error))
 
     def _train(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> wire.StepTrained:
         begin = time.perf_counter()
@@ -175,15 +188,10 @@ class Shell:
             self._trainer = make()
         return self._trainer
 
-    def _publish(self, message: wire.PublishWeights) -> tuple[wire.WeightsPublished, tuple[bytes, ...]]:
-        from starling.weightsync.layout import encode
-
-        begin = time.perf_counter()
-        offer = self._publisher.publish(message.version, self._tensors)
+    def _publish(self, message: wire.PublishWeights) -> None:
+        publication = self._publisher.snapshot(message.version, self._tensors)
         self._progress.published = message.version
-        publish_s = time.perf_counter() - begin
-        published = wire.WeightsPublished(lease=message.lease, version=message.version, publish_s=publish_s)
-        return published, (encode(offer),)
+        self._offers.send(message.lease, publication)
 
     def _save(self, message: wire.SaveCheckpoint) -> wire.CheckpointSaved:
         from starling.policy.train.checkpoint import save_hf

@@ -1,17 +1,19 @@
-"""A finished group as a message with its buffers."""
+"""What the engine and the puller have to say, as messages."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from starling.common.wire.messages import GroupGenerated, TensorMeta, TrajectoryMeta
+from starling.common.wire.messages import GroupGenerated, LeaseProgress, TensorMeta, TrajectoryMeta
 
 if TYPE_CHECKING:
     from starling.rollout.engine.base import GroupResult
+    from starling.weightsync.execute.transfer import Progress
 
 
 def answer_of(result: GroupResult, decode: Callable[[Sequence[int]], str]) -> tuple[GroupGenerated, tuple[bytes, ...]]:
@@ -36,4 +38,13 @@ def answer_of(result: GroupResult, decode: Callable[[Sequence[int]], str]) -> tu
     tensors = tuple(TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes) for a in arrays)
     return GroupGenerated(lease=result.lease, trajectories=trajectories, tensors=tensors), tuple(
         a.tobytes() for a in arrays
+    )
+
+
+def progress_of(progress: Progress) -> LeaseProgress:
+    """Return how far a pull is as a heartbeat tells it; an infinite time left is one that is not known yet."""
+    return LeaseProgress(
+        bytes_done=progress.bytes_done,
+        bytes_total=progress.bytes_total,
+        seconds_left=progress.seconds_left if math.isfinite(progress.seconds_left) else None,
     )

@@ -25,7 +25,7 @@ from starling.common.service import (
 from starling.common.wire import messages as wire
 from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Pull, Rollout, Switch
 from starling.rollout.settings import RolloutProcess
-from starling.rollout.shell.answer import answer_of
+from starling.rollout.shell.answer import answer_of, progress_of
 
 log = structlog.get_logger(__name__)
 
@@ -174,7 +174,12 @@ class Shell:
         def work() -> Pulled:
             offer, plan = decode_offer(buffers[0]), decode_plan(buffers[1])
             self._offers = {message.lease: offer}
-            report = self._puller.pull(offer, plan, deadline_s=self._settings.rollout.pull_timeout_s)
+            report = self._puller.pull(
+                offer,
+                plan,
+                deadline_s=self._settings.rollout.pull_timeout_s,
+                progress=lambda progress: self._link.advance(message.lease, progress_of(progress)),
+            )
             split = {name: getattr(report, name) for name in SPLIT}
             return Pulled(message.lease, None, report.seconds, report.size_bytes, report.transport, report.lanes, split)
 

@@ -1,0 +1,63 @@
+"""What the controller shows of pulls that are under way."""
+
+from __future__ import annotations
+
+from transcript import Script
+
+from starling.common.wire.messages import LeaseProgress
+from starling.common.wire.telemetry import ReplicaView
+from starling.controller.shell.status import History, snapshot
+
+SOME = LeaseProgress(bytes_done=43, bytes_total=100, seconds_left=2.1)
+
+
+def view(script: Script, name: str) -> ReplicaView:
+    shown = snapshot(script.state, History(0.0), script.now, dropped=0)
+    return next(replica for replica in shown.replicas if replica.name == name)
+
+
+def adopting() -> Script:
+    """Return a run whose two rollouts are to adopt version 0."""
+    script = Script()
+    for name in ("policy-0", "reward-0", "rollout-0", "rollout-1"):
+        script.joins(name)
+    script.publishes(0)
+    assert script.state.waiting_for == "rollout-0, rollout-1 to adopt version 0"
+    return script
+
+
+def test_a_pull_is_shown_as_far_as_it_is() -> None:
+    script = adopting()
+    script.beats("rollout-1", "adopt:0:1", progress=SOME)
+    assert script.state.waiting_for == "rollout-1 pulls version 0: 43 %, 2.1 s left; rollout-0 to adopt version 0"
+    assert (view(script, "rollout-1").pulling, view(script, "rollout-1").progress) == (0, SOME)
+    assert (view(script, "rollout-0").pulling, view(script, "rollout-0").progress) == (-1, None)
+
+
+def test_a_pull_that_is_over_is_shown_no_longer() -> None:
+    for end in ("adopted", "failed", "lost"):
+        script = adopting()
+        script.beats("rollout-1", "adopt:0:1", progress=SOME)
+        if end == "adopted":
+            script.adopts("rollout-1", 0, 1)
+        elif end == "failed":
+            script.fails("rollout-1", "adopt:0:1")
+        else:
+            script.loses("rollout-1")
+            script.joins("rollout-1")
+        assert view(script, "rollout-1").progress is None, end
+        assert "pulls" not in script.state.waiting_for, end
+
+
+def test_a_heartbeat_that_was_overtaken_by_the_adoption_shows_no_pull() -> None:
+    script = adopting()
+    script.adopts("rollout-1", 0, 1)
+    script.beats("rollout-1", "adopt:0:1", progress=SOME)
+    assert view(script, "rollout-1").progress is None
+
+
+def test_only_a_pull_is_shown_as_one() -> None:
+    script = Script()
+    script.begins()
+    script.beats("rollout-0", "generate:t0:0", "generate:t1:0", version=0, progress=SOME)
+    assert view(script, "rollout-0").progress is None
