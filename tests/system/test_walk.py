@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "tests/system/recipes/walk.toml"
@@ -21,7 +23,8 @@ def run(*command: str) -> None:
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in load_file(folder / "model.safetensors").items()}
+    tensors = load_file(folder / "model.safetensors")
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
 @pytest.mark.system
@@ -33,6 +36,24 @@ def test_synchronous_training_equals_the_walk_to_the_bit(tmp_path: Path) -> None
     assert walked == distributed
     run("examples/walk.py", str(RECIPE), str(tmp_path / "other"), "--rl.num-steps", "5")
     assert weights(tmp_path / "other/checkpoint") != distributed, "weights that never change would prove nothing"
+
+
+@pytest.mark.system
+def test_deltas_change_nothing_but_what_travels(tmp_path: Path) -> None:
+    """bf16 at a small learning rate: most elements keep their bits, and the same run comes out."""
+    flags = ("--model.dtype", "bfloat16", "--policy.optimizer.learning-rate", "0.00005")
+    run("examples/walk.py", str(RECIPE), str(tmp_path / "walk"), *flags)
+    run(
+        *("-m", "starling.cli.main", "run", str(RECIPE), "--run.folder", str(tmp_path / "runs"), *flags),
+        *("--policy.delta-versions", "2"),
+    )
+    attempt = tmp_path / "runs/walk/attempt-1"
+    assert weights(tmp_path / "walk/checkpoint") == weights(attempt / "checkpoints/step-6")
+    lines = [msgspec.json.decode(line) for line in (attempt / "metrics.jsonl").read_text().splitlines()]
+    adopted = [line for line in lines if line["kind"] == "adopted"]
+    assert all(line["attested"] for line in adopted)
+    assert adopted[0]["sent_bytes"] == adopted[0]["size_bytes"]
+    assert adopted[-1]["sent_bytes"] < adopted[-1]["size_bytes"] / 2
 
 
 def test_the_walk_is_short_enough_to_read() -> None:

@@ -17,7 +17,7 @@ seconds = st.floats(0.0, 100.0, allow_nan=False)
 def adoption(**changes: float | str | bool) -> Adoption:
     """An adoption of 1 s, most of it reading."""
     fields = {"replica": "rollout-0", "end_s": 1.0, "prepare_s": 0.1, "read_s": 0.5, "confirm_s": 0.1, "switch_s": 0.1}
-    return Adoption(**{**fields, "size_bytes": 1000, **changes})  # type: ignore[arg-type]
+    return Adoption(**{**fields, "size_bytes": 1000, "sent_bytes": 1000, **changes})  # type: ignore[arg-type]
 
 
 @given(seconds, seconds, seconds, seconds, seconds)
@@ -86,6 +86,7 @@ def test_rounds_are_read_from_the_metrics_of_a_run() -> None:
         "pull_s": 0.4,
         "pause_s": 0.1,
         "size_bytes": 10,
+        "sent_bytes": 4,
         "transport": "ucx",
         "lanes": ["posix/memory"],
         "split": {"prepare_s": 0.1, "read_s": 0.25, "digest_s": 0.05, "confirm_s": 0.05},
@@ -102,6 +103,9 @@ def test_rounds_are_read_from_the_metrics_of_a_run() -> None:
     assert (first.version, second.version, second.adoptions) == (4, 5, ())
     assert (first.offer_s, second.offer_s) == (0.5, 0.0)
     assert [adoption.replica for adoption in first.adoptions] == ["rollout-0", "rollout-1"], "3 was published before"
+    told = split_of([first])
+    assert told is not None
+    assert told.sent_share == pytest.approx(0.4)
     assert first.adoptions[0].parts == pytest.approx(
         {"prepare": 0.1, "read": 0.25, "confirm": 0.05, "switch": 0.1, "wait": 0.5}
     )

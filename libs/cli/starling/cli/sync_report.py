@@ -57,5 +57,7 @@ def _show(split: Split, attempt: Attempt, console: Console) -> None:
     console.print(table)
     lanes = f" over {', '.join(split.lanes)}" if split.lanes else ""
     console.print(f"{split.rate_bytes_per_s / 1e9:.2f} GB/s while reading{lanes}; {split.num_unproven} not proven")
+    if split.sent_share < 1:
+        console.print(f"{split.sent_share:.1%} of the weights travelled: the rest had not changed")
     console.print(f"bottleneck: {split.bottleneck} - {REMEDY[split.bottleneck]}")
     console.print(f"each round as a picture: open {attempt.folder / 'weightsync'}/version-*.json in ui.perfetto.dev")

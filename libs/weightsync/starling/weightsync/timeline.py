@@ -50,6 +50,9 @@ class Adoption(msgspec.Struct, frozen=True, kw_only=True):
     confirm_s: float = 0.0
     switch_s: float = 0.0
     size_bytes: int = 0
+    """Of what it holds."""
+    sent_bytes: int = 0
+    """What travelled for it."""
     transport: str = ""
     lanes: tuple[str, ...] = ()
     attested: bool = True
@@ -87,7 +90,9 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float]
     total_s: float
     rate_bytes_per_s: float
-    """Payload over `read`; 0 when nothing was read."""
+    """What travelled over `read`; 0 when nothing was read."""
+    sent_share: float
+    """What travelled over what was brought up to date: less than 1 where only what changed was sent."""
     lanes: tuple[str, ...]
     bottleneck: str
     """A key of `REMEDY`."""
@@ -99,7 +104,7 @@ def rounds_of(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
     Args:
         lines: objects with ``kind``, of which ``published`` (``time``, ``version``, ``publish_s``, ``offer_s``) and
             ``adopted`` (``time``, ``version``, ``replica``, ``attested``, ``pull_s``, ``pause_s``, ``size_bytes``,
-            ``transport``, ``lanes``, ``split``) are read. Adoptions of versions whose publication is not among them
+            ``sent_bytes``, ``transport``, ``lanes``, ``split``) are read. Adoptions of versions whose publication is not among them
             are left out.
     """
     published: dict[int, Mapping[str, Any]] = {}
@@ -133,6 +138,7 @@ def _adoption(line: Mapping[str, Any], published_at: float) -> Adoption:
         confirm_s=split.get("confirm_s", 0.0),
         switch_s=line["pause_s"],
         size_bytes=line["size_bytes"],
+        sent_bytes=line.get("sent_bytes", line["size_bytes"]),
         transport=line["transport"],
         lanes=tuple(line["lanes"]),
         attested=line["attested"],
@@ -146,6 +152,7 @@ def split_of(rounds: Sequence[Round]) -> Split | None:
         return None
     parts = {name: fmean(adoption.parts[name] for adoption in adoptions) for name in PARTS}
     reading = sum(adoption.read_s for adoption in adoptions)
+    sent, size = (sum(getattr(adoption, name) for adoption in adoptions) for name in ("sent_bytes", "size_bytes"))
     return Split(
         num_rounds=len(rounds),
         num_adoptions=len(adoptions),
@@ -154,7 +161,8 @@ def split_of(rounds: Sequence[Round]) -> Split | None:
         offer_s=fmean(each.offer_s for each in rounds),
         parts=parts,
         total_s=fmean(sum(adoption.parts.values()) for adoption in adoptions),
-        rate_bytes_per_s=sum(adoption.size_bytes for adoption in adoptions) / reading if reading else 0.0,
+        rate_bytes_per_s=sent / reading if reading else 0.0,
+        sent_share=sent / size if size else 1.0,
         lanes=tuple(sorted({lane for adoption in adoptions for lane in adoption.lanes})),
         bottleneck=_bottleneck(adoptions, parts),
     )
@@ -187,7 +195,7 @@ def trace_of(measured: Round) -> dict[str, Any]:
             detail: dict[str, Any] = {"seconds": seconds}
             if name == "read":
                 detail |= {
-                    "bytes": adoption.size_bytes,
+                    "bytes": adoption.sent_bytes,
                     "transport": adoption.transport,
                     "lanes": list(adoption.lanes),
                     "unpack_s": adoption.unpack_s,

@@ -80,6 +80,11 @@ class PolicySettings(BaseModel):
     """Compute a prompt once for several completions of its group where that makes the step cheaper."""
     transport: Literal["ucx", "tcp", "local"] = "ucx"
     """How weights travel to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory on this host."""
+    delta_versions: int | None = Field(default=None, ge=0)
+    """For so many versions back the policy knows what changed, and sends only that; 0 sends every version whole.
+
+    Unset, it is 2, and 0 where all rollouts are on this host: there weights are sooner sent than compared.
+    """
     publish_timeout_s: float = Field(default=30.0, gt=0.0)
     """How long a publication waits for rollouts that still read both snapshots, before it revokes the older one."""
     optimizer: OptimizerSettings = OptimizerSettings()

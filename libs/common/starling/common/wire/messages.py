@@ -248,7 +248,10 @@ class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="weights_ado
     pause_s: float
     """Seconds that generation paused for the switch."""
     size_bytes: int
+    """Of the weights that it holds."""
     transport: str
+    sent_bytes: int = 0
+    """What travelled for it: less where only what changed was sent."""
     lanes: tuple[str, ...] = ()
     """Over what the bytes really went, for example ``posix/memory``."""
     split: dict[str, float] = {}

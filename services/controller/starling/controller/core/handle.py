@@ -171,6 +171,7 @@ def adopted(state: State, member: Member, message: wire.WeightsAdopted, now: flo
         pull_s=message.pull_s,
         pause_s=message.pause_s,
         size_bytes=message.size_bytes,
+        sent_bytes=message.sent_bytes,
         transport=message.transport,
         lanes=message.lanes,
         split=message.split,

@@ -76,6 +76,7 @@ class Shell:
             transport=settings.policy.transport,
             host=settings.network.host,
             read_timeout_s=settings.policy.publish_timeout_s,
+            delta_versions=settings.policy.delta_versions,
         )
         self._trainer: Any = None
         self._progress = Progress()

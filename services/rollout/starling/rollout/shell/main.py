@@ -43,6 +43,7 @@ class Pulled:
     problem: str | None
     seconds: float = 0.0
     size_bytes: int = 0
+    sent_bytes: int = 0
     transport: str = ""
     lanes: tuple[str, ...] = ()
     split: dict[str, float] = field(default_factory=dict)
@@ -181,7 +182,16 @@ class Shell:
                 progress=lambda progress: self._link.advance(message.lease, progress_of(progress)),
             )
             split = {name: getattr(report, name) for name in SPLIT}
-            return Pulled(message.lease, None, report.seconds, report.size_bytes, report.transport, report.lanes, split)
+            return Pulled(
+                lease=message.lease,
+                problem=None,
+                seconds=report.seconds,
+                size_bytes=report.size_bytes,
+                sent_bytes=sum(report.bytes_by_source.values()),
+                transport=report.transport,
+                lanes=report.lanes,
+                split=split,
+            )
 
         def done(future: Future[Pulled]) -> None:
             error = future.exception()
@@ -211,6 +221,7 @@ class Shell:
                 pull_s=pull.seconds,
                 pause_s=pause_s,
                 size_bytes=pull.size_bytes,
+                sent_bytes=pull.sent_bytes,
                 transport=pull.transport,
                 lanes=pull.lanes,
                 split=pull.split,
