@@ -80,6 +80,8 @@ class Pair:
         self.source = self._start(-1)
         self.tensors = blank()
         self.version = -1
+        self.num_deltas = 0
+        """Boxes of which only what changed was sent, in the last pull that succeeded."""
         layout = layout_of(self.tensors, "rollout-0")
         self.plan = make_plan(self.source.layout, layout, bucket_bytes=BUCKET_BYTES)
         self.puller = Puller(layout)
@@ -110,7 +112,7 @@ class Pair:
         """
         try:
             into = self.tensors if in_place else None
-            self.puller.pull(offer, self.plan, deadline_s=deadline_s, cancelled=cancelled, into=into)
+            report = self.puller.pull(offer, self.plan, deadline_s=deadline_s, cancelled=cancelled, into=into)
         except WeightsError as error:
             return self._check_failed(in_place, str(error))
         if not in_place:
@@ -118,6 +120,7 @@ class Pair:
             require(self.puller.version == self.version, "another version before the switch")
             require(self.version < 0 or same(self.tensors, weights(self.version)), "other bits before the switch")
             self.puller.switch(self.tensors)
+        self.num_deltas = report.num_deltas
         require(self.puller.state == "current", f"{self.puller.state} after adoption")
         require(self.puller.version == offer.version, f"version {self.puller.version}, not {offer.version}")
         self.version = offer.version

@@ -22,15 +22,21 @@ from starling.weightsync.plan import make_plan
 
 ANSWER_S = 30.0
 BUCKET_BYTES = 64 << 10
+SIMILAR = 4
+"""So many versions in a row differ in few elements only."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """A small model with everything that is awkward: odd sizes, scalars, empty, strided and tied tensors, NaNs."""
-    draw = torch.Generator().manual_seed(version)
+    """A small model with everything that is awkward: odd sizes, scalars, empty, strided and tied tensors, NaNs.
+
+    From one version to the next few elements change, but every fourth version is another model.
+    """
+    draw = torch.Generator().manual_seed(version // SIMILAR)
     embed = torch.randn(257, 129, generator=draw).to(torch.bfloat16)
     odd = torch.randn(7, 13, 11, generator=draw)
     odd.view(torch.int32)[0, 0, :3] = torch.tensor([0x7FC00001, -1, -0x80000000])  # NaN payloads, minus zero
-    return {
+    made = {
         "embed": embed,
         "odd": odd,
         "turned": torch.randn(31, 17, generator=draw).t(),
@@ -42,6 +48,12 @@ def weights(version: int) -> dict[str, torch.Tensor]:
         "large": torch.randn(600, 601, generator=draw),
         "head": embed,
     }
+    draw.manual_seed(version)
+    for name in ("embed", "odd", "counts", "mask", "large"):
+        items = made[name].view(-1).view(_INTEGERS[made[name].element_size()])
+        items[torch.randint(len(items), (1 + len(items) // 200,), generator=draw)] ^= 1
+    made["turned"].T[0, version % SIMILAR] += 1 + version
+    return made
 
 
 def blank() -> dict[str, torch.Tensor]:
@@ -60,8 +72,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def _publish(transport: Transport, read_timeout_s: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    with Publisher(layout_of(weights(0), "policy-0"), transport=transport, read_timeout_s=read_timeout_s) as publisher:
-        pipe.send_bytes(encode(layout_of(weights(0), "policy-0")))
+    layout = layout_of(weights(0), "policy-0")
+    with Publisher(layout, transport=transport, read_timeout_s=read_timeout_s, delta_versions=2) as publisher:
+        pipe.send_bytes(encode(layout))
         while (version := pipe.recv()) is not None:
             pipe.send_bytes(encode(publisher.publish(version, weights(version))))
 
