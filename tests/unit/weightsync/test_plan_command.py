@@ -38,6 +38,7 @@ def test_words_become_numbers(config: str, capsys: pytest.CaptureFixture[str]) -
     assert found["estimate"]["total_bytes"] == NUM_BYTES + norms
     assert sum(num_bytes for _, _, num_bytes in found["pairs"]) == NUM_BYTES + norms
     assert {source for source, _, _ in found["pairs"]} == {0, 1, 2, 3}
+    assert NUM_BYTES // 4 <= found["snapshots_bytes"] // 2 <= NUM_BYTES // 4 + 64 * 32  # a quarter of it, padded
     parts = [found["estimate"][name] for name in ("pack_s", "wire_s", "unpack_s", "wait_s")]
     assert found["estimate"]["seconds"] == pytest.approx(sum(parts))
 
@@ -75,6 +76,7 @@ def test_files_and_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     page = capsys.readouterr().out
     assert "policy-0 (2 ranks) -> rollout-0 (2 ranks)" in page
     assert "moved             72 B" in page
+    assert "snapshots         128 B on a rank of the source" in page
     assert "big/cuda:1 host out" in page
     assert "... and 2 pairs more" in page
 

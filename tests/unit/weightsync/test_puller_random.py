@@ -12,8 +12,9 @@ from puller_models import Model, equal, local, publish, publishers, zeros
 
 from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.execute.pull import Puller
-from starling.weightsync.offer import Transport
-from starling.weightsync.plan import make_plan
+from starling.weightsync.offer import Offer, Transport
+from starling.weightsync.peaks import destination_peak
+from starling.weightsync.plan import Plan, make_plan
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
@@ -52,13 +53,21 @@ def test_any_layout_reaches_any_other(
                     assert puller.attest(live, offer) == offer.root
                     assert report.size_bytes == sum(bucket.size_bytes for bucket in plan.of_destination(rank))
                     assert sum(report.bytes_by_source.values()) == report.size_bytes
-                    assert report.scratch_bytes <= plan.peak_bytes(rank, in_place=True)
+                    peak = destination_peak(plan, destination, rank, asked(offer, plan, rank), in_place=in_place)
+                    assert report.scratch_bytes == peak.scratch_bytes <= plan.peak_bytes(rank, in_place=True)
                     assert report.num_retries == 0
                     flip(draw, live)
                     assert not any(x.numel() for x in live.values()) or puller.attest(live, offer) != offer.root
         finally:
             for puller in pullers:
                 puller.close()
+
+
+def asked(offer: Offer, plan: Plan, rank: int) -> Transport:
+    """The transport of all who can be asked, the sources and their twins, or one that stands for several."""
+    holds = {offer.ranks[bucket.source_rank].holds for bucket in plan.of_destination(rank)}
+    found = {other.transport for other in offer.ranks if other.holds in holds}
+    return "local" if found <= {"local"} else "tcp"
 
 
 def flip(draw: random.Random, live: dict[str, torch.Tensor]) -> None:

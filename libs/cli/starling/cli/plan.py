@@ -17,6 +17,7 @@ from starling.weightsync.estimate import Estimate, estimate, estimate_fan_out
 from starling.weightsync.layout import Place, decode_layout, encode
 from starling.weightsync.layouts.presets import PRESETS
 from starling.weightsync.layouts.symbolic import compact_layout, model_layout
+from starling.weightsync.peaks import NUM_SNAPSHOTS
 from starling.weightsync.plan import Plan, make_plan
 from starling.weightsync.relay import FanOut, make_fan_out
 from starling.weightsync.splits import CompactLayout, splits_of
@@ -133,6 +134,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
     return {
         "replicas": len(outlook.replicas),
         "plan_bytes": len(encode(outlook.plan)),
+        "snapshots_bytes": _snapshots(outlook.source),
         "estimate": msgspec.to_builtins(outlook.estimate),
         "one_replica": msgspec.to_builtins(outlook.one),
         "pairs": [[int(a), int(b), int(pairs[a, b])] for a, b in zip(*np.nonzero(pairs), strict=True)],
@@ -151,6 +153,7 @@ def as_text(outlook: Outlook, num_rows: int) -> str:
         f"moved             {_size(found.total_bytes)}",
         f"publisher sends   {_size(found.publisher_bytes)}",
         f"peak staging      {_size(found.peak_staging_bytes)} on a rank ({_size(_in_place(plan))} in place)",
+        f"snapshots         {_size(_snapshots(outlook.source))} on a rank of the source, beside what it packs",
         f"plan              {_size(len(encode(plan)))}, {len(plan.moves)} classes of tensors",
         "",
         f"expected          {_time(found.seconds)}",
@@ -180,6 +183,10 @@ def as_text(outlook: Outlook, num_rows: int) -> str:
 
 def _in_place(plan: Plan) -> int:
     return max((plan.peak_bytes(rank, in_place=True) for rank in plan.ranks), default=0)
+
+
+def _snapshots(source: CompactLayout) -> int:
+    return NUM_SNAPSHOTS * int(source.piece_bytes.max(initial=0))
 
 
 def _side(text: str, replica: str, config: Mapping[str, Any] | None, dtype: str) -> Side:

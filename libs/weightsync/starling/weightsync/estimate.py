@@ -44,7 +44,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     switch_s: float
     """Pause of an engine that then switches from staging: one copy of what its busiest rank took."""
     peak_staging_bytes: int
-    """Most memory that a destination rank needs besides its tensors."""
+    """Bound on the memory that a destination rank takes beside its tensors."""
     links: tuple[LinkLoad, ...]
     """The slowest first."""
 

@@ -23,7 +23,9 @@ from starling.common.errors import WeightsError
 from starling.weightsync.layout import Box, Piece, decode
 
 Transport = Literal["ucx", "local", "tcp"]
-ROOT_CHARACTERS: Final = 32
+DIGEST_BYTES: Final = 16
+"""Of a box."""
+ROOT_CHARACTERS: Final = 2 * DIGEST_BYTES
 
 
 class RankOffer(msgspec.Struct, frozen=True, kw_only=True):

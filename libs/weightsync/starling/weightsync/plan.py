@@ -148,12 +148,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return np.minimum(total, most)
 
     def peak_bytes(self, rank: int, *, in_place: bool = False) -> int:
-        """Return the most memory that `rank` needs besides its tensors: its staging, unless in place, and buckets."""
+        """Return a bound on the memory that `rank` takes beside its tensors: staging, unless in place, and buckets.
+
+        With the layouts too, `peaks.destination_peak` has the figure itself: most boxes arrive where they belong.
+        """
         return int(self.in_flight_bytes[rank]) + (0 if in_place else int(self.staging_bytes[rank]))
 
     @property
     def peak_staging_bytes(self) -> int:
-        """Most bytes that any destination rank needs while it pulls into staging."""
+        """The bound for the destination rank that needs most while it pulls into staging."""
         return max((self.peak_bytes(rank) for rank in self.ranks), default=0)
 
     @property

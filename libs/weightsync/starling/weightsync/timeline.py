@@ -104,8 +104,8 @@ def rounds_of(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
     Args:
         lines: objects with ``kind``, of which ``published`` (``time``, ``version``, ``publish_s``, ``offer_s``) and
             ``adopted`` (``time``, ``version``, ``replica``, ``attested``, ``pull_s``, ``pause_s``, ``size_bytes``,
-            ``sent_bytes``, ``transport``, ``lanes``, ``split``) are read. Adoptions of versions whose publication is not
-            among them are left out.
+            ``sent_bytes``, ``transport``, ``lanes``, ``split``) are read. Adoptions of versions whose publication
+            is not among them are left out.
     """
     published: dict[int, Mapping[str, Any]] = {}
     adoptions: dict[int, list[Adoption]] = {}

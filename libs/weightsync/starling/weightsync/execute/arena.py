@@ -30,16 +30,15 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.digests import DIGEST_BYTES
 from starling.weightsync.execute.memory import Memory
 from starling.weightsync.layout import Piece, packed_offsets
+from starling.weightsync.peaks import NUM_SNAPSHOTS, PAGE_BYTES, slot_bytes
 
 WhenBusy = Literal["revoke", "wait", "skip"]
 """What a writer does when every slot is being read: wait and then revoke the oldest snapshot, wait and then give up,
 or give up at once."""
 
 MAGIC: Final = int.from_bytes(b"STARARN2", "little")
-PAGE_BYTES: Final = 4096
 TOKEN_BYTES: Final = 16
 MAX_SLOTS: Final = 4
 _NUM_SLOTS_AT, _EXTENT_AT, _LIST_BYTES_AT, _IDS_AT, _DIGESTED_AT = 1, 2, 3, 8, 12  # words of the header
@@ -61,10 +60,6 @@ def _lock(fd: int, kind: int, snapshot: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
-
-
-def _paged(size_bytes: int) -> int:
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Mapping:
@@ -154,11 +149,11 @@ class Mapping:
 class Arena:
     """Slots that each have room for `pieces` and their digests, written by this process."""
 
-    def __init__(self, pieces: Sequence[Piece], *, num_slots: int = 2) -> None:
+    def __init__(self, pieces: Sequence[Piece], *, num_slots: int = NUM_SNAPSHOTS) -> None:
         _, self.extent_bytes = packed_offsets(piece.size_bytes for piece in pieces)
         self._num_slots, self._num_pieces = num_slots, len(pieces)
         listed = msgspec.msgpack.encode(pieces)
-        extent = _paged(self.extent_bytes + DIGEST_BYTES * len(pieces))
+        extent = slot_bytes(pieces)
         end = PAGE_BYTES + num_slots * extent
         self._fd = os.memfd_create("starling-snapshots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

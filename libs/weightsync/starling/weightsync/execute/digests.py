@@ -16,7 +16,6 @@ from starling.weightsync.execute.once import Once
 from starling.weightsync.layout import Box
 
 Digests = Literal["full", "sampled", "off"]
-DIGEST_BYTES: Final = 16
 SAMPLE_EVERY: Final = 16
 _SAMPLE_BYTES: Final = 4096
 
@@ -44,12 +43,16 @@ def sample_of(array: Array, salt: int) -> Array:
     if array.ndim == 0 or array.nbytes <= _SAMPLE_BYTES:
         return array
     if array.ndim == 1 or array.shape[0] < SAMPLE_EVERY:
-        long = array.reshape(-1) if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1)
         run = _SAMPLE_BYTES // array.itemsize
-        whole = long.size // run
+        whole = array.size // run
         if whole < SAMPLE_EVERY:
-            return long
-        return long[: whole * run].reshape(whole, run)[salt % SAMPLE_EVERY :: SAMPLE_EVERY]
+            return np.ascontiguousarray(array).reshape(-1)
+        if array.flags.c_contiguous:
+            return array.reshape(-1)[: whole * run].reshape(whole, run)[salt % SAMPLE_EVERY :: SAMPLE_EVERY]
+        # Only what is sampled is copied: the whole box may be as large as a bucket.
+        return np.stack(
+            [array.flat[at * run : (at + 1) * run] for at in range(salt % SAMPLE_EVERY, whole, SAMPLE_EVERY)]
+        )
     return array[salt % SAMPLE_EVERY :: SAMPLE_EVERY]
 
 

@@ -15,12 +15,12 @@ import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.arena import Mapping
-from starling.weightsync.execute.digests import DIGEST_BYTES, Hasher, digest_of_array
+from starling.weightsync.execute.digests import Hasher, digest_of_array
 from starling.weightsync.execute.memory import Array, Memory, chunks_of, packed_arrays, part_of
 from starling.weightsync.execute.requests import Answer, Open, Read, Release, Request, refusal
 from starling.weightsync.execute.source import NOT_OPENED, REVOKED, Holding
 from starling.weightsync.execute.wire import Answered, Event, Events, Landing
-from starling.weightsync.offer import RankOffer
+from starling.weightsync.offer import DIGEST_BYTES, RankOffer
 
 
 @dataclass

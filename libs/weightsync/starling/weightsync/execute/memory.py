@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.weightsync.layout import ITEM_BYTES, Box, Piece, aligned, packed_offsets
+from starling.weightsync.segments import packed_bytes, payload_bytes
 
 Memory = npt.NDArray[np.uint8]
 """Flat memory, one byte per element."""
@@ -71,11 +72,6 @@ def flat_bytes(array: Array) -> Memory:
     return memory
 
 
-def payload_bytes(sizes: Sequence[int]) -> int:
-    """Return the length of a payload of blocks of these sizes: no padding after the last."""
-    return sum(aligned(size) for size in sizes[:-1]) + sizes[-1] if sizes else 0
-
-
 def blocks_of(payload: Memory, arrays: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
     """Yield each array with its place in the payload, an array of the same shape."""
     offsets, _ = packed_offsets(array.nbytes for array in arrays)
@@ -100,7 +96,8 @@ def is_direct(group: Sequence[Array]) -> bool:
 
 def packing_bytes(groups: Sequence[Sequence[Array]]) -> int:
     """Return the room needed to pack those segments that must be."""
-    return sum(aligned(payload_bytes([a.nbytes for a in group])) for group in groups if not is_direct(group))
+    sizes = [array.nbytes for group in groups for array in group]
+    return packed_bytes(sizes, [len(group) for group in groups], [is_direct(group) for group in groups])
 
 
 def pack(groups: Sequence[Sequence[Array]], room: Memory) -> list[Memory]:

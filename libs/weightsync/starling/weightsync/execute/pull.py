@@ -23,7 +23,7 @@ import torch
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.deadline import Deadline, never
-from starling.weightsync.execute.digests import DIGEST_BYTES, Digests, digest_of_array
+from starling.weightsync.execute.digests import Digests, digest_of_array
 from starling.weightsync.execute.memory import Array, Memory, allocate, packed_arrays, part_of
 from starling.weightsync.execute.relay import Relay
 from starling.weightsync.execute.scratch import Scratch
@@ -33,8 +33,9 @@ from starling.weightsync.execute.transfer import Delta, Progress, Terms, Transfe
 from starling.weightsync.execute.wire import Peer
 from starling.weightsync.execute.wires import Wires
 from starling.weightsync.layout import Box, Layout, check_layout, packed_offsets, pieces_of
-from starling.weightsync.offer import Offer, RankOffer, Transport, attested_root, check_offer, root_of
+from starling.weightsync.offer import DIGEST_BYTES, Offer, RankOffer, Transport, attested_root, check_offer, root_of
 from starling.weightsync.plan import Plan
+from starling.weightsync.segments import most_at_once
 
 State = Literal["stale", "pulling", "staged", "current", "torn"]
 
@@ -58,7 +59,7 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     """What was brought up to date."""
     scratch_bytes: int
-    """Most memory used at once beside staging or the live tensors."""
+    """Memory that was there beside staging or the live tensors, for what must be unpacked."""
     bytes_by_source: dict[str, int]
     """What travelled, by the address that it came from."""
     seconds: float
@@ -84,8 +85,8 @@ class Puller:
         relay: also offer what is being pulled to other replicas, over this transport.
         host: the address that they connect to.
         stall_s: how long a source may owe an answer before another one is tried, if there is another.
-        scratch_bytes: memory for what must be unpacked; by default what the plan has for buckets
-            under way.
+        scratch_bytes: memory for what must be unpacked; by default what the buckets under way need at most, see
+            `peaks.destination_peak`.
     """
 
     def __init__(
@@ -278,8 +279,16 @@ class Puller:
 
         if live is not None:
             self.state, self.version = "torn", -1
-        scratch = self._make_scratch(stage)
-        terms = Terms(self._digests, offer.version, self._stall_s, place, arrived, progress)
+        scratch = self._make_scratch(stage, peers)
+        terms = Terms(
+            digests=self._digests,
+            version=offer.version,
+            stall_s=self._stall_s,
+            place=place,
+            arrived=arrived,
+            delta_bytes=plan.peak_bytes(self._rank, in_place=True),
+            report=progress,
+        )
         transfer = Transfer(stage, peers, scratch, self._pool, terms, self._wires.numbers, bases)
         prepared = time.perf_counter()
         transfer.run(deadline)
@@ -294,7 +303,7 @@ class Puller:
             num_retries=work.num_retries,
             num_deltas=work.num_deltas,
             size_bytes=stage.total_bytes,
-            scratch_bytes=scratch.peak_bytes,
+            scratch_bytes=scratch.size_bytes,
             bytes_by_source={addresses[key].address: size for key, size in work.bytes_by_source.items()},
             seconds=end - begin,
             prepare_s=prepared - begin,
@@ -318,6 +327,9 @@ class Puller:
         if live is not None:  # the tensors may be others each time
             self._stage = make_stage(plan, self._layout, self._rank, [array_of(tensor) for tensor in live])
             self._staged = ()
+            if self._relay is None:
+                self._held.pop(False, None)
+                self._staging = None  # a replica whose engine is paused for its pulls needs none
             return self._stage
         if self._staging is None:
             self._staging = allocate(self._extent_bytes)
@@ -327,14 +339,16 @@ class Puller:
             self._stage = make_stage(plan, self._layout, self._rank, self._staged)
         return self._stage
 
-    def _make_scratch(self, stage: Stage) -> Scratch:
-        largest = max((read.scratch_bytes(scatters=False) for read in stage.reads), default=0)
-        wanted = stage.plan.peak_bytes(self._rank, in_place=True)
+    def _make_scratch(self, stage: Stage, peers: Mapping[int, Sequence[Peer]]) -> Scratch:
+        scatters = all(peer.wire.scatters for group in peers.values() for peer in group)
+        rooms = [read.scratch_bytes(scatters=scatters) for read in stage.reads]
+        wanted, largest = most_at_once(rooms, stage.plan.buckets_in_flight), max(rooms, default=0)
         if self._scratch_bytes is not None:
             wanted = self._scratch_bytes
         if wanted < largest:
             raise WeightsError(f"{wanted} bytes of scratch are too few: a bucket of this plan needs {largest}.")
-        if self._scratch is None or self._scratch.size_bytes < wanted:
+        if self._scratch is None or self._scratch.size_bytes != wanted:
+            self._scratch = None  # the old memory goes before the new comes
             self._scratch = Scratch(wanted)
         self._scratch.clear()
         return self._scratch

@@ -14,15 +14,11 @@ class Scratch:
         """How much there is."""
         self._memory = allocate(0)
         self._free: list[tuple[int, int]] = []
-        self._taken = 0
-        self.peak_bytes = 0
-        """Most bytes that were taken at once since `clear`."""
         self.clear()
 
     def clear(self) -> None:
         """Take every block back; nobody may use one any more."""
         self._free = [(0, self.size_bytes)] if self.size_bytes else []
-        self._taken = self.peak_bytes = 0
 
     def take(self, size_bytes: int) -> Memory | None:
         """Return a block, or None when there is no room for it now."""
@@ -32,8 +28,6 @@ class Scratch:
         for index, (begin, length) in enumerate(self._free):
             if length >= size:
                 self._free[index : index + 1] = [(begin + size, length - size)] if length > size else []
-                self._taken += size
-                self.peak_bytes = max(self.peak_bytes, self._taken)
                 return self._memory[begin : begin + size]
         return self._memory[:0] if size == 0 else None
 
@@ -42,7 +36,6 @@ class Scratch:
         if not block.nbytes:
             return
         begin = block.ctypes.data - self._memory.ctypes.data
-        self._taken -= block.nbytes
         merged: list[tuple[int, int]] = []
         for start, length in sorted([*self._free, (begin, block.nbytes)]):
             if merged and sum(merged[-1]) == start:
@@ -53,7 +46,11 @@ class Scratch:
 
 
 class Rooms:
-    """Blocks of any sizes, kept when they are given back; `limit_bytes` in all, or a single larger one. One thread."""
+    """Blocks of any sizes, kept when they are given back; `limit_bytes` in all, or a single larger one. One thread.
+
+    There are never more blocks than were once taken at one time: a new one takes the place of kept ones, which are all
+    too small by then.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -64,18 +61,24 @@ class Rooms:
         """Return a block of at least that size, or None when there is no room for it now."""
         if not size_bytes:
             return allocate(0)
-        for index, block in enumerate(self._kept):
-            if block.nbytes >= size_bytes:
-                del self._kept[index]
-                self._taken_bytes += block.nbytes
-                return block
+        fitting = [index for index, block in enumerate(self._kept) if block.nbytes >= size_bytes]
+        if fitting:
+            block = self._kept.pop(min(fitting, key=lambda index: self._kept[index].nbytes))
+            self._taken_bytes += block.nbytes
+            return block
         if self._taken_bytes and self._taken_bytes + size_bytes > self._limit_bytes:
             return None
         room = self._limit_bytes - self._taken_bytes - size_bytes
-        while self._kept and sum(block.nbytes for block in self._kept) > room:
-            self._kept.pop(0)
+        freed = 0
+        while self._kept and (freed < size_bytes or self.kept_bytes > room):
+            freed += self._kept.pop(0).nbytes
         self._taken_bytes += size_bytes
         return allocate(size_bytes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much is there for the next who asks."""
+        return sum(block.nbytes for block in self._kept)
 
     def give(self, block: Memory) -> None:
         """Give a block back."""

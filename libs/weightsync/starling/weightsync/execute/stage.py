@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.weightsync.boxes import contains, first_gap
-from starling.weightsync.execute.memory import Array, part_of, payload_bytes
+from starling.weightsync.execute.memory import Array, part_of
 from starling.weightsync.layout import Box, Layout, Piece, aligned, pieces_of
 from starling.weightsync.moves import Bucket
 from starling.weightsync.plan import Plan
-
-DIRECT_BYTES: Final = 64 << 10
-"""Smaller boxes are packed together: a message of its own would cost more than the copy."""
+from starling.weightsync.segments import DIRECT_BYTES, cut_segments, packed_bytes
 
 
 @dataclass(frozen=True)
@@ -35,18 +32,10 @@ class BucketRead:
 
     def scratch_bytes(self, *, scatters: bool) -> int:
         """Return the room that the bucket needs beside its destination, with a transport that `scatters` or not."""
-        sizes: list[int] = []
-        first = 0
-        for count, direct in zip(self.segments, self.direct, strict=True):
-            group = range(first, first + count)
-            first += count
-            if direct:
-                continue
-            if not scatters:
-                sizes.append(payload_bytes([self.boxes[index].size_bytes for index in group]))
-            else:
-                sizes += [self.boxes[index].size_bytes for index in group if self.arrays[index] is None]
-        return sum(aligned(size) for size in sizes)
+        sizes = [box.size_bytes for box in self.boxes]
+        if scatters:
+            return sum(aligned(size) for size, array in zip(sizes, self.arrays, strict=True) if array is None)
+        return packed_bytes(sizes, self.segments, self.direct)
 
 
 @dataclass(frozen=True)
@@ -129,23 +118,15 @@ def _read(bucket: Bucket, wanted: Sequence[Piece], arrays: Sequence[Array | None
 def _arrange(
     source_rank: int, boxes: Sequence[Piece], shards: tuple[int, ...], places: Sequence[Array | None]
 ) -> BucketRead:
-    segments: list[int] = []
-    direct: list[bool] = []
-    for place in places:
-        if place is not None and place.flags.c_contiguous and place.nbytes >= DIRECT_BYTES:
-            segments.append(1)
-            direct.append(True)
-        elif direct and not direct[-1]:
-            segments[-1] += 1
-        else:
-            segments.append(1)
-            direct.append(False)
+    segments, kinds = cut_segments(
+        [place is not None and place.nbytes >= DIRECT_BYTES and place.flags.c_contiguous for place in places]
+    )
     return BucketRead(
         source_rank=source_rank,
         boxes=tuple(boxes),
         shards=shards,
         arrays=tuple(places),
-        segments=tuple(segments),
-        direct=tuple(direct),
+        segments=segments,
+        direct=kinds,
         size_bytes=sum(box.size_bytes for box in boxes),
     )

@@ -18,11 +18,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import numpy as np
-
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.deadline import LONGEST_WAIT_S
-from starling.weightsync.execute.memory import Memory, grouped, pack, packing_bytes
+from starling.weightsync.execute.memory import allocate, grouped, pack, packing_bytes
 from starling.weightsync.execute.requests import (
     ANSWER_BYTES,
     LENGTH,
@@ -179,7 +177,7 @@ class TcpServer:
     def _serve(self, connection: socket.socket) -> None:
         session = Session(self._source)
         patience: float | None = time.monotonic() + SILENCE_S
-        room: Memory = np.empty(0, np.uint8)
+        room = allocate(0)
         try:
             with connection:
                 _prepare(connection)
@@ -200,8 +198,10 @@ class TcpServer:
                     answer = _framed(granted.answer(request.number))
                     if isinstance(request, Read):
                         groups = grouped(granted.payload, request.segments)
-                        if room.nbytes < packing_bytes(groups):
-                            room = np.empty(packing_bytes(groups), np.uint8)
+                        needed = packing_bytes(groups)
+                        if room.nbytes < needed:
+                            room = allocate(0)  # the old room goes before the new one comes
+                            room = allocate(needed)
                         _send(connection, [answer, *(segment.data for segment in pack(groups, room))], self._stop)
                     else:
                         _send(connection, [answer], self._stop)

@@ -1,9 +1,9 @@
 """The work of one pull: many buckets from many sources at once, each tried elsewhere when its source fails.
 
 The thread that pulls drives the transports and decides; the threads of a pool unpack and digest. A bucket is asked for
-when there is scratch for what must be unpacked, and when its source has fewer than `MAX_IN_FLIGHT` under way. Where the
-destination still holds a version of the bucket against which the source may have deltas, it asks first how large these
-are. A bucket of which a delta has led to another digest is asked for whole.
+when there is scratch for what must be unpacked, and when its source has fewer than `BUCKETS_PER_SOURCE` under way.
+Where the destination still holds a version of the bucket against which the source may have deltas, it asks first how
+large these are. A bucket of which a delta has led to another digest is asked for whole.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import numpy as np
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.boxes import apply_box
 from starling.weightsync.execute.deadline import Deadline
-from starling.weightsync.execute.digests import DIGEST_BYTES, Digests, digest_of_array
-from starling.weightsync.execute.memory import Array, Memory, flat_bytes, grouped, packed_arrays, payload_bytes
+from starling.weightsync.execute.digests import Digests, digest_of_array
+from starling.weightsync.execute.memory import Array, Memory, flat_bytes, grouped, packed_arrays
 from starling.weightsync.execute.requests import Answer, Compare, Open, Read, Release
 from starling.weightsync.execute.scratch import Scratch
 from starling.weightsync.execute.stage import BucketRead, Stage, with_deltas
 from starling.weightsync.execute.wire import Answered, Landing, Lost, Peer
 from starling.weightsync.layout import aligned
+from starling.weightsync.offer import DIGEST_BYTES
+from starling.weightsync.segments import BUCKETS_PER_SOURCE, payload_bytes
 
-MAX_IN_FLIGHT: Final = 4
-"""Most buckets under way from one source."""
 TRIES: Final = 2
 """How often a source is asked for a bucket that arrives with another digest."""
 PROGRESS_S: Final = 0.1
@@ -87,6 +87,8 @@ class Terms:
     arrived: Callable[[int, bytes, Sequence[Delta]], None]
     """Told of each read that is done, by its index in the stage, with the digests of its boxes and what came as deltas;
     their memory is used again afterwards."""
+    delta_bytes: int
+    """Most memory for deltas on their way."""
     report: Callable[[Progress], None] | None = None
 
 
@@ -172,6 +174,7 @@ class Transfer:
         self._tickets: dict[int, _Ticket] = {}
         self._asked: dict[int, Peer] = {}
         self._num_finishing = 0
+        self._delta_bytes = 0
         self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
         self._num_left = len(stage.reads)
         self._numbers = numbers
@@ -243,7 +246,7 @@ class Transfer:
 
     def _may_ask(self, peer: Peer) -> bool:
         num_under_way = len(self._tickets) + len(self._comparing)
-        return peer.in_flight < MAX_IN_FLIGHT and num_under_way < self._stage.plan.buckets_in_flight
+        return peer.in_flight < BUCKETS_PER_SOURCE and num_under_way < self._stage.plan.buckets_in_flight
 
     def _ask(self, index: int, peer: Peer) -> bool:
         """Ask for a bucket if there is scratch for it, or for the sizes of its deltas."""
@@ -255,9 +258,9 @@ class Transfer:
         travels, sizes = read, tuple[int, ...]()
         if compared is not None and compared.peer is peer and compared.base == base and any(compared.sizes):
             travels, sizes = with_deltas(read, compared.sizes), compared.sizes
-            if travels.scratch_bytes(scatters=False) > self._scratch.size_bytes:
+            if travels.scratch_bytes(scatters=False) > self._terms.delta_bytes:
                 travels, sizes = read, ()
-        scratch = self._scratch.take(travels.scratch_bytes(scatters=peer.wire.scatters))
+        scratch = self._room(travels.scratch_bytes(scatters=peer.wire.scatters), for_deltas=bool(sizes))
         if scratch is None:
             return False
         if any(travels.direct):
@@ -278,6 +281,22 @@ class Transfer:
         peer.in_flight += 1
         peer.ask(request, landing)
         return True
+
+    def _room(self, size_bytes: int, *, for_deltas: bool) -> Memory | None:
+        """Return memory for what arrives, or None when there is none now. Deltas have some only while they need it."""
+        if not for_deltas:
+            return self._scratch.take(size_bytes)
+        if self._delta_bytes + size_bytes > self._terms.delta_bytes:
+            return None
+        self._delta_bytes += size_bytes
+        return np.empty(size_bytes, np.uint8)
+
+    def _give(self, ticket: _Ticket) -> None:
+        """Take the memory of a bucket back."""
+        if ticket.sizes:
+            self._delta_bytes -= ticket.scratch.nbytes
+        else:
+            self._scratch.give(ticket.scratch)
 
     def _may_compare(self, read: BucketRead, peer: Peer, base: int) -> bool:
         """Whether deltas may do. Without full digests nobody would notice that they were of another base."""
@@ -397,7 +416,7 @@ class Transfer:
         self.work.unpack_s += done.unpack_s
         self.work.digest_s += done.digest_s
         if done.error is not None:
-            self._scratch.give(ticket.scratch)
+            self._give(ticket)
             raise done.error
         if done.bad is not None:
             box = read.boxes[done.bad]
@@ -409,7 +428,7 @@ class Transfer:
         self._bases[ticket.index] = self._terms.version
         deltas = ticket.deltas()
         self._terms.arrived(ticket.index, ticket.digests, deltas)
-        self._scratch.give(ticket.scratch)
+        self._give(ticket)
         self._num_left -= 1
         self._bytes_done += read.size_bytes
         self.work.num_deltas += len(deltas)
@@ -420,7 +439,7 @@ class Transfer:
 
     def _fail(self, ticket: _Ticket, reason: str, *, elsewhere: bool = True) -> None:
         """Take the room of a bucket back, and ask for it again."""
-        self._scratch.give(ticket.scratch)
+        self._give(ticket)
         self._again(ticket.index, ticket.peer, reason, elsewhere=elsewhere)
 
     def _again(self, index: int, peer: Peer, reason: str, *, elsewhere: bool = True) -> None:

@@ -51,11 +51,10 @@ from starling.weightsync.execute.source import Granted, Session, Source
 from starling.weightsync.execute.tcp import MAX_CONNECTIONS, SILENCE_S, split_address
 from starling.weightsync.execute.wire import Answered, Event, Landing, Lost
 from starling.weightsync.offer import RankOffer
+from starling.weightsync.peaks import MAX_PACKING_BYTES
 
 NUM_THREADS: Final = 4
 """Most threads of a server that pack and digest."""
-PACKING_BYTES: Final = 256 << 20
-"""Most memory of a server for packed payloads; a single request may need more, and then is alone."""
 NAME_BYTES: Final = 8
 WELCOME_TAG: Final = 1 << 62
 ANSWER_TAGS: Final = 1 << 61
@@ -219,7 +218,7 @@ class UcxServer:
         """Why serving has ended, if it did by itself."""
         self._stop = threading.Event()
         self._connections: list[_Connection] = []
-        self.rooms = Rooms(PACKING_BYTES)
+        self.rooms = Rooms(MAX_PACKING_BYTES)
         self._listener: Any = self.link.lib.UCXListener.create(worker=self.link.worker, port=0, cb_func=self._accept)
         self.address = f"{host}:{self._listener.port}/{self.name.hex()}"
         """Where readers connect."""

@@ -1,0 +1,89 @@
+"""Peak memory of a publisher and of a destination beside their tensors, over what was said of it beforehand.
+
+    OMP_NUM_THREADS=1 python bench/weightsync_memory.py [--quick]
+
+Two processes, 516 MiB of bf16 (`--quick`: 132 MiB) with tensors that are strided at the source, at the destination or
+at neither; three versions are published, adopted and attested over each transport, by way of staging and in place.
+What is compared with `peaks.publisher_peak` and `peaks.destination_peak` is the most that a process holds meanwhile,
+above what it held after a first tiny publication: private memory, and snapshots at the publisher alone. A figure is
+good between 0.9 and 1.1. Where nothing is planned, as in place over shared memory, it is what is taken, in MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+import torch
+from figure import machine, print_figure, progress, rounded, versions
+
+from starling.weightsync.execute.link import has_ucx
+from starling.weightsync.offer import Transport
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "weightsync"))
+from memory_pair import LAYER_BYTES, NUM_VERSIONS, Extra, pair
+
+MIB = 1 << 20
+LEAST = 0.9
+MOST = 1.1
+MOST_MIB = 4
+
+
+def show(figure: str, extra: Extra | None, detail: dict[str, object]) -> None:
+    """Print one figure; None stands for a transport that there is not."""
+    detail = {**detail, **machine(), "versions": versions("torch", "numpy")}
+    if extra is None:
+        print_figure(
+            "weightsync_memory",
+            figure,
+            None,
+            unit="ratio",
+            goal=MOST,
+            better="lower",
+            detail={"reason": "UCX is not installed", **detail},
+        )
+        return
+    detail |= {
+        "at_least": LEAST if extra.planned else 0,
+        "measured_mib": rounded(extra.measured / MIB),
+        "planned_mib": rounded(extra.planned / MIB),
+        "left_mib": rounded(extra.left / MIB),
+    }
+    print_figure(
+        "weightsync_memory",
+        figure,
+        extra.measured / (extra.planned or MIB),
+        unit="ratio" if extra.planned else "MiB",
+        goal=MOST if extra.planned else MOST_MIB,
+        better="lower",
+        detail=detail,
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="132 MiB instead of 516, in smaller buckets")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    num_layers, bucket_bytes = (11, 16 * MIB) if quick else (43, 32 * MIB)
+    detail: dict[str, object] = {
+        "model_mib": rounded(num_layers * LAYER_BYTES / MIB),
+        "bucket_mib": bucket_bytes // MIB,
+        "num_versions": NUM_VERSIONS,
+    }
+    with pair(num_layers, bucket_bytes) as running:
+        for transport in get_args(Transport):
+            for in_place in (False, True):
+                way = f"{transport}_{'in_place' if in_place else 'staged'}"
+                progress(f"measuring {way}")
+                measured = not (transport == "ucx" and not has_ucx())
+                extras = running.measure(transport, in_place=in_place) if measured else (None, None)
+                for side, extra in zip(("publisher", "destination"), extras, strict=True):
+                    show(f"{side}_{way}", extra, detail)
+
+
+if __name__ == "__main__":
+    main()
