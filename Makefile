@@ -50,6 +50,7 @@ bench: $(STAMP)
 	$(BIN)/python bench/weightsync_delta.py --quick
 	$(BIN)/python bench/weightsync_plan.py --quick
 	$(BIN)/python bench/weightsync_memory.py --quick
+	$(BIN)/python bench/weightsync_quantise.py --quick
 
 docs: $(STAMP)
 	$(BIN)/python -m starling.common.wire.schema > libs/common/starling/common/wire/schema.json

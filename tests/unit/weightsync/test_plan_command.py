@@ -10,6 +10,7 @@ from test_weights_plan import whole
 
 from starling.cli.main import main
 from starling.weightsync.layout import encode
+from starling.weightsync.layouts.symbolic import model_layout, shard_layout
 
 TINY = {
     "model_type": "llama",
@@ -49,6 +50,19 @@ def test_replicas_do_not_make_the_publisher_send_more(config: str, capsys: pytes
     assert found["replicas"] == 8
     assert found["estimate"]["total_bytes"] == 8 * NUM_BYTES
     assert found["estimate"]["publisher_bytes"] == NUM_BYTES == found["one_replica"]["total_bytes"]
+
+
+def test_quantised_weights_are_fewer_bytes(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, words in (("policy", "fsdp4"), ("rollout", "tp1")):
+        (tmp_path / name).write_bytes(encode(shard_layout(model_layout(TINY, words), f"{name}-0")))
+    kept = 2 * (2 * 256 * 64 + 64 + 2 * 2 * 64)
+    codes = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    num_rows = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)
+    for sides in (["fsdp4", "tp1", "--model", config], [str(tmp_path / "policy"), str(tmp_path / "rollout")]):
+        assert main(["plan", *sides, "--quantise", "fp8_row", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["estimate"]["total_bytes"] == kept + codes + 4 * num_rows
+    assert main(["plan", "fsdp4", "tp1", "--model", config, "--quantise", "fp7"]) != 0
+    assert "There is no format 'fp7'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", [".svg", ".png"])

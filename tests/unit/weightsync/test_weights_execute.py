@@ -186,6 +186,27 @@ def test_boxes_of_two_ranks_make_whole_tensors(transport: Transport) -> None:
             publisher.close()
 
 
+def test_a_rank_may_hold_several_boxes_of_a_tensor_and_another_none() -> None:
+    tensors = {"w": torch.arange(48, dtype=torch.bfloat16).view(6, 8)}
+    whole = layout_of(tensors, "policy-0")
+    source = split(whole, [[("w", box((0, 2), (0, 8))), ("w", box((4, 6), (0, 8)))], [("w", box((2, 4), (0, 8)))]])
+    mine = split(whole, [[("w", box((0, 6), (0, 8)))], [("w", box((6, 6), (0, 8)))]])
+    publishers = [Publisher(source, transport="local", rank=rank) for rank in range(2)]
+    pullers = [Puller(mine, rank=rank) for rank in range(2)]
+    live = [{"w": torch.zeros(6, 8, dtype=torch.bfloat16)} for _ in pullers]
+    try:
+        offer = make_offer(0, [publisher.publish(0, tensors).ranks[0] for publisher in publishers])
+        for puller, held in zip(pullers, live, strict=True):
+            puller.pull(offer, make_plan(source, mine), deadline_s=DEADLINE_S)
+            puller.switch(held)
+            assert puller.attest(held, offer) == offer.root
+    finally:
+        for each in (*publishers, *pullers):
+            each.close()
+    assert same(live[0], tensors)
+    assert not live[1]["w"].any()
+
+
 def test_diverged_copies_are_not_offered() -> None:
     tensors = {"c": torch.arange(9)}
     layout = split(layout_of(tensors, "policy-0"), [[("c", box((0, 9)))], [("c", box((0, 9)))]])

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from starling.common.errors import ConfigError
 from starling.weightsync.estimate import Estimate, estimate, estimate_fan_out
-from starling.weightsync.layout import Place, decode_layout, encode
+from starling.weightsync.layout import Layout, Place, decode_layout, encode
 from starling.weightsync.layouts.presets import PRESETS
 from starling.weightsync.layouts.symbolic import compact_layout, model_layout
 from starling.weightsync.peaks import NUM_SNAPSHOTS
 from starling.weightsync.plan import Plan, make_plan
+from starling.weightsync.quantise.formats import FORMATS
+from starling.weightsync.quantise.layouts import published_layout, published_splits, received_layout, received_splits
+from starling.weightsync.quantise.recipe import Recipe, linear_weights
 from starling.weightsync.relay import FanOut, make_fan_out
 from starling.weightsync.splits import CompactLayout, splits_of
 from starling.weightsync.topology import Host, Nic, Topology, decode_topology
@@ -33,6 +36,18 @@ class Side:
 
     layout: CompactLayout
     num_replicas: int = 1
+
+
+class Role(NamedTuple):
+    """What a side's layout becomes when weights are quantised, shard by shard or in columns."""
+
+    replica: str
+    layout: Callable[[Layout, Recipe], Layout]
+    splits: Callable[[CompactLayout, Recipe], CompactLayout]
+
+
+SOURCE: Final = Role("policy-0", published_layout, published_splits)
+DESTINATION: Final = Role("rollout-0", received_layout, received_splits)
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
         arguments.destination,
         config=_config(arguments.model) if arguments.model else None,
         dtype=arguments.dtype,
+        recipe=linear_weights(arguments.quantise) if arguments.quantise else None,
         topology=decode_topology(_read(arguments.topology).decode()) if arguments.topology else None,
         bucket_bytes=int(arguments.bucket_mib * (1 << 20)),
     )
@@ -83,6 +99,7 @@ def look_ahead(
     *,
     config: Mapping[str, Any] | None = None,
     dtype: str = "",
+    recipe: Recipe | None = None,
     topology: Topology | None = None,
     bucket_bytes: int = 32 << 20,
 ) -> Outlook:
@@ -92,7 +109,8 @@ def look_ahead(
         source: a parallelism in words, or the path of an encoded layout.
         destination: likewise; `x16` in it means so many replicas.
         config: contents of the model's `config.json`, for parallelisms.
-        dtype: element type that travels; by default the configuration's.
+        dtype: element type of the weights; by default the configuration's.
+        recipe: what is quantised at the source, and how.
         topology: the machines; by default hosts of eight GPUs with a card of 50 GB/s each.
         bucket_bytes: room of a bucket.
 
@@ -100,9 +118,8 @@ def look_ahead(
         ConfigError: as `main`.
         WeightsError: as `main`.
     """
-    held, wanted = (
-        _side(text, name, config, dtype) for text, name in ((source, "policy-0"), (destination, "rollout-0"))
-    )
+    held = _side(source, SOURCE, config, dtype, recipe)
+    wanted = _side(destination, DESTINATION, config, dtype, recipe)
     num_sources, num_ranks = len(held.layout.places), len(wanted.layout.places)
     if held.num_replicas > 1:
         raise ConfigError(f"the source {source!r} is {held.num_replicas} replicas, expected one: copies are hsdp or dp")
@@ -189,14 +206,16 @@ def _snapshots(source: CompactLayout) -> int:
     return NUM_SNAPSHOTS * int(source.piece_bytes.max(initial=0))
 
 
-def _side(text: str, replica: str, config: Mapping[str, Any] | None, dtype: str) -> Side:
+def _side(text: str, role: Role, config: Mapping[str, Any] | None, dtype: str, recipe: Recipe | None) -> Side:
     path = Path(text)
     if path.is_file():
-        return Side(splits_of(decode_layout(_read(path))))
+        held = decode_layout(_read(path))
+        return Side(splits_of(role.layout(held, recipe) if recipe else held))
     if config is None:
         raise ConfigError(f"{text!r} is no file; for a parallelism such as 'fsdp256' say the model too: --model NAME")
     layout = model_layout(config, text, dtype=dtype)
-    return Side(compact_layout(layout, replica), layout.parallelism.num_replicas)
+    splits = compact_layout(layout, role.replica)
+    return Side(role.splits(splits, recipe) if recipe else splits, layout.parallelism.num_replicas)
 
 
 def _placed(layout: CompactLayout, places: Sequence[Place]) -> CompactLayout:
@@ -256,7 +275,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", help="a parallelism such as 'fsdp256', or a file with an encoded layout")
     parser.add_argument("destination", help="likewise; 'tp8 x16' are 16 replicas")
     parser.add_argument("--model", help=f"a config.json, or one of {', '.join(sorted(PRESETS))}")
-    parser.add_argument("--dtype", default="", help="element type that travels, such as float8_e4m3fn")
+    parser.add_argument("--dtype", default="", help="element type of the weights, such as float32")
+    parser.add_argument("--quantise", metavar="FORMAT", help=f"of linear weights, at the source: {', '.join(FORMATS)}")
     parser.add_argument("--topology", type=Path, help="TOML: hosts, GPUs, cards, rails, switches, bandwidths")
     parser.add_argument("--bucket-mib", type=float, default=32.0, help="room of a bucket (default: 32)")
     parser.add_argument("--rows", type=int, default=10, help="rows of each table (default: 10)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -25,6 +25,9 @@ from starling.weightsync.execute.source import Source
 from starling.weightsync.execute.tensors import live_views, packed_views
 from starling.weightsync.layout import Layout, check_layout, pieces_of
 from starling.weightsync.offer import Offer, RankOffer, Transport, digest_of, holds_of, make_offer, root_of
+from starling.weightsync.quantise.exchange import MaximaExchange
+from starling.weightsync.quantise.recipe import Recipe
+from starling.weightsync.quantise.source import Quantiser
 
 CLOSE_S: Final = 5.0
 DELTA_VERSIONS: Final = 2
@@ -92,9 +95,13 @@ class Publisher:
             holds one of them need not be sent everything; 0 compares nothing. By default 2, but none where readers are
             on this host: there it takes longer to find what changed than to send everything. What is known takes at
             most as much memory as one snapshot.
+        quantise: which tensors are published quantised, and how; by default all as they are.
+        exchange: how the ranks tell each other maxima of scale groups that are cut between them; every rank then takes
+            the snapshots of the same versions in the same order, and `layout` is that of all ranks.
 
     Raises:
-        WeightsError: a layout that is not consistent, not enough memory for two snapshots, or no such transport here.
+        WeightsError: a layout that is not consistent, not enough memory for two snapshots, no such transport here, or
+            a recipe that does not fit the layout.
     """
 
     def __init__(
@@ -108,10 +115,15 @@ class Publisher:
         when_busy: WhenBusy = "revoke",
         digests: Digests = "full",
         delta_versions: int | None = None,
+        quantise: Recipe | None = None,
+        exchange: MaximaExchange | None = None,
     ) -> None:
         check_layout(layout)
         self._layout, self._rank = layout, rank
         self._read_timeout_s, self._when_busy, self._digests = read_timeout_s, when_busy, digests
+        self._quantiser = Quantiser(layout, rank, quantise, exchange) if quantise else None
+        self.layout = layout = self._quantiser.layout if self._quantiser else layout
+        """What is published: the source of plans."""
         self._pieces = pieces_of(layout, rank)
         self._holds = holds_of(self._pieces)
         self._version = -1
@@ -147,7 +159,7 @@ class Publisher:
         return self.snapshot(version, tensors).offer()
 
     def snapshot(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Publication:
-        """Copy this rank's shards into a snapshot; digests follow in another thread.
+        """Copy this rank's shards into a snapshot, or quantise them into it; digests follow in another thread.
 
         Args:
             version: greater than any published before.
@@ -155,7 +167,8 @@ class Publisher:
 
         Raises:
             SnapshotsBusyError: both snapshots are being read, and the rule says not to take one away.
-            WeightsError: the version does not grow, the tensors do not fit the layout, or serving has failed.
+            WeightsError: the version does not grow, the tensors do not fit the layout or cannot be quantised, another
+                rank did not exchange its maxima, or serving has failed.
         """
         begin = time.perf_counter()
         if self._arena is None:
@@ -165,12 +178,13 @@ class Publisher:
         if version <= self._version:
             raise WeightsError(f"Version {version} cannot follow version {self._version}: versions grow from 0.")
         sources = live_views(self._layout, self._rank, tensors)
+        # Before a snapshot is taken: where that fails on one rank, no other waits for its maxima.
+        fill = self._quantiser.measured(sources) if self._quantiser else partial(_copy, sources)
         slot = self._arena.claim(self._read_timeout_s, self._when_busy)
         self._await_digests(slot)
         self._end_comparing()
         with torch.no_grad():
-            for copy, source in zip(self._views[slot], sources, strict=True):
-                copy.copy_(source)
+            fill(self._views[slot])
         snapshot, token = self._arena.commit(slot)
         before, base = self._last_slot, self._version if self._last_slot not in (-1, slot) else -1
         self._version, self._last_slot = version, slot
@@ -264,6 +278,11 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _copy(sources: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    for view, source in zip(views, sources, strict=True):
+        view.copy_(source)
 
 
 __all__ = ["Publication", "Publisher", "SnapshotsBusyError"]

@@ -62,6 +62,8 @@ def packed_views(layout: Layout, rank: int, memory: Memory) -> tuple[torch.Tenso
     flat = torch.from_numpy(memory)
     return tuple(
         flat[offset : offset + piece.size_bytes].view(getattr(torch, piece.dtype)).view(piece.box.size)
+        if piece.size_bytes
+        else torch.empty(piece.box.size, dtype=getattr(torch, piece.dtype))
         for piece, offset in zip(pieces, offsets, strict=True)
     )
 

@@ -147,6 +147,13 @@ class QuantSpec(msgspec.Struct, frozen=True, kw_only=True):
             (-(-begin // g), -(-(begin + n) // g)) for begin, n, g in zip(box.offset, box.size, self.group, strict=True)
         )
 
+    def element_box(self, groups: Box) -> Box:
+        """Return the elements of `groups`, a box of the grid."""
+        return _grid_box(
+            (begin * g, max(begin * g, min((begin + n) * g, extent)))
+            for begin, n, g, extent in zip(groups.offset, groups.size, self.group, self.tensor.shape, strict=True)
+        )
+
     def cut_groups(self, box: Box) -> tuple[Box, ...]:
         """Return the groups that lie partly in `box` and partly outside, as disjoint boxes of the grid.
 

@@ -26,10 +26,14 @@ class Quantised:
     """float32 scalar: the tensor's scale in a format of two levels, else None."""
 
 
-def empty_quantised(box: Box, spec: QuantSpec, device: torch.device | str = "cpu") -> Quantised:
-    """Return memory for `box`, uninitialised."""
+def empty_quantised(
+    box: Box, spec: QuantSpec, device: torch.device | str = "cpu", data: torch.Tensor | None = None
+) -> Quantised:
+    """Return memory for `box`, uninitialised; that of the codes is `data` if given."""
+    if data is None:
+        data = torch.empty(spec.packed_box(box).size, dtype=getattr(torch, spec.packed_dtype), device=device)
     return Quantised(
-        data=torch.empty(spec.packed_box(box).size, dtype=getattr(torch, spec.packed_dtype), device=device),
+        data=data,
         scales=torch.empty(spec.scale_box(box).size, dtype=getattr(torch, spec.format.scale_dtype), device=device),
         global_scale=torch.empty((), dtype=torch.float32, device=device) if spec.format.two_level else None,
     )
