@@ -7,7 +7,8 @@ round. The measure of all is memcpy: one thread copying 256 MiB, or the model, f
 
 Goodput (256 MiB in one tensor, from one process into another's staging, digests off):
 - `local`: read in place from the publisher's memory; `ucx`: over shared memory; `ucx_tcp`: the same over loopback TCP;
-  `tcp`: the plain sockets that stand in where UCX is missing; `socket`: nothing but `sendall` and `recv_into`.
+  `tcp`: the plain sockets that stand in where UCX is missing; `gloo`: this library over a pair group of torch;
+  `socket`: nothing but `sendall` and `recv_into`.
 
 End to end (1 GiB of bf16: ten layers of Qwen2 of width 2048; four FSDP ranks to two TP ranks of a fused engine, strided
 pieces, digests of all that arrives): from the offer until both engines hold the version in their live tensors.
@@ -391,6 +392,7 @@ def measure_goodput(rounds: int) -> dict[str, list[float]]:
             "ucx": ("ucx", source, engine),
             "ucx_tcp": ("ucx", tcp_source, tcp_engine),
             "tcp": ("tcp", source, engine),
+            "gloo": ("gloo", source, engine),
         }
         for side, (transport, giver, taker) in sides.items():
             giver.call(open_source, side, layout, 0, transport, "127.0.0.1", "off")
@@ -506,6 +508,7 @@ def main() -> None:
         ("goodput_ucx_over_memcpy", "ucx", "memcpy", 0.6),
         ("goodput_ucx_tcp_over_socket", "ucx_tcp", "socket", 1.2),
         ("goodput_tcp_over_socket", "tcp", "socket", None),
+        ("goodput_gloo_over_socket", "gloo", "socket", None),
     ):
         show(figure, ratio(seconds[over], seconds[under]), goal, seconds, GOODPUT_BYTES, "higher")
     stalls = ratio(seconds["snapshot_memcpy"], seconds["snapshot"])

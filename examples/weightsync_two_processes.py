@@ -1,6 +1,6 @@
 """A trainer and an engine that know nothing of the rest of Starling: weights go from one process to the other.
 
-    python examples/weightsync_two_processes.py [ucx|tcp|local]
+    python examples/weightsync_two_processes.py [ucx|tcp|local|nccl|gloo]
 
 The engine keeps the trainer's two projections fused in one tensor, which is an affair of its layout alone.
 """

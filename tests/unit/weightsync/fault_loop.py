@@ -25,7 +25,8 @@ from fault_pair import Pair, census
 from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.offer import Transport
 
-TRANSPORTS: Final[tuple[Transport, ...]] = ("local", "tcp", "ucx") if has_ucx() else ("local", "tcp")
+SERVED: Final[tuple[Transport, ...]] = ("tcp", "gloo", "ucx") if has_ucx() else ("tcp", "gloo")
+TRANSPORTS: Final[tuple[Transport, ...]] = ("local", *SERVED)
 PRELOADED: Final = (
     "starling.weightsync.execute.publish",
     "starling.weightsync.execute.pull",

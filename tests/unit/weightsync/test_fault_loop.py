@@ -9,7 +9,7 @@ from fault_loop import TRANSPORTS, run_faults
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.system
-NUM_FAULTS = 32
+NUM_FAULTS = 33
 
 
 def test_whatever_happens_the_destination_knows_what_it_holds() -> None:

@@ -27,7 +27,7 @@ from starling.weightsync.plan import Plan, make_plan
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
-SERVED: tuple[Transport, ...] = ("tcp", "ucx") if has_ucx() else ("tcp",)
+SERVED: tuple[Transport, ...] = ("tcp", "gloo", "ucx") if has_ucx() else ("tcp", "gloo")
 
 
 class World:

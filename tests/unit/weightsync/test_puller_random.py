@@ -18,7 +18,7 @@ from starling.weightsync.plan import Plan, make_plan
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
-TRANSPORTS: tuple[Transport, ...] = ("local", "tcp", "ucx") if has_ucx() else ("local", "tcp")
+TRANSPORTS: tuple[Transport, ...] = ("local", "tcp", "gloo", "ucx") if has_ucx() else ("local", "tcp", "gloo")
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

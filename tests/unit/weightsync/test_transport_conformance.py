@@ -28,7 +28,7 @@ SHAPES = {"w": (37, 53), "x": (64, 256, 3), "s": (), "none": (0, 4)}
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8", "bool", "float32", "complex64")
 
 
-@pytest.fixture(scope="module", params=["local", "tcp", "ucx"])
+@pytest.fixture(scope="module", params=["local", "tcp", "gloo", "ucx"])
 def transport(request: pytest.FixtureRequest) -> Transport:
     if request.param == "ucx" and not has_ucx():
         pytest.skip("UCXX is not installed")
@@ -303,7 +303,7 @@ def test_a_dropped_connection_is_silent_and_can_be_made_anew(source: Held, trans
 
 def test_lanes_are_named(peer: Reader, transport: Transport) -> None:
     lanes = peer.wire.lanes("source")
-    wanted = {"local": "shared memory", "tcp": "tcp", "ucx": "posix/memory"}
+    wanted = {"local": "shared memory", "tcp": "tcp", "gloo": "gloo", "ucx": "posix/memory"}
     assert wanted[transport] in lanes
     assert peer.wire.lanes("unknown") in ((), lanes)
 

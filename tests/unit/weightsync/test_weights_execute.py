@@ -154,7 +154,7 @@ def box(*spans: tuple[int, int]) -> Box:
     return Box(offset=tuple(a for a, _ in spans), size=tuple(b - a for a, b in spans))
 
 
-@pytest.mark.parametrize("transport", ["local", "ucx", "tcp"])
+@pytest.mark.parametrize("transport", ["local", "ucx", "tcp", "gloo"])
 def test_boxes_of_two_ranks_make_whole_tensors(transport: Transport) -> None:
     if transport == "ucx":
         pytest.importorskip("ucxx")
@@ -274,7 +274,7 @@ def test_nothing_is_left_open_after_close() -> None:
             arenas = sum("starling-snapshots" in line for line in maps)
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), arenas
 
-    transports: tuple[Transport, ...] = ("local", "ucx", "tcp")
+    transports: tuple[Transport, ...] = ("local", "ucx", "tcp", "gloo")
     for transport in transports:
         cycle(transport)  # what the libraries keep for good
     before = held()

@@ -22,7 +22,7 @@ from starling.weightsync.execute.memory import Array, packed_arrays
 from starling.weightsync.execute.requests import Answer, Open, Read, Release, Request
 from starling.weightsync.execute.server import Server, serve
 from starling.weightsync.execute.source import Source
-from starling.weightsync.execute.tcp import TcpWire
+from starling.weightsync.execute.tcp import tcp_wire
 from starling.weightsync.execute.ucx import UcxWire
 from starling.weightsync.execute.wire import Answered, Event, Landing, Wire
 from starling.weightsync.layout import ITEM_BYTES, Box, Piece
@@ -30,6 +30,8 @@ from starling.weightsync.offer import RankOffer, Transport
 
 ANSWER_S = 20.0
 NOWHERE = Landing()
+PRELOADED = ("starling.weightsync.execute.server", "starling.weightsync.execute.collective")
+"""Imported once, by the process that all sources are forked from: torch takes seconds."""
 
 
 def box(*spans: tuple[int, int]) -> Box:
@@ -105,7 +107,8 @@ class Away:
     """A source in a process of its own."""
 
     def __init__(self, transport: Transport, pieces: Sequence[Piece]) -> None:
-        context = mp.get_context("spawn")
+        mp.set_forkserver_preload(list(PRELOADED))
+        context = mp.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
         arguments = (transport, msgspec.msgpack.encode(tuple(pieces)), theirs)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
@@ -149,9 +152,13 @@ class Reader:
             case "local":
                 self.wire = LocalWire(self.pool)
             case "tcp":
-                self.wire = TcpWire()
+                self.wire = tcp_wire()
             case "ucx":
                 self.wire = UcxWire(loopback=True)
+            case "gloo" | "nccl":
+                from starling.weightsync.execute.collective import collective_wire  # imports torch
+
+                self.wire = collective_wire(transport)
         self._number = 1
         self._events: deque[Event] = deque()
 

@@ -26,7 +26,7 @@ from starling.weightsync.plan import MAX_BUCKET_BYTES
 REQUEST_BYTES: Final = 1 << 20
 """Longest request."""
 ANSWER_BYTES: Final = 20 << 10
-"""Longest answer."""
+"""Longest answer or word."""
 _CHECK_BYTES: Final = xxhash.xxh3_64().digest_size
 LENGTH: Final = struct.Struct("<I")
 """Goes before a message where the transport does not say how long it is."""
@@ -93,8 +93,19 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """To a `Compare`: bytes of each box's delta; 0 where there is none."""
 
 
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What the two ends of a connection tell each other so that they also find one another elsewhere."""
+
+    key: str
+    """Empty in the last word."""
+    value: bytes
+
+
+Message = Request | Answer | Word
+
 _requests: Final = msgspec.msgpack.Decoder[Request](Request)
 _answers: Final = msgspec.msgpack.Decoder(Answer)
+_words: Final = msgspec.msgpack.Decoder(Word)
 
 
 def refusal(number: int, reason: str) -> Answer:
@@ -102,7 +113,7 @@ def refusal(number: int, reason: str) -> Answer:
     return Answer(number=number, reason=reason[:_REASON_CHARACTERS])
 
 
-def with_length(message: Request | Answer) -> bytes:
+def with_length(message: Message) -> bytes:
     """Write a message after its length."""
     data = encode_message(message)
     return LENGTH.pack(len(data)) + data
@@ -114,14 +125,14 @@ def without_length(data: memoryview) -> memoryview:
     return data[LENGTH.size : LENGTH.size + length]
 
 
-def encode_message(message: Request | Answer) -> bytes:
+def encode_message(message: Message) -> bytes:
     """Write a message.
 
     Raises:
         WeightsError: it is longer than its receiver takes.
     """
     data = sealed(msgspec.msgpack.encode(message))
-    longest = ANSWER_BYTES if isinstance(message, Answer) else REQUEST_BYTES
+    longest = REQUEST_BYTES if isinstance(message, Request) else ANSWER_BYTES
     if len(data) > longest:
         raise WeightsError(f"A message of {len(data)} bytes exceeds {longest}; use smaller buckets.")
     return data
@@ -157,6 +168,15 @@ def decode_answer(data: bytes | bytearray | memoryview) -> Answer:
         WeightsError: it is none.
     """
     return _decode(_answers, data, "The source sent a malformed answer")
+
+
+def decode_word(data: bytes | bytearray | memoryview) -> Word:
+    """Read a word.
+
+    Raises:
+        WeightsError: it is none.
+    """
+    return _decode(_words, data, "The peer sent a malformed word")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray | memoryview, complaint: str) -> T:

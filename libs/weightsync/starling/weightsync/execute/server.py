@@ -8,7 +8,7 @@ from typing import Protocol
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.link import load_ucxx
 from starling.weightsync.execute.source import Source
-from starling.weightsync.execute.tcp import TcpServer
+from starling.weightsync.execute.tcp import tcp_server
 from starling.weightsync.execute.ucx import UcxServer
 from starling.weightsync.offer import Transport
 
@@ -39,7 +39,7 @@ def serve(source: Source, transport: Transport, host: str) -> tuple[Server | Non
         The server, if the transport has one; the transport that is used, and the address to be offered.
 
     Raises:
-        WeightsError: nobody can be served at `host`.
+        WeightsError: nobody can be served at `host`, or not over this transport.
     """
     if transport == "local":
         return None, transport, source.address
@@ -49,5 +49,15 @@ def serve(source: Source, transport: Transport, host: str) -> tuple[Server | Non
         except WeightsError as error:
             log.warning("weights travel over plain sockets, several times slower: %s", error)
             transport = "tcp"
-    server: Server = UcxServer(source, host=host) if transport == "ucx" else TcpServer(source, host=host)
+    server = _server(source, transport, host)
     return server, transport, server.address
+
+
+def _server(source: Source, transport: Transport, host: str) -> Server:
+    if transport == "ucx":
+        return UcxServer(source, host=host)
+    if transport == "nccl" or transport == "gloo":
+        from starling.weightsync.execute.collective import collective_server  # imports torch, which others do without
+
+        return collective_server(source, transport, host=host)
+    return tcp_server(source, host=host)

@@ -29,6 +29,7 @@ from typing import Any, Final
 import numpy as np
 
 from starling.common.errors import WeightsError
+from starling.weightsync.execute.channel import MAX_CONNECTIONS, SILENCE_S, split_address
 from starling.weightsync.execute.deadline import LONGEST_WAIT_S
 from starling.weightsync.execute.link import Link, Transmission, is_loopback
 from starling.weightsync.execute.memory import Memory, grouped, pack, packing_bytes
@@ -48,7 +49,6 @@ from starling.weightsync.execute.requests import (
 )
 from starling.weightsync.execute.scratch import Rooms
 from starling.weightsync.execute.source import Granted, Session, Source
-from starling.weightsync.execute.tcp import MAX_CONNECTIONS, SILENCE_S, split_address
 from starling.weightsync.execute.wire import Answered, Event, Landing, Lost
 from starling.weightsync.offer import RankOffer
 from starling.weightsync.peaks import MAX_PACKING_BYTES

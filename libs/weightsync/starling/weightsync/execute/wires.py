@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from starling.weightsync.execute.link import is_loopback
 from starling.weightsync.execute.local import LocalWire
-from starling.weightsync.execute.tcp import TcpWire
+from starling.weightsync.execute.tcp import tcp_wire
 from starling.weightsync.execute.ucx import UcxWire
 from starling.weightsync.execute.wire import Peer, Wire
 from starling.weightsync.offer import RankOffer, Transport
@@ -72,9 +72,13 @@ class Wires:
             case "local":
                 return LocalWire(self._pool)
             case "tcp":
-                return TcpWire()
+                return tcp_wire()
             case "ucx":
                 return UcxWire(loopback=loopback)
+            case "nccl" | "gloo":
+                from starling.weightsync.execute.collective import collective_wire  # imports torch: see `serve`
+
+                return collective_wire(transport)
 
 
 def _key(offer: RankOffer) -> str:
