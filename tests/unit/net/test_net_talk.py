@@ -289,3 +289,28 @@ def test_who_waits_on_the_descriptors_misses_nothing(desk: Desk, keys: Path) -> 
                 delivered = link.receive(0.0)
             link.answer(f"score:{number}:0", scored(f"score:{number}:0"))
             desk.heard += desk.hub.poll(0.0)
+
+
+def test_more_than_a_burst_arrives_once_and_in_order(desk: Desk, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in the socket behind a burst is announced by nobody: the working thread must look for it itself."""
+    monkeypatch.setattr(link_module, "LOOK_EVERY_S", 60.0)  # the keeper, which would find it too, is slow
+    num = 3 * link_module.BURST + 1
+    leases = [f"score:{number}:0" for number in range(num)]
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        desk.hub.send("rollout-0", wire.Welcome(heartbeat_s=60.0, lease_s=10.0))
+        poller = select.poll()
+        for descriptor in link.descriptors:
+            poller.register(descriptor, select.POLLIN)
+        for lease in [*leases, *leases]:
+            desk.hub.send("rollout-0", score(lease))
+        delivered: list[str] = []
+        while len(delivered) < num:
+            assert poller.poll(5_000), f"only {len(delivered)} of {num} commands were announced"
+            while (inbound := link.receive(0.0)) is not None:
+                delivered.append(inbound.message.lease)
+                link.answer(inbound.message.lease, scored(inbound.message.lease))
+        assert delivered == leases, "each once, in the order in which they were sent"
+        unanswered = set(leases)
+        while unanswered:
+            unanswered.discard(desk.next(wire.GroupScored)[1].lease)

@@ -15,7 +15,7 @@ from starling.common.wire.messages import HeldLease, LeaseProgress, Up
 Phase = Literal["queued", "working", "answered"]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     phase: Phase = "queued"
     answer: Up | None = None

@@ -5,7 +5,7 @@ For the small messages of the control plane those checks cost more than the sock
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import zmq
@@ -16,23 +16,29 @@ COPY_BYTES: Final = 64 << 10
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST: Final = int(zmq.NOBLOCK)
 
+_send: Final[Callable[..., object]] = zmq.backend.Socket.send
+"""What `zmq.Socket.send` calls after it has looked for options of draft sockets, which takes as long again."""
 
-def receive(socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK) -> list[zmq.Frame] | None:
-    """Return the next message; None when there is none yet, or without NOBLOCK none within the socket's `rcvtimeo`."""
+
+def receive(socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK) -> tuple[list[bytes], zmq.Frame] | None:
+    """Return the frames of the next message, and the last one as libzmq gave it, which knows of the connection.
+
+    Returns None when there is no message yet, or without NOBLOCK none within the socket's `rcvtimeo`.
+    """
     try:
-        frame = socket.recv(flags, copy=False)
+        frame = socket.recv(flags, False)
     except zmq.Again:
         return None
-    frames = [frame]
+    parts = [frame.bytes]
     while frame.more:  # the rest of a message arrives with its first frame
-        frame = socket.recv(flags, copy=False)
-        frames.append(frame)
-    return frames
+        frame = socket.recv(flags, False)
+        parts.append(frame.bytes)
+    return parts, frame
 
 
 def send(socket: zmq.Socket[Any], frames: Sequence[bytes | memoryview]) -> None:
     """Send one message whole, or raise `zmq.Again` (no room) or another `zmq.ZMQError` and send nothing of it."""
     *leading, last = frames
     for frame in leading:
-        socket.send(frame, _MORE, len(frame) < COPY_BYTES)
-    socket.send(last, _LAST, len(last) < COPY_BYTES)
+        _send(socket, frame, _MORE, len(frame) < COPY_BYTES)
+    _send(socket, last, _LAST, len(last) < COPY_BYTES)

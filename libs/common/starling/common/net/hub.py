@@ -114,13 +114,13 @@ class Hub:
                 self._note_closed()
             if now >= self._release_at:
                 self._send_releases(*self._releases)
-            frames = self._next(0.0 if self._closed else min(deadline - now, LOOK_EVERY_S, self._release_at - now))
-            arrival = self._admit(frames) if frames is not None else None
+            received = self._next(0.0 if self._closed else min(deadline - now, LOOK_EVERY_S, self._release_at - now))
+            arrival = self._admit(*received) if received is not None else None
             if arrival is not None:
                 happened.append(arrival)
             if not self._closed and happened:
                 return happened
-            if self._closed and (frames is None or len(happened) == MAX_BATCH):
+            if self._closed and (received is None or len(happened) == MAX_BATCH):
                 closed, self._closed = self._closed, []
                 return happened + [PeerLost(name) for name, route in closed if self._forget(name, route)]
             now = time.monotonic()
@@ -194,7 +194,7 @@ class Hub:
     def _last_endpoint(self, socket: zmq.Socket[Any]) -> str:
         return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
-    def _next(self, timeout_s: float) -> list[zmq.Frame] | None:
+    def _next(self, timeout_s: float) -> tuple[list[bytes], zmq.Frame] | None:
         """Return the next message, or None after `timeout_s`."""
         # Waiting in `recv` costs a third of what a poller of two sockets does, which is why closed connections are
         # looked for by the clock.
@@ -203,19 +203,19 @@ class Hub:
             self._patience_ms = self._socket.rcvtimeo = patience_ms
         return receive(self._socket, 0)
 
-    def _admit(self, frames: list[zmq.Frame]) -> Arrival | None:
-        route, *parts = [frame.bytes for frame in frames]
+    def _admit(self, frames: list[bytes], last: zmq.Frame) -> Arrival | None:
+        route, *parts = frames
         envelope = None
         try:
             envelope = codec.unpack_envelope(parts)
-            self._check(envelope, frames[-1])
+            self._check(envelope, last)
             message = codec.unpack_up(parts)
         except WireError as error:
             self._drop(route, error)
             if envelope is not None and error.kind in ("protocol", "run", "key"):
                 self._refuse(route, envelope, str(error))
             return None
-        self._remember(route, envelope, frames[-1])
+        self._remember(route, envelope, last)
         return Arrival(envelope, message, tuple(parts[2:]))
 
     def _check(self, envelope: Envelope, frame: zmq.Frame) -> None:
@@ -242,8 +242,8 @@ class Hub:
 
     def _note_closed(self) -> None:
         """Take in which connections have closed."""
-        while (frames := receive(self._monitor)) is not None:
-            descriptor = int(parse_monitor_message([frame.bytes for frame in frames])["value"])
+        while (received := receive(self._monitor)) is not None:
+            descriptor = int(parse_monitor_message(received[0])["value"])
             self._closed += [(name, peer.route) for name, peer in self._peers.items() if peer.descriptor == descriptor]
 
     def _forget(self, name: str, route: bytes) -> bool:
