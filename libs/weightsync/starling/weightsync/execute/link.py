@@ -128,24 +128,32 @@ class Link:
             raise WeightsError(f"UCX cannot start here ({error}); choose transport 'tcp' or 'local'.") from error
         self._process = os.getpid()
         self._pending: list[Transmission] = []
+        self._from_anybody: list[Transmission] = []
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()
         self._poller.register(self.worker.epoll_file_descriptor, select.POLLIN)
         self._poller.register(self._wakeup, select.POLLIN)
 
-    def progress(self, wait_s: float) -> None:
-        """Let UCX work, waiting for an event or a `wake` for at most `wait_s`. Releases the interpreter lock."""
+    def progress(self, wait_s: float) -> bool:
+        """Let UCX work, waiting for an event or a `wake` for at most `wait_s`. Releases the interpreter lock.
+
+        Returns True when there was a `wake` since the last call: who has nothing to do then must not wait again.
+        """
         if os.getpid() != self._process:
             raise WeightsError("UCX was started before this process was forked; start processes by 'spawn'.")
         self.worker.progress()
-        if wait_s > 0 and self.worker.arm():
+        # What has been completed just now makes no event any more: whoever waited for one would wait in vain.
+        waits = wait_s > 0 and not any(item.completed for item in (*self._pending, *self._from_anybody))
+        if waits and self.worker.arm():
             self._poller.poll(wait_s * 1000)
             self.worker.progress()
+        self._pending = [item for item in self._pending if not item.completed]
+        self._from_anybody = [item for item in self._from_anybody if not item.completed]
         try:
             os.eventfd_read(self._wakeup)
         except BlockingIOError:
-            pass
-        self._pending = [item for item in self._pending if not item.completed]
+            return False
+        return True
 
     def wake(self) -> None:
         """Let a `progress` that waits return."""
@@ -172,7 +180,9 @@ class Link:
     def receive_any(self, memory: Memory, tag: int) -> Transmission:
         """Fill `memory` with what arrives under `tag` from anybody. It waits until the link is closed."""
         array = self._array(_flat(memory))
-        return Transmission(self.worker.tag_recv(array, self.lib.UCXXTag(tag)), (array, memory))
+        item = Transmission(self.worker.tag_recv(array, self.lib.UCXXTag(tag)), (array, memory))
+        self._from_anybody.append(item)
+        return item
 
     def lanes(self, endpoint: Any) -> tuple[str, ...]:
         """Return the transports that UCX really uses for an endpoint, such as ``tcp/lo`` and ``posix/memory``."""
@@ -195,7 +205,8 @@ class Link:
         end = time.monotonic() + _DRAIN_S
         while self._pending and time.monotonic() < end:
             self.progress(LONGEST_WAIT_S)
-        last, self._pending = self._pending, []  # were UCX still at work, the memory would have to outlive the worker
+        last, self._pending = self._pending + self._from_anybody, []  # were UCX still at work, the memory would have to outlive the worker
+        self._from_anybody = []
         self.worker = self._context = None
         os.close(self._wakeup)
         del last

@@ -80,6 +80,8 @@ class _Reply:
     answered: Future[Answer] | None = None
     sends: deque[Transmission] = field(default_factory=deque)
     sending: bool = False
+    told: bool = False
+    """Whether the answer was sent."""
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -192,11 +194,13 @@ class _Connection:
                 reply.sends.append(self._link.send(self.endpoint, sent, reply.first_tag + index))
         while reply.sends and reply.sends[0].completed:
             reply.sends.popleft().check()
-        if not reply.sending or reply.sends or not reply.answered.done():
+        if not reply.told and reply.answered.done():
+            reply.told = True
+            self._answer(reply.answered.result())
+        if not reply.sending or reply.sends or not reply.told:
             return False
         if reply.room is not None:
             self._server.rooms.give(reply.room)
-        self._answer(reply.answered.result())
         return True
 
     def _answer(self, answer: Answer) -> None:
@@ -256,6 +260,7 @@ class UcxServer:
         except self.link.error:
             return  # the reader was gone before it was accepted
         self._connections.append(_Connection(self, endpoint))
+        self.link.wake()  # UCX called this in the midst of its work, and may wait now
 
     def _run(self) -> None:
         try:
@@ -347,9 +352,9 @@ class UcxWire:
     def poll(self, wait_s: float) -> list[Event]:
         """See `Wire.poll`."""
         assert self._link is not None
-        self._link.progress(0)
+        woken = self._link.progress(0)
         events = self._events()
-        if not events and wait_s > 0:
+        if not events and not woken and wait_s > 0:
             self._link.progress(wait_s)
             events = self._events()
         return events
