@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import fcntl
 import hmac
+import logging
 import mmap
 import os
 import re
 import secrets
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -30,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import WeightsError
+from starling.weightsync.execute.huge import collapse, map_shared
 from starling.weightsync.execute.memory import Memory
 from starling.weightsync.layout import Piece, packed_offsets
 from starling.weightsync.peaks import NUM_SNAPSHOTS, PAGE_BYTES, slot_bytes
@@ -46,6 +48,8 @@ _TOKENS_AT: Final = 256
 _LOCKS_AT: Final = 1 << 60
 _RETRY_S: Final = 0.0005
 _ADDRESS: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+log = logging.getLogger(__name__)
 
 
 class SnapshotsBusyError(WeightsError):
@@ -159,12 +163,11 @@ class Arena:
         try:
             os.posix_fallocate(self._fd, 0, end + len(listed))  # no memory is an error here, and not a SIGBUS later
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            memory = mmap.mmap(self._fd, end + len(listed), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._bytes: Memory = map_shared(self._fd, end + len(listed))
         except OSError as error:
             os.close(self._fd)
             raise WeightsError(f"No {end} bytes of memory for {num_slots} snapshots: {error.strerror}.") from error
-        self._header = np.frombuffer(memory, np.uint64, PAGE_BYTES // 8)
-        self._bytes: Memory = np.frombuffer(memory, np.uint8)
+        self._header = self._bytes[:PAGE_BYTES].view(np.uint64)
         self._bytes[end:] = np.frombuffer(listed, np.uint8)
         self._header[_NUM_SLOTS_AT], self._header[_EXTENT_AT] = num_slots, extent
         self._header[_LIST_BYTES_AT] = len(listed)
@@ -178,6 +181,11 @@ class Arena:
     def address(self) -> str:
         """Where other processes of this user find the arena."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def collapse(self, stopped: Callable[[], bool]) -> None:
+        """Ask for huge pages, for readers that read through the kernel. Any thread may do it, until `stopped`."""
+        size = collapse(self._bytes, stopped)
+        log.debug("%d of %d bytes of snapshots are in huge pages", size, self._bytes.nbytes)
 
     def claim(self, timeout_s: float, when_busy: WhenBusy = "revoke") -> int:
         """Take a slot that nobody reads, the oldest first, and return its index.

@@ -24,8 +24,8 @@ OPTIONS: Final = {
     "TLS": "tcp,posix,cma",
     "POSIX_ERROR_HANDLING": "y",
     "CMA_MEMORY_INVALIDATE": "y",
-    "TCP_TX_SEG_SIZE": "256k",
-    "TCP_RX_SEG_SIZE": "256k",
+    "TCP_TX_SEG_SIZE": "1m",
+    "TCP_RX_SEG_SIZE": "1m",
     "KEEPALIVE_INTERVAL": "1s",
 }
 """What is not set in the environment, there with ``UCX_`` before it. ``UCX_TLS`` is how RDMA is chosen, where the UCX
@@ -205,7 +205,10 @@ class Link:
         end = time.monotonic() + _DRAIN_S
         while self._pending and time.monotonic() < end:
             self.progress(LONGEST_WAIT_S)
-        last, self._pending = self._pending + self._from_anybody, []  # were UCX still at work, the memory would have to outlive the worker
+        last, self._pending = (
+            self._pending + self._from_anybody,
+            [],
+        )  # were UCX still at work, the memory would have to outlive the worker
         self._from_anybody = []
         self.worker = self._context = None
         os.close(self._wakeup)

@@ -228,6 +228,7 @@ class UcxServer:
         """Where readers connect."""
         threads = min(NUM_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weightsync-pack")
+        self._pool.submit(source.arena.collapse, self._stop.is_set)  # the first pulls do without
         self._thread = threading.Thread(target=self._run, name="weightsync-serve", daemon=True)
         self._thread.start()
 
