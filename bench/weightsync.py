@@ -42,6 +42,7 @@ import torch
 import zmq
 from figure import machine, print_figure, progress, rounded, versions
 
+from starling.weightsync.execute.agent import has_nixl
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller
 from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode, encode
@@ -393,6 +394,7 @@ def measure_goodput(rounds: int) -> dict[str, list[float]]:
             "ucx_tcp": ("ucx", tcp_source, tcp_engine),
             "tcp": ("tcp", source, engine),
             "gloo": ("gloo", source, engine),
+            **({"nixl": ("nixl", source, engine)} if has_nixl() else {}),
         }
         for side, (transport, giver, taker) in sides.items():
             giver.call(open_source, side, layout, 0, transport, "127.0.0.1", "off")
@@ -503,12 +505,14 @@ def main() -> None:
         print_figure("weightsync", figure, value, unit="ratio", goal=goal, better=better, detail=detail)
 
     seconds = measure_goodput(rounds)
+    optional = [("goodput_nixl_over_memcpy", "nixl", "memcpy", None)] if "nixl" in seconds else []
     for figure, over, under, goal in (
         ("goodput_local_over_memcpy", "local", "memcpy", 0.9),
         ("goodput_ucx_over_memcpy", "ucx", "memcpy", 0.6),
         ("goodput_ucx_tcp_over_socket", "ucx_tcp", "socket", 1.2),
         ("goodput_tcp_over_socket", "tcp", "socket", None),
         ("goodput_gloo_over_socket", "gloo", "socket", None),
+        *optional,
     ):
         show(figure, ratio(seconds[over], seconds[under]), goal, seconds, GOODPUT_BYTES, "higher")
     stalls = ratio(seconds["snapshot_memcpy"], seconds["snapshot"])

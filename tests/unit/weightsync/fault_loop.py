@@ -21,12 +21,11 @@ from typing import Final
 
 from fault_kinds import FAULTS, Kind
 from fault_pair import Pair, census
+from transport_peers import served_transports
 
-from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.offer import Transport
 
-SERVED: Final[tuple[Transport, ...]] = ("tcp", "gloo", "ucx") if has_ucx() else ("tcp", "gloo")
-TRANSPORTS: Final[tuple[Transport, ...]] = ("local", *SERVED)
+TRANSPORTS: Final[tuple[Transport, ...]] = ("local", *served_transports())
 PRELOADED: Final = (
     "starling.weightsync.execute.publish",
     "starling.weightsync.execute.pull",

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from puller_models import Model, Storages, equal, evolved, local, publish, publishers, zeros
+from transport_peers import served_transports
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.deltas import History, compare
-from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller, PullReport
 from starling.weightsync.execute.requests import Compare, Read, decode_request, sealed
@@ -25,7 +25,7 @@ from starling.weightsync.plan import make_plan
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
-SERVED: tuple[Transport, ...] = ("tcp", "ucx") if has_ucx() else ("tcp",)
+SERVED = served_transports()
 
 
 class World:

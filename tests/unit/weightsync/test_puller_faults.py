@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from puller_models import Model, Storages, equal, local, publish, publishers, zeros
+from transport_peers import served_transports
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.arena import SnapshotsBusyError
-from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller, PullReport
 from starling.weightsync.execute.scratch import Rooms, Scratch
@@ -27,7 +27,7 @@ from starling.weightsync.plan import Plan, make_plan
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
-SERVED: tuple[Transport, ...] = ("tcp", "gloo", "ucx") if has_ucx() else ("tcp", "gloo")
+SERVED = served_transports()
 
 
 class World:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from puller_models import Model, equal, local, publish, publishers, zeros
+from transport_peers import served_transports
 
-from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.execute.pull import Puller
 from starling.weightsync.offer import Offer, Transport
 from starling.weightsync.peaks import destination_peak
@@ -18,7 +18,7 @@ from starling.weightsync.plan import Plan, make_plan
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
-TRANSPORTS: tuple[Transport, ...] = ("local", "tcp", "gloo", "ucx") if has_ucx() else ("local", "tcp", "gloo")
+TRANSPORTS: tuple[Transport, ...] = ("local", *served_transports())
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

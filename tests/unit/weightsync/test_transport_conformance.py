@@ -15,6 +15,7 @@ import xxhash
 from transport_peers import Held, Reader, away, content, held, landing, piece, reader
 
 from starling.common.errors import WeightsError
+from starling.weightsync.execute.agent import has_nixl
 from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.execute.requests import Open
 from starling.weightsync.execute.wire import Landing, Lost
@@ -28,10 +29,12 @@ SHAPES = {"w": (37, 53), "x": (64, 256, 3), "s": (), "none": (0, 4)}
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8", "bool", "float32", "complex64")
 
 
-@pytest.fixture(scope="module", params=["local", "tcp", "gloo", "ucx"])
+@pytest.fixture(scope="module", params=["local", "tcp", "gloo", "ucx", "nixl"])
 def transport(request: pytest.FixtureRequest) -> Transport:
     if request.param == "ucx" and not has_ucx():
         pytest.skip("UCXX is not installed")
+    if request.param == "nixl" and not has_nixl():
+        pytest.skip("NIXL is not installed")
     kind: Transport = request.param
     return kind
 
@@ -303,7 +306,7 @@ def test_a_dropped_connection_is_silent_and_can_be_made_anew(source: Held, trans
 
 def test_lanes_are_named(peer: Reader, transport: Transport) -> None:
     lanes = peer.wire.lanes("source")
-    wanted = {"local": "shared memory", "tcp": "tcp", "gloo": "gloo", "ucx": "posix/memory"}
+    wanted = {"local": "shared memory", "tcp": "tcp", "gloo": "gloo", "ucx": "posix/memory", "nixl": "nixl/UCX"}
     assert wanted[transport] in lanes
     assert peer.wire.lanes("unknown") in ((), lanes)
 

@@ -10,9 +10,11 @@ import sys
 import msgspec
 import pytest
 import torch
+from transport_peers import served_transports
 from weights_peers import blank, same, weights
 
 from starling.common.errors import WeightsError
+from starling.weightsync.execute.agent import has_nixl
 from starling.weightsync.execute.arena import Arena, Mapping
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller
@@ -154,10 +156,12 @@ def box(*spans: tuple[int, int]) -> Box:
     return Box(offset=tuple(a for a, _ in spans), size=tuple(b - a for a, b in spans))
 
 
-@pytest.mark.parametrize("transport", ["local", "ucx", "tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["local", "ucx", "tcp", "gloo", "nixl"])
 def test_boxes_of_two_ranks_make_whole_tensors(transport: Transport) -> None:
     if transport == "ucx":
         pytest.importorskip("ucxx")
+    if transport == "nixl" and not has_nixl():
+        pytest.skip("NIXL is not installed")
     tensors = {"a": torch.randn(37, 19), "b": torch.randn(12, 10).to(torch.bfloat16).t(), "c": torch.arange(9)}
     layout = split(
         layout_of(tensors, "policy-0"),
@@ -258,8 +262,6 @@ def test_parameters_that_need_gradients_are_switched_in_place() -> None:
 
 
 def test_nothing_is_left_open_after_close() -> None:
-    pytest.importorskip("ucxx")
-
     def cycle(transport: Transport) -> None:
         tensors, live = weights(0), blank()
         layout, mine = layout_of(tensors, "policy-0"), layout_of(live, "rollout-0")
@@ -274,7 +276,7 @@ def test_nothing_is_left_open_after_close() -> None:
             arenas = sum("starling-snapshots" in line for line in maps)
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), arenas
 
-    transports: tuple[Transport, ...] = ("local", "ucx", "tcp", "gloo")
+    transports: tuple[Transport, ...] = ("local", *served_transports())
     for transport in transports:
         cycle(transport)  # what the libraries keep for good
     before = held()

@@ -13,6 +13,7 @@ import torch
 from weights_peers import ANSWER_S, BUCKET_BYTES, Source, blank, die_reading, same, source, weights
 
 from starling.common.errors import WeightsError
+from starling.weightsync.execute.agent import has_nixl
 from starling.weightsync.execute.pull import Puller
 from starling.weightsync.layout import encode
 from starling.weightsync.layouts.modules import layout_of
@@ -23,10 +24,12 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.system
 
 
-@pytest.fixture(scope="module", params=["ucx", "local", "tcp"])
+@pytest.fixture(scope="module", params=["ucx", "local", "tcp", "nixl"])
 def transport(request: pytest.FixtureRequest) -> Transport:
     if request.param == "ucx":
         pytest.importorskip("ucxx")
+    if request.param == "nixl" and not has_nixl():
+        pytest.skip("NIXL is not installed")
     return request.param
 
 

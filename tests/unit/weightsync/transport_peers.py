@@ -15,10 +15,13 @@ from multiprocessing.connection import Connection
 import msgspec
 import numpy as np
 
+from starling.weightsync.execute.agent import has_nixl
 from starling.weightsync.execute.arena import Arena
 from starling.weightsync.execute.digests import Digests
+from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.execute.local import LocalWire
 from starling.weightsync.execute.memory import Array, packed_arrays
+from starling.weightsync.execute.nixl import NixlWire
 from starling.weightsync.execute.requests import Answer, Open, Read, Release, Request
 from starling.weightsync.execute.server import Server, serve
 from starling.weightsync.execute.source import Source
@@ -29,6 +32,15 @@ from starling.weightsync.layout import ITEM_BYTES, Box, Piece
 from starling.weightsync.offer import RankOffer, Transport
 
 ANSWER_S = 20.0
+
+
+def served_transports() -> tuple[Transport, ...]:
+    """Return the transports with a server that can be used here."""
+    ucx: tuple[Transport, ...] = ("ucx",) if has_ucx() else ()
+    nixl: tuple[Transport, ...] = ("nixl",) if has_nixl() else ()
+    return ("tcp", "gloo", *ucx, *nixl)
+
+
 NOWHERE = Landing()
 PRELOADED = ("starling.weightsync.execute.server", "starling.weightsync.execute.collective")
 """Imported once, by the process that all sources are forked from: torch takes seconds."""
@@ -159,6 +171,8 @@ class Reader:
                 from starling.weightsync.execute.collective import collective_wire  # imports torch
 
                 self.wire = collective_wire(transport)
+            case "nixl":
+                self.wire = NixlWire(loopback=True)
         self._number = 1
         self._events: deque[Event] = deque()
 

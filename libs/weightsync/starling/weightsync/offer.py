@@ -22,7 +22,7 @@ import xxhash
 from starling.common.errors import WeightsError
 from starling.weightsync.layout import Box, Piece, decode
 
-Transport = Literal["ucx", "local", "tcp", "nccl", "gloo"]
+Transport = Literal["ucx", "local", "tcp", "nccl", "gloo", "nixl"]
 DIGEST_BYTES: Final = 16
 """Of a box."""
 ROOT_CHARACTERS: Final = 2 * DIGEST_BYTES

@@ -78,9 +78,9 @@ class PolicySettings(BaseModel):
     """Most cells (rows x row length) of one forward and backward pass; bounds the memory of activations."""
     share_prompts: bool = True
     """Compute a prompt once for several completions of its group where that makes the step cheaper."""
-    transport: Literal["ucx", "tcp", "local", "nccl", "gloo"] = "ucx"
+    transport: Literal["ucx", "tcp", "local", "nccl", "gloo", "nixl"] = "ucx"
     """How weights travel to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory on this host, `nccl`
-    between GPUs where NCCL is what is tuned, `gloo` the same between CPUs."""
+    between GPUs where NCCL is what is tuned, `gloo` the same between CPUs, `nixl` where both ends have it installed."""
     delta_versions: int | None = Field(default=None, ge=0)
     """For so many versions back the policy knows what changed, and sends only that; 0 sends every version whole.
 

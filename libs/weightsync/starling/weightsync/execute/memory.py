@@ -7,7 +7,7 @@ row-major, each at a multiple of `ALIGNMENT`.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -94,18 +94,20 @@ def is_direct(group: Sequence[Array]) -> bool:
     return len(group) == 1 and group[0].flags.c_contiguous
 
 
-def packing_bytes(groups: Sequence[Sequence[Array]]) -> int:
-    """Return the room needed to pack those segments that must be."""
+def packing_bytes(groups: Sequence[Sequence[Array]], lies_ready: Callable[[Sequence[Array]], bool] = is_direct) -> int:
+    """Return the room needed to pack those segments that do not lie ready."""
     sizes = [array.nbytes for group in groups for array in group]
-    return packed_bytes(sizes, [len(group) for group in groups], [is_direct(group) for group in groups])
+    return packed_bytes(sizes, [len(group) for group in groups], [lies_ready(group) for group in groups])
 
 
-def pack(groups: Sequence[Sequence[Array]], room: Memory) -> list[Memory]:
+def pack(
+    groups: Sequence[Sequence[Array]], room: Memory, lies_ready: Callable[[Sequence[Array]], bool] = is_direct
+) -> list[Memory]:
     """Return each segment as flat memory: where it lies, or packed into `room`."""
     segments: list[Memory] = []
     begin = 0
     for group in groups:
-        if is_direct(group):
+        if lies_ready(group):
             segments.append(flat_bytes(group[0]))
             continue
         size = payload_bytes([array.nbytes for array in group])

@@ -152,7 +152,7 @@ def decode_request(data: bytes | bytearray | memoryview) -> Request:
     Raises:
         WeightsError: it is none, or it asks for too much at once.
     """
-    request: Request = _decode(_requests, data, "A peer sent a malformed request")
+    request: Request = decode_sealed(_requests, data, "A peer sent a malformed request")
     if isinstance(request, Read):
         _check_boxes(request.boxes)
         _check_read(request)
@@ -167,7 +167,7 @@ def decode_answer(data: bytes | bytearray | memoryview) -> Answer:
     Raises:
         WeightsError: it is none.
     """
-    return _decode(_answers, data, "The source sent a malformed answer")
+    return decode_sealed(_answers, data, "The source sent a malformed answer")
 
 
 def decode_word(data: bytes | bytearray | memoryview) -> Word:
@@ -176,10 +176,15 @@ def decode_word(data: bytes | bytearray | memoryview) -> Word:
     Raises:
         WeightsError: it is none.
     """
-    return _decode(_words, data, "The peer sent a malformed word")
+    return decode_sealed(_words, data, "The peer sent a malformed word")
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray | memoryview, complaint: str) -> T:
+def decode_sealed(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray | memoryview, complaint: str) -> T:
+    """Read a message that was `sealed`.
+
+    Raises:
+        WeightsError: it is not what it was, or none that the decoder knows; the sentence begins with `complaint`.
+    """
     check, body = bytes(data[:_CHECK_BYTES]), memoryview(data)[_CHECK_BYTES:]
     if check != xxhash.xxh3_64_digest(body):
         raise WeightsError(f"{complaint}: its bits have changed on the way.")

@@ -16,6 +16,13 @@ class Scratch:
         self._free: list[tuple[int, int]] = []
         self.clear()
 
+    @property
+    def memory(self) -> Memory:
+        """All of it, whoever has which block."""
+        if not self._memory.nbytes and self.size_bytes:
+            self._memory = allocate(self.size_bytes)
+        return self._memory
+
     def clear(self) -> None:
         """Take every block back; nobody may use one any more."""
         self._free = [(0, self.size_bytes)] if self.size_bytes else []
@@ -23,12 +30,10 @@ class Scratch:
     def take(self, size_bytes: int) -> Memory | None:
         """Return a block, or None when there is no room for it now."""
         size = aligned(size_bytes)
-        if not self._memory.nbytes and 0 < size <= self.size_bytes:
-            self._memory = allocate(self.size_bytes)
         for index, (begin, length) in enumerate(self._free):
             if length >= size:
                 self._free[index : index + 1] = [(begin + size, length - size)] if length > size else []
-                return self._memory[begin : begin + size]
+                return self.memory[begin : begin + size]
         return self._memory[:0] if size == 0 else None
 
     def give(self, block: Memory) -> None:
@@ -36,6 +41,7 @@ class Scratch:
         if not block.nbytes:
             return
         begin = block.ctypes.data - self._memory.ctypes.data
+        assert 0 <= begin < self.size_bytes, "a block of other memory was given back"
         merged: list[tuple[int, int]] = []
         for start, length in sorted([*self._free, (begin, block.nbytes)]):
             if merged and sum(merged[-1]) == start:

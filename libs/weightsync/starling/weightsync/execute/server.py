@@ -7,6 +7,7 @@ from typing import Protocol
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.link import load_ucxx
+from starling.weightsync.execute.nixl_server import NixlServer
 from starling.weightsync.execute.source import Source
 from starling.weightsync.execute.tcp import tcp_server
 from starling.weightsync.execute.ucx import UcxServer
@@ -33,7 +34,8 @@ class Server(Protocol):
 def serve(source: Source, transport: Transport, host: str) -> tuple[Server | None, Transport, str]:
     """Make a source readable.
 
-    Where UCX is asked for and is not to be had, plain sockets serve instead, and a warning says so.
+    Where UCX is asked for and is not to be had, plain sockets serve instead, and a warning says so. NIXL is asked for
+    because of what it makes of a network: without it there is no server.
 
     Returns:
         The server, if the transport has one; the transport that is used, and the address to be offered.
@@ -60,4 +62,6 @@ def _server(source: Source, transport: Transport, host: str) -> Server:
         from starling.weightsync.execute.collective import collective_server  # imports torch, which others do without
 
         return collective_server(source, transport, host=host)
+    if transport == "nixl":
+        return NixlServer(source, host=host)
     return tcp_server(source, host=host)

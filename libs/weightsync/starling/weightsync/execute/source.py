@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from starling.common.errors import WeightsError
 from starling.weightsync.boxes import contains, intersection
 from starling.weightsync.execute.arena import Arena, Mapping
 from starling.weightsync.execute.deltas import Deltas, NoDeltas
 from starling.weightsync.execute.digests import DigestCache, Key, digest_of_array
-from starling.weightsync.execute.memory import Array, packed_arrays, part_of
+from starling.weightsync.execute.memory import Array, Memory, packed_arrays, part_of
 from starling.weightsync.execute.requests import Answer, Compare, Open, Read, Release, Request
 from starling.weightsync.layout import Box, Piece, packed_offsets
 
@@ -137,6 +139,10 @@ class Session:
         self._lease: Mapping | None = None
         self._arrays: tuple[Array, ...] = ()
         self._snapshot = 0
+        self.memory: Memory = np.empty(0, np.uint8)
+        """The opened snapshot, as it is granted."""
+        self.shift = 0
+        """What to add to an address in it to have its address in the arena."""
 
     @property
     def opened(self) -> bool:
@@ -215,7 +221,7 @@ class Session:
 
     def release(self) -> None:
         """Give the lease back."""
-        self._arrays, self._snapshot = (), 0
+        self._arrays, self._snapshot, self.memory = (), 0, np.empty(0, np.uint8)
         if self._lease is not None:
             self._lease.release()
 
@@ -230,6 +236,8 @@ class Session:
         self._arrays, self._snapshot = (), 0
         if self._lease is None:
             self._lease = Mapping(self._source.address)
-        memory = self._lease.open(request.snapshot, request.token)
+        self.memory = memory = self._lease.open(request.snapshot, request.token)
         self._arrays = packed_arrays(self._source.holding.pieces, memory)
         self._snapshot = request.snapshot
+        slots = self._source.arena.slots
+        self.shift = slots[request.snapshot % len(slots)].ctypes.data - memory.ctypes.data

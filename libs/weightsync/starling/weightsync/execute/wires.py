@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from starling.weightsync.execute.link import is_loopback
 from starling.weightsync.execute.local import LocalWire
+from starling.weightsync.execute.nixl import NixlWire
 from starling.weightsync.execute.tcp import tcp_wire
 from starling.weightsync.execute.ucx import UcxWire
 from starling.weightsync.execute.wire import Peer, Wire
@@ -61,10 +62,11 @@ class Wires:
 
     def _wire(self, offer: RankOffer) -> Wire:
         name: str = offer.transport
-        if name == "ucx" and is_loopback(offer.address.rpartition(":")[0]):
-            name = "ucx on this host"
+        loopback = is_loopback(offer.address.rpartition(":")[0])
+        if name in ("ucx", "nixl") and loopback:
+            name = f"{name} on this host"
         if name not in self._wires:
-            self._wires[name] = self._make(offer.transport, loopback=name != "ucx")
+            self._wires[name] = self._make(offer.transport, loopback=loopback)
         return self._wires[name]
 
     def _make(self, transport: Transport, *, loopback: bool) -> Wire:
@@ -79,6 +81,8 @@ class Wires:
                 from starling.weightsync.execute.collective import collective_wire  # imports torch: see `serve`
 
                 return collective_wire(transport)
+            case "nixl":
+                return NixlWire(loopback=loopback)
 
 
 def _key(offer: RankOffer) -> str:
