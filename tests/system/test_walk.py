@@ -30,7 +30,10 @@ def weights(folder: Path) -> dict[str, bytes]:
 @pytest.mark.system
 def test_synchronous_training_equals_the_walk_to_the_bit(tmp_path: Path) -> None:
     run("examples/walk.py", str(RECIPE), str(tmp_path / "walk"))
-    run("-m", "starling.cli.main", "run", str(RECIPE), "--run.folder", str(tmp_path / "runs"))
+    run(
+        *("-m", "starling.cli.main", "run", str(RECIPE), "--run.folder", str(tmp_path / "runs")),
+        *("--weights.digests", "sampled"),
+    )
     walked = weights(tmp_path / "walk/checkpoint")
     distributed = weights(tmp_path / "runs/walk/attempt-1/checkpoints/step-6")
     assert walked == distributed

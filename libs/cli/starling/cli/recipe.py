@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from starling.cli.scratch import ScratchSettings
 from starling.common.service import check_model_folder
-from starling.common.settings import ModelSettings, Section, load
+from starling.common.settings import ModelSettings, Section, WeightsSettings, load
 from starling.controller.settings import ControllerProcess
 from starling.policy.settings import PolicySettings
 from starling.reward.settings import RewardSettings
@@ -50,6 +50,7 @@ class Recipe(ControllerProcess):
 
     launch: LaunchSettings = LaunchSettings()
     model: RecipeModel = RecipeModel()
+    weights: WeightsSettings = WeightsSettings()
     policy: PolicySettings = PolicySettings()
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings | None = None

@@ -26,6 +26,7 @@ SECTIONS = (
     "launch",
     "network",
     "model",
+    "weights",
     "data",
     "sft",
     "rl",

@@ -79,6 +79,17 @@ class ModelSettings(Section):
     """Where to compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
 
 
+class WeightsSettings(Section):
+    """How versions of the weights are proven."""
+
+    digests: Literal["full", "sampled", "off"] = "full"
+    """Compare digests of all bytes, of a sixteenth (another one each version), or none, of what a rollout adopts.
+
+    `full` is right while it takes less than a twentieth of a pull, which `starling sync-report` tells; only `full`
+    lets what changed travel alone.
+    """
+
+
 class ServiceSettings(BaseSettings):
     """What the process of any service reads; each service adds the sections that it owns."""
 

@@ -30,7 +30,7 @@ REMEDY: Final = {
     "prepare": "a new plan or a first connection; it should be rare: see whether replicas come and go",
     "network": "the links are full or slow: relays, delta, or a faster transport (see the lanes that were used)",
     "unpack": "strided pieces are copied twice: choose a destination layout nearer to the source's, or more threads",
-    "digest": "digests take most of the time: set them to sampled, or give the puller more threads",
+    "digest": "digests take most of the time: set weights.digests to sampled, or give the puller more threads",
     "confirm": "sources answer late: they are busy; give the policy's process a core for its progress thread",
     "switch": "generation pauses for copying: pull in place at a pause, or use fewer, larger tensors",
     "wait": "replicas learn of a version late, or switch late: shorter decode steps, fewer messages at the controller",

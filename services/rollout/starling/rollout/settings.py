@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from starling.common.settings import ModelSettings, Section, ServiceSettings
+from starling.common.settings import ModelSettings, Section, ServiceSettings, WeightsSettings
 
 
 class RolloutSettings(Section):
@@ -26,4 +26,5 @@ class RolloutProcess(ServiceSettings):
     """All settings of a rollout process."""
 
     model: ModelSettings = ModelSettings()
+    weights: WeightsSettings = WeightsSettings()
     rollout: RolloutSettings = RolloutSettings()

@@ -25,7 +25,7 @@ from starling.common.service import (
     link_settings,
     serve,
 )
-from starling.common.settings import ModelSettings, ServiceSettings
+from starling.common.settings import ModelSettings, ServiceSettings, WeightsSettings
 from starling.common.wire import messages as wire
 from starling.policy.core.progress import Progress
 from starling.policy.settings import PolicySettings
@@ -40,6 +40,7 @@ class PolicyProcess(ServiceSettings):
     """All settings of a policy process."""
 
     model: ModelSettings = ModelSettings()
+    weights: WeightsSettings = WeightsSettings()
     policy: PolicySettings = PolicySettings()
 
 
@@ -76,6 +77,7 @@ class Shell:
             transport=settings.policy.transport,
             host=settings.network.host,
             read_timeout_s=settings.policy.publish_timeout_s,
+            digests=settings.weights.digests,
             delta_versions=settings.policy.delta_versions,
         )
         self._trainer: Any = None

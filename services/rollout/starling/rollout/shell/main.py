@@ -75,7 +75,7 @@ class Shell:
             exclusive=settings.rollout.exclusive,
         )
         layout = layout_of(self._engine.tensors(), arguments.name)
-        self._puller = Puller(layout)
+        self._puller = Puller(layout, digests=settings.weights.digests)
         self._offers: dict[str, Any] = {}
         self._core = Rollout()
         self._pulls = ThreadPoolExecutor(1, thread_name_prefix="pull")
