@@ -23,7 +23,7 @@ from transport_peers import ANSWER_S, Held, Reader, away, content, held, landing
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute import nixl_server
-from starling.weightsync.execute.agent import Agent, check_version, has_nixl
+from starling.weightsync.execute.agent import SUPPORTED, Agent, has_nixl
 from starling.weightsync.execute.arena import PAGE_BYTES
 from starling.weightsync.execute.channel import split_address
 from starling.weightsync.execute.line import Line
@@ -74,8 +74,8 @@ def test_without_nixl_the_remedy_is_named() -> None:
 @pytest.mark.parametrize("version", ["1.4.9", "1.6.0", "2.0", "0.10", "unknown"])
 def test_another_version_is_refused(version: str) -> None:
     with pytest.raises(WeightsError, match=rf"NIXL {version} is installed, expected >=1\.5, <1\.6"):
-        check_version(version)
-    check_version("1.5.1")
+        SUPPORTED.check(version)
+    SUPPORTED.check("1.5.1")
 
 
 @needs_nixl

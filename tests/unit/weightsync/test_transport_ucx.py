@@ -15,7 +15,7 @@ import pytest
 from transport_peers import held, landing, piece, reader
 
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.link import OPTIONS, Link, Transmission, check_version, has_ucx, is_loopback
+from starling.weightsync.execute.link import OPTIONS, SUPPORTED, Link, Transmission, has_ucx, is_loopback
 from starling.weightsync.execute.wire import Lost
 
 pytestmark = pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
@@ -190,8 +190,8 @@ def test_a_forked_process_is_told() -> None:
 @pytest.mark.parametrize("version", ["0.51.3", "0.53.0", "1.0", "0.45.00", "unknown"])
 def test_another_version_is_refused(version: str) -> None:
     with pytest.raises(WeightsError, match=rf"UCXX {version} is installed, expected >=0\.52, <0\.53"):
-        check_version(version)
-    check_version("0.52.00")
+        SUPPORTED.check(version)
+    SUPPORTED.check("0.52.00")
 
 
 def test_without_ucxx_plain_sockets_serve_and_it_is_said() -> None:

@@ -34,9 +34,9 @@ import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.memory import Memory
+from starling.weightsync.execute.supported import Supported
 
-SUPPORTED: Final = ((1, 5), (1, 6))
-"""The first version of NIXL that works with this code, and the first that may not."""
+SUPPORTED: Final = Supported("NIXL", (1, 5), (1, 6), "nixl")
 OPTIONS: Final = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 """For NIXL's own UCX: what is not set in the environment, there with ``UCX_`` before it."""
 TICK_S: Final = 0.0002
@@ -65,7 +65,7 @@ def load_nixl() -> Any:
             f"NIXL is not available ({error}): run pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 "
             "(nixl-cu13 beside CUDA 13), or choose transport 'ucx', 'tcp' or 'local'."
         ) from error
-    check_version(version)
+    SUPPORTED.check(version)
     if first:  # its import sets up logging for the whole process, to stdout, from INFO upwards
         logging.raiseExceptions = raises
         logger = logging.getLogger("nixl")
@@ -74,19 +74,6 @@ def load_nixl() -> Any:
         if "NIXL_LOG_LEVEL" not in os.environ:
             logger.setLevel(logging.WARNING)
     return api
-
-
-def check_version(version: str) -> None:
-    """Refuse a NIXL that this code was not tried with.
-
-    Raises:
-        WeightsError: naming the version and the range.
-    """
-    low, high = SUPPORTED
-    found = tuple(int(number) for number in version.split(".")[:2] if number.isdecimal())
-    if not low <= found < high:
-        wanted = f">={low[0]}.{low[1]}, <{high[0]}.{high[1]}"
-        raise WeightsError(f"NIXL {version} is installed, expected {wanted}: install starling-weightsync[nixl].")
 
 
 def has_nixl() -> bool:

@@ -19,6 +19,7 @@ from typing import Any, Final
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.deadline import LONGEST_WAIT_S
 from starling.weightsync.execute.memory import Memory
+from starling.weightsync.execute.supported import Supported
 
 OPTIONS: Final = {
     "TLS": "tcp,posix,cma",
@@ -30,8 +31,7 @@ OPTIONS: Final = {
 }
 """What is not set in the environment, there with ``UCX_`` before it. ``UCX_TLS`` is how RDMA is chosen, where the UCX
 that is installed has it."""
-SUPPORTED: Final = ((0, 52), (0, 53))
-"""The first version of UCXX that works with this code, and the first that may not: its low-level API is private."""
+SUPPORTED: Final = Supported("UCXX", (0, 52), (0, 53), "ucx")
 _FORCE_NS: Final = 10**9
 """Period of a blocking close that amounts to a forced one: pending requests are cancelled at once."""
 _DRAIN_S: Final = 1.0
@@ -62,21 +62,8 @@ def load_ucxx() -> tuple[Any, Any]:
         raise WeightsError(
             f"UCX is not available ({error}): install starling-weightsync[ucx] or choose transport 'tcp' or 'local'."
         ) from error
-    check_version(version)
+    SUPPORTED.check(version)
     return lib, Array
-
-
-def check_version(version: str) -> None:
-    """Refuse a UCXX whose private API is not the one known here.
-
-    Raises:
-        WeightsError: naming the version and the range.
-    """
-    low, high = SUPPORTED
-    found = tuple(int(number) for number in version.split(".")[:2] if number.isdecimal())
-    if not low <= found < high:
-        wanted = f">={low[0]}.{low[1]}, <{high[0]}.{high[1]}"
-        raise WeightsError(f"UCXX {version} is installed, expected {wanted}: install starling-weightsync[ucx].")
 
 
 def has_ucx() -> bool:
