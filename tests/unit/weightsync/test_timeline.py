@@ -88,7 +88,7 @@ def test_rounds_are_read_from_the_metrics_of_a_run() -> None:
         "size_bytes": 10,
         "sent_bytes": 4,
         "transport": "ucx",
-        "lanes": ["posix/memory"],
+        "lanes": ["cma/memory"],
         "split": {"prepare_s": 0.1, "read_s": 0.25, "digest_s": 0.05, "confirm_s": 0.05},
     }
     lines = [

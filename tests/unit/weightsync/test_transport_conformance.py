@@ -306,7 +306,7 @@ def test_a_dropped_connection_is_silent_and_can_be_made_anew(source: Held, trans
 
 def test_lanes_are_named(peer: Reader, transport: Transport) -> None:
     lanes = peer.wire.lanes("source")
-    wanted = {"local": "shared memory", "tcp": "tcp", "gloo": "gloo", "ucx": "posix/memory", "nixl": "nixl/UCX"}
+    wanted = {"local": "shared memory", "tcp": "tcp", "gloo": "gloo", "ucx": "cma/memory", "nixl": "nixl/UCX"}
     assert wanted[transport] in lanes
     assert peer.wire.lanes("unknown") in ((), lanes)
 

@@ -253,7 +253,7 @@ class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="weights_ado
     sent_bytes: int = 0
     """What travelled for it: less where only what changed was sent."""
     lanes: tuple[str, ...] = ()
-    """Over what the bytes really went, for example ``posix/memory``."""
+    """Over what the bytes really went, for example ``cma/memory``."""
     split: dict[str, float] = {}
     """Seconds of the parts of `pull_s`: ``prepare_s``, ``read_s`` (in it ``unpack_s``, ``digest_s``), ``confirm_s``."""
 

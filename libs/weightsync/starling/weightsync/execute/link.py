@@ -1,7 +1,9 @@
 """UCX through UCXX's low-level API: one context and worker, driven by the thread that owns them.
 
 Options, all measured: error handling on (else a dead peer aborts the survivor), which with UCX's defaults means slow
-TCP even on one host, so shared memory is allowed under error handling by two opt-ins; larger TCP segments.
+TCP even on one host, so the kernel's copy between processes (CMA) is allowed under error handling by an opt-in; larger
+TCP segments. Messages go over TCP on one host too, never through UCX's queues in shared memory (posix, sysv): a peer that
+is killed between taking a place in such a queue and filling it stops the queue for everybody, for good.
 UCX notices a dead peer but never a stopped one or a cut network: that is what deadlines and the forced close are for.
 A request does not keep its buffer alive, and dropping a request does not stop it: `Link` holds both until completion.
 """
@@ -22,8 +24,7 @@ from starling.weightsync.execute.memory import Memory
 from starling.weightsync.execute.supported import Supported
 
 OPTIONS: Final = {
-    "TLS": "tcp,posix,cma",
-    "POSIX_ERROR_HANDLING": "y",
+    "TLS": "tcp,cma",
     "CMA_MEMORY_INVALIDATE": "y",
     "TCP_TX_SEG_SIZE": "1m",
     "TCP_RX_SEG_SIZE": "1m",
@@ -172,7 +173,7 @@ class Link:
         return item
 
     def lanes(self, endpoint: Any) -> tuple[str, ...]:
-        """Return the transports that UCX really uses for an endpoint, such as ``tcp/lo`` and ``posix/memory``."""
+        """Return the transports that UCX really uses for an endpoint, such as ``tcp/lo`` and ``cma/memory``."""
         return lanes_of(int(endpoint.handle))
 
     def _keep(self, request: Any, memory: object) -> Transmission:

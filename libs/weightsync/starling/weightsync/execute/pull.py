@@ -51,7 +51,7 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     """Transports of the sources, joined by ``+`` where they differ."""
     lanes: tuple[str, ...]
-    """Over what the bytes really went, for example ``posix/memory``."""
+    """Over what the bytes really went, for example ``cma/memory``."""
     num_buckets: int
     num_retries: int
     num_deltas: int
