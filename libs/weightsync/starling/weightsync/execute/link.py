@@ -2,8 +2,8 @@
 
 Options, all measured: error handling on (else a dead peer aborts the survivor), which with UCX's defaults means slow
 TCP even on one host, so the kernel's copy between processes (CMA) is allowed under error handling by an opt-in; larger
-TCP segments. Messages go over TCP on one host too, never through UCX's queues in shared memory (posix, sysv): a peer that
-is killed between taking a place in such a queue and filling it stops the queue for everybody, for good.
+TCP segments. Messages go over TCP on one host too, never through UCX's queues in shared memory (posix, sysv): a peer
+that is killed between taking a place in such a queue and filling it stops the queue for everybody, for good.
 UCX notices a dead peer but never a stopped one or a cut network: that is what deadlines and the forced close are for.
 A request does not keep its buffer alive, and dropping a request does not stop it: `Link` holds both until completion.
 """
