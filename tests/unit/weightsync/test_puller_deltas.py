@@ -165,6 +165,31 @@ def matrix(rows: int, columns: int) -> Layout:
     return Layout(replica="r", tensors=(spec,), ranks=(RankLayout(place=Place(), shards=(shard,)),))
 
 
+@pytest.mark.parametrize("moment", [2, 6, 12, 20])
+def test_who_is_slow_keeps_the_deltas_of_the_snapshot_that_it_reads(moment: int) -> None:
+    """Two more versions appear meanwhile, one in the place of the other; the snapshot that is read still stands."""
+    world = World("tcp")
+    try:
+        world.pull(world.publish())
+        offer, asked = world.publish(), 0
+
+        def publish_twice() -> bool:
+            nonlocal asked
+            asked += 1
+            if asked == moment:
+                world.publish()
+                world.publish()
+            return False
+
+        report = world.puller.pull(offer, world.plan, deadline_s=DEADLINE_S, cancelled=publish_twice)
+        world.puller.switch(world.live)
+        assert asked >= moment
+        assert equal(world.live, local(world.destination, 0, world.versions[offer.version]))
+        assert report.num_retries == 0
+    finally:
+        world.close()
+
+
 @pytest.mark.parametrize("transport", SERVED)
 def test_a_publisher_that_keeps_no_versions_sends_everything(transport: Transport) -> None:
     world = World(transport, delta_versions=0)
@@ -284,7 +309,7 @@ def history_of(num_versions: int, limit_bytes: int = 1 << 30) -> tuple[History, 
     """Five versions of a piece of which 1 % changes each time, versions 0 to 4 in snapshots 1 to 5."""
     rng = np.random.default_rng(0)
     arrays = [rng.integers(0, 1 << 16, 100_000, np.uint16)]
-    history = History([PIECE], num_versions, limit_bytes)
+    history = History([PIECE], num_versions, limit_bytes, lambda snapshot: snapshot >= len(arrays) - 1)
     history.begin(1, 0, -1)
     for version in range(1, 5):
         new = arrays[-1].copy()

@@ -6,7 +6,8 @@ functions say, so the two cannot disagree. Whoever has no layouts but only a pla
 A relay is a destination that packs for its own readers besides, as a publisher does.
 
 Deltas come on top, as large as what changed: at the publisher at most one snapshot, for the versions that it remembers;
-at the destination at most what `Plan.peak_bytes` states for a pull in place, and only while they are on their way.
+at the destination at most what `Plan.peak_bytes` states for a pull in place, and only while they are on their way, but
+for a relay, which keeps what it passes on until the next version.
 
 Not counted is what grows neither with the model nor with the buckets: code, the stacks of threads, the transport's own
 buffers (of sockets, in the kernel; of UCX, a few MiB), and about a kilobyte of objects for each box of a plan.

@@ -25,8 +25,6 @@ from starling.weightsync.layout import Box, Piece
 
 MAX_SHARE: Final = 0.5
 """A delta that takes a larger share of its piece is not worth its work."""
-MAX_SNAPSHOTS: Final = 2
-"""Of so many snapshots what was cut is kept: those that can still be read."""
 
 Cut = tuple[int, Box, int]
 """Piece, box and base."""
@@ -114,8 +112,11 @@ def compare(
 class History:
     """The steps between the last versions of one rank, oldest first; each begins where the one before ends."""
 
-    def __init__(self, pieces: Sequence[Piece], num_versions: int, limit_bytes: int) -> None:
-        """Keep at most so many steps, and so many bytes."""
+    def __init__(
+        self, pieces: Sequence[Piece], num_versions: int, limit_bytes: int, stands: Callable[[int], bool]
+    ) -> None:
+        """Keep at most so many steps, and so many bytes, for the snapshots that `stands` says can still be read."""
+        self._stands = stands
         self._pieces = tuple(pieces)
         self._num_versions, self._limit_bytes = num_versions, limit_bytes
         self._lock = threading.Lock()
@@ -129,9 +130,8 @@ class History:
         with self._lock:
             self._versions[snapshot] = version
             self._cuts[snapshot] = Once()
-            for kept in (self._versions, self._cuts):
-                while len(kept) > MAX_SNAPSHOTS:
-                    del kept[min(kept)]  # ids of snapshots grow
+            for old in [old for old in self._versions if not self._stands(old)]:
+                del self._versions[old], self._cuts[old]
             self._awaited = (base, version) if base >= 0 else None
             if base < 0:
                 self._steps.clear()

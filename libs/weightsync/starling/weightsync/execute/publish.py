@@ -139,7 +139,7 @@ class Publisher:
         if delta_versions is None:
             delta_versions = 0 if transport == "local" or is_loopback(host) else DELTA_VERSIONS
         if delta_versions > 0:
-            self._history = History(self._pieces, delta_versions, self._arena.extent_bytes)
+            self._history = History(self._pieces, delta_versions, self._arena.extent_bytes, self._arena.stands)
             self._source.deltas = self._history
         self._server: Server | None = None
         try:

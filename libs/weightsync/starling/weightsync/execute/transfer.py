@@ -383,7 +383,9 @@ class Transfer:
 
     def _finish(self, ticket: _Ticket, answer: Answer) -> None:
         if answer.reason:
-            self._fail(ticket, answer.reason)
+            if ticket.sizes:  # perhaps the source has forgotten its deltas: then it has the boxes themselves
+                self._bases[ticket.index] = -1
+            self._fail(ticket, answer.reason, elsewhere=not ticket.sizes)
             return
         read = self._stage.reads[ticket.index]
         expected = 0 if self._terms.digests == "off" else len(read.boxes) * DIGEST_BYTES
