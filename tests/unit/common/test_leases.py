@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from starling.common.ids import LEASE_KINDS, lease_id, lease_kind, lease_subject
+from starling.common.ids import LEASE_KINDS, lease_id, lease_incarnation, lease_kind, lease_subject
 from starling.common.leases import LeaseBook
 from starling.common.wire.messages import HeldLease, LeaseProgress, Leave
 
@@ -41,10 +41,16 @@ def test_what_is_released_early_is_given_up() -> None:
 
 
 def test_lease_ids() -> None:
-    assert lease_id("generate", "t17", 2) == "generate:t17:2"
-    assert [lease_kind(lease_id(kind, 1, 0)) for kind in LEASE_KINDS] == list(LEASE_KINDS)
+    assert lease_id("generate", "t17", 2, 41) == "generate:t17:2.41"
+    assert [lease_kind(lease_id(kind, 1, 1, 0)) for kind in LEASE_KINDS] == list(LEASE_KINDS)
     assert lease_kind("nonsense") is None
-    assert lease_subject(lease_id("generate", "t17", 2)) == "t17"
+    assert lease_subject(lease_id("generate", "t17", 2, 41)) == "t17"
+    assert [lease_incarnation(lease) for lease in (lease_id("train", 5, 3, 8), "train:5:x", "train", "train:5:²")] == [
+        3,
+        -1,
+        -1,
+        -1,
+    ]
 
 
 def test_work_has_a_progress_from_its_start_to_its_answer() -> None:

@@ -65,6 +65,11 @@ def test_an_unknown_field_of_a_newer_peer_is_ignored() -> None:
 SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
     (messages.Hello(role="policy", host="h", pid=1, has_layout=True), (b"layout",)),
     (messages.Heartbeat(leases=(messages.HeldLease(lease="train:1:0", phase="working"),), version=3), ()),
+    (messages.Ask(request="r1", about="why"), ()),
+    (messages.ChangeSetting(request="r2", key="sampling.temperature", value=0.5), ()),
+    (messages.RequestEvaluation(request="r3"), ()),
+    (messages.RequestStop(request="r4", reason="enough"), ()),
+    (messages.Reply(request="r1", ok=True, text="it waits", data={"a": 1}), ()),
     (messages.Leave(reason="done"), ()),
     (
         messages.GroupGenerated(

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from net_desk import NAMES, Desk
 
-from starling.common.net import curve
+from starling.common.net.keyring import make_keys
 
 
 @pytest.fixture(scope="session")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "keys"
-    curve.make_keys(folder, NAMES)
+    make_keys(folder, NAMES)
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Any, TypeVar
 
 import zmq
 
+from starling.common.ids import Role
 from starling.common.net import curve
 from starling.common.net.hub import Arrival, Hub, HubKeys, PeerLost
+from starling.common.net.limits import LIMITS, Limits, role_of
 from starling.common.net.link import Link, LinkSettings
 from starling.common.wire import messages as wire
 
 RUN = "run-1"
 DEADLINE_S = 20.0
 """Longer than anything here takes; who waits so long has failed."""
-NAMES = ("policy-0", "rollout-0", "rollout-1", "reward-0")
+NAMES = ("policy-0", "rollout-0", "rollout-1", "reward-0", "operator-0")
 
 M = TypeVar("M")
 
@@ -26,11 +29,13 @@ M = TypeVar("M")
 class Desk:
     """A hub, and everything that it heard."""
 
-    def __init__(self, keys: Path | None, bind: str = "tcp://127.0.0.1:0", epoch: int = 1) -> None:
+    def __init__(
+        self, keys: Path | None, bind: str = "tcp://127.0.0.1:0", epoch: int = 1, limits: Limits = LIMITS
+    ) -> None:
         hub_keys = None
         if keys is not None:
-            hub_keys = HubKeys(curve.load_key(keys / "controller.json"), curve.load_allowed(keys))
-        self.hub = Hub(bind, RUN, epoch, hub_keys)
+            hub_keys = HubKeys(curve.load_key(keys / "controller.json"), curve.load_allowed(keys), keys)
+        self.hub = Hub(bind, RUN, epoch, hub_keys, limits=limits)
         self.heard: list[Arrival | PeerLost] = []
 
     def poll_until(self, enough: Callable[[], bool]) -> None:
@@ -85,7 +90,8 @@ def calling(
     if keys is not None and "key" not in settings:
         settings["key"] = curve.load_key(keys / f"{key_of or name}.json")
     given = LinkSettings(**{"name": name, "run": RUN, "controller": address, "key": None, **settings})
-    hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=2, version=3, has_layout=bool(buffers))
+    role = typing.cast(Role, role_of(name))
+    hello = wire.Hello(role=role, host="h", pid=1, num_slots=2, version=3, has_layout=bool(buffers))
     link = Link(given, hello, buffers)
     link.start()
     try:
@@ -128,6 +134,6 @@ def score(lease: str) -> wire.ScoreGroup:
     return wire.ScoreGroup(lease=lease, prompt=wire.Prompt(id="p"), completions=())
 
 
-def scored(lease: str) -> wire.GroupScored:
-    """Return its result."""
-    return wire.GroupScored(lease=lease, rewards=(1.0,), statuses=(wire.Status.OK,))
+def generated(lease: str) -> wire.GroupGenerated:
+    """Return a result, as a rollout may give it to any command."""
+    return wire.GroupGenerated(lease=lease, trajectories=(), tensors=())

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from starling.common.errors import ConfigError, RefusedError, UnreachableError
 from starling.common.net import curve, hub
+from starling.common.net.keyring import make_keys
 from starling.common.net.link import Command, Ended
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
@@ -128,7 +129,7 @@ def test_a_stranger_without_a_key_is_not_heard(desk: Desk, keys: Path) -> None:
 
 
 def test_an_unknown_key_is_refused_with_a_sentence_and_logged_once(desk: Desk, keys: Path, tmp_path: Path) -> None:
-    curve.make_keys(tmp_path / "other", NAMES)
+    make_keys(tmp_path / "other", NAMES)
     stolen = curve.load_key(tmp_path / "other" / "rollout-0.json")
     stranger = msgspec.structs.replace(
         stolen, name="rollout-9", controller_public=curve.load_key(keys / "rollout-0.json").controller_public
@@ -149,7 +150,7 @@ def test_an_unknown_key_is_refused_with_a_sentence_and_logged_once(desk: Desk, k
 
 
 def test_the_keys_of_another_run_lead_to_no_answer(desk: Desk, keys: Path, tmp_path: Path) -> None:
-    curve.make_keys(tmp_path / "other", NAMES)
+    make_keys(tmp_path / "other", NAMES)
     with calling(desk.hub.address, tmp_path / "other", connect_s=1.0) as link:
         error = received(link, Ended).error
     assert isinstance(error, UnreachableError | RefusedError)
@@ -218,15 +219,15 @@ def test_the_allow_list_knows_every_replica_and_not_the_controller(keys: Path) -
 
 
 def test_keys_that_are_made_again_are_private_again(tmp_path: Path) -> None:
-    curve.make_keys(tmp_path / "keys", ("policy-0",))
+    make_keys(tmp_path / "keys", ("policy-0",))
     (tmp_path / "keys" / "policy-0.json").chmod(0o644)
-    curve.make_keys(tmp_path / "keys", ("policy-0",))
+    make_keys(tmp_path / "keys", ("policy-0",), replace=True)
     assert curve.load_key(tmp_path / "keys" / "policy-0.json").name == "policy-0"
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o601])
 def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    curve.make_keys(tmp_path / "keys", ("policy-0",))
+    make_keys(tmp_path / "keys", ("policy-0",))
     for name, load in (("policy-0.json", curve.load_key), ("allowed.json", lambda p: curve.load_allowed(p.parent))):
         path = tmp_path / "keys" / name
         path.chmod(mode)

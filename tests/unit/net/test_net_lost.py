@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from net_desk import RUN, Desk, calling, received, score, scored
+from net_desk import RUN, Desk, calling, generated, received, score
 
 from starling.common.errors import UnreachableError
 from starling.common.net import link as link_module
@@ -44,7 +44,7 @@ def test_a_link_finds_a_controller_that_was_started_again(keys: Path, monkeypatc
         first.hub.send("rollout-0", score("score:1:0"))
         received(link, Command)
         first.hub.close(0.0)
-        link.answer("score:1:0", scored("score:1:0"))
+        link.answer("score:1:0", generated("score:1:0"))
         second = Desk(keys, bind=address, epoch=2)
         try:
             _, heartbeat = second.next(wire.Heartbeat)
@@ -52,7 +52,7 @@ def test_a_link_finds_a_controller_that_was_started_again(keys: Path, monkeypatc
             second.hub.send("rollout-0", wire.Introduce())
             second.next(wire.Hello)
             second.hub.send("rollout-0", wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
-            second.next(wire.GroupScored)  # what nobody released is still there
+            second.next(wire.GroupGenerated)  # what nobody released is still there
             second.hub.send("rollout-0", score("score:2:0"))
             assert received(link, Command).message == score("score:2:0")
         finally:

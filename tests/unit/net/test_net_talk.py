@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from net_desk import RUN, Desk, calling, received, score, scored
+from net_desk import RUN, Desk, calling, generated, received, score
 
 from starling.common.errors import ConfigError, RefusedError
 from starling.common.net import link as link_module
@@ -58,7 +58,7 @@ def test_heartbeats_tell_the_progress_of_work_until_it_is_answered(desk: Desk, k
         link.advance("score:1:0", some)
         working = (wire.HeldLease(lease="score:1:0", phase="working", progress=some),)
         desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == working)
-        link.answer("score:1:0", scored("score:1:0"))
+        link.answer("score:1:0", generated("score:1:0"))
         answered = (wire.HeldLease(lease="score:1:0", phase="answered"),)
         desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == answered)
 
@@ -80,9 +80,9 @@ def test_a_result_is_sent_again_until_it_is_released(desk: Desk, keys: Path, mon
         desk.admit("rollout-0")
         desk.hub.send("rollout-0", score("score:1:0"))
         received(link, Command)
-        link.answer("score:1:0", scored("score:1:0"))
+        link.answer("score:1:0", generated("score:1:0"))
         for _ in range(3):
-            assert desk.next(wire.GroupScored)[1] == scored("score:1:0")
+            assert desk.next(wire.GroupGenerated)[1] == generated("score:1:0")
         desk.hub.send("rollout-0", wire.Release(leases=("score:1:0",)))
         desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == ())
         desk.heard.clear()
@@ -99,10 +99,10 @@ def test_a_command_that_comes_again_makes_its_result_come_again_at_once(
         desk.admit("rollout-0")
         desk.hub.send("rollout-0", score("score:1:0"))
         received(link, Command)
-        link.answer("score:1:0", scored("score:1:0"))
-        desk.next(wire.GroupScored)
+        link.answer("score:1:0", generated("score:1:0"))
+        desk.next(wire.GroupGenerated)
         desk.hub.send("rollout-0", score("score:1:0"))
-        desk.next(wire.GroupScored)
+        desk.next(wire.GroupGenerated)
 
 
 def test_what_is_released_before_it_is_done_is_given_up(desk: Desk, keys: Path) -> None:
@@ -113,11 +113,11 @@ def test_what_is_released_before_it_is_done_is_given_up(desk: Desk, keys: Path) 
         desk.hub.send("rollout-0", wire.Release(leases=("score:1:0", "score:9:9")))
         assert received(link, GivenUp).leases == ("score:1:0",)
         assert not link.work("score:1:0")
-        link.answer("score:1:0", scored("score:1:0"))
+        link.answer("score:1:0", generated("score:1:0"))
         desk.hub.send("rollout-0", score("score:2:0"))
         received(link, Command)
-        link.answer("score:2:0", scored("score:2:0"))
-        assert desk.next(wire.GroupScored)[1].lease == "score:2:0", "nobody wanted the first"
+        link.answer("score:2:0", generated("score:2:0"))
+        assert desk.next(wire.GroupGenerated)[1].lease == "score:2:0", "nobody wanted the first"
 
 
 def test_who_is_asked_says_hello_again_with_its_present_version(desk: Desk, keys: Path) -> None:
@@ -287,7 +287,7 @@ def test_who_waits_on_the_descriptors_misses_nothing(desk: Desk, keys: Path) -> 
             while delivered is None:
                 assert poller.poll(5_000), f"command {number} lies there, and nobody says so"
                 delivered = link.receive(0.0)
-            link.answer(f"score:{number}:0", scored(f"score:{number}:0"))
+            link.answer(f"score:{number}:0", generated(f"score:{number}:0"))
             desk.heard += desk.hub.poll(0.0)
 
 
@@ -309,8 +309,8 @@ def test_more_than_a_burst_arrives_once_and_in_order(desk: Desk, keys: Path, mon
             assert poller.poll(5_000), f"only {len(delivered)} of {num} commands were announced"
             while (inbound := link.receive(0.0)) is not None:
                 delivered.append(inbound.message.lease)
-                link.answer(inbound.message.lease, scored(inbound.message.lease))
+                link.answer(inbound.message.lease, generated(inbound.message.lease))
         assert delivered == leases, "each once, in the order in which they were sent"
         unanswered = set(leases)
         while unanswered:
-            unanswered.discard(desk.next(wire.GroupScored)[1].lease)
+            unanswered.discard(desk.next(wire.GroupGenerated)[1].lease)

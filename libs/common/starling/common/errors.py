@@ -26,11 +26,14 @@ class ConfigError(StarlingError, ValueError):
 class WireError(StarlingError):
     """A frame that is not one of ours: too large, not MessagePack, an unknown message, another run or protocol.
 
+    Or one of ours that its sender may not send, or not so often.
     `kind` is one of few words by which such frames are counted; the text may hold what the sender chose.
     """
 
     def __init__(
-        self, text: str, kind: Literal["size", "form", "buffers", "protocol", "run", "key", "epoch"] = "form"
+        self,
+        text: str,
+        kind: Literal["size", "form", "buffers", "protocol", "run", "key", "epoch", "role", "rate"] = "form",
     ) -> None:
         super().__init__(text)
         self.kind = kind

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-Role = Literal["controller", "policy", "rollout", "reward"]
+Role = Literal["controller", "policy", "rollout", "reward", "operator"]
 Purpose = Literal["train", "evaluate"]
-LeaseKind = Literal["generate", "score", "train", "publish", "adopt", "checkpoint"]
+LeaseKind = Literal["generate", "score", "train", "publish", "adopt", "checkpoint", "save"]
 
-LEASE_KINDS: Final[tuple[LeaseKind, ...]] = ("generate", "score", "train", "publish", "adopt", "checkpoint")
+LEASE_KINDS: Final[tuple[LeaseKind, ...]] = ("generate", "score", "train", "publish", "adopt", "checkpoint", "save")
 
 
-def lease_id(kind: LeaseKind, subject: int | str, attempt: int) -> str:
-    """Write the id of attempt `attempt` at `kind` for `subject`, for example ``generate:17:0``."""
-    return f"{kind}:{subject}:{attempt}"
+def lease_id(kind: LeaseKind, subject: int | str, incarnation: int, number: int) -> str:
+    """Write the id of the lease that the controller's `incarnation` gave out as its `number`-th.
+
+    For example ``generate:t17:2.41``: no two leases of a run have the same id, whatever crashed in between.
+    """
+    return f"{kind}:{subject}:{incarnation}.{number}"
+
+
+def lease_incarnation(lease: str) -> int:
+    """Return which incarnation of the controller gave out `lease`; -1 when it is not an id of ours."""
+    text = lease.rpartition(":")[2].partition(".")[0]
+    return int(text) if text.isascii() and text.isdigit() else -1
 
 
 def lease_kind(lease: str) -> LeaseKind | None:
@@ -30,5 +39,5 @@ def lease_kind(lease: str) -> LeaseKind | None:
 
 
 def lease_subject(lease: str) -> str:
-    """Return what an id of ours is about: ``17`` for ``generate:17:0``."""
+    """Return what an id of ours is about: ``t17`` for ``generate:t17:2.41``."""
     return lease.split(":")[1]

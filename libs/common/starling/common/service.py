@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from starling.common.errors import ConfigError
 from starling.common.ids import Role
 from starling.common.net.curve import KeyFile, load_key
+from starling.common.net.limits import role_of
 from starling.common.net.link import LinkSettings
-from starling.common.observe.process import StopSignal, run_service, without_collection
+from starling.common.observe.process import STOP_S, StopSignal, run_service, without_collection
 from starling.common.settings import ServiceSettings, describe, load
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -88,6 +89,8 @@ def parse_arguments(role: str, argv: Sequence[str], schema: type[BaseModel]) -> 
         known, flags = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}; see starling {role} --help") from None
+    if role != "controller" and role_of(known.name) != role:
+        raise ConfigError(f"--name {known.name} is no name of a {role}; write {role}-NUMBER, for example {role}-0")
     return ServiceArguments(
         name=role if role == "controller" else known.name,
         configs=tuple(known.config),
@@ -171,7 +174,7 @@ def serve(
     argv: Sequence[str] | None = None,
 ) -> int:
     """Be the service `role`: read the command line and the settings, then run. Returns the exit code."""
-    stop = StopSignal()
+    stop = StopSignal(None if role == "controller" else STOP_S)
     given = sys.argv[1:] if argv is None else argv
 
     def body() -> None:

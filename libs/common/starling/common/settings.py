@@ -64,8 +64,8 @@ class NetworkSettings(Section):
     """A replica that is silent for so long has left; what it worked on is given to others."""
     connect_s: float = Field(default=60.0, gt=0)
     """How long a starting replica waits for the controller."""
-    silence_s: float = Field(default=30.0, gt=0)
-    """How long the controller may be silent before a replica gives up."""
+    silence_s: float = Field(default=300.0, gt=0)
+    """How long the controller may be silent before a replica gives up; it may be starting again meanwhile."""
 
 
 class ModelSettings(Section):
@@ -195,7 +195,7 @@ def flags_tree(schema: type[BaseModel], flags: Sequence[str]) -> Tree:
                 value = "true"
             else:
                 raise ConfigError(f"--{name} needs a value")
-        _put(tree, keys, _parse_value(value), f"--{name}")
+        _put(tree, keys, parse_value(value), f"--{name}")
     return tree
 
 
@@ -310,7 +310,7 @@ def _read_toml(file: Path) -> Tree:
         raise ConfigError(f"{file} is not valid TOML: {error}") from None
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Read `text` as a TOML value where it is one (numbers, booleans, lists, tables), else as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -7,8 +7,6 @@ who its key says it is.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,8 @@ log = structlog.get_logger(__name__)
 CONTROLLER = "controller"
 ALLOWED = "allowed.json"
 ZAP_DOMAIN = "starling"
+MAX_REFUSALS = 1000
+"""So many unknown keys are logged; whoever tries more of them fills no memory and no disk."""
 
 
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +36,13 @@ class KeyFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllowList:
-    """Public key -> name. ZeroMQ's authenticator asks it about every connection."""
+    """Public key -> name. ZeroMQ's authenticator asks it, in its own thread, about every connection."""
 
-    def __init__(self, names: dict[str, str]) -> None:
+    def __init__(self, names: dict[str, str], folder: Path | None = None) -> None:
+        """Allow `names`; with a `folder` its `allowed.json`, from where they are, is read again when it changes."""
         self.names = names
+        self._folder = folder
+        self._stamp = self._look()
         self._refused: set[str] = set()
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -47,35 +50,52 @@ class AllowList:
         text = key.decode("ascii")
         if text in self.names:
             return True
-        if text not in self._refused:
+        if text not in self._refused and len(self._refused) < MAX_REFUSALS:
             self._refused.add(text)
             log.warning("refused an unknown key", public_key=text, domain=domain)
         return False
 
+    def reload(self) -> bool:
+        """Read `allowed.json` again if it has changed. Returns whether anybody is allowed now, or no more, for that.
 
-def make_keys(folder: Path, names: Iterable[str]) -> None:
-    """Write a key pair for the controller and for each of `names`, and the allow-list, into `folder`."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    controller_public, controller_secret = _pair()
-    allowed = {}
-    for name in (CONTROLLER, *names):
-        public, secret = (controller_public, controller_secret) if name == CONTROLLER else _pair()
-        if name != CONTROLLER:
-            allowed[public] = name
-        key = KeyFile(name=name, public=public, secret=secret, controller_public=controller_public)
-        _write_private(folder / f"{name}.json", key)
-    _write_private(folder / ALLOWED, allowed)
+        A file that cannot be used changes nothing: nobody loses their connection over a slip of the hand.
+        """
+        stamp = self._look()
+        if stamp is None or stamp == self._stamp or self._folder is None:
+            return False
+        self._stamp = stamp
+        try:
+            names = load_allowed(self._folder)
+        except ConfigError as error:
+            log.warning("the allow-list stays as it was", reason=str(error))
+            return False
+        before, self.names = self.names, names
+        if names == before:
+            return False
+        added = sorted(name for key, name in names.items() if before.get(key) != name)
+        revoked = sorted(name for key, name in before.items() if names.get(key) != name)
+        log.info("read the allow-list again", added=added, revoked=revoked)
+        return True
+
+    def _look(self) -> tuple[int, int, int] | None:
+        if self._folder is None:
+            return None
+        try:
+            found = (self._folder / ALLOWED).stat()
+        except OSError:
+            return None  # it is being replaced, or was moved away: what it said last holds
+        return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def load_key(path: Path) -> KeyFile:
     """Read one service's key file. Raises ConfigError when it is missing, open to others, or no key file."""
-    key: KeyFile = _read_private(path, KeyFile)
+    key: KeyFile = read_private(path, KeyFile)
     return key
 
 
 def load_allowed(folder: Path) -> dict[str, str]:
     """Read the allow-list of a run: public key -> name."""
-    allowed: dict[str, str] = _read_private(folder / ALLOWED, dict[str, str])
+    allowed: dict[str, str] = read_private(folder / ALLOWED, dict[str, str])
     return allowed
 
 
@@ -102,19 +122,8 @@ def connect_with(socket: zmq.Socket[Any], key: KeyFile) -> None:
     socket.curve_serverkey = key.controller_public.encode()
 
 
-def _pair() -> tuple[str, str]:
-    public, secret = zmq.curve_keypair()
-    return public.decode("ascii"), secret.decode("ascii")
-
-
-def _write_private(path: Path, value: object) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(msgspec.json.encode(value))
-
-
-def _read_private(path: Path, kind: Any) -> Any:
+def read_private(path: Path, kind: Any) -> Any:
+    """Read a JSON file that only its owner may read. Raises ConfigError when it is not so, or holds no `kind`."""
     try:
         mode = path.stat().st_mode
         if mode & 0o077:

@@ -16,6 +16,10 @@ COPY_BYTES: Final = 64 << 10
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST: Final = int(zmq.NOBLOCK)
 
+# As plain numbers: an operation on members of an enumeration takes half as long as the question to the socket itself.
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+
 _send: Final[Callable[..., object]] = zmq.backend.Socket.send
 """What `zmq.Socket.send` calls after it has looked for options of draft sockets, which takes as long again."""
 
@@ -42,3 +46,8 @@ def send(socket: zmq.Socket[Any], frames: Sequence[bytes | memoryview]) -> None:
     for frame in leading:
         _send(socket, frame, _MORE, len(frame) < COPY_BYTES)
     _send(socket, last, _LAST, len(last) < COPY_BYTES)
+
+
+def is_readable(socket: zmq.Socket[Any]) -> bool:
+    """Say whether there is a message. To ask costs less than half of what an attempt in vain does."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)

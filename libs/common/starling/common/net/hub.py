@@ -2,6 +2,10 @@
 
 Names are not routing ids: ROUTER assigns those at random, and a peer is known only once an envelope has come whose
 sender the connection's own key stands for. Nobody can therefore speak, or receive, under another's name.
+
+What a peer may do is bounded (`limits`): its role says which messages, how large; an allowance says how many. What is
+beyond is dropped and counted, and who goes on floods no longer: its connection is cut. Whoever does not read costs one
+log line a minute and the memory of `SEND_HIGH_WATER` messages. The allow-list is looked at again while the run goes on.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -18,9 +23,11 @@ from zmq.utils.monitor import parse_monitor_message
 
 from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
+from starling.common.net.connections import Peer, Peers, cut
 from starling.common.net.frames import receive, send
+from starling.common.net.limits import LIMITS, Allowance, Limits, Rules, rules_of
 from starling.common.wire import codec
-from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Refused, Release, Up
+from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Hello, Refused, Release, Up
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +41,24 @@ MAX_RELEASES = 64
 """So many releases to one peer wait for no others."""
 LOOK_EVERY_S = 0.05
 """How long `poll` waits at a time, and how often it looks for connections that have closed."""
+RELOAD_EVERY_S = 0.25
+"""How often the allow-list is looked at."""
+SEND_HIGH_WATER: Final = 1000
+"""Messages that wait for one peer that does not read."""
+COMPLAIN_EVERY_S: Final = 60.0
+"""How often, at most, a peer that does not read gets a line in the log."""
+MAX_TOLD: Final = 10_000
+"""So many kinds of bad messages, over all peers, get a line in the log."""
+BIND_WITHIN_S = 1.0
+"""How long to try for an address that is in use: the last owner's may close at this moment."""
+BACKLOG: Final = 4096
+"""Connections that wait to be accepted: a fleet that lost its controller comes back at once."""
+PING_MS: Final = 10_000
+SILENT_MS: Final = 60_000
+"""Who sends no sign of life on ZeroMQ's own level for so long has no connection any more: its machine is gone."""
+_USER: Final[Any] = b"User-Id"
+"""The public key of a connection, as the authenticator has found it."""
+STRANGER: Final = "an unknown peer"
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -51,53 +76,60 @@ class PeerLost:
     name: str
 
 
-@dataclass
-class _Peer:
-    route: bytes
-    epoch: int
-    descriptor: int
-    seq_out: int = 0
-
-
 @dataclass(frozen=True)
 class HubKeys:
     """The controller's key pair and whom it lets in."""
 
     own: curve.KeyFile
     allowed: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    """Where `allowed.json` is: it is read again whenever it changes. None: `allowed` holds for good."""
 
 
 class Hub:
     """ROUTER at the controller. Not thread-safe: one thread polls and sends."""
 
-    def __init__(self, bind: str, run: str, epoch: int, keys: HubKeys | None) -> None:
-        """Bind to `bind` (``tcp://host:port``, port 0 for a free one). Raises ConfigError if that is taken."""
+    def __init__(
+        self,
+        bind: str,
+        run: str,
+        epoch: int,
+        keys: HubKeys | None,
+        *,
+        telemetry: str = "",
+        limits: Limits = LIMITS,
+    ) -> None:
+        """Bind to `bind` (``tcp://host:port``, port 0 for a free one), the telemetry to `telemetry` or beside it.
+
+        `epoch` must be greater than any earlier controller's of this run. Raises ConfigError if an address is taken.
+        """
         self.run, self.epoch = run, epoch
         self.dropped: Counter[str] = Counter()
-        self._keys = keys
-        self._peers: dict[str, _Peer] = {}
-        self._names: dict[bytes, str] = {}
+        self.num_unsent = 0
+        """Messages for peers that do not read."""
+        self._told: set[tuple[str, str]] = set()
+        self._keys, self._limits = keys, limits
+        self._peers = Peers()
+        self._allowances: dict[str, Allowance] = {}
         self._closed: list[tuple[str, bytes]] = []
         self._releases: dict[str, dict[str, None]] = {}
         self._release_at = float("inf")
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = None
+        self._allowed = curve.AllowList({}) if keys is None else curve.AllowList(keys.allowed, keys.folder)
         if keys is not None:
-            self._authenticator = curve.start_authenticator(self._context, curve.AllowList(keys.allowed))
+            self._authenticator = curve.start_authenticator(self._context, self._allowed)
         self._socket = self._open(zmq.ROUTER)
         self._socket.router_mandatory = True
+        self._socket.backlog = BACKLOG
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._publisher = self._open(zmq.PUB)
-        try:
-            self._socket.bind(bind)
-            self._publisher.bind(bind.rpartition(":")[0] + ":0")
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(f"cannot listen on {bind}: {error.strerror}; choose another port, or 0") from None
+        self._bind(self._socket, bind)
+        self._bind(self._publisher, telemetry or bind.rpartition(":")[0] + ":0")
         self.address = self._last_endpoint(self._socket)
         self.telemetry_address = self._last_endpoint(self._publisher)
         self._patience_ms = -1
-        self._look_at = float("-inf")
+        self._look_at = self._reload_at = float("-inf")
 
     def poll(self, timeout_s: float) -> list[Arrival | PeerLost]:
         """Wait up to `timeout_s` and return what happened first; invalid frames are counted and dropped.
@@ -112,9 +144,13 @@ class Hub:
             if now >= self._look_at:
                 self._look_at = now + LOOK_EVERY_S
                 self._note_closed()
+                if now >= self._reload_at:
+                    self._reload_at = now + RELOAD_EVERY_S
+                    self._note_revoked()
             if now >= self._release_at:
                 self._send_releases(*self._releases)
-            received = self._next(0.0 if self._closed else min(deadline - now, LOOK_EVERY_S, self._release_at - now))
+            until = deadline if deadline < self._release_at else self._release_at
+            received = self._next(0.0 if self._closed else min(until - now, LOOK_EVERY_S))
             arrival = self._admit(*received) if received is not None else None
             if arrival is not None:
                 happened.append(arrival)
@@ -122,14 +158,14 @@ class Hub:
                 return happened
             if self._closed and (received is None or len(happened) == MAX_BATCH):
                 closed, self._closed = self._closed, []
-                return happened + [PeerLost(name) for name, route in closed if self._forget(name, route)]
+                return happened + [PeerLost(name) for name, route in closed if self._peers.forget(name, route)]
             now = time.monotonic()
             if now >= deadline:
                 return happened
 
     def send(self, name: str, message: Down, *, cause: str = "", buffers: codec.Buffers = ()) -> bool:
         """Send to a peer. Returns False when it is not connected or not reading; its heartbeats will heal that."""
-        peer = self._peers.get(name)
+        peer = self._peers.by_name.get(name)
         if peer is None:
             return False
         if name in self._releases and getattr(message, "lease", None) in self._releases[name]:
@@ -146,7 +182,7 @@ class Hub:
         try:
             send(self._socket, [peer.route, *codec.pack(envelope, message, buffers)])
         except zmq.ZMQError as error:
-            log.warning("cannot send", peer=name, message=type(message).__name__, error=error.strerror)
+            self._note_unsent(peer, message, error)
             return False
         return True
 
@@ -161,6 +197,15 @@ class Hub:
         waiting.update(dict.fromkeys(leases))
         if len(waiting) >= MAX_RELEASES:
             self._send_releases(name)
+
+    def _note_unsent(self, peer: Peer, message: Down, error: zmq.ZMQError) -> None:
+        self.num_unsent += 1
+        peer.num_missed += 1
+        now = time.monotonic()
+        if now >= peer.complain_at:
+            peer.complain_at = now + COMPLAIN_EVERY_S
+            kind, reason = type(message).__name__, error.strerror
+            log.warning("cannot send", peer=peer.name, message=kind, num_missed=peer.num_missed, error=reason)
 
     def _send_releases(self, *names: str) -> None:
         for name in names:
@@ -186,10 +231,24 @@ class Hub:
         socket: zmq.Socket[Any] = self._context.socket(kind)
         socket.linger = 0
         socket.maxmsgsize = codec.MAX_BUFFER_BYTES
-        socket.sndhwm = 10_000
+        socket.sndhwm = SEND_HIGH_WATER
+        socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, SILENT_MS
         if self._keys is not None:
             curve.serve_with(socket, self._keys.own)
         return socket
+
+    def _bind(self, socket: zmq.Socket[Any], address: str) -> None:
+        deadline = time.monotonic() + BIND_WITHIN_S
+        while True:
+            try:
+                socket.bind(address)
+                return
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    continue
+                self.close()
+                raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another port, or 0") from None
 
     def _last_endpoint(self, socket: zmq.Socket[Any]) -> str:
         return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
@@ -205,61 +264,123 @@ class Hub:
 
     def _admit(self, frames: list[bytes], last: zmq.Frame) -> Arrival | None:
         route, *parts = frames
+        buffers = tuple(parts[2:]) if len(parts) > 2 else ()
+        size = sum(map(len, parts))
+        peer = self._peers.by_route.get(route)
+        allowance = self._allowance(self._owner(last) or STRANGER) if peer is None else peer.allowance
+        allowance.num_messages -= 1
+        allowance.num_bytes -= size
+        if (allowance.num_messages < 0 or allowance.num_bytes < 0) and not allowance.refill(time.monotonic()):
+            self._throttle(allowance, size, route, last)
+            return None
         envelope = None
         try:
             envelope = codec.unpack_envelope(parts)
-            self._check(envelope, last)
+            rules = self._check(envelope, last, peer)
+            if size > rules.max_bytes:
+                raise rules.oversize(size)
             message = codec.unpack_up(parts)
+            if type(message) is Hello or type(message) not in rules.may_say:
+                rules.check(envelope.sender, message)
         except WireError as error:
-            self._drop(route, error)
-            if envelope is not None and error.kind in ("protocol", "run", "key"):
+            self._drop(route, last, error)
+            if envelope is not None and error.kind in ("protocol", "run", "key", "role"):
                 self._refuse(route, envelope, str(error))
             return None
-        self._remember(route, envelope, last)
-        return Arrival(envelope, message, tuple(parts[2:]))
+        if peer is None or peer.epoch != envelope.epoch or peer.name != envelope.sender:
+            self._remember(route, envelope, last, rules)
+        return Arrival(envelope, message, buffers)
 
-    def _check(self, envelope: Envelope, frame: zmq.Frame) -> None:
+    def _check(self, envelope: Envelope, frame: zmq.Frame, peer: Peer | None) -> Rules:
+        """Return what the sender may say. Raises WireError when this is not for us, or not from whom it says."""
+        sender = envelope.sender
         if envelope.protocol != PROTOCOL_VERSION:
             raise WireError(f"protocol {envelope.protocol} instead of {PROTOCOL_VERSION}", "protocol")
         if envelope.run != self.run:
             raise WireError(f"this is run {self.run}, not {envelope.run}", "run")
-        if self._keys is not None and self._keys.allowed.get(str(frame.get("User-Id"))) != envelope.sender:
-            raise WireError(f"{envelope.sender} does not own the key of its connection", "key")
-        known = self._peers.get(envelope.sender)
-        if known is not None and envelope.epoch < known.epoch:
-            raise WireError(f"{envelope.sender} is an older incarnation", "epoch")
+        # Asked for each message: a ROUTER takes from its peers what they want to be called, a key cannot be taken.
+        if self._keys is not None and self._owner(frame) != sender:
+            raise WireError(f"{sender} does not own the key of its connection", "key")
+        if peer is None or peer.name != sender:
+            peer = self._peers.by_name.get(sender)
+        if peer is None:
+            return rules_of(sender)
+        if envelope.epoch < peer.epoch:
+            raise WireError(f"{sender} is an older incarnation", "epoch")
+        return peer.rules
 
-    def _remember(self, route: bytes, envelope: Envelope, frame: zmq.Frame) -> None:
-        peer = self._peers.get(envelope.sender)
-        if peer is not None and peer.route == route and peer.epoch == envelope.epoch:
-            return
+    def _owner(self, frame: zmq.Frame) -> str | None:
+        """Return whose key the connection of `frame` has; None for nobody's (any more), and without CURVE."""
+        if self._keys is None:
+            return None
+        key: Any = frame.get(_USER)
+        return self._allowed.names.get(key)
+
+    def _allowance(self, name: str) -> Allowance:
+        """Return what is left to `name`: all connections with one key share it."""
+        allowance = self._allowances.get(name)
+        if allowance is None:
+            allowance = self._allowances[name] = Allowance(self._limits, time.monotonic())
+        return allowance
+
+    def _remember(self, route: bytes, envelope: Envelope, frame: zmq.Frame, rules: Rules) -> None:
         # A new connection may have the descriptor of one that closed, which is therefore noted before.
         self._note_closed()
-        if peer is not None:
-            self._names.pop(peer.route, None)
-        self._peers[envelope.sender] = _Peer(route, envelope.epoch, frame.get(zmq.SRCFD))
-        self._names[route] = envelope.sender
+        now = time.monotonic()
+        peer = Peer(
+            name=envelope.sender,
+            route=route,
+            epoch=envelope.epoch,
+            key="" if self._keys is None else str(frame.get(_USER)),
+            descriptor=int(frame.get(zmq.SRCFD)),
+            rules=rules,
+            allowance=Allowance(self._limits, now) if self._keys is None else self._allowance(envelope.sender),
+        )
+        self._peers.remember(peer)
 
     def _note_closed(self) -> None:
         """Take in which connections have closed."""
+        descriptors = set()
         while (received := receive(self._monitor)) is not None:
-            descriptor = int(parse_monitor_message(received[0])["value"])
-            self._closed += [(name, peer.route) for name, peer in self._peers.items() if peer.descriptor == descriptor]
+            descriptors.add(int(parse_monitor_message(received[0])["value"]))
+        if descriptors:
+            self._closed += [(peer.name, peer.route) for peer in self._peers.on(descriptors)]
 
-    def _forget(self, name: str, route: bytes) -> bool:
-        """Forget a peer, unless it has come back over another connection meanwhile."""
-        peer = self._peers.get(name)
-        if peer is None or peer.route != route:
-            return False
-        del self._peers[name]
-        self._names.pop(route, None)
-        return True
+    def _note_revoked(self) -> None:
+        """Drop whoever's key is no longer allowed; what they have sent already is not heard any more."""
+        if not self._allowed.reload():
+            return
+        names = self._allowed.names
+        for peer in self._peers.by_name.values():
+            if names.get(peer.key) != peer.name:
+                cut(peer.descriptor, peer.address)
+                self._closed.append((peer.name, peer.route))
+        known = {STRANGER, *names.values()}
+        self._allowances = {name: left for name, left in self._allowances.items() if name in known}
 
-    def _drop(self, route: bytes, error: WireError) -> None:
-        if self.dropped[error.kind] == 0:
-            peer = self._names.get(route, "an unknown peer")
-            log.warning("dropped a message", peer=peer, kind=error.kind, reason=str(error)[:MAX_LOGGED])
+    def _throttle(self, allowance: Allowance, size: int, route: bytes, frame: zmq.Frame) -> None:
+        """Drop a message of a peer that says too much; when it goes on and on, cut its connection."""
+        allowance.give_back(size)
+        self.dropped["rate"] += 1
+        limits, name = self._limits, self._who(route, frame)
+        if allowance.dropped == 1:
+            rates = {"messages_per_s": limits.messages_per_s, "bytes_per_s": limits.bytes_per_s}
+            log.warning("a peer says too much", peer=name, **rates)
+        if allowance.dropped % limits.patience == 0:
+            if allowance.dropped == limits.patience:
+                log.warning("cut the connection of a peer that goes on to say too much", peer=name)
+            self._peers.cut(name, int(frame.get(zmq.SRCFD)))
+
+    def _drop(self, route: bytes, frame: zmq.Frame, error: WireError) -> None:
         self.dropped[error.kind] += 1
+        told = (self._who(route, frame), error.kind)
+        if told not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(told)
+            log.warning("dropped a message", peer=told[0], kind=error.kind, reason=str(error)[:MAX_LOGGED])
+
+    def _who(self, route: bytes, frame: zmq.Frame) -> str:
+        peer = self._peers.by_route.get(route)
+        return self._owner(frame) or (peer.name if peer is not None else STRANGER)
 
     def _refuse(self, route: bytes, envelope: Envelope, reason: str) -> None:
         """Tell a peer that can never become a member why, in an envelope that it takes for its own run's."""

@@ -8,6 +8,8 @@ generates for however long. Together they
 - keep the heartbeat,
 - hand each new command to the working thread once, however often it comes,
 - send each result, and send it again until the controller releases its lease,
+- find the controller again when it was away, and listen only to its newest incarnation; meanwhile the working thread
+  works on with what it has, and its results are kept,
 - end with one clear error when the controller refuses this replica or stays silent beyond its deadline.
 
 A socket of ZeroMQ may be used by several threads in turn; `_lock` makes it their turn. To wait, the working thread
@@ -24,8 +26,8 @@ import select
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import structlog
@@ -34,8 +36,10 @@ import zmq
 from starling.common.errors import RefusedError, StarlingError, UnreachableError, WireError
 from starling.common.leases import LeaseBook
 from starling.common.net import curve
+from starling.common.net.dealer import Dealer
 from starling.common.net.epoch import make_epoch
-from starling.common.net.frames import receive, send
+from starling.common.net.frames import is_readable, receive
+from starling.common.net.told import Told
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, Up, Work
 
@@ -47,13 +51,10 @@ LINGER_MS = 1
 """How long the working thread waits in the socket after a message; nobody can wake it there."""
 HELLO_EVERY_S = 0.5
 RESEND_S = 2.0
+QUIET_S = 10.0
+"""To a controller that has been silent for so long nothing is sent again: all of it would pile up in the socket."""
 LOOK_EVERY_S = 0.1
 """How often the keeper looks at the line; the heartbeat may be more frequent."""
-
-
-# As plain numbers: an operation on members of an enumeration takes half as long as the question to the socket itself.
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -91,15 +92,9 @@ class LinkSettings:
     """Address of the controller, ``tcp://host:port``."""
     key: curve.KeyFile | None
     connect_s: float = 60.0
-    """How long to wait for the first welcome."""
-    silence_s: float = 30.0
-    """How long the controller may stay silent afterwards."""
-
-
-@dataclass
-class _State:
-    version: int = -1
-    gauges: dict[str, float] = field(default_factory=dict)
+    """How long to wait for the controller's first word."""
+    silence_s: float = 300.0
+    """How long the controller may stay silent afterwards: it may be starting again."""
 
 
 class Link:
@@ -111,17 +106,20 @@ class Link:
         self._epoch, self._seq = make_epoch(), 0
         self._lock = threading.RLock()
         self._book = LeaseBook(resend_s=RESEND_S)
-        self._state = _State(version=hello.version)
+        self._told = Told(version=hello.version)
         self._inbox: deque[Any] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._nudged = self._awoken = False
-        self._welcomed = False
+        self._welcomed = self._full = False
+        self._incarnation = -1  # the controller's, as far as it was heard
+        self._owes_all = False  # who was away may not have heard any answer
         self._heartbeat_s = 1.0
         self._heard = False
         self._heard_at = time.monotonic()
         self._spoken_at = float("-inf")
         self._linger_until = float("-inf")
         self._look_at = float("-inf")  # when the book is next looked through for answers to send again
+        self._dealer: Dealer | None = None
         self._socket: zmq.Socket[Any] | None = None
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="link", daemon=True)
@@ -131,23 +129,20 @@ class Link:
     def start(self) -> None:
         """Call the controller. What goes wrong is delivered as `Ended`."""
         self._heard_at = time.monotonic()
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.maxmsgsize = codec.MAX_BUFFER_BYTES
-        self._socket.linger = 1000
-        self._socket.rcvtimeo = LINGER_MS
-        if self._settings.key is not None:
-            curve.connect_with(self._socket, self._settings.key)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        )
         try:
-            self._socket.connect(self._settings.controller)
-        except zmq.ZMQError as error:
-            self._end(f"cannot use {self._settings.controller}", UnreachableError(self._unreachable(str(error))))
+            self._dealer = Dealer(self._settings.controller, self._settings.name, self._settings.key)
+        except UnreachableError as error:
+            self._end(f"cannot use {self._settings.controller}", error)
             return
+        self._socket = self._dealer.socket
+        self._socket.rcvtimeo = LINGER_MS
         self._poller.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
         self._keeper.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection to a controller, as far as the keeper has seen."""
+        return self._dealer is not None and self._dealer.connected
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -205,13 +200,17 @@ class Link:
             if self._book.answer(lease, message, buffers, time.monotonic()):
                 self._send(message, buffers)
 
-    def report(self, *, version: int | None = None, gauges: dict[str, float] | None = None) -> None:
-        """Set what the next heartbeats say."""
+    def report(
+        self,
+        *,
+        version: int | None = None,
+        gauges: dict[str, float] | None = None,
+        offered: int | None = None,
+        waits: tuple[messages.Wait, ...] | None = None,
+    ) -> None:
+        """Set what the next heartbeats say; what is None stays. The waits grow older by themselves."""
         with self._lock:
-            if version is not None:
-                self._state.version = version
-            if gauges is not None:
-                self._state.gauges = gauges
+            self._told.set(version, gauges, offered, waits, time.monotonic())
 
     def close(self, reason: str) -> None:
         """Say `Leave`, let the last messages go out (for at most 1 s), and end the keeper."""
@@ -219,13 +218,10 @@ class Link:
         if self._keeper.is_alive():
             self._keeper.join()
         with self._lock:
-            if self._socket is not None:
+            if self._dealer is not None:
                 self._send(messages.Leave(reason=reason))
-                self._socket.disable_monitor()
-                self._monitor.close(0)
-                self._socket.close()
-                self._socket = None
-                self._context.term()
+                self._dealer.close()
+                self._dealer = self._socket = None
             if self._wake >= 0:
                 os.close(self._wake)
                 self._wake = -1
@@ -241,8 +237,9 @@ class Link:
                 # send may take note of what has come, and then the descriptor tells nobody of it any more.
                 self._hear_all()
                 try:
-                    self._check_key()
-                    self._check_silence(now)
+                    assert self._dealer is not None
+                    self._look(self._dealer)
+                    self._check_silence(self._dealer, now)
                 except StarlingError as error:
                     self._end("the line is over", error)
                 self._speak(now)
@@ -260,35 +257,35 @@ class Link:
             return
         self._spoken_at = now
         if self._welcomed:
-            state = self._state
-            self._send(messages.Heartbeat(leases=self._book.held(), version=state.version, gauges=dict(state.gauges)))
+            self._send(self._told.heartbeat(self._book.held(), now))
         else:
-            self._send(self._hello, self._hello_buffers)
+            self._send(msgspec.structs.replace(self._hello, version=self._told.version), self._hello_buffers)
 
     def _send_again(self, now: float) -> None:
-        if now >= self._look_at and self._welcomed:
+        if now >= self._look_at and self._welcomed and now - self._heard_at < QUIET_S:
             self._look_at = now + RESEND_S / 8
             for message, buffers in self._book.due(now):
                 self._send(message, buffers)
 
-    def _check_key(self) -> None:
-        if receive(self._monitor) is not None:
-            raise RefusedError(
-                f"the controller at {self._settings.controller} refuses the key of {self._settings.name}; "
-                "use the key file that was made for this name in this run"
-            )
+    def _look(self, dealer: Dealer) -> None:
+        """See what became of the connection. Raises RefusedError when the key is refused."""
+        if dealer.look():
+            # Whoever is there now is told the state at once. Then they know of the results; or they do not know this
+            # replica, and ask. Either way a `Welcome` follows, and all results after it.
+            self._spoken_at = float("-inf")
+            self._owes_all = True
 
-    def _check_silence(self, now: float) -> None:
+    def _check_silence(self, dealer: Dealer, now: float) -> None:
         if self._heard:
             self._heard, self._heard_at = False, now
-        limit = self._settings.silence_s if self._welcomed else self._settings.connect_s
+        limit = self._settings.connect_s if self._incarnation < 0 else self._settings.silence_s
         if now - self._heard_at > limit:
-            raise UnreachableError(self._unreachable(f"no answer for {limit:.0f} s"))
+            raise UnreachableError(dealer.unreachable(f"no answer for {limit:.0f} s"))
 
     # --- the socket, by whoever holds the lock ---------------------------------------------------------------------
 
     def _send(self, message: Up, buffers: tuple[bytes, ...] = ()) -> None:
-        if self._socket is None:
+        if self._dealer is None:
             return
         self._seq += 1
         envelope = Envelope(
@@ -299,9 +296,13 @@ class Link:
             seq=self._seq,
         )
         try:
-            send(self._socket, codec.pack(envelope, message, buffers))
+            self._dealer.send(codec.pack(envelope, message, buffers))
         except zmq.Again:
-            log.warning("the line is full", message=type(message).__name__)
+            if not self._full:
+                log.warning("the line is full", message=type(message).__name__)
+            self._full = True
+        else:
+            self._full = False
 
     def _hear_some(self, *, lingers: bool = False) -> bool:
         """Take in up to `BURST` messages. Returns False when there is none; `lingers` waits for the first a moment.
@@ -320,7 +321,7 @@ class Link:
             pass
 
     def _is_spoken_to(self) -> bool:
-        return self._socket is not None and bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
+        return self._socket is not None and is_readable(self._socket)
 
     def _hear_one(self, flags: int = zmq.NOBLOCK) -> bool:
         """Take in one message. Returns False when there is none."""
@@ -337,10 +338,28 @@ class Link:
         except WireError as error:
             log.warning("dropped a message", reason=str(error))
             return True
+        if envelope.epoch != self._incarnation and not self._is_newest(envelope.epoch):
+            return True
         self._heard = True
         self._linger_until = time.monotonic() + LINGER_MS / 1000
         self._act(message, parts)
         return True
+
+    def _is_newest(self, epoch: int) -> bool:
+        """Say whether the controller's incarnation `epoch` is to be heard; introduce this replica to a new one."""
+        if epoch < self._incarnation:
+            return False
+        if self._incarnation >= 0:
+            log.info("the controller was started again", incarnation=epoch)
+            self._introduce()
+        self._incarnation = epoch
+        return True
+
+    def _introduce(self) -> None:
+        """Say `Hello` at the keeper's next turn, and until welcomed."""
+        if self._welcomed:
+            self._spoken_at = float("-inf")
+        self._welcomed, self._owes_all = False, True
 
     def _act(self, message: messages.Down, parts: list[bytes]) -> None:
         if isinstance(message, Work):  # nearly always
@@ -354,9 +373,11 @@ class Link:
             case messages.Welcome(heartbeat_s=heartbeat_s):
                 self._heartbeat_s = heartbeat_s
                 self._welcomed = True
+                if self._owes_all:
+                    self._owes_all = False
+                    self._answer_all()
             case messages.Introduce():
-                self._hello = msgspec.structs.replace(self._hello, version=self._state.version)
-                self._welcomed = False
+                self._introduce()
             case messages.Refused(reason=reason):
                 self._end(reason, RefusedError(f"the controller refuses {self._settings.name}: {reason}"))
             case messages.Drain(reason=reason):
@@ -371,8 +392,8 @@ class Link:
             self._closing.set()
         self.put(Ended(reason, error))
 
-    def _unreachable(self, why: str) -> str:
-        return (
-            f"the controller at {self._settings.controller} cannot be reached by {self._settings.name} ({why}); "
-            "check the address, that the controller runs, and that the key file was made for this run"
-        )
+    def _answer_all(self) -> None:
+        """Make every answer that was not released due at once."""
+        for held in self._book.held():
+            self._book.resend(held.lease)
+        self._look_at = float("-inf")

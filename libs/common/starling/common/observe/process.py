@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -25,14 +26,20 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+STOP_S = 25.0
+"""How long a replica may take to end in good order; less than the half minute after which clusters kill."""
 
 
 class StopSignal:
-    """Set by SIGTERM or SIGINT; a second one ends the process at once."""
+    """Set by SIGTERM or SIGINT; a second one ends the process at once.
 
-    def __init__(self) -> None:
+    With a deadline the process ends so many seconds after the first, whatever it is stuck in; see `end_within`.
+    """
+
+    def __init__(self, deadline_s: float | None = None) -> None:
         self.event = threading.Event()
         self.name = ""
+        self._deadline_s = deadline_s
 
     def install(self, notify: Callable[[], None] = lambda: None) -> None:
         """Take over SIGTERM and SIGINT; `notify` is called from the signal handler."""
@@ -45,10 +52,20 @@ class StopSignal:
             os._exit(128 + number)
         self.name = signal.Signals(number).name
         self.event.set()
+        if self._deadline_s is not None:
+            end_within(self._deadline_s)
         self._notify()
 
     def __bool__(self) -> bool:
         return self.event.is_set()
+
+
+def end_within(seconds: float) -> None:
+    """End this process with 1 after `seconds`, and say where each thread is, unless `run_service` has returned by then.
+
+    A thread of C does so: it needs no interpreter, which whoever is stuck may hold.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def die_with_parent() -> None:
@@ -70,6 +87,8 @@ def run_service(name: str, body: Callable[[], None]) -> int:
     except Exception:  # noqa: BLE001 - the edge of the process: the traceback is the report
         structlog.get_logger(__name__).exception("failed")
         return EXIT_FAILED
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return 0
 
 

@@ -140,6 +140,8 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True):
     prompt_id: str
     trajectories: tuple[ScoredTrajectory, ...]
     tensors: tuple[TensorMeta, ...]
+    temperature: float = 0.0
+    """Divisor of the logits under which it was sampled; 0 for that of the step."""
 
 
 class LeaseProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +168,19 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
     """Of a pull that is under way."""
 
 
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a service waits for now. Every wait has an end: there is none without `seconds_left`."""
+
+    what: str
+    """In words: ``buckets of version 7``."""
+    on: str
+    """Who or what can end it: a replica's name, ``controller``, ``disk``, ``engine``, ..."""
+    since_s: float
+    """For so long already."""
+    seconds_left: float
+    """After which the one who waits gives up."""
+
+
 # --- Up: replica to controller -------------------------------------------------------------------------------------
 
 
@@ -180,6 +195,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     version: int = -1
     """Weight version that it holds; -1 for none."""
     has_layout: bool = False
+    serves: bool = False
+    """Can put the version that it holds on offer to other replicas (`PublishWeights`)."""
+    shares_steps: bool = False
+    """Policy: can take weights and optimizer state from another policy, and do its share of a step beside it."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
@@ -190,6 +209,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """Weight version in use; -1 for none."""
     gauges: dict[str, float] = {}
     """Measurements for the screen: tokens_per_s, queue_depth, ..."""
+    offered: int = -1
+    """The newest version that it has on offer; -1 for none."""
+    waits: tuple[Wait, ...] = ()
+    """Everything that it waits for now."""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
@@ -204,6 +227,8 @@ class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_gener
     lease: str
     trajectories: tuple[TrajectoryMeta, ...]
     tensors: tuple[TensorMeta, ...]
+    temperature: float = -1.0
+    """Divisor of the logits under which they were drawn, as it was asked for; -1 for not told."""
 
 
 class GroupScored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored"):
@@ -264,6 +289,8 @@ class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint
     lease: str
     step: int
     path: str
+    state: bool = False
+    """It is a state to continue from, not an export."""
 
 
 class LeaseFailed(msgspec.Struct, frozen=True, kw_only=True, tag="lease_failed"):
@@ -274,7 +301,43 @@ class LeaseFailed(msgspec.Struct, frozen=True, kw_only=True, tag="lease_failed")
     reason: str
     fatal: bool = False
     """No other attempt at this replica could succeed."""
+    version: int = -1
+    """The weight version that a policy holds, which may be why; -1 for not told."""
 
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+    """An operator wants to know the state of the run, or what it waits for. Answered by `Reply`."""
+
+    request: str
+    """Chosen by the sender, and repeated in the reply."""
+    about: Literal["status", "why"]
+
+
+class ChangeSetting(msgspec.Struct, frozen=True, kw_only=True, tag="change_setting"):
+    """An operator changes what may change in a running job. Answered by `Reply`; the same request counts once."""
+
+    request: str
+    key: str
+    """As in the recipe, for example ``policy.optimizer.learning_rate``."""
+    value: float | int | bool | str
+
+
+class RequestEvaluation(msgspec.Struct, frozen=True, kw_only=True, tag="request_evaluation"):
+    """An operator wants the newest version evaluated. Answered by `Reply`; the same request counts once."""
+
+    request: str
+    num_completions: int = 0
+    """Completions of each prompt; 0 for what the recipe says."""
+
+
+class RequestStop(msgspec.Struct, frozen=True, kw_only=True, tag="request_stop"):
+    """An operator wants the run to end in good order. Answered by `Reply`."""
+
+    request: str
+    reason: str
+
+
+OperatorUp = Ask | ChangeSetting | RequestEvaluation | RequestStop
 
 Up = (
     Hello
@@ -287,7 +350,19 @@ Up = (
     | WeightsAdopted
     | CheckpointSaved
     | LeaseFailed
+    | OperatorUp
 )
+
+MAY_SAY: dict[Role, frozenset[type]] = {
+    "controller": frozenset(),
+    "policy": frozenset(
+        {Hello, Heartbeat, Leave, StepTrained, WeightsPublished, WeightsAdopted, CheckpointSaved, LeaseFailed}
+    ),
+    "rollout": frozenset({Hello, Heartbeat, Leave, GroupGenerated, WeightsPublished, WeightsAdopted, LeaseFailed}),
+    "reward": frozenset({Hello, Heartbeat, Leave, GroupScored, LeaseFailed}),
+    "operator": frozenset({Ask, ChangeSetting, RequestEvaluation, RequestStop}),
+}
+"""What each role may say. The controller drops anything else, whatever key it came with."""
 
 
 # --- Down: controller to replica -----------------------------------------------------------------------------------
@@ -348,10 +423,22 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step"):
     """Which of them this is, from 1."""
     published: int = -1
     """The version whose snapshot must be taken before this step changes the weights; -1 for none."""
+    replica: int = 0
+    """Which of `num_replicas` policy replicas this is; `groups` or `examples` is its share of the step."""
+    num_replicas: int = 1
+    num_groups: int = 0
+    """Groups (or examples) of the whole step, over all replicas; 0 when it has one replica."""
+    replayed: bool = False
+    """The step was made before, by a replica that is gone: make it again, exactly so."""
+    settings: dict[str, float] = {}
+    """What operators changed since the start, by key of the recipe, as it is for this step."""
 
 
 class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, tag="publish_weights"):
-    """Copy the present weights into a snapshot and offer it. The next step may begin as soon as the copy is made."""
+    """Copy the present weights into a snapshot and offer it. The next step may begin as soon as the copy is made.
+
+    Who has that version on offer already answers with that offer.
+    """
 
     lease: str
     version: int
@@ -362,13 +449,18 @@ class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, tag="adopt_weights
 
     lease: str
     version: int
+    source: str = ""
+    """The replica that has it on offer."""
+    with_state: bool = False
+    """To a policy: with the optimizer's state, so that it can do the next step."""
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save_checkpoint"):
-    """Write the present weights in Hugging Face form."""
+    """Write the present weights in Hugging Face form, or, with `state`, all that is needed to continue from here."""
 
     lease: str
     step: int
+    state: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
@@ -383,7 +475,18 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     reason: str
 
 
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
+    """The answer to an operator."""
+
+    request: str
+    ok: bool
+    text: str
+    """In words: the answer, or why not."""
+    data: dict[str, Any] = {}
+    """The same for programs (JSON values)."""
+
+
 Work = GenerateGroup | ScoreGroup | TrainStep | PublishWeights | AdoptWeights | SaveCheckpoint
 """The commands that hand out a lease."""
 
-Down = Welcome | Introduce | Refused | Work | Release | Drain
+Down = Welcome | Introduce | Refused | Work | Release | Drain | Reply

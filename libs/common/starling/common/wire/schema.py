@@ -27,6 +27,7 @@ NESTED = (
     messages.TrainGroup,
     messages.HeldLease,
     messages.LeaseProgress,
+    messages.Wait,
 )
 
 

@@ -42,7 +42,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward of the last steps, oldest first."""
     curve: tuple[float, ...] = ()
     """Mean reward over the whole run, oldest first; each value is the mean of equally many steps."""
-    evaluations: tuple[dict[str, float | None], ...] = ()
+    evaluations: tuple[dict[str, float | str | None], ...] = ()
     """Summaries of the evaluations so far."""
     dropped: int = 0
     """Frames that were refused."""

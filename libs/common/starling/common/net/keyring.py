@@ -1,0 +1,135 @@
+"""The folder of a run's keys: made, added to, and revoked, also while the run goes on.
+
+Every file is written whole beside its place and then renamed: who reads the folder meanwhile, as a running controller
+does, sees the old file or the new one. `allowed.json` comes last when a key is made and first when one is revoked, so
+that nobody is allowed whose key is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from starling.common.errors import ConfigError
+from starling.common.net.curve import ALLOWED, CONTROLLER, KeyFile, load_allowed, load_key
+from starling.common.net.limits import NAME_FORM, role_of
+
+
+class KeyEntry(NamedTuple):
+    """One key that is allowed."""
+
+    name: str
+    role: str
+    public: str
+    path: Path | None
+    """Its key file, if that is in the folder: it may have been moved to the replica's own machine."""
+
+
+def make_keys(folder: Path, names: Sequence[str], *, replace: bool = False) -> None:
+    """Make a key pair for each of `names` in `folder`, and the controller's when the folder has none.
+
+    Raises ConfigError when a name is none, is given twice, or has a key already: with `replace` it gets a new one, and
+    the old one is worth nothing from then on.
+    """
+    for number, name in enumerate(names):
+        if name == CONTROLLER:
+            raise ConfigError("the controller's key is made with the first others; leave out the name controller")
+        _check_name(name)
+        if name in names[:number]:
+            raise ConfigError(f"{name} is given twice; give each name once")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(folder):
+        allowed = load_allowed(folder) if (folder / ALLOWED).exists() else {}
+        taken = [name for name in names if name in allowed.values() or (folder / f"{name}.json").exists()]
+        if taken and not replace:
+            raise ConfigError(f"{folder} has a key for {taken[0]}; choose another name, or replace it with --replace")
+        controller = _controller(folder, allowed)
+        allowed = {public: name for public, name in allowed.items() if name not in taken}
+        for name in names:
+            public, secret = _pair()
+            allowed[public] = name
+            key = KeyFile(name=name, public=public, secret=secret, controller_public=controller.public)
+            _write_private(folder / f"{name}.json", key)
+        _write_private(folder / ALLOWED, allowed)
+
+
+def list_keys(folder: Path) -> list[KeyEntry]:
+    """Return the keys that are allowed, by role and number. Raises ConfigError when `folder` has no allow-list."""
+    entries = []
+    for public, name in load_allowed(folder).items():
+        path = folder / f"{name}.json"
+        entries.append(KeyEntry(name, role_of(name) or "unknown", public, path if path.exists() else None))
+    return sorted(entries, key=lambda entry: (entry.role, len(entry.name), entry.name))
+
+
+def revoke_keys(folder: Path, names: Sequence[str]) -> None:
+    """Allow the keys of `names` no longer, and delete their key files.
+
+    Raises ConfigError, and revokes nothing, when one of them has no key.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"the folder {folder} does not exist; give the folder of a run's keys")
+    with _alone(folder):
+        allowed = load_allowed(folder)
+        known = sorted(set(allowed.values()))
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"{folder} allows no key of {name}; it allows {', '.join(known) or 'nobody'}")
+        _write_private(folder / ALLOWED, {public: name for public, name in allowed.items() if name not in names})
+        for name in names:
+            (folder / f"{name}.json").unlink(missing_ok=True)
+
+
+def _check_name(name: str) -> None:
+    if role_of(name) is None:
+        raise ConfigError(f"{name!r} is no name for a key; write {NAME_FORM}, for example rollout-3")
+
+
+def _controller(folder: Path, allowed: dict[str, str]) -> KeyFile:
+    """Return the controller's keys: those that are there, or new ones in a folder without any."""
+    path = folder / f"{CONTROLLER}.json"
+    if path.exists():
+        return load_key(path)
+    if allowed:
+        raise ConfigError(f"{path} is missing, which the keys in {folder} were made for; put it back, or begin anew")
+    public, secret = _pair()
+    key = KeyFile(name=CONTROLLER, public=public, secret=secret, controller_public=public)
+    _write_private(path, key)
+    return key
+
+
+def _pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode("ascii"), secret.decode("ascii")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other makers of keys out of `folder` meanwhile. Raises ConfigError when one is in it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another `starling keys` is at work in {folder}; try again when it is done") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write_private(path: Path, value: object) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(msgspec.json.encode(value))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)

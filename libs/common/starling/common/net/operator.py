@@ -1,0 +1,93 @@
+"""An operator's line to the controller: one question, one answer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from starling.common.errors import ConfigError, RefusedError, UnreachableError, WireError
+from starling.common.net import curve
+from starling.common.net.dealer import Dealer
+from starling.common.net.epoch import make_epoch
+from starling.common.net.frames import receive
+from starling.common.wire import codec
+from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, OperatorUp, Refused, Reply
+
+REPEAT_S: Final = 1.0
+"""A question without an answer is asked again: it, or the answer, may have gone down with a controller."""
+PATIENCE_MS: Final = 100
+"""How long to wait for a message before the connection is looked at."""
+
+
+class OperatorLine:
+    """DEALER of one operator. An operator is no member of the run: there is no `Hello`, and no heartbeat."""
+
+    def __init__(self, address: str, key_path: Path | None, run: str, name: str = "operator-0") -> None:
+        """Call the controller at `address` with the key in `key_path` (None: without CURVE).
+
+        Raises ConfigError when the key cannot be used, UnreachableError when `address` is none.
+        """
+        key = None if key_path is None else curve.load_key(key_path)
+        if key is not None and key.name != name:
+            raise ConfigError(f"the key file {key_path} was made for {key.name}, and this is {name}; give the other")
+        self._run, self._name = run, name
+        self._epoch = 0
+        self._dealer = Dealer(address, name, key)
+        self._dealer.socket.rcvtimeo = PATIENCE_MS
+
+    def ask(self, message: OperatorUp, timeout_s: float) -> Reply:
+        """Send `message` until the reply to its request comes, and return that.
+
+        Raises RefusedError when the controller will not have this operator, UnreachableError without a reply within
+        `timeout_s`.
+        """
+        now = time.monotonic()
+        deadline, ask_at = now + timeout_s, now if self._dealer.connected else float("inf")
+        while now < deadline:
+            # Also at once over a new connection: what was said over the last one may be lost.
+            if self._dealer.look() or now >= ask_at:
+                ask_at = now + REPEAT_S
+                self._say(message)
+            answer = self._hear()
+            if isinstance(answer, Refused):
+                raise RefusedError(f"the controller refuses {self._name}: {answer.reason}")
+            if answer is not None and answer.request == message.request:
+                return answer
+            now = time.monotonic()
+        raise UnreachableError(self._dealer.unreachable(f"no answer for {timeout_s:g} s"))
+
+    def close(self) -> None:
+        """End the line."""
+        self._dealer.close()
+
+    def __enter__(self) -> OperatorLine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _say(self, message: OperatorUp) -> None:
+        # Each time as a new incarnation, so that two operators with one key take turns: the controller answers to the
+        # newest, and the other one's next repetition is newer again.
+        self._epoch = max(make_epoch(), self._epoch + 1)
+        envelope = Envelope(protocol=PROTOCOL_VERSION, run=self._run, sender=self._name, epoch=self._epoch, seq=1)
+        try:
+            self._dealer.send(codec.pack(envelope, message))
+        except zmq.Again:
+            return  # it is asked again
+
+    def _hear(self) -> Reply | Refused | None:
+        """Return what an operator may hear, or None after a moment; all else is none of its business."""
+        received = receive(self._dealer.socket, 0)
+        if received is None:
+            return None
+        try:
+            envelope = codec.unpack_envelope(received[0])
+            message = codec.unpack_down(received[0])
+        except WireError:
+            return None
+        ours = envelope.protocol == PROTOCOL_VERSION and envelope.run == self._run
+        return message if ours and isinstance(message, Reply | Refused) else None

@@ -1,0 +1,61 @@
+"""The end of a process: what is stuck does not keep it from ending."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+STUCK = """
+import sys, threading
+from starling.common.observe.process import StopSignal, run_service
+
+def stuck_thread():
+    threading.Event().wait()
+
+def body():
+    stop = StopSignal({deadline})
+    stop.install()
+    thread = threading.Thread(target=stuck_thread, daemon=True)
+    thread.start()
+    print("ready", flush=True)
+    stop.event.wait()
+    print(stop.name, flush=True)
+    {then}
+
+code = run_service("replica-0", body)
+threading.Event().wait({after})
+sys.exit(code)
+"""
+
+
+def run(deadline: str, then: str, after: float) -> subprocess.CompletedProcess[str]:
+    """Start a process, send it SIGTERM when it is ready, and return how it ended."""
+    text = STUCK.format(deadline=deadline, then=then, after=after)
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.terminate()
+            output, errors = process.communicate(timeout=60.0)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess([], process.returncode, output, errors)
+
+
+def test_a_process_that_is_stuck_after_its_signal_ends_and_says_where() -> None:
+    done = run("0.3", "thread.join()", 0.0)
+    assert (done.returncode, done.stdout) == (1, "SIGTERM\n")
+    assert "Timeout" in done.stderr
+    assert "stuck_thread" in done.stderr
+
+
+def test_who_ends_in_time_is_left_alone() -> None:
+    done = run("0.3", "pass", 0.8)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "SIGTERM\n", "")
+
+
+def test_without_a_deadline_nothing_is_cut_short() -> None:
+    done = run("None", "threading.Event().wait(0.8)", 0.0)
+    assert (done.returncode, done.stderr) == (0, "")

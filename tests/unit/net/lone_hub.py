@@ -1,0 +1,68 @@
+"""A controller process for tests: `python lone_hub.py KEYS_FOLDER RUN ADDRESS EPOCH [LEASE ...]`.
+
+It listens at ADDRESS, prints its own address, welcomes whoever says hello, gives the LEASES to the first of them, and
+prints a JSON line for everything that it hears, and for each lease that it settles. It serves until it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from starling.common.net import curve
+from starling.common.net.hub import Arrival, Hub, HubKeys, PeerLost
+from starling.common.wire import messages as wire
+
+
+def say(**fields: object) -> None:
+    """Print one line for the test."""
+    print(json.dumps(fields), flush=True)
+
+
+def serve(hub: Hub, leases: list[str]) -> None:
+    """Answer as a controller would that keeps no journal: whom it does not know is asked to introduce itself."""
+    members: set[str] = set()
+    settled: set[str] = set()
+    while True:
+        for happened in hub.poll(1.0):
+            if isinstance(happened, PeerLost):
+                members.discard(happened.name)
+                say(lost=happened.name)
+            else:
+                take(hub, happened, members, settled, leases)
+
+
+def take(hub: Hub, arrival: Arrival, members: set[str], settled: set[str], leases: list[str]) -> None:
+    """Act on one message."""
+    name, message = arrival.envelope.sender, arrival.message
+    say(heard=type(message).__name__, peer=name, version=getattr(message, "version", None))
+    if isinstance(message, wire.Hello):
+        members.add(name)
+        hub.send(name, wire.Welcome(heartbeat_s=0.1, lease_s=10.0))
+        while leases:
+            hub.send(name, wire.ScoreGroup(lease=leases.pop(0), prompt=wire.Prompt(id="p"), completions=()))
+    elif isinstance(message, wire.Ask):
+        hub.send(name, wire.Reply(request=message.request, ok=True, text=f"incarnation {hub.epoch}"))
+    elif name not in members:
+        hub.send(name, wire.Introduce())
+    elif isinstance(message, wire.Heartbeat):
+        hub.send(name, wire.Welcome(heartbeat_s=0.1, lease_s=10.0))
+    elif isinstance(message, wire.GroupGenerated):
+        if message.lease not in settled:
+            settled.add(message.lease)
+            say(settled=message.lease)
+        hub.release(name, (message.lease,))
+
+
+def main(keys: str, run: str, address: str, epoch: str, *leases: str) -> None:
+    """Serve."""
+    folder = Path(keys)
+    hub_keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder), folder)
+    hub = Hub(address, run, int(epoch), hub_keys)
+    say(address=hub.address)
+    serve(hub, list(leases))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

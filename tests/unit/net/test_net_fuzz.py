@@ -1,0 +1,24 @@
+"""The benchmark that fuzzes, in short: nothing breaks the decoder or the hub, and a valid peer loses nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+FUZZ = Path(__file__).parents[3] / "bench" / "fuzz.py"
+
+
+def test_mutated_messages_break_nothing_and_disturb_nobody() -> None:
+    command = [sys.executable, str(FUZZ), "--frames", "8000", "--seed", "7"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    figures = {line["figure"]: line for line in map(json.loads, result.stdout.splitlines())}
+    for figure in ("decoder_failures", "hub_crashes", "valid_lost", "valid_lost_in_a_flood"):
+        assert figures[figure]["value"] == 0, figures[figure]
+    for figure in ("decoder_growth", "hub_growth"):
+        assert figures[figure]["value"] <= figures[figure]["goal"], figures[figure]
+    detail = figures["hub_crashes"]["detail"]
+    assert detail["seen"] >= 8000, "every message came as far as the hub"
+    assert {"form", "key", "size"} <= detail["dropped"].keys()
+    assert detail["log_lines"] < 100

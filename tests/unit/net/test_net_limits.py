@@ -1,0 +1,253 @@
+"""What each role may say, how much, and what becomes of those who say more, or do not read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import structlog
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+from net_desk import NAMES, RUN, Desk, calling, envelope, received, score, socket_of
+from structlog.testing import capture_logs
+
+from starling.common.errors import RefusedError, WireError
+from starling.common.net.hub import SEND_HIGH_WATER, PeerLost
+from starling.common.net.keyring import make_keys
+from starling.common.net.limits import MAX_BYTES, PEER_ROLES, Allowance, Limits, role_of, rules_of
+from starling.common.net.link import Command, Ended
+from starling.common.net.operator import OperatorLine
+from starling.common.wire import codec
+from starling.common.wire import messages as wire
+
+SAMPLES: tuple[wire.Up, ...] = (
+    wire.Hello(role="rollout", host="h", pid=1),
+    wire.Heartbeat(),
+    wire.Leave(reason="r"),
+    wire.GroupGenerated(lease="l", trajectories=(), tensors=()),
+    wire.GroupScored(lease="l", rewards=(), statuses=()),
+    wire.StepTrained(lease="l", step=1, metrics={}),
+    wire.WeightsPublished(lease="l", version=1, publish_s=0.0),
+    wire.WeightsAdopted(lease="l", version=1, root="r", pull_s=0.0, pause_s=0.0, size_bytes=0, transport="memory"),
+    wire.CheckpointSaved(lease="l", step=1, path="p"),
+    wire.LeaseFailed(lease="l", status=wire.Status.INFRA_LOST, reason="r"),
+    wire.Ask(request="r", about="why"),
+    wire.ChangeSetting(request="r", key="k", value=1),
+    wire.RequestEvaluation(request="r"),
+    wire.RequestStop(request="r", reason="r"),
+)
+TIGHT = Limits(messages_per_s=20.0, burst_messages=60.0, bytes_per_s=1e6, burst_bytes=1e6, patience=200)
+
+
+@pytest.fixture(autouse=True)
+def _plain_logs() -> Iterator[None]:
+    structlog.reset_defaults()
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def strict(keys: Path) -> Iterator[Desk]:
+    desk = Desk(keys, limits=TIGHT)
+    yield desk
+    desk.hub.close(0.0)
+
+
+# --- roles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["policy-0", "rollout-1", "reward-0", "operator-0", "observer-0"])
+def test_a_key_lets_its_role_say_its_own_messages_and_no_others(tmp_path: Path, name: str) -> None:
+    make_keys(tmp_path / "keys", (name, "rollout-9"))
+    desk = Desk(tmp_path / "keys")
+    role = role_of(name)
+    may_say = wire.MAY_SAY.get(role, frozenset())  # type: ignore[call-overload]
+    samples = [sample for sample in SAMPLES if type(sample) is not wire.Hello or role == "rollout"]
+    allowed = [type(sample) for sample in samples if type(sample) in may_say]
+    try:
+        with socket_of(desk.hub.address, tmp_path / "keys", name) as socket, capture_logs() as logs:
+            for sample in samples:
+                buffers = (b"offer",) if isinstance(sample, wire.WeightsPublished) else ()
+                socket.send_multipart(codec.pack(envelope(name), sample, buffers))
+            # The last to come is a good one of somebody else, who has not been disturbed.
+            desk.poll_until(
+                lambda: desk.hub.dropped["role"] + desk.hub.dropped["size"] + len(desk.heard) == len(samples)
+            )
+        assert [type(arrival.message) for arrival in desk.heard] == allowed
+        assert desk.hub.dropped.total() == len(samples) - len(allowed)
+        assert len([entry for entry in logs if entry["event"] == "dropped a message"]) == 1, "one line, whatever came"
+    finally:
+        desk.hub.close(0.0)
+
+
+def test_every_message_is_said_by_somebody_and_every_role_is_bounded() -> None:
+    assert {type(sample) for sample in SAMPLES} == set(get_args(wire.Up))
+    assert frozenset().union(*wire.MAY_SAY.values()) == set(get_args(wire.Up))
+    assert set(MAX_BYTES) == set(PEER_ROLES)
+
+
+def test_a_replica_is_what_its_name_says(desk: Desk, keys: Path) -> None:
+    with socket_of(desk.hub.address, keys, "rollout-1") as socket:
+        socket.send_multipart(codec.pack(envelope(), wire.Hello(role="policy", host="h", pid=1)))
+        desk.poll_until(lambda: desk.hub.dropped["role"] == 1)
+        refused = codec.unpack_down(socket.recv_multipart())
+    assert refused == wire.Refused(reason="rollout-1 says that it is a policy, and its name says rollout")
+    assert not desk.heard
+
+
+@pytest.mark.parametrize("name", ["", "rollout", "rollout-", "rollout-01", "rollout--1", "rollout-1 ", "Rollout-1"])
+def test_a_name_that_is_none(name: str) -> None:
+    assert role_of(name) is None
+    with pytest.raises(WireError, match="is no name: it must be ROLE-NUMBER, ROLE being policy, rollout"):
+        rules_of(name)
+
+
+def test_an_operators_message_is_small(desk: Desk, keys: Path) -> None:
+    large = wire.RequestStop(request="r", reason="x" * MAX_BYTES["operator"])
+    with socket_of(desk.hub.address, keys, "operator-0") as socket:
+        socket.send_multipart(codec.pack(envelope("operator-0"), large))
+        socket.send_multipart(codec.pack(envelope("operator-0"), wire.Ask(request="r", about="why")))
+        desk.next(wire.Ask, "operator-0")
+    assert desk.hub.dropped == {"size": 1}
+
+
+def test_an_operator_of_another_run_is_told_so(desk: Desk, keys: Path) -> None:
+    found: list[Exception] = []
+
+    def ask() -> None:
+        with OperatorLine(desk.hub.address, keys / "operator-0.json", "run-2") as line:
+            try:
+                line.ask(wire.Ask(request="r", about="why"), 20.0)
+            except RefusedError as error:
+                found.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    desk.poll_until(lambda: bool(found))
+    thread.join()
+    assert str(found[0]) == f"the controller refuses operator-0: this is run {RUN}, not run-2"
+
+
+# --- how much ------------------------------------------------------------------------------------------------------
+
+SIZES = st.integers(0, 2_000)
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), SIZES), max_size=200))
+def test_nobody_says_more_than_two_bursts_and_the_rate(said: list[tuple[float, int]]) -> None:
+    limits = Limits(messages_per_s=3.0, bytes_per_s=500.0, burst_messages=5.0, burst_bytes=4_000.0)
+    allowance, now, taken = Allowance(limits, 0.0), 0.0, []
+    for pause_s, size in said:
+        now += pause_s
+        allowance.num_messages -= 1
+        allowance.num_bytes -= size
+        if (allowance.num_messages < 0 or allowance.num_bytes < 0) and not allowance.refill(now):
+            allowance.give_back(size)
+        else:
+            taken.append((now, size))
+        assert allowance.num_messages >= 0
+        assert allowance.num_bytes >= 0
+    for first in range(len(taken)):
+        elapsed = now - taken[first][0]
+        assert len(taken) - first <= 2 * limits.burst_messages + 3.0 * elapsed + 1e-6
+        assert sum(size for _, size in taken[first:]) <= 2 * limits.burst_bytes + 500.0 * elapsed + 1e-6
+
+
+def test_who_keeps_within_the_rate_is_always_heard() -> None:
+    allowance = Allowance(Limits(messages_per_s=10.0, burst_messages=10.0), 0.0)
+    for number in range(1000):
+        allowance.num_messages -= 1
+        assert allowance.num_messages >= 0 or allowance.refill(number / 10)
+
+
+def test_a_flood_is_dropped_then_cut_and_the_others_are_heard(strict: Desk, keys: Path) -> None:
+    with (
+        capture_logs() as logs,
+        calling(strict.hub.address, keys) as link,
+        socket_of(strict.hub.address, keys) as noisy,
+    ):
+        strict.admit("rollout-0", heartbeat_s=0.1)
+        noisy.linger = 0
+        beat = codec.pack(envelope(), wire.Heartbeat())
+        for _ in range(TIGHT.patience + 200):
+            noisy.send_multipart(beat)
+        strict.lost("rollout-1")
+        assert strict.hub.dropped["rate"] >= TIGHT.patience
+        strict.hub.send("rollout-0", score("score:1:1.1"))
+        assert received(link, Command).message.lease == "score:1:1.1"
+        strict.next(wire.Heartbeat, "rollout-0")
+    events = [(entry["event"], entry["peer"]) for entry in logs if entry["log_level"] == "warning"]
+    assert events == [
+        ("a peer says too much", "rollout-1"),
+        ("cut the connection of a peer that goes on to say too much", "rollout-1"),
+    ]
+
+
+def test_too_many_bytes_are_too_much(strict: Desk, keys: Path) -> None:
+    tensors = (wire.TensorMeta(dtype="uint8", shape=(300_000,), nbytes=300_000),)
+    message = wire.GroupGenerated(lease="l", trajectories=(), tensors=tensors)
+    with socket_of(strict.hub.address, keys) as socket:
+        for _ in range(10):
+            socket.send_multipart(codec.pack(envelope(), message, (bytes(300_000),)))
+        strict.poll_until(lambda: len(strict.heard) + strict.hub.dropped["rate"] == 10)
+    assert len(strict.heard) < 10
+
+
+def test_garbage_counts_too(strict: Desk, keys: Path) -> None:
+    with socket_of(strict.hub.address, keys) as socket:
+        for _ in range(100):
+            socket.send_multipart([b"gar", b"bage"])
+        strict.poll_until(lambda: strict.hub.dropped.total() == 100)
+    assert strict.hub.dropped["form"] >= TIGHT.burst_messages
+    assert strict.hub.dropped["rate"] > 0
+
+
+def test_who_does_not_read_costs_one_line_and_bounded_memory(desk: Desk, keys: Path) -> None:
+    big = wire.ScoreGroup(lease="score:1:1.1", prompt=wire.Prompt(id="p", text="x" * 20_000), completions=())
+    with calling(desk.hub.address, keys) as link, socket_of(desk.hub.address, keys) as stalled, capture_logs() as logs:
+        desk.admit("rollout-0")
+        stalled.send_multipart(codec.pack(envelope(), wire.Hello(role="rollout", host="h", pid=1)))
+        desk.next(wire.Hello, "rollout-1")
+        sent = [desk.hub.send("rollout-1", big) for _ in range(4 * SEND_HIGH_WATER + 2000)]
+        assert not all(sent), "it never was too much"
+        desk.hub.send("rollout-0", score("score:1:1.1"))
+        assert received(link, Command)
+        stalled.rcvtimeo = 200
+        with contextlib.suppress(zmq.Again):  # it reads all that there is
+            while True:
+                stalled.recv_multipart()
+        assert desk.hub.send("rollout-1", wire.Introduce())
+    assert desk.hub.num_unsent == sent.count(False)
+    assert [entry["peer"] for entry in logs if entry["event"] == "cannot send"] == ["rollout-1"]
+
+
+def test_a_refused_link_says_why(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", NAMES)
+    desk = Desk(tmp_path / "keys")
+    try:
+        with socket_of(desk.hub.address, tmp_path / "keys", "reward-0") as socket:
+            socket.send_multipart(codec.pack(envelope("reward-0"), wire.StepTrained(lease="l", step=1, metrics={})))
+            desk.poll_until(lambda: desk.hub.dropped["role"] == 1)
+            answer = codec.unpack_down(socket.recv_multipart())
+        assert answer == wire.Refused(reason="reward-0 may not say StepTrained: its role is reward")
+        assert not [happened for happened in desk.heard if not isinstance(happened, PeerLost)]
+    finally:
+        desk.hub.close(0.0)
+
+
+def test_ended_is_what_a_refused_link_delivers(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", NAMES)
+    desk = Desk(tmp_path / "keys")
+    try:
+        with calling(desk.hub.address, tmp_path / "keys", "operator-0") as link:  # an operator says no Hello
+            desk.poll_until(lambda: desk.hub.dropped["role"] > 0)
+            error = received(link, Ended).error
+        assert isinstance(error, RefusedError)
+        assert str(error) == "the controller refuses operator-0: operator-0 may not say Hello: its role is operator"
+    finally:
+        desk.hub.close(0.0)
