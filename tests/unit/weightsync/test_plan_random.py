@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -10,7 +13,8 @@ from plan_cases import Memory, carry_out, filled, pairs, topologies
 from test_weights_plan import whole
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import Layout, aligned, encode, pieces_of
+from starling.weightsync import replan
+from starling.weightsync.layout import Layout, Place, aligned, encode, pieces_of
 from starling.weightsync.moves import Moves, column, packed
 from starling.weightsync.plan import Plan, check_plan, decode_plan, make_plan
 from starling.weightsync.replan import Plans
@@ -184,3 +188,28 @@ def test_an_unchanged_replica_keeps_its_plan() -> None:
     assert changed is not second
     assert plans.plan(source, one) is first
     assert plans.plan(whole("policy-0", (6, 3), rows=(1, 5)), one) is not first
+
+
+def test_replicas_that_are_alike_are_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counting(source: Layout, destination: Layout, **others: Any) -> Plan:
+        made.append(destination.replica)
+        return make_plan(source, destination, **others)
+
+    monkeypatch.setattr(replan, "make_plan", counting)
+    plans = Plans()
+    source = whole("policy-0", (6, 3))
+    for number in range(50):
+        destination = whole(f"rollout-{number}", (6, 3))
+        alone = make_plan(source, destination)
+        assert encode(plans.plan(source, destination)) == encode(alone)
+    assert made == ["rollout-0"]
+    near = msgspec.structs.replace(source.ranks[0], place=Place(host="h"))
+    plans.plan(source, msgspec.structs.replace(destination, ranks=(near,)))
+    assert len(made) == 1, "far from a source of which nobody knows where it is"
+    source = msgspec.structs.replace(source, ranks=(near,))
+    for host in ("h", "i", "j"):
+        at = msgspec.structs.replace(near, place=Place(host=host))
+        plans.plan(source, msgspec.structs.replace(destination, ranks=(at,)))
+    assert len(made) == 2, "i and j are equally far from h, as far as the unknown one was; h is near"
