@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-MEMBERS := libs/common libs/weightsync libs/algo services/controller services/policy services/rollout services/reward libs/cli
+MEMBERS := libs/common libs/weightsync libs/algo services/controller services/policy services/rollout services/reward libs/cli libs/sim
 MANIFESTS := pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(MEMBERS))
 
 # uv does not read pip's settings. Where somebody keeps wheels (a CPU build of torch, say), uv is told; elsewhere it is
@@ -15,7 +15,7 @@ else
 TORCH := --torch-backend=auto
 endif
 
-.PHONY: demo smoke test lint types imports unit system bench docs install clean
+.PHONY: demo smoke test lint types imports unit sim system bench docs install clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -23,7 +23,7 @@ demo: $(STAMP)
 smoke: $(STAMP)
 	$(BIN)/starling smoke
 
-test: lint types imports unit system
+test: lint types imports unit sim system
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -36,21 +36,28 @@ imports: $(STAMP)
 	$(BIN)/lint-imports
 
 # Threads that spin on shared cores are ten times slower; every process computes with one.
-unit system: export OMP_NUM_THREADS = 1
+unit sim system: export OMP_NUM_THREADS = 1
 unit: $(STAMP)
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest tests/unit tests/scenarios
+
+sim: $(STAMP)
+	$(BIN)/pytest tests/sim
 
 system: $(STAMP)
 	$(BIN)/pytest tests/system
 
 bench: $(STAMP)
 	$(BIN)/python bench/wire.py --quick
+	$(BIN)/python bench/fuzz.py --quick
 	$(BIN)/python bench/loop.py --quick
+	$(BIN)/python bench/controller.py --quick
+	$(BIN)/python bench/controller_side_by_side.py --quick
 	$(BIN)/python bench/weightsync.py --quick
 	$(BIN)/python bench/weightsync_delta.py --quick
 	$(BIN)/python bench/weightsync_plan.py --quick
 	$(BIN)/python bench/weightsync_memory.py --quick
 	$(BIN)/python bench/weightsync_quantise.py --quick
+	$(BIN)/python bench/chaos.py --quick
 
 docs: $(STAMP)
 	$(BIN)/python -m starling.common.wire.schema > libs/common/starling/common/wire/schema.json

@@ -26,14 +26,22 @@ def all_leave(script: Script) -> str:
     return lines[-1]
 
 
-# --- the policy cannot be replaced ---------------------------------------------------------------------------------
+# --- a policy that is gone -----------------------------------------------------------------------------------------
 
 
-def test_the_run_fails_with_its_policy() -> None:
-    script = Script()
+def test_the_run_waits_for_another_policy_and_fails_without_one() -> None:
+    script = Script(start_s=20.0)
     script.begins()
-    reason = "policy-0 was lost (it left: drained), and with it the weights of version 0"
-    assert script.leaves("policy-0") == ["(left policy-0)", *drained(script, reason)]
+    script.makes_groups(0, 1)
+    script.trains(1)
+    assert script.leaves("policy-0") == ["(left policy-0)"]
+    assert script.controller.waiting_for == "needs a policy, which is gone"
+    for _ in range(12):
+        script.beats("rollout-0", version=0)
+        script.beats("reward-0")
+        lines = script.waits(2.0)
+    reason = "the run needs a policy, which is gone, for 20 s; start what is missing or lower the number in the recipe"
+    assert lines == drained(script, reason)
     assert all_leave(script) == f"failed: {reason}"
 
 
@@ -44,19 +52,49 @@ def test_a_closed_connection_is_no_lost_policy_but_silence_is() -> None:
     script.now += script.plan.lease_s + 0.01
     script.beats("rollout-0", version=0)
     script.beats("reward-0")
-    lines = script.waits(0.0)
-    reason = "policy-0 was lost (it was silent for 10 s), and with it the weights of version 0"
-    assert lines == ["(left policy-0)", f"reward-0 <- drain: {reason}", f"rollout-0 <- drain: {reason}"]
+    assert script.waits(0.0) == ["(left policy-0)"]
 
 
-def test_a_policy_that_was_started_again_has_lost_its_weights() -> None:
+def test_a_policy_that_was_started_again_makes_its_steps_again() -> None:
     script = Script()
     script.begins()
     script.makes_groups(0, 1)
     script.trains(1)
-    lines = script.joins("policy-0", epoch=2)
-    reason = "policy-0 was lost (it was started again), and with it the weights of version 1"
-    assert lines == ["(left policy-0)", "(joined policy-0)", "policy-0 <- welcome", *drained(script, reason)]
+    script.publishes(1)
+    assert script.joins("policy-0", epoch=2) == ["(left policy-0)", "(joined policy-0)", "policy-0 <- welcome"]
+    assert script.log[-1] == "journal: fetch 1"
+    assert script.controller.waiting_for == "policy-0 to catch up: it holds version 0 of 1"
+    assert script.fetched(1) == ["policy-0 <- train:1:1 train0 train1"]
+    [send] = script.sent
+    assert isinstance(send.message, wire.TrainStep)
+    assert send.message.replayed
+    assert len(send.buffers) == 8
+    assert script.trains(1, 1, epoch=2) == ["policy-0 <- release train:1:1"], "no step is told twice"
+    script.adopts("rollout-0", 1)
+    assert script.makes_groups(2, 3, version=1)[-1].startswith("policy-0 <- train:2:0")
+
+
+def test_a_policy_that_comes_back_from_a_saved_state_makes_only_the_steps_since() -> None:
+    script = Script(num_steps=3, save_every=1)
+    script.begins()
+    script.makes_groups(0, 1)
+    assert script.trains(1)[-1] == "policy-0 <- save:1:0"
+    script.publishes(1)
+    assert script.saves_state(1) == ["policy-0 <- release save:1:0", "(state 1)"]
+    script.adopts("rollout-0", 1)
+    assert script.makes_groups(2, 3, version=1)[-1].startswith("policy-0 <- train:2:0")
+    script.joins("policy-0", epoch=2, version=1)
+    assert "policy-0 <- train:2:1 train2 train3" in script.log, "the step in hand is dealt again, with the same groups"
+
+
+def test_a_policy_that_has_made_the_step_in_hand_need_not_make_it_again() -> None:
+    script = Script()
+    script.begins()
+    script.makes_groups(0, 1)
+    script.leaves("policy-0")
+    lines = script.joins("policy-0", epoch=2, version=1)
+    assert "(step 1)" in lines
+    assert script.state.version == 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +136,7 @@ def test_a_stop_before_the_policy_came() -> None:
 def test_a_stop_before_the_first_step_saves_nothing() -> None:
     script = Script()
     script.begins()
-    assert script.stops() == drained(script, "enough")
+    assert script.stops() == ["(tail )", *drained(script, "enough")]
     assert all_leave(script) == "done: enough"
 
 
@@ -107,23 +145,32 @@ def test_a_stop_during_a_step_waits_for_it_and_saves_it() -> None:
     script.begins()
     script.makes_groups(0, 1)
     assert script.stops() == []
-    assert script.state.waiting_for == "the policy trains step 1"
+    assert script.controller.waiting_for == "the policy to train step 1"
     assert script.trains(1) == [
         "policy-0 <- release train:1:0",
         "(step 1)",
         "(trained 1)",
         "policy-0 <- publish:1:0",
     ]
-    assert script.publishes(1)[-1] == "policy-0 <- checkpoint:1:0", "what was asked for is out before the end begins"
+    assert script.publishes(1)[-2:] == ["policy-0 <- save:1:0", "policy-0 <- checkpoint:1:0"], (
+        "what was asked for is out"
+    )
+    script.saves_state(1)
     assert saves(script, 1) == ["policy-0 <- release checkpoint:1:0", "(checkpoint 1)", *drained(script, "enough")]
     assert all_leave(script) == "done: enough"
+    assert "journal <- RunEnded" not in script.log, "a run that was stopped can be taken up again"
 
 
 def test_a_stop_during_a_supervised_step_waits_for_it_too() -> None:
     script = Script(num_sft_steps=5)
     script.joins("policy-0")
     script.stops()
-    assert script.trains(1) == ["policy-0 <- release train:1:0", "(step 1)", "policy-0 <- checkpoint:1:0"]
+    assert script.trains(1) == [
+        "policy-0 <- release train:1:0",
+        "(step 1)",
+        "policy-0 <- save:1:0",
+        "policy-0 <- checkpoint:1:0",
+    ]
 
 
 def test_a_stop_between_two_steps_deals_nothing_more() -> None:
@@ -133,14 +180,14 @@ def test_a_stop_between_two_steps_deals_nothing_more() -> None:
     script.trains(1)
     script.publishes(1)
     script.adopts("rollout-0", 1)
-    assert script.stops() == ["policy-0 <- checkpoint:1:0"]
+    assert script.stops() == ["(tail )", "policy-0 <- save:1:0", "policy-0 <- checkpoint:1:0"]
     assert script.generates("rollout-0", "generate:t2:0", 1) == ["rollout-0 <- release generate:t2:0"]
 
 
 def test_a_stop_during_an_evaluation_drops_it() -> None:
     script = Script(evaluate_at_start=True)
     script.begins()
-    assert script.stops() == drained(script, "enough")
+    assert script.stops() == ["(tail )", *drained(script, "enough")]
 
 
 def test_the_first_reason_to_stop_stands() -> None:
@@ -151,7 +198,8 @@ def test_the_first_reason_to_stop_stands() -> None:
     script.stops("second")
     script.trains(1)
     script.publishes(1)
-    assert saves(script, 1)[-1] == "rollout-0 <- drain: first"
+    saves(script, 1)
+    assert script.saves_state(1)[-1] == "rollout-0 <- drain: first"
 
 
 def at_checkpoint(**changes: int) -> Script:
@@ -204,7 +252,7 @@ def test_the_run_ends_without_those_who_do_not_leave() -> None:
     assert script.beats("rollout-0", version=1)[-1] == "rollout-0 <- drain: the run is complete"
     assert script.waits(0.1) == ["(left rollout-0)", "done: the run is complete"]
     assert script.waits(1.0) == []
-    assert script.leaves("rollout-0") == ["(left rollout-0)"]
+    assert script.leaves("rollout-0") == []
 
 
 def test_a_policy_that_leaves_as_it_was_told_does_not_fail_the_run() -> None:
@@ -214,7 +262,103 @@ def test_a_policy_that_leaves_as_it_was_told_does_not_fail_the_run() -> None:
     assert all_leave(script) == "done: the run is complete"
 
 
-def test_a_policy_lost_before_its_checkpoint_fails_the_run() -> None:
+def test_the_last_checkpoint_is_written_by_a_policy_that_came_back() -> None:
     script = at_checkpoint()
-    assert script.leaves("policy-0")[1].startswith("reward-0 <- drain: policy-0 was lost")
-    assert all_leave(script).startswith("failed: policy-0 was lost")
+    assert script.leaves("policy-0") == ["(left policy-0)"]
+    script.joins("policy-0", epoch=2)
+    assert script.fetched(1) == ["policy-0 <- train:1:1 train0 train1"]
+    assert script.trains(1, 1, epoch=2)[-1] == "policy-0 <- checkpoint:1:1"
+
+
+def test_the_run_fails_when_nobody_comes_to_write_the_last_checkpoint() -> None:
+    script = at_checkpoint(start_s=20)
+    script.leaves("policy-0")
+    for _ in range(12):
+        script.beats("rollout-0", version=1)
+        script.beats("reward-0")
+        lines = script.waits(2.0)
+    assert lines[0].startswith("reward-0 <- drain: the run needs a policy, which is gone, for 20 s")
+
+
+def test_a_stop_has_a_deadline() -> None:
+    script = Script(stop_s=5.0)
+    script.begins()
+    script.makes_groups(0, 1)
+    script.stops()
+    for name in EVERYBODY:
+        script.beats(name, version=0)
+    lines = script.waits(5.1)
+    assert lines[0].endswith("the run did not stop in order within 5 s; it waits for the policy to train step 1")
+
+
+def test_a_state_that_cannot_be_saved_is_tried_again_and_the_run_goes_on_meanwhile() -> None:
+    script = Script(num_steps=3, save_every=1)
+    script.begins()
+    script.makes_groups(0, 1)
+    assert script.trains(1)[-1] == "policy-0 <- save:1:0"
+    script.publishes(1)
+    assert "(failed policy-0)" in script.fails("policy-0", "save:1:0", "the disk is full", fatal=True)
+    script.adopts("rollout-0", 1)
+    assert script.makes_groups(2, 3, version=1)[-1].startswith("policy-0 <- train:2:0")
+    for name in EVERYBODY:
+        script.beats(name, version=1)
+    assert script.waits(9.0) == []
+    for name in EVERYBODY:
+        script.beats(name, version=1)
+    script.waits(6.1)
+    assert script.trains(2)[-1] == "policy-0 <- save:2:0"
+
+
+def test_a_stop_waits_for_the_state_to_be_saved_until_its_deadline() -> None:
+    script = Script(stop_s=20.0)
+    script.begins()
+    script.makes_groups(0, 1)
+    script.stops()
+    script.trains(1)
+    script.publishes(1)
+    script.fails("policy-0", "save:1:0", "the disk is full", fatal=True)
+    saves(script, 1)
+    for _ in range(2):
+        for name in EVERYBODY:
+            script.beats(name, version=1)
+        lines = script.waits(7.6)
+    assert lines == ["policy-0 <- save:1:1"]
+    saved = wire.CheckpointSaved(lease="save:1:1", step=1, path="/s", state=True)
+    assert script.hears("policy-0", saved)[-1] == "rollout-0 <- drain: enough"
+
+
+def test_the_journal_keeps_what_came_after_the_state_before_the_newest() -> None:
+    script = Script(num_steps=4, save_every=1)
+    script.begins()
+    for step in (1, 2, 3):
+        script.makes_groups(2 * step - 2, 2 * step - 1, version=step - 1)
+        script.trains(step)
+        script.publishes(step)
+        script.adopts("rollout-0", step)
+        script.saves_state(step)
+    assert [line for line in script.log if line.startswith("journal: prune")] == [
+        "journal: prune 1",
+        "journal: prune 2",
+    ]
+    script.joins("policy-0", epoch=2, version=2)
+    assert script.log[-1] == "journal: fetch 3", "the newest state is damaged, say: the one before will do"
+    lines = script.joins("policy-0", epoch=3, version=1)
+    assert "policy-0 is at version 1, and the journal keeps only what came after version 2" in lines[-1]
+
+
+def test_states_are_saved_with_some_time_between_them() -> None:
+    script = Script(num_steps=4, save_every=1, save_rest_s=5.0)
+    script.begins()
+    for step in (1, 2):
+        script.makes_groups(2 * step - 2, 2 * step - 1, version=step - 1)
+        script.trains(step)
+        script.publishes(step)
+        script.adopts("rollout-0", step)
+        if step == 1:
+            script.saves_state(step)
+            script.now += 3.0
+    assert "policy-0 <- save:2:0" not in script.log
+    script.now += 2.0
+    script.makes_groups(4, 5, version=2)
+    assert "policy-0 <- save:2:0" in script.log
+    assert "policy-0 <- train:3:0 train4 train5" not in script.log, "the state is saved before the next step is dealt"

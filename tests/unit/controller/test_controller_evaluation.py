@@ -1,52 +1,142 @@
-"""Evaluation: one version, pinned until every held-out prompt is scored or given up."""
+"""Evaluation: one version, pinned on a few rollouts until every held-out prompt is scored or given up."""
 
 from __future__ import annotations
 
+import pytest
 from transcript import Script
 
+from starling.common.ids import lease_subject
+from starling.common.wire import messages as wire
+from starling.controller.core.evaluation import num_pinned, pass_at
 
-def evaluating(**changes: int) -> Script:
+
+def evaluating(*rollouts: str, **changes: int) -> Script:
     script = Script(evaluate_at_start=True, evaluate_at_end=True, max_staleness=1, **changes)
-    script.begins(slots=4)
+    script.begins(*rollouts, slots=4 if len(rollouts) != 2 else 8)
     return script
 
 
-def test_an_evaluation_goes_first() -> None:
-    script = evaluating()
+def summary(script: Script) -> dict[str, object]:
+    (note,) = [c for c in script.commands if getattr(c, "kind", "") == "evaluation"]
+    return note.fields
+
+
+def test_an_evaluation_goes_first_and_leaves_half_of_the_only_rollout_to_training() -> None:
+    script = evaluating(num_held_out=3)
     assert script.log[-4:] == [
         "rollout-0 <- generate:e0:0 held0 >= v0",
         "rollout-0 <- generate:e1:0 held1 >= v0",
         "rollout-0 <- generate:t0:0 train0 >= v0",
         "rollout-0 <- generate:t1:0 train1 >= v0",
-    ]
-    assert script.state.waiting_for == "evaluation of version 0: 0 of 2 prompts"
+    ], "of four slots the evaluation takes two"
+    assert script.controller.waiting_for == "evaluation of version 0: 0 of 3 prompts"
 
 
-def test_no_other_version_is_published_while_one_is_evaluated() -> None:
-    script = evaluating()
-    script.generates("rollout-0", "generate:e0:0", num=1)
-    script.generates("rollout-0", "generate:e1:0", num=1)
-    script.makes_groups(0, 1)
-    assert script.trains(1) == ["policy-0 <- release train:1:0", "(step 1)", "(trained 1)"]
-    assert script.state.waiting_for == "evaluation of version 0: 0 of 2 prompts"
-    # A scorer fails, and then the rollout is lost: both need version 0 again.
-    assert "rollout-0 <- generate:e0:1 held0 >= v0" in script.scores("score:e0:0", None)
-    script.loses("rollout-0")
-    assert script.joins("rollout-0", slots=4)[-1] == "rollout-0 <- adopt:0:1"
-    assert "rollout-0 <- generate:e0:2 held0 >= v0" in script.adopts("rollout-0", 0, 1)
-    script.generates("rollout-0", "generate:e0:2", num=1)
-    script.scores("score:e0:1", 1.0)
-    lines = script.scores("score:e1:0", 0.0)
-    assert lines[1:] == ["(evaluation )", "policy-0 <- publish:1:0"]
-    (note,) = [c for c in script.commands if getattr(c, "kind", "") == "evaluation"]
-    assert {k: note.fields[k] for k in ("version", "num_prompts", "num_failed", "reward_mean", "pass_at_k", "k")} == {
+def test_training_goes_on_and_only_bound_rollouts_stay_with_the_version() -> None:
+    script = evaluating("rollout-0", "rollout-1", "rollout-2", "rollout-3")
+    assert script.state.evaluation is not None
+    assert len(script.state.evaluation.pinned) == 1
+    (bound,) = script.state.evaluation.pinned
+    free = next(name for name in ("rollout-0", "rollout-1", "rollout-2", "rollout-3") if name != bound)
+    script.finishes("generate:t0:0", "generate:t1:0")
+    assert script.trains(1)[-1] == "policy-0 <- publish:1:0"
+    adopting = {line.split(" <- ")[0] for line in script.publishes(1) if "adopt:1" in line}
+    assert adopting == {"rollout-0", "rollout-1", "rollout-2", "rollout-3"} - {bound}
+    assert script.controller.waiting_for.startswith("the groups of step 2"), "no evaluation is in the way"
+    script.adopts(free, 1, script.attempt_of(free, "adopt:1"))
+    for n in (0, 1):
+        script.generates(bound, f"generate:e{n}:0", num=1)
+        lines = script.scores(f"score:e{n}:0", float(n))
+    assert f"{bound} <- adopt:1:3" in lines, "it is free again"
+    assert {k: summary(script)[k] for k in ("version", "cause", "num_prompts", "num_failed", "reward_mean", "k")} == {
         "version": 0,
+        "cause": "start",
         "num_prompts": 2,
         "num_failed": 0,
         "reward_mean": 0.5,
-        "pass_at_k": 0.5,
         "k": 1,
     }
+
+
+def test_what_a_bound_rollout_had_is_done_by_one_that_holds_the_version_or_can_still_take_it() -> None:
+    script = evaluating()
+    script.loses("rollout-0")
+    assert script.joins("rollout-1", slots=4)[-1] == "rollout-1 <- adopt:0:1"
+    assert "rollout-1 <- generate:e0:1 held0 >= v0" in script.adopts("rollout-1", 0, 1)
+
+
+def test_an_evaluation_whose_version_nobody_holds_any_more_moves_to_the_newest() -> None:
+    script = evaluating("rollout-0", "rollout-1")
+    assert script.state.evaluation is not None
+    (bound,) = script.state.evaluation.pinned
+    other = {"rollout-0": "rollout-1", "rollout-1": "rollout-0"}[bound]
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.trains(1)
+    script.publishes(1)
+    script.adopts(other, 1)
+    lines = script.loses(bound)
+    assert "(evaluation_moved )" in lines
+    assert f"{other} <- generate:e2:0 held0 >= v1" in lines
+
+
+def test_an_evaluation_has_a_deadline() -> None:
+    script = evaluating(evaluation_s=5)
+    script.generates("rollout-0", "generate:e0:0", num=1)
+    script.scores("score:e0:0", 1.0)
+    for name in ("policy-0", "rollout-0", "reward-0"):
+        script.beats(name, version=0)
+    assert "(evaluation )" in script.waits(5.0)
+    assert (summary(script)["num_failed"], summary(script)["reward_mean"]) == (1, 1.0)
+
+
+def test_what_is_given_up_is_taken_from_whoever_has_it() -> None:
+    script = evaluating("rollout-0", evaluation_s=10)
+    assert any(lease_subject(lease.id)[0] == "e" for lease in script.state.leases.all_of("rollout-0"))
+    for _ in range(11):
+        script.waits(1.0)
+        held = [script.aliases.short(lease.id) for lease in script.state.leases.all_of("rollout-0")]
+        script.beats("rollout-0", *held, version=0)
+        script.beats("policy-0")
+        script.beats("reward-0")
+    assert script.state.evaluation is None
+    assert not any(lease_subject(lease.id)[0] == "e" for lease in script.state.leases.all_of("rollout-0"))
+
+
+def test_evaluations_come_every_so_many_steps_and_on_request() -> None:
+    script = Script(num_steps=4, evaluate_every=2)
+    script.begins()
+    for step in (1, 2):
+        script.makes_groups(2 * step - 2, 2 * step - 1, version=step - 1)
+        script.trains(step)
+        script.publishes(step)
+        lines = script.adopts("rollout-0", step)
+    assert "rollout-0 <- generate:e0:0 held0 >= v2" in lines
+    ask = wire.RequestEvaluation(request="r", num_completions=2)
+    said = script.hears("operator-0", ask)
+    assert said == ["operator-0 <- yes: the newest version will be evaluated after the evaluation of version 2"]
+    assert script.hears("operator-0", ask) == said
+    for n in (0, 1):
+        script.generates("rollout-0", f"generate:e{n}:0", 2, num=1)
+        lines = script.scores(f"score:e{n}:0", 1.0)
+    assert "(evaluation 2)" in lines
+    assert script.state.evaluation is not None
+    assert (script.state.evaluation.cause, script.state.evaluation.num_completions) == ("request", 2)
+    assert script.state.requested == [], "a request that comes twice counts once"
+
+
+@pytest.mark.parametrize(
+    ("k", "num", "num_right", "wanted"),
+    [(1, 4, 1, 0.25), (2, 4, 1, 0.5), (4, 4, 1, 1.0), (3, 4, 0, 0.0), (2, 4, 2, 5 / 6)],
+)
+def test_pass_at_k_is_unbiased(k: int, num: int, num_right: int, wanted: float) -> None:
+    assert pass_at(k, num, num_right) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("num", "share", "wanted"), [(0, 0.25, 0), (1, 0.25, 1), (4, 0.25, 1), (5, 0.25, 2), (8, 1, 8)]
+)
+def test_an_evaluation_is_bound_to_a_share_of_the_rollouts(num: int, share: float, wanted: int) -> None:
+    assert num_pinned(num, share) == wanted
 
 
 def test_the_last_version_is_evaluated_before_the_checkpoint() -> None:
@@ -55,12 +145,9 @@ def test_the_last_version_is_evaluated_before_the_checkpoint() -> None:
     script.makes_groups(0, 1)
     script.trains(1)
     script.publishes(1)
-    assert script.adopts("rollout-0", 1)[2:] == [
-        "rollout-0 <- generate:e0:0 held0 >= v1",
-        "rollout-0 <- generate:e1:0 held1 >= v1",
-    ]
-    for n in (0, 1):
-        script.generates("rollout-0", f"generate:e{n}:0", 1, num=1)
+    assert script.adopts("rollout-0", 1)[2:] == ["rollout-0 <- generate:e0:0 held0 >= v1"]
+    script.generates("rollout-0", "generate:e0:0", 1, num=1)
+    script.generates("rollout-0", "generate:e1:0", 1, num=1)
     script.scores("score:e0:0", 1.0)
     assert script.scores("score:e1:0", 1.0)[1:] == ["(evaluation 1)", "policy-0 <- checkpoint:1:0"]
 
@@ -79,7 +166,7 @@ def test_evaluation_alone() -> None:
 def test_held_out_prompts_that_cannot_be_answered_are_counted() -> None:
     script = Script(evaluate_at_start=True, num_steps=0)
     script.begins()
-    assert script.fails("rollout-0", "generate:e0:0", "too long", fatal=True)[-1] == "(discarded held0)"
+    assert "(discarded held0)" in script.fails("rollout-0", "generate:e0:0", "too long", fatal=True)
     script.generates("rollout-0", "generate:e1:0", num=1)
     script.scores("score:e1:0", 1.0)
     (note,) = [c for c in script.commands if getattr(c, "kind", "") == "evaluation"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tiny_weights import encoded_layout, encoded_offer
 from transcript import Script
 
 from starling.common.wire import messages as wire
+from starling.sim.weights import encoded_layout, encoded_offer
 
 TWO_ROLLOUTS = ("rollout-0", "rollout-1")
 
@@ -97,7 +97,7 @@ def test_the_run_fails_with_the_reason_when_every_group_is_discarded() -> None:
         assert script.fails("rollout-0", f"generate:t{n}:0")[-1].startswith("rollout-0 <- generate")
     script.fails("rollout-0", "generate:t5:0")
     reason = "the last 6 groups were all discarded; the last one, prompt train5: no luck"
-    assert f"policy-0 <- drain: {reason}" in script.sent_lines()
+    assert f"policy-0 <- drain: {reason}" in script.waits(0.25)
     for name in ("policy-0", "reward-0", "rollout-0"):
         lines = script.leaves(name)
     assert lines[-1] == f"failed: {reason}"
@@ -119,7 +119,8 @@ def test_one_good_group_starts_the_count_of_discards_anew() -> None:
 def two_rollouts() -> Script:
     script = Script()
     script.begins(*TWO_ROLLOUTS)
-    assert sorted(script.state.leases.of("rollout-0", "generate")) == ["generate:t0:0", "generate:t1:0"]
+    held = script.state.leases.of("rollout-0", "generate")
+    assert sorted(map(script.aliases.short, held)) == ["generate:t0:0", "generate:t1:0"]
     return script
 
 
@@ -188,6 +189,13 @@ def test_what_an_incarnation_of_the_past_says_is_not_heard() -> None:
     assert script.state.membership.members["rollout-0"].epoch == 2
 
 
+def test_a_replica_whose_clock_was_set_back_is_heard_once_the_one_before_is_gone() -> None:
+    script = two_rollouts()
+    assert script.joins("rollout-0", epoch=0) == []
+    script.loses("rollout-0")
+    assert "(joined rollout-0)" in script.joins("rollout-0", epoch=0)
+
+
 def test_a_second_hello_of_the_same_incarnation_changes_nothing() -> None:
     script = two_rollouts()
     assert script.joins("rollout-0") == ["rollout-0 <- welcome"]
@@ -204,14 +212,14 @@ def test_a_stranger_is_asked_who_it_is() -> None:
 def test_the_run_fails_when_a_role_stays_empty() -> None:
     script = started()
     script.loses("rollout-0")
-    assert script.state.waiting_for == "needs 1 rollout replica, has 0"
+    assert script.controller.waiting_for == "needs 1 rollout replica, has 0"
+    script.waits(0.0)
     for _ in range(12):
         script.now += 10.0
         script.beats("policy-0")
         script.beats("reward-0")
-    assert script.state.phase == "grpo"
-    script.now += 0.01
-    assert script.beats("reward-0")[-1] == (
+        assert script.waits(0.0) == []
+    assert script.waits(0.01)[-1] == (
         "reward-0 <- drain: the run needs 1 rollout replica, has 0, for 120 s; "
         "start what is missing or lower the number in the recipe"
     )
@@ -347,11 +355,16 @@ HELLO = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True
         ("rollout-1", {"num_slots": 0}, "rollout-1 offers 0 slots; it needs at least 1"),
         ("rollout-1", {"has_layout": False}, "rollout-1 did not say how it lays out its weights"),
         ("reward-1", {"role": "reward", "num_slots": -1}, "reward-1 offers -1 slots; it needs at least 1"),
-        ("policy-1", {"role": "policy"}, "this run has its policy already; start one policy replica"),
+        (
+            "policy-1",
+            {"role": "policy"},
+            "this run has its policy already, policy-0, and policy-1 cannot share steps with it; "
+            "start one policy replica",
+        ),
         (
             "controller-1",
             {"role": "controller"},
-            "this run has its controller; a replica is a policy, a rollout or a reward",
+            "a controller does not join a run; a replica is a policy, a rollout or a reward",
         ),
     ],
 )
@@ -365,7 +378,8 @@ def test_refusals_say_why(name: str, changes: dict[str, object], reason: str) ->
 def test_a_policy_of_another_version_is_refused() -> None:
     script = Script()
     assert script.joins("policy-0", version=7)[1:] == [
-        "policy-0 <- refused: this run is at version 0 and the policy offers version 7"
+        "policy-0 <- refused: this run is at version 0 and the policy offers version 7; "
+        "start the policy in the folder of this run"
     ]
 
 
@@ -379,6 +393,7 @@ def test_a_rollout_of_another_model_is_refused_and_the_run_goes_on() -> None:
     lines = script.hears("rollout-1", HELLO, encoded_layout("rollout-1", (5,)))
     assert lines[:2] == ["(joined rollout-1)", "rollout-1 <- welcome"]
     assert lines[2:] == [
+        "(left rollout-1)",
         "(refused rollout-1)",
         "rollout-1 <- refused: Tensor w is float32 (5,) in rollout-1 but float32 (4,) in policy-0.",
     ]

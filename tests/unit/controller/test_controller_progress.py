@@ -22,14 +22,14 @@ def adopting() -> Script:
     for name in ("policy-0", "reward-0", "rollout-0", "rollout-1"):
         script.joins(name)
     script.publishes(0)
-    assert script.state.waiting_for == "rollout-0, rollout-1 to adopt version 0"
+    assert script.controller.waiting_for == "rollout-0, rollout-1 to adopt version 0"
     return script
 
 
 def test_a_pull_is_shown_as_far_as_it_is() -> None:
     script = adopting()
     script.beats("rollout-1", "adopt:0:1", progress=SOME)
-    assert script.state.waiting_for == "rollout-1 pulls version 0: 43 %, 2.1 s left; rollout-0 to adopt version 0"
+    assert script.controller.waiting_for == "rollout-1 pulls version 0: 43 %, 2.1 s left; rollout-0 to adopt version 0"
     assert (view(script, "rollout-1").pulling, view(script, "rollout-1").progress) == (0, SOME)
     assert (view(script, "rollout-0").pulling, view(script, "rollout-0").progress) == (-1, None)
 
@@ -46,7 +46,7 @@ def test_a_pull_that_is_over_is_shown_no_longer() -> None:
             script.loses("rollout-1")
             script.joins("rollout-1")
         assert view(script, "rollout-1").progress is None, end
-        assert "pulls" not in script.state.waiting_for, end
+        assert "pulls" not in script.controller.waiting_for, end
 
 
 def test_a_heartbeat_that_was_overtaken_by_the_adoption_shows_no_pull() -> None:

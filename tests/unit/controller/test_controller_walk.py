@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
-from tiny_weights import encoded_layout, encoded_offer, layout_of
 from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.derive import advance
+from starling.sim.weights import encoded_layout, encoded_offer, layout_of
 from starling.weightsync.layout import Box, decode_layout, encode
 from starling.weightsync.plan import decode_plan, make_plan
 
@@ -32,7 +32,7 @@ A_WHOLE_RUN: list[Step] = [
     (
         lambda s: s.joins("reward-0"),
         ["(joined reward-0)", "reward-0 <- welcome"],
-        "the policy publishes version 0",
+        "the policy to publish version 0",
     ),
     (
         lambda s: s.publishes(0),
@@ -62,12 +62,12 @@ A_WHOLE_RUN: list[Step] = [
     (
         lambda s: s.makes_groups(0),
         ["reward-0 <- release score:t0:0", "policy-0 <- train:1:0 train0 train1"],
-        "the policy trains step 1",
+        "the policy to train step 1",
     ),
     (
         lambda s: s.trains(1),
         ["policy-0 <- release train:1:0", "(step 1)", "(trained 1)", "policy-0 <- publish:1:0"],
-        "the policy publishes version 1",
+        "the policy to publish version 1",
     ),
     (
         lambda s: s.publishes(1),
@@ -87,12 +87,12 @@ A_WHOLE_RUN: list[Step] = [
     (
         lambda s: s.makes_groups(2, 3, version=1),
         ["reward-0 <- release score:t3:0", "policy-0 <- train:2:0 train2 train3"],
-        "the policy trains step 2",
+        "the policy to train step 2",
     ),
     (
         lambda s: s.trains(2),
         ["policy-0 <- release train:2:0", "(step 2)", "(trained 2)", "policy-0 <- publish:2:0"],
-        "the policy publishes version 2",
+        "the policy to publish version 2",
     ),
     (
         lambda s: s.publishes(2),
@@ -123,10 +123,10 @@ A_WHOLE_RUN: list[Step] = [
 
 def test_a_whole_run() -> None:
     script = Script()
-    assert script.state.waiting_for == "its first replica"
+    assert script.controller.waiting_for == "needs the policy, which has not joined"
     for event, lines, waiting_for in A_WHOLE_RUN:
         assert event(script) == lines
-        assert script.state.waiting_for == waiting_for
+        assert script.controller.waiting_for == waiting_for
     assert script.waits(100.0) == []
 
 
@@ -136,14 +136,14 @@ def test_nothing_follows_from_nothing(num_events: int) -> None:
     for event, _, _ in A_WHOLE_RUN[:num_events]:
         event(script)
     script.state.out = []
-    advance(script.state, script.now)
+    advance(script.state)
     assert script.state.out == []
 
 
 def test_reinforcement_learning_begins_when_all_first_replicas_are_there() -> None:
     script = Script(num_rollouts=2)
     script.begins("rollout-0")
-    assert script.state.waiting_for == "needs 2 rollout replicas, has 1"
+    assert script.controller.waiting_for == "needs 2 rollout replicas, has 1"
     assert "generate" not in " ".join(script.log)
     script.joins("rollout-1")
     assert script.adopts("rollout-1", 0, 1) == [
@@ -171,7 +171,7 @@ def test_supervised_steps_come_first_and_need_the_policy_alone() -> None:
     assert script.joins("policy-0")[-1] == "policy-0 <- train:1:0 sft0 sft1"
     (command,) = [send.message for send in script.sent if isinstance(send.message, wire.TrainStep)]
     assert (command.num_steps, command.ordinal, command.groups) == (2, 1, ())
-    assert script.state.waiting_for == "the policy trains step 1"
+    assert script.controller.waiting_for == "the policy to train step 1"
     assert script.trains(1) == ["policy-0 <- release train:1:0", "(step 1)", "policy-0 <- train:2:0 sft2 sft3"]
     assert script.trains(2) == ["policy-0 <- release train:2:0", "(step 2)", "policy-0 <- publish:2:0"]
     assert script.state.phase == "grpo"
@@ -211,6 +211,7 @@ def test_a_group_is_sampled_alike_wherever_it_is_generated_and_otherwise_when_tr
         else:
             script.loses("rollout-0")
             script.joins("rollout-0")
+            script.beats("rollout-0", "adopt:0:1")
             script.adopts("rollout-0", 0, 1)
         again = [s.message for s in script.sent if isinstance(s.message, wire.GenerateGroup)]
         return [m.sampling.seed for m in again if m.prompt.id == "train0"]
@@ -358,7 +359,7 @@ def test_the_next_step_is_trained_while_a_version_is_digested() -> None:
     script = overlapping()
     (send,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
     assert send.message.published == 1, "not before the snapshot of version 1, whichever command comes first"
-    assert script.state.waiting_for == "the policy trains step 2"
+    assert script.controller.waiting_for == "the policy to train step 2"
     assert script.state.ledger.num_live == 4, "the slots of step 1 are not free before version 1 is out"
     assert script.publishes(1)[1:] == ["(published 1)", "rollout-0 <- adopt:1:0"]
     assert script.state.ledger.num_live == 4
@@ -372,9 +373,9 @@ def test_versions_are_published_one_after_the_other_and_no_step_runs_further_ahe
     (note,) = [c for c in script.commands if getattr(c, "kind", "") == "trained"]
     assert note.fields["prompts"] == ["train2", "train3"]
     assert lines == ["policy-0 <- release train:2:0", "(step 2)", "(trained 2)"]
-    assert script.state.waiting_for == "the policy publishes version 1"
+    assert script.controller.waiting_for == "the policy to publish version 1"
     assert script.publishes(1)[1:] == ["(published 1)", "policy-0 <- publish:2:0", "rollout-0 <- adopt:1:0"]
-    assert script.state.waiting_for == "the policy publishes version 2"
+    assert script.controller.waiting_for == "the policy to publish version 2"
     script.adopts("rollout-0", 1)
     script.makes_groups(4, 5, version=1)
     assert script.state.leases.has("train"), "version 2 is being published, so step 3 may be trained"

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from tiny_weights import encoded_layout, encoded_offer, offer_of
+import msgspec
 
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Command, Finish, Note, PeerLost, Received, Send, StopRequested, Ticked
+from starling.controller.core.events import (
+    Command,
+    Event,
+    Fetch,
+    Fetched,
+    Finish,
+    Note,
+    PeerLost,
+    Prune,
+    Received,
+    Send,
+    StopRequested,
+    Ticked,
+    Write,
+)
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
+from starling.controller.core.records import GroupGenerated, GroupScored, Kept, StepSealed
+from starling.sim.weights import encoded_layout, encoded_offer, offer_of
 
 SMALL = RunPlan(
     seed=0,
@@ -36,7 +53,32 @@ class Stream:
         return wire.Prompt(id=f"{self.name}{position}", text="x")
 
 
-def line(command: Command) -> str:
+class Aliases:
+    """Short names of leases, as ``generate:t0:1`` for the second at that group: what tests read and write."""
+
+    def __init__(self) -> None:
+        self._short: dict[str, str] = {}
+        self._long: dict[str, str] = {}
+        self._num: Counter[str] = Counter()
+
+    def short(self, lease: str) -> str:
+        """Return the short name of a lease of the controller's."""
+        if lease in self._short:
+            return self._short[lease]
+        if "." not in lease.rpartition(":")[2]:
+            return lease
+        subject = lease.rpartition(":")[0]
+        self._short[lease] = short = f"{subject}:{self._num[subject]}"
+        self._long[short] = lease
+        self._num[subject] += 1
+        return short
+
+    def long(self, lease: str) -> str:
+        """Return the lease of a short name; a name that was never given out stands for itself."""
+        return self._long.get(lease, lease)
+
+
+def line(command: Command, aliases: Aliases) -> str:
     """Write a command as one line."""
     match command:
         case Finish(ok=ok, reason=reason):
@@ -45,24 +87,31 @@ def line(command: Command) -> str:
             subject = fields.get("replica") or fields.get("prompt") or fields.get("version") or fields.get("step", "")
             return f"({kind} {subject})"
         case Send(peer=peer, message=message):
-            return f"{peer} <- {_said(message)}"
+            return f"{peer} <- {_said(message, aliases)}"
+        case Write(record=record):
+            return f"journal <- {type(record).__name__}"
+        case Prune(step=step) | Fetch(step=step):
+            return f"journal: {type(command).__name__.lower()} {step}"
 
 
-def _said(message: wire.Down) -> str:
+def _said(message: wire.Down, aliases: Aliases) -> str:
+    lease = aliases.short(getattr(message, "lease", ""))
     match message:
         case wire.GenerateGroup():
-            return f"{message.lease} {message.prompt.id} >= v{message.min_version}"
+            return f"{lease} {message.prompt.id} >= v{message.min_version}"
         case wire.TrainStep():
             subjects = [group.prompt_id for group in message.groups] + [prompt.id for prompt in message.examples]
-            return f"{message.lease} {' '.join(subjects)}"
+            return f"{lease} {' '.join(subjects)}"
         case wire.Release(leases=leases):
-            return f"release {' '.join(leases)}"
+            return f"release {' '.join(map(aliases.short, leases))}"
         case wire.Refused(reason=reason) | wire.Drain(reason=reason):
             return f"{type(message).__name__.lower()}: {reason}"
+        case wire.Reply(ok=ok, text=text):
+            return f"{'yes' if ok else 'no'}: {text}"
         case wire.Welcome() | wire.Introduce():
             return type(message).__name__.lower()
         case _:
-            return message.lease
+            return lease
 
 
 class Script:
@@ -71,6 +120,9 @@ class Script:
     def __init__(self, plan: RunPlan = SMALL, num_held_out: int = 2, **changes: Any) -> None:
         self.plan = replace(plan, **changes)
         held_out = [Stream("held").prompt(i) for i in range(num_held_out)]
+        self.held_out = held_out
+        self.aliases = Aliases()
+        self.journal: list[Write] = []
         self.controller = Controller(self.plan, Stream("train"), Stream("sft"), held_out)
         self.state = self.controller.state
         self.now = 0.0
@@ -79,6 +131,8 @@ class Script:
 
     def hears(self, sender: str, message: wire.Up, *buffers: bytes, epoch: int = 1) -> list[str]:
         """`sender` says `message`."""
+        if hasattr(message, "lease"):
+            message = msgspec.structs.replace(message, lease=self.aliases.long(message.lease))
         return self._step(Received(self.now, sender, epoch, message, buffers))
 
     def loses(self, peer: str) -> list[str]:
@@ -94,11 +148,12 @@ class Script:
         """Somebody wants the run to end."""
         return self._step(StopRequested(self.now, reason))
 
-    def _step(self, event: Received | PeerLost | Ticked | StopRequested) -> list[str]:
+    def _step(self, event: Event) -> list[str]:
         self.commands = self.controller.step(event)
-        lines = [line(command) for command in self.commands]
+        lines = [line(command, self.aliases) for command in self.commands]
+        self.journal += [command for command in self.commands if isinstance(command, Write)]
         self.log += lines
-        return lines
+        return [text for text in lines if not text.startswith("journal")]
 
     @property
     def sent(self) -> list[Send]:
@@ -107,7 +162,7 @@ class Script:
 
     def sent_lines(self) -> list[str]:
         """Return the last event's messages as lines."""
-        return [line(send) for send in self.sent]
+        return [line(send, self.aliases) for send in self.sent]
 
     # --- what replicas usually say ---------------------------------------------------------------------------------
 
@@ -129,7 +184,9 @@ class Script:
         self, name: str, *held: str, version: int = -1, epoch: int = 1, progress: wire.LeaseProgress | None = None
     ) -> list[str]:
         """`name` sends its heartbeat; `progress` is that of all that it holds."""
-        leases = tuple(wire.HeldLease(lease=lease, phase="working", progress=progress) for lease in held)
+        leases = tuple(
+            wire.HeldLease(lease=self.aliases.long(lease), phase="working", progress=progress) for lease in held
+        )
         return self.hears(name, wire.Heartbeat(leases=leases, version=version), epoch=epoch)
 
     def publishes(self, version: int, lease: str | None = None) -> list[str]:
@@ -170,9 +227,44 @@ class Script:
         statuses = tuple(wire.Status.OK if r is not None else wire.Status.REWARD_ERROR for r in rewards)
         return self.hears(name, wire.GroupScored(lease=lease, rewards=rewards, statuses=statuses))
 
-    def trains(self, step: int, attempt: int = 0) -> list[str]:
+    def trains(self, step: int, attempt: int = 0, *, name: str = "policy-0", epoch: int = 1) -> list[str]:
         """The policy has made a step."""
-        return self.hears("policy-0", wire.StepTrained(lease=f"train:{step}:{attempt}", step=step, metrics={}))
+        trained = wire.StepTrained(lease=f"train:{step}:{attempt}", step=step, metrics={})
+        return self.hears(name, trained, epoch=epoch)
+
+    def saves_state(self, step: int) -> list[str]:
+        """The policy has saved a state that it can continue from."""
+        return self.hears("policy-0", wire.CheckpointSaved(lease=f"save:{step}:0", step=step, path="/s", state=True))
+
+    def fetched(self, step: int) -> list[str]:
+        """The journal gives back what `step` was made of."""
+        return self._step(Fetched(self.now, step, self.records_of(step)))
+
+    def records_of(self, step: int) -> tuple[Kept, ...]:
+        """Return the records of the groups of `step`, as a journal fetches them."""
+        [sealed] = [w.record for w in self.journal if isinstance(w.record, StepSealed) and w.record.step == step]
+        found = []
+        for ordinal in sealed.ordinals:
+            for kind in (GroupGenerated, GroupScored):
+                last = [w for w in self.journal if isinstance(w.record, kind) and w.record.key == f"t{ordinal}"][-1]
+                found.append(Kept(last.record, last.payload))
+        return tuple(found)
+
+    def finishes(self, *leases: str, version: int = 0) -> list[str]:
+        """Whoever has these groups generates them, and `reward-0` scores them; returns the last answer."""
+        lines: list[str] = []
+        for short in leases:
+            lease = self.state.leases.get(self.aliases.long(short))
+            assert lease is not None, f"{short} is not in force"
+            self.generates(lease.peer, short, version)
+            lines = self.scores(short.replace("generate", "score"))
+        return lines
+
+    def attempt_of(self, name: str, what: str) -> int:
+        """Return which attempt at `what` the replica has in hand."""
+        shorts = [self.aliases.short(lease.id) for lease in self.state.leases.all_of(name)]
+        [found] = [short for short in shorts if short.startswith(what + ":")]
+        return int(found.rpartition(":")[2])
 
     def fails(self, name: str, lease: str, reason: str = "no luck", *, fatal: bool = False) -> list[str]:
         """`name` cannot do a piece of work."""

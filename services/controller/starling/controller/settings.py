@@ -64,15 +64,40 @@ class EvaluationSettings(Section):
     """Evaluate before the first step of reinforcement learning."""
     at_end: bool = False
     """Evaluate after the last step."""
+    every: int = Field(default=0, ge=0)
+    """Evaluate every so many steps of reinforcement learning; 0 for not."""
+    share: float = Field(default=0.25, gt=0, le=1)
+    """Share of the rollouts, at least one, that an evaluation is bound to; of a single one it takes half the slots."""
+    timeout_s: float = Field(default=7200.0, gt=0)
+    """How long one evaluation may take; what is not scored by then counts as failed."""
     num_completions: int = Field(default=1, ge=1)
     """Completions of each prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Divisor of the logits; 0 takes the most likely token."""
 
 
+class DeadlineSettings(Section):
+    """How long one piece of work may take. Who heartbeats and does not answer by then hangs, and must leave."""
+
+    generate_s: float = Field(default=3600.0, gt=0)
+    """One group of completions."""
+    score_s: float = Field(default=900.0, gt=0)
+    """The rewards of one group."""
+    train_s: float = Field(default=7200.0, gt=0)
+    """One optimizer step."""
+    publish_s: float = Field(default=900.0, gt=0)
+    """Putting a version on offer."""
+    adopt_s: float = Field(default=900.0, gt=0)
+    """Pulling a version and switching to it."""
+    save_s: float = Field(default=3600.0, gt=0)
+    """Writing a checkpoint or a state."""
+
+
 class ControllerSettings(Section):
     """What the controller itself needs."""
 
+    num_policies: int = Field(default=1, ge=1)
+    """Policy replicas that must have joined before training begins."""
     num_rollouts: int = Field(default=1, ge=1)
     """Rollout replicas that must have joined before reinforcement learning begins."""
     num_rewards: int = Field(default=1, ge=1)
@@ -81,6 +106,18 @@ class ControllerSettings(Section):
     """How long the run waits for a role that has too few replicas, before it fails."""
     drain_s: float = Field(default=15.0, gt=0)
     """How long replicas get to leave at the end."""
+    stop_s: float = Field(default=240.0, gt=0)
+    """How long an orderly stop may take (the step in hand, its publication, the checkpoint) before the run fails."""
+    save_every: int = Field(default=20, ge=0)
+    """Steps between two saved states of the policy, from which it continues after a crash; 0 saves only at a stop."""
+    save_rest_s: float = Field(default=10.0, ge=0)
+    """Least seconds between two saved states, where steps are short."""
+    journal_s: float = Field(default=60.0, gt=0)
+    """How long the controller waits for room when the disk of its journal is full, before the run fails."""
+    recording_mb: int = Field(default=64, ge=0)
+    """Most MiB of the recording of events, from which `starling replay` makes any state again; 0 for none."""
+    deadlines: DeadlineSettings = DeadlineSettings()
+    """After which a replica that has not answered is taken to hang."""
 
 
 class ControllerProcess(ServiceSettings):
@@ -97,7 +134,7 @@ class ControllerProcess(ServiceSettings):
     def _check(self) -> Self:
         if self.run.kind == "sft" and self.sft.num_steps == 0:
             raise ValueError("sft.num_steps = 0, but run.kind = 'sft' makes nothing but supervised steps; set it")
-        if (self.evaluation.at_start or self.evaluation.at_end) and self.data.held_out == 0:
+        if (self.evaluation.at_start or self.evaluation.at_end or self.evaluation.every) and self.data.held_out == 0:
             raise ValueError("data.held_out = 0 leaves nothing to evaluate on; set it, or turn evaluation off")
         return self
 
@@ -118,6 +155,12 @@ class ControllerProcess(ServiceSettings):
             max_tries=self.rl.max_tries,
             evaluate_at_start=self.evaluation.at_start,
             evaluate_at_end=self.evaluation.at_end,
+            evaluate_every=self.evaluation.every,
+            eval_share=self.evaluation.share,
+            evaluation_s=self.evaluation.timeout_s,
+            save_every=self.controller.save_every,
+            save_rest_s=self.controller.save_rest_s,
+            num_policies=self.controller.num_policies,
             eval_completions=self.evaluation.num_completions,
             num_rollouts=self.controller.num_rollouts,
             num_rewards=self.controller.num_rewards,
@@ -125,4 +168,6 @@ class ControllerProcess(ServiceSettings):
             lease_s=self.network.lease_s,
             start_s=self.controller.start_s,
             drain_s=self.controller.drain_s,
+            stop_s=self.controller.stop_s,
+            **self.controller.deadlines.model_dump(),
         )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from starling.common.wire.messages import Down, Prompt, Up
+from starling.controller.core.records import Kept, Record
 
 Buffers = tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class Received:
-    """A replica said something."""
+class Received(msgspec.Struct, frozen=True, gc=False):
+    """A replica or an operator said something."""
 
     now: float
     sender: str
@@ -21,34 +22,38 @@ class Received:
     buffers: Buffers = ()
 
 
-@dataclass(frozen=True)
-class Ticked:
+class Ticked(msgspec.Struct, frozen=True, gc=False):
     """Time passed."""
 
     now: float
 
 
-@dataclass(frozen=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True, gc=False):
     """The connection of a replica closed."""
 
     now: float
     peer: str
 
 
-@dataclass(frozen=True)
-class StopRequested:
+class StopRequested(msgspec.Struct, frozen=True, gc=False):
     """Somebody wants the run to end in good order before its last step."""
 
     now: float
     reason: str
 
 
-Event = Received | Ticked | PeerLost | StopRequested
+class Fetched(msgspec.Struct, frozen=True, gc=False):
+    """The records of a committed step, with their payload, in the order of its groups: what `Fetch` asked for."""
+
+    now: float
+    step: int
+    records: tuple[Kept, ...]
 
 
-@dataclass(frozen=True)
-class Send:
+Event = Received | Ticked | PeerLost | StopRequested | Fetched
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
     """Say `message` to `peer`."""
 
     peer: str
@@ -56,23 +61,40 @@ class Send:
     buffers: Buffers = ()
 
 
-@dataclass(frozen=True)
-class Note:
+class Write(msgspec.Struct, frozen=True, gc=False):
+    """Put `record` into the journal. It must be durable before any `Send` that comes after it."""
+
+    record: Record
+    payload: Buffers = ()
+
+
+class Prune(msgspec.Struct, frozen=True, gc=False):
+    """States of version `step` and of a later one are saved: what the steps up to it were made of may go."""
+
+    step: int
+
+
+class Fetch(msgspec.Struct, frozen=True, gc=False):
+    """Read from the journal what `step` was made of; `Fetched` is the answer."""
+
+    step: int
+
+
+class Note(msgspec.Struct, frozen=True, gc=False):
     """Something to record: a line of metrics.jsonl, and of the log."""
 
     kind: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True, gc=False):
     """The run is over."""
 
     ok: bool
     reason: str
 
 
-Command = Send | Note | Finish
+Command = Send | Write | Note | Prune | Fetch | Finish
 
 
 class Prompts(Protocol):

@@ -1,42 +1,63 @@
-"""Why nothing happens, in words, and when waiting has been too long."""
+"""Why nothing happens: what the run waits for, in words and as a graph, and when waiting has been too long."""
 
 from __future__ import annotations
 
-from starling.common.ids import lease_subject
+from collections import Counter
+from typing import Any
+
+from starling.common.ids import LEASE_KINDS, Role, lease_subject
 from starling.common.wire.messages import LeaseProgress
 from starling.controller.core.finish import Stage
-from starling.controller.core.ledger import GroupState
+from starling.controller.core.ledger import GONE, GroupState
 from starling.controller.core.membership import Member
 from starling.controller.core.state import State
 
 MAX_DROPS = 3
 """The run fails when this many steps' worth of groups were discarded in a row."""
+WORK = {
+    "generate": ("group", "groups", "to generate"),
+    "score": ("group", "groups", "to score"),
+    "train": ("step", "steps", "to train"),
+    "publish": ("version", "versions", "to publish"),
+    "adopt": ("version", "versions", "to adopt"),
+    "checkpoint": ("checkpoint", "checkpoints", "to write"),
+    "save": ("state", "states", "to save"),
+}
 
 
 def explain(state: State) -> str:
     """Say what the run waits for now."""
-    leases, plan = state.leases, state.plan
+    leases, plan, ledger = state.leases, state.plan, state.ledger
     if state.ending.stage is not Stage.RUNNING:
         names = ", ".join(sorted(state.membership.members)) or "nobody"
         return f"{state.ending.stage}: {names}"
+    if state.is_awaiting():
+        return f"the replicas from before the controller's restart: {', '.join(sorted(state.awaited))}"
     missing = missing_role(state)
     if missing is not None:
         return missing
+    behind = [member for member in state.membership.of("policy") if member.version < state.version]
+    if behind:
+        return f"{behind[0].name} to catch up: it holds version {behind[0].version} of {state.version}"
     if leases.has("train"):
-        return f"the policy trains step {state.version + 1}"
+        return f"the policy to train step {state.version + 1}"
+    if leases.has("save"):
+        return f"the policy to save its state of version {state.version}"
     if leases.has("publish"):
-        return f"the policy publishes version {state.rounds.asked}"
+        return f"the policy to publish version {state.rounds.asked}"
     unpublished = state.version > state.rounds.version
-    if state.evaluation is not None and (unpublished or state.ledger.num_sealed in (0, plan.num_steps)):
+    if state.evaluation is not None and (unpublished or ledger.num_sealed in (0, plan.num_steps)):
         done = state.evaluation.count(GroupState.SCORED)
         return f"evaluation of version {state.evaluation.version}: {done} of {state.evaluation.num_prompts} prompts"
-    adopting = [m for m in state.membership.of("rollout") if leases.of(m.name, "adopt")]
-    if adopting and not leases.has("generate"):
+    if leases.has("adopt") and not leases.has("generate"):
+        adopting = [m for m in state.membership.of("rollout") if leases.num(m.name, "adopt")]
         return _adoptions(state, adopting)
-    scored = state.ledger.count(GroupState.SCORED)
+    if state.behind and not leases.has("generate"):
+        return f"a replica that offers version {state.rounds.version} to {', '.join(sorted(state.behind)[:3])}"
     return (
-        f"the groups of step {state.version + 1}: {state.ledger.count(GroupState.LEASED)} being generated, "
-        f"{state.ledger.count(GroupState.GENERATED)} being scored, {scored} scored of {plan.prompts_per_step}"
+        f"the groups of step {state.version + 1}: {ledger.count(GroupState.LEASED)} being generated, "
+        f"{ledger.count(GroupState.GENERATED)} being scored, {ledger.count(GroupState.SCORED)} scored of "
+        f"{plan.prompts_per_step}"
     )
 
 
@@ -58,22 +79,39 @@ def _adoptions(state: State, adopting: list[Member]) -> str:
 def missing_role(state: State) -> str | None:
     """Name the first role that has too few replicas for the run to go on, or return None."""
     plan, members = state.plan, state.membership
-    if not members.of("policy"):
-        return "needs the policy, which has not joined"
-    if not plan.needs_rollouts or state.version < plan.num_sft_steps:
+    num = members.num("policy")
+    if num == 0:
+        was_there = state.version > 0 or state.rounds.version >= 0
+        return "needs a policy, which is gone" if was_there else "needs the policy, which has not joined"
+    if not state.has_begun and num < plan.num_policies:
+        return f"needs {plan.num_policies} policy replicas, has {num}"
+    if not generates_more(state):
         return None
-    begun = state.ledger.num_sealed > 0
-    wanted = {"rollout": 1 if begun else plan.num_rollouts, "reward": 1 if begun else plan.num_rewards}
-    for role in ("rollout", "reward"):
-        num = len(members.of(role))
+    begun = state.has_generated
+    wanted: dict[Role, int] = {"rollout": 1 if begun else plan.num_rollouts, "reward": 1 if begun else plan.num_rewards}
+    for role in wanted:
+        num = members.num(role)
         if num < wanted[role]:
             return f"needs {wanted[role]} {role} replica{'s' * (wanted[role] > 1)}, has {num}"
     return None
 
 
-def overdue(state: State, now: float) -> str | None:
+def generates_more(state: State) -> bool:
+    """Say whether the run needs anything generated, now or before it ends."""
+    plan, evaluated = state.plan, state.evaluated
+    if state.ending.stage is not Stage.RUNNING or state.ending.stopping:
+        return False
+    if not plan.needs_rollouts or state.version < plan.num_sft_steps:
+        return False
+    at_start = plan.evaluate_at_start and "start" not in evaluated
+    at_end = plan.evaluate_at_end and "end" not in evaluated
+    evaluates = state.evaluation is not None or bool(state.requested) or at_start or at_end
+    return evaluates or state.ledger.num_sealed < plan.num_steps
+
+
+def overdue(state: State) -> str | None:
     """Return why the run must fail: a role stayed empty too long, nothing can be scored, or a stop takes too long."""
-    missing = missing_role(state)
+    now, missing = state.now, missing_role(state)
     if missing is None:
         state.missing_since = None
     elif state.missing_since is None:
@@ -84,4 +122,133 @@ def overdue(state: State, now: float) -> str | None:
         )
     if state.drops_in_a_row >= MAX_DROPS * state.plan.prompts_per_step:
         return f"the last {state.drops_in_a_row} groups were all discarded; the last one, {state.last_drop}"
+    if state.ending.stopping and now > state.ending.deadline:
+        return f"the run did not stop in order within {state.plan.stop_s:g} s; it waits for {explain(state)}"
     return None
+
+
+def status(state: State) -> tuple[str, dict[str, Any]]:
+    """Return the state of the run, in words and for programs."""
+    members = [_member(state, member) for member in sorted(state.membership.members.values(), key=lambda m: m.name)]
+    groups = {str(s): state.ledger.count(s) for s in GroupState if s not in GONE}
+    data: dict[str, Any] = {
+        "phase": state.phase,
+        "incarnation": state.incarnation,
+        "version": state.version,
+        "last_step": state.plan.last_step,
+        "published": state.rounds.version,
+        "saved": state.saved_step,
+        "groups": groups,
+        "num_trained": state.ledger.num_trained_groups,
+        "num_discarded": state.ledger.num_discarded,
+        "evaluating": None if state.evaluation is None else state.evaluation.version,
+        "settings": state.changes.all(),
+        "waiting_for": explain(state),
+        "members": members,
+    }
+    lines = [
+        f"{data['phase']}: version {state.version} of {state.plan.last_step}, published {state.rounds.version}, "
+        f"saved {state.saved_step}; controller's incarnation {state.incarnation}",
+        "groups: " + ", ".join(f"{num} {name}" for name, num in groups.items()),
+        _waiting(data["waiting_for"]),
+    ]
+    lines += [f"set: {key} = {value:g}" for key, value in state.changes.all().items()]
+    for member in members:
+        work = ", ".join(f"{num} {kind}" for kind, num in member["work"].items()) or "nothing in hand"
+        pinned = f", bound to the evaluation of version {data['evaluating']}" if member["pinned"] else ""
+        lines.append(f"  {member['name']} on {member['host']}: version {member['version']}, {work}{pinned}")
+    return "\n".join(lines), data
+
+
+def _member(state: State, member: Member) -> dict[str, Any]:
+    kinds = {kind: state.leases.num(member.name, kind) for kind in LEASE_KINDS}
+    return {
+        "name": member.name,
+        "role": member.role,
+        "host": member.host,
+        "epoch": member.epoch,
+        "version": member.version,
+        "num_slots": member.num_slots,
+        "work": {kind: num for kind, num in kinds.items() if num},
+        "silent_s": round(state.now - member.heard_at, 3),
+        "pinned": state.evaluation is not None and member.name in state.evaluation.pinned,
+        "gauges": member.gauges,
+    }
+
+
+def waits(state: State) -> list[dict[str, Any]]:
+    """Return every wait that is known of: who waits for what, on whom, since when, and how long at most.
+
+    The controller's own come from its leases; those of the replicas from their heartbeats. Seconds are as of the last
+    word of each.
+    """
+    found: list[dict[str, Any]] = []
+    if state.is_awaiting():
+        left = state.await_until - state.now
+        found += [
+            _wait("controller", "word from before its restart", name, 0.0, left) for name in sorted(state.awaited)
+        ]
+    if state.missing_since is not None:
+        since = state.now - state.missing_since
+        missing = (missing_role(state) or "").removeprefix("needs ")
+        found.append(_wait("controller", missing, "launcher", since, state.plan.start_s - since))
+    if state.ending.stage is Stage.DRAINING:
+        left = state.ending.deadline - state.now
+        found += [_wait("controller", "its farewell", name, 0.0, left) for name in sorted(state.membership.members)]
+    for name, member in sorted(state.membership.members.items()):
+        leases = state.leases.all_of(name)
+        for kind, num in Counter(lease.kind for lease in leases).items():
+            oldest = min((lease for lease in leases if lease.kind == kind), key=lambda lease: lease.begun_at)
+            one, many, verb = WORK[kind]
+            what = f"{num} {many if num > 1 else one} {verb}, the oldest {lease_subject(oldest.id)}"
+            found.append(_wait("controller", what, name, state.now - oldest.begun_at, oldest.deadline - state.now))
+        found += [_wait(name, wait.what, wait.on, wait.since_s, wait.seconds_left) for wait in member.waits]
+    return found
+
+
+def _wait(owner: str, what: str, on: str, since_s: float, seconds_left: float) -> dict[str, Any]:
+    return {
+        "owner": owner,
+        "what": what,
+        "on": on,
+        "since_s": round(since_s, 3),
+        "seconds_left": round(seconds_left, 3),
+    }
+
+
+def why(state: State) -> tuple[str, dict[str, Any]]:
+    """Return what the run waits for, the graph of waits, and who or what is at the root of it."""
+    found, sentence = waits(state), explain(state)
+    by_owner: dict[str, list[dict[str, Any]]] = {}
+    for wait in found:
+        by_owner.setdefault(wait["owner"], []).append(wait)
+    root = _root(by_owner)
+    lines = [f"the run {_waiting(sentence)}"]
+    if root is not None:
+        lines.append(
+            f"at the root: {root['owner']} waits for {root['what']} on {root['on']}, for {root['since_s']:.1f} s, "
+            f"and gives up in {root['seconds_left']:.1f} s"
+        )
+    for wait in by_owner.get("controller", []):
+        lines.append(f"  {_line(wait)}")
+        lines += [f"    {_line(inner)}" for inner in by_owner.get(wait["on"], [])]
+    return "\n".join(lines), {"waiting_for": sentence, "root": root, "waits": found}
+
+
+def _waiting(sentence: str) -> str:
+    return sentence if sentence.startswith("needs ") else f"waits for {sentence}"
+
+
+def _line(wait: dict[str, Any]) -> str:
+    times = f"{wait['since_s']:.1f} s, {wait['seconds_left']:.0f} s left"
+    return f"{wait['owner']} <- {wait['on']}: {wait['what']} ({times})"
+
+
+def _root(by_owner: dict[str, list[dict[str, Any]]]) -> dict[str, Any] | None:
+    """Follow the oldest wait from the controller to one who waits for nobody that waits in turn."""
+    seen, owner, last = set[str](), "controller", None
+    while owner in by_owner and owner not in seen:
+        seen.add(owner)
+        last = max(by_owner[owner], key=lambda wait: wait["since_s"])
+        owner = last["on"]
+    return last

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from starling.common.errors import WeightsError
-from starling.common.ids import lease_kind
 from starling.common.wire import messages as wire
+from starling.controller.core.claim import claim
 from starling.controller.core.events import Received
 from starling.controller.core.finish import Stage
 from starling.controller.core.ledger import Group, Groups, GroupState
 from starling.controller.core.membership import Member
-from starling.controller.core.state import State
+from starling.controller.core.operators import operator_said
+from starling.controller.core.records import (
+    CheckpointWritten,
+    GroupDiscarded,
+    GroupGenerated,
+    GroupReturned,
+    GroupScored,
+    MemberJoined,
+    VersionAdopted,
+    VersionPublished,
+)
+from starling.controller.core.state import Due, State
+from starling.controller.core.steps import Step
 from starling.weightsync.layout import decode_layout
 
 Result = (
@@ -25,11 +37,20 @@ Result = (
 
 TENSORS = ("prompt", "tokens", "logprobs", "versions")
 """The buffers of a group, in order."""
+MAX_BROKEN = 16
+"""So many failures to make a step together, without a step that was made between them, fail the run."""
+SAVE_AGAIN_S = 15.0
+"""A state that could not be saved is tried again after so long."""
+FAILING_LEASES = 3
+"""For so many times as long as a lease may a policy fail to take over the weights of another, before it must leave."""
 
 
 def received(state: State, event: Received) -> None:
-    """A replica said something."""
+    """Somebody said something."""
     message, sender = event.message, event.sender
+    if isinstance(message, wire.OperatorUp):
+        operator_said(state, sender, message)
+        return
     if state.membership.is_past(sender, event.epoch):
         return
     if isinstance(message, wire.Hello):
@@ -40,57 +61,131 @@ def received(state: State, event: Received) -> None:
         if not isinstance(message, wire.Leave):
             state.send(sender, wire.Introduce())
         return
-    member.heard_at = event.now
+    state.membership.hear(member, event.now)
     match message:
         case wire.Heartbeat():
-            heartbeat(state, member, message, event.now)
+            heartbeat(state, member, message)
         case wire.Leave(reason=reason):
-            lose(state, sender, f"it left: {reason}", event.now)
+            state.lose(sender, f"it left: {reason}")
         case _:
             # Releasing what is not (or no longer) leased is what makes a late answer harmless.
-            state.send(sender, wire.Release(leases=(message.lease,)))
-            if state.leases.settle(message.lease, sender):
+            state.release(sender, message.lease)
+            lease = state.leases.get(message.lease)
+            if lease is None and claim(state, member, message.lease):
+                lease = state.leases.get(message.lease)
+            if lease is not None and state.leases.settle(message.lease, sender):
+                state.update_free(member, lease.kind)
                 result(state, member, message, event)
+            elif isinstance(message, wire.StepTrained):
+                # Whatever became of its lease: this policy has made the step, and nobody can unmake it.
+                policy_has(state, member, message.step)
 
 
 def hello(state: State, event: Received, message: wire.Hello) -> None:
     """A replica announces itself: admit it or say why not."""
     known = state.membership.members.get(event.sender)
-    refusal, layout = state.membership.refusal(event.sender, message), None
+    refusal, layout = state.membership.refusal(event.sender, event.epoch, message), None
     if refusal is None and message.has_layout:
         try:
             layout = decode_layout(event.buffers[0])
         except WeightsError as error:
             refusal = str(error)
-    if refusal is None and message.role == "policy" and known is None and message.version != state.version:
-        refusal = f"this run is at version {state.version} and the policy offers version {message.version}"
+    if refusal is None and message.role == "policy":
+        refusal = foreign(state, message.version)
     if refusal is not None:
         state.refuse(event.sender, refusal)
         return
-    if known is not None and known.epoch != event.epoch:
-        lose(state, event.sender, "it was started again", event.now)
+    if known is not None and known.epoch == event.epoch:
+        state.membership.hear(known, event.now)  # its welcome was lost
+        state.welcome(known)
+        return
+    if known is not None:
+        state.lose(event.sender, "it was started again")
     member = state.membership.join(event.sender, event.epoch, message, layout, event.now)
-    if known is None or known.epoch != event.epoch:
-        state.note("joined", replica=member.name, role=member.role, host=message.host, pid=message.pid)
+    state.write(MemberJoined(name=member.name, role=member.role, epoch=member.epoch))
+    state.note("joined", replica=member.name, role=member.role, host=message.host, pid=message.pid)
     state.welcome(member)
+    if member.role == "rollout":
+        state.holds(member, member.version)
+    elif member.role == "reward":
+        state.update_free(member)
+    else:
+        version, member.version = member.version, min(member.version, state.version)
+        policy_has(state, member, version)
+    state.due = Due.ALL
 
 
-def heartbeat(state: State, member: Member, message: wire.Heartbeat, now: float) -> None:
+def foreign(state: State, version: int) -> str | None:
+    """Say why a policy that holds `version` is none of this run, or None when it may be."""
+    made = version == state.version + 1 and is_dealt(state, version)
+    if 0 <= version <= state.version or made:
+        return None
+    return (
+        f"this run is at version {state.version} and the policy offers version {version}; "
+        "start the policy in the folder of this run"
+    )
+
+
+def is_dealt(state: State, step: int) -> bool:
+    """Say whether a policy can have been told to make `step`, the next one."""
+    return step <= state.plan.num_sft_steps or bool(state.ledger.sealed(step))
+
+
+def heartbeat(state: State, member: Member, message: wire.Heartbeat) -> None:
     """A replica told its whole state: answer with the difference."""
-    member.gauges = message.gauges
+    member.gauges, member.waits = message.gauges, message.waits
     member.progress = {held.lease: held.progress for held in message.leases if held.progress is not None}
     if member.role == "rollout":
         if message.version < 0 <= member.version:
-            take_back(state, member)  # its engine is torn: another rollout need not wait for its next adoption
-        member.version = min(member.version, message.version)
+            state.take_back(member)  # its engine is torn: another rollout need not wait for its next adoption
+        if message.version < member.version:
+            state.holds(member, message.version)
+    elif member.role == "policy" and message.version > member.version:
+        policy_has(state, member, message.version)
     state.welcome(member)
     held = [held.lease for held in message.leases]
-    forget, lost = state.leases.compare(member.name, held, now, 2 * state.plan.heartbeat_s)
-    if forget:
-        state.send(member.name, wire.Release(leases=tuple(forget)))
-    state.out += lost
+    grace_s = 2 * state.plan.heartbeat_s
+    unknown, again, gone = state.leases.compare(member.name, held, state.now, grace_s)
+    torn = member.role == "rollout" and message.version < 0
+    forget = unknown if torn else [lease for lease in unknown if not claim(state, member, lease)]
+    state.release(member.name, *forget)
+    state.out += again
+    if gone:
+        state.requeue(gone)
+        if state.step is not None and state.step.shares.get(member.name) in gone:
+            del state.step.shares[member.name]
+        if member.role == "rollout":
+            state.look_behind(member)
+        state.update_free(member)
+        state.due = Due.ALL
+    if not member.told:
+        member.told = True
+        state.update_free(member)
+        state.due = Due.ALL
+    if state.awaited:
+        state.awaited.discard(member.name)
+        state.due = Due.ALL
     if state.ending.stage is Stage.DRAINING:
         state.send(member.name, wire.Drain(reason=state.ending.reason))
+
+
+def policy_has(state: State, member: Member, version: int) -> None:
+    """A policy is known to hold `version`: by its answer, or by what it tells of itself."""
+    if version <= member.version:
+        return
+    if version > state.version and foreign(state, version) is not None:
+        state.evict(member, foreign(state, version) or "")
+        return
+    member.version = version
+    state.failing_since.pop(member.name, None)
+    state.due |= Due.ADOPT | Due.CATCH_UP | Due.PUBLISH | Due.TRAIN | Due.END
+    if version > state.version:
+        if state.step is None or state.step.number != version:
+            state.step = Step(version)
+        state.step.done.add(member.name)
+        lease = state.step.shares.pop(member.name, None)
+        if lease is not None and state.leases.settle(lease, member.name):
+            state.release(member.name, lease)
 
 
 def result(state: State, member: Member, message: Result, event: Received) -> None:
@@ -100,41 +195,50 @@ def result(state: State, member: Member, message: Result, event: Received) -> No
             generated(state, message, event)
         case wire.GroupScored():
             scored(state, message)
-        case wire.StepTrained(step=step):
-            state.version = step
-            phase = "sft" if step <= state.plan.num_sft_steps else "grpo"
-            state.note("step", step=step, phase=phase, **{**message.metrics, **state.ledger.sealed_metrics(step)})
-            if phase == "grpo":
-                state.note("trained", step=step, prompts=[g.prompt.id for g in state.ledger.sealed(step)])
+        case wire.StepTrained(step=step, metrics=metrics):
+            if state.step is not None and state.step.number == step:
+                state.step.shares.pop(member.name, None)
+                state.step.metrics[member.name] = metrics
+            policy_has(state, member, step)
+            state.due |= Due.ALL
         case wire.WeightsPublished():
             published(state, member, message, event)
         case wire.WeightsAdopted():
-            adopted(state, member, message, event.now)
-        case wire.CheckpointSaved(step=step, path=path):
-            state.note("checkpoint", step=step, path=path)
-            state.ending.drain(event.now)
+            adopted(state, member, message)
+        case wire.CheckpointSaved():
+            saved(state, member, message)
         case wire.LeaseFailed():
-            failed(state, member, message, event.now)
+            failed(state, member, message)
 
 
 def generated(state: State, message: wire.GroupGenerated, event: Received) -> None:
     """A group has its completions: keep them, unless they are not what was asked for."""
+    state.due |= Due.SCORE | Due.DISPATCH
     found = state.group_of(message.lease)
     if found is None:
         return
     groups, group = found
-    oldest = min((t.oldest_version for t in message.trajectories), default=-1)
-    wanted = state.plan.num_completions(group.purpose)
+    versions = [t.oldest_version for t in message.trajectories]
+    wanted = state.num_completions(group.purpose)
     if len(message.trajectories) != wanted or len(message.tensors) != len(TENSORS):
         retry(state, groups, group, f"{len(message.trajectories)} completions came instead of {wanted}")
-    elif oldest < group.min_version:
-        retry(state, groups, group, f"a token is of version {oldest}, older than {group.min_version}")
+    elif min(versions) < group.min_version:
+        retry(state, groups, group, f"a token is of version {min(versions)}, older than {group.min_version}")
+    elif group.purpose == "evaluate" and any(t.newest_version != group.min_version for t in message.trajectories):
+        retry(state, groups, group, f"a token is of another version than {group.min_version}")
     else:
+        if message.temperature >= 0:  # a controller that took the work over did not ask for it
+            group.temperature = message.temperature
         groups.generated(group, message.trajectories, message.tensors, event.buffers)
+        record = GroupGenerated(
+            key=group.key, trajectories=message.trajectories, tensors=message.tensors, temperature=group.temperature
+        )
+        state.write(record, event.buffers if group.purpose == "train" else ())
 
 
 def scored(state: State, message: wire.GroupScored) -> None:
     """A group has its rewards, or some scorer failed."""
+    state.due |= Due.SCORE | Due.TRAIN | Due.EVALUATE
     found = state.group_of(message.lease)
     if found is None:
         return
@@ -142,26 +246,37 @@ def scored(state: State, message: wire.GroupScored) -> None:
     usable = all(status in wire.USABLE for status in message.statuses)
     if usable and len(message.rewards) == len(group.trajectories) and None not in message.rewards:
         groups.scored(group, message.rewards, message.components)
+        state.write(GroupScored(key=group.key, rewards=message.rewards, components=message.components))
         state.drops_in_a_row = 0
     else:
         retry(state, groups, group, "; ".join(message.problems[:3]) or "a scorer gave no reward")
 
 
 def published(state: State, member: Member, message: wire.WeightsPublished, event: Received) -> None:
-    """A version is on offer, which frees the slots of the step that made it."""
+    """A version is on offer; if it is a new one, that frees the slots of the steps that made it."""
+    state.due = Due.ALL
+    before = state.rounds.version
     try:
-        state.rounds.publish(message.version, event.buffers[0])
+        root, is_new = state.rounds.publish(member, message.version, event.buffers[0])
     except WeightsError as error:
-        state.ending.fail(f"{member.name} published version {message.version} in vain: {error}", event.now)
+        state.ending.fail(f"{member.name} published version {message.version} in vain: {error}", state.now)
         return
-    state.ledger.trained(message.version)
+    if is_new:
+        state.write(VersionPublished(version=message.version, root=root))
+    if message.version <= before:
+        state.note("offered", replica=member.name, version=message.version)
+        return
+    for step in range(before + 1, message.version + 1):
+        state.ledger.trained(step)
+    for rollout in state.membership.of("rollout"):
+        state.look_behind(rollout)
     state.note("published", version=message.version, publish_s=message.publish_s, offer_s=message.offer_s)
 
 
-def adopted(state: State, member: Member, message: wire.WeightsAdopted, now: float) -> None:
-    """A rollout switched. It holds the version only if it proved the publisher's root."""
+def adopted(state: State, member: Member, message: wire.WeightsAdopted) -> None:
+    """A replica switched. It holds the version only if it proved the root of an offer."""
     # A version older than the newest was proven by the rollout against its own offer, and checked here when newest.
-    proven = message.root == state.rounds.roots.get(message.version)
+    proven = state.rounds.proves(message.version, message.root)
     state.note(
         "adopted",
         replica=member.name,
@@ -177,60 +292,82 @@ def adopted(state: State, member: Member, message: wire.WeightsAdopted, now: flo
         split=message.split,
     )
     if proven:
+        state.failing_since.pop(member.name, None)
+    if proven and member.role == "policy":
         member.version = message.version
+        state.due = Due.ALL
+    elif proven:
+        state.membership.prove(member, message.version)
+        state.write(VersionAdopted(name=member.name, epoch=member.epoch, version=message.version))
+        state.holds(member, message.version)
+        if state.behind and member.serves:
+            state.due |= Due.ADOPT  # who waits for somebody to offer it
+    elif member.role == "policy":
+        state.evict(member, f"{member.name} does not hold version {message.version} bit for bit after taking it over")
     else:
         # It generates with weights that nobody published: it must have no work until it has adopted properly.
-        member.version = -1
-        take_back(state, member)
-        state.rounds.failed(member.name, now)
+        state.take_back(member)
+        state.rounds.failed(member.name, state.now)
+        state.holds(member, -1)
 
 
-def failed(state: State, member: Member, message: wire.LeaseFailed, now: float) -> None:
+def saved(state: State, member: Member, message: wire.CheckpointSaved) -> None:
+    """A policy has written a checkpoint, or a state to continue from."""
+    state.write(CheckpointWritten(step=message.step, path=message.path, state=message.state))
+    state.note("state" if message.state else "checkpoint", step=message.step, path=message.path)
+    state.due |= Due.END | Due.TRAIN
+    if message.state:
+        state.saved_at = state.now
+        state.has_state(message.step)
+        if state.kept_from:
+            state.prune(state.kept_from)
+    else:
+        state.ending.saved.add(member.name)
+
+
+def failed(state: State, member: Member, message: wire.LeaseFailed) -> None:
     """A replica could not do a piece of work."""
-    kind = lease_kind(message.lease)
+    kind, subject = message.lease.split(":")[:2]
     state.note("failed", replica=member.name, lease=message.lease, reason=message.reason)
+    state.due = Due.ALL
+    if member.role == "policy":
+        policy_has(state, member, message.version)  # it may have made the very step that it refuses
     found = state.group_of(message.lease)
     if found is not None:
         retry(state, *found, message.reason, hopeless=message.fatal)
-    elif kind == "adopt":
-        state.rounds.failed(member.name, now)
+        return
+    if kind == "adopt" or (kind == "publish" and member.role == "rollout"):
+        state.rounds.failed(member.name, state.now)
+        begun = state.failing_since.setdefault(member.name, state.now)
+        if member.role == "policy" and state.now - begun > FAILING_LEASES * state.plan.lease_s:
+            state.evict(member, f"{member.name} could not take over version {subject}: {message.reason}")
+        elif member.role == "rollout":
+            state.look_behind(member)
+    elif kind == "publish" and member.version != int(subject):
+        return  # it went on to the next step: that version will be published instead
+    elif kind == "train" and member.shares_steps and state.step is not None:
+        state.step.shares.pop(member.name, None)
+        state.step.broken = True  # a replica that it needed is gone; what the others made of it will show
+        state.num_broken += 1
+        if state.num_broken >= MAX_BROKEN:
+            state.ending.fail(f"{member.name} could not train: {message.reason}", state.now)
+    elif kind == "train" and member.version >= int(subject):
+        return  # it has made that step already
+    elif kind == "save":
+        # The run can do without, for a while: the journal keeps what it would have to make again.
+        state.save_after = state.now + SAVE_AGAIN_S
     elif kind in ("train", "publish", "checkpoint"):
-        state.ending.fail(f"{member.name} could not {kind}: {message.reason}", now)
+        state.ending.fail(f"{member.name} could not {kind}: {message.reason}", state.now)
 
 
 def retry(state: State, groups: Groups, group: Group, reason: str, *, hopeless: bool = False) -> None:
     """Generate a group again, or discard it."""
     groups.retry(group, hopeless=hopeless)
+    state.due |= Due.DISPATCH | Due.ADMIT | Due.TRAIN | Due.EVALUATE
     if group.state is GroupState.DISCARDED:
         state.drops_in_a_row += 1
         state.last_drop = f"prompt {group.prompt.id}: {reason}"
+        state.write(GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason))
+    else:
+        state.write(GroupReturned(key=group.key, tries=group.tries))
     state.note(str(group.state), prompt=group.prompt.id, tries=group.tries, reason=reason)
-
-
-def lose(state: State, name: str, why: str, now: float) -> None:
-    """Free everything that a replica had; what it answers later changes nothing."""
-    member = state.membership.leave(name)
-    dropped = state.leases.drop(name)
-    requeue(state, dropped)
-    if member is None:
-        return
-    state.note("left", replica=name, reason=why, num_leases=len(dropped))
-    if member.role == "policy":
-        state.ending.fail(f"{name} was lost ({why}), and with it the weights of version {state.version}", now)
-
-
-def take_back(state: State, member: Member) -> None:
-    """Free the groups that a rollout works on, since its weights are not what was published."""
-    dropped = state.leases.drop(member.name, "generate")
-    if dropped:
-        state.send(member.name, wire.Release(leases=tuple(dropped)))
-        requeue(state, dropped)
-
-
-def requeue(state: State, dropped: list[str]) -> None:
-    """Put the groups of these leases back to where they were before."""
-    for lease in dropped:
-        found = state.group_of(lease)
-        if found is not None:
-            groups, group = found
-            groups.requeue(group)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from starling.common.ids import lease_kind
+from starling.common.ids import LeaseKind, lease_kind
 from starling.controller.core.events import Send
 
 
-@dataclass
+@dataclass(slots=True)
 class Lease:
     """One command in force."""
 
     id: str
-    send: Send
+    kind: LeaseKind
+    peer: str
+    send: Send | None
+    """None for work that an earlier incarnation of the controller gave out: who holds it has the command."""
     sent_at: float
+    deadline: float
+    begun_at: float
 
 
 @dataclass
@@ -24,20 +30,28 @@ class Leases:
     """All commands in force. Capacity is derived from them; nothing is counted on the side."""
 
     _leases: dict[str, Lease] = field(default_factory=dict)
-    _by_peer: dict[str, set[str]] = field(default_factory=dict)
-    _by_kind: Counter[str | None] = field(default_factory=Counter)
+    _by_peer: dict[str, dict[str, Lease]] = field(default_factory=dict)
+    _by_kind: Counter[str] = field(default_factory=Counter)
+    _by_peer_and_kind: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _deadlines: list[tuple[float, str]] = field(default_factory=list)
 
-    def grant(self, lease: str, send: Send, now: float) -> Send:
-        """Put a command in force and return it for sending."""
-        self._leases[lease] = Lease(lease, send, now)
-        self._by_peer.setdefault(send.peer, set()).add(lease)
-        self._by_kind[lease_kind(lease)] += 1
-        return send
+    def grant(self, lease: str, kind: LeaseKind, peer: str, send: Send | None, now: float, patience_s: float) -> None:
+        """Put a command in force."""
+        entry = Lease(lease, kind, peer, send, now, now + patience_s, now)
+        self._leases[lease] = entry
+        self._by_peer.setdefault(peer, {})[lease] = entry
+        self._by_kind[kind] += 1
+        self._by_peer_and_kind[peer, kind] += 1
+        heapq.heappush(self._deadlines, (entry.deadline, lease))
+
+    def get(self, lease: str) -> Lease | None:
+        """Return a lease in force."""
+        return self._leases.get(lease)
 
     def settle(self, lease: str, peer: str) -> bool:
         """End a lease by its result. Returns False when `peer` does not hold it: the result comes too late."""
         found = self._leases.get(lease)
-        if found is None or found.send.peer != peer:
+        if found is None or found.peer != peer:
             return False
         self._remove(found)
         return True
@@ -51,26 +65,68 @@ class Leases:
 
     def of(self, peer: str, *kinds: str) -> list[str]:
         """Return what `peer` has in hand, of these kinds."""
+        if not any(self._by_peer_and_kind[peer, kind] for kind in kinds):
+            return []
         return [lease for lease in self._by_peer.get(peer, ()) if lease_kind(lease) in kinds]
+
+    def all_of(self, peer: str) -> list[Lease]:
+        """Return everything that `peer` has in hand, the oldest first."""
+        return list(self._by_peer.get(peer, {}).values())
+
+    def num(self, peer: str, kind: str) -> int:
+        """Return how much work of this kind `peer` has in hand."""
+        return self._by_peer_and_kind[peer, kind]
 
     def has(self, kind: str) -> bool:
         """Say whether anybody has work of this kind in hand."""
         return self._by_kind[kind] > 0
 
-    def compare(self, peer: str, held: Iterable[str], now: float, grace_s: float) -> tuple[list[str], list[Send]]:
+    def compare(
+        self, peer: str, held: Iterable[str], now: float, grace_s: float
+    ) -> tuple[list[str], list[Send], list[str]]:
         """Compare with what `peer` says it holds.
 
-        Returns the leases that it should forget, and the commands, sent more than `grace_s` ago, that it never got.
+        Returns the leases that it holds and should not; the commands, sent more than `grace_s` ago, that it never got;
+        and the leases that it held when this controller began, and lost, which are no more.
         """
+        ours = self._by_peer.get(peer, {})
         holds = set(held)
-        ours = self._by_peer.get(peer, set())
-        missing = [self._leases[lease] for lease in sorted(ours - holds)]
-        lost = [lease for lease in missing if now - lease.sent_at >= grace_s]
-        for lease in lost:
-            lease.sent_at = now
-        return sorted(holds - ours), [lease.send for lease in lost]
+        if len(holds) == len(ours) and ours.keys() == holds:
+            return [], [], []
+        again, gone = [], []
+        for lease in sorted(ours.keys() - holds):
+            entry = ours[lease]
+            if entry.send is None:
+                gone.append(lease)
+            elif now - entry.sent_at >= grace_s:
+                entry.sent_at = now
+                again.append(entry.send)
+        for lease in gone:
+            self._remove(self._leases[lease])
+        return sorted(holds - ours.keys()), again, gone
+
+    def overdue(self, now: float) -> list[Lease]:
+        """Return the leases whose deadline has passed."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, lease = heapq.heappop(self._deadlines)
+            if lease in self._leases:
+                late.append(self._leases[lease])
+        return late
 
     def _remove(self, lease: Lease) -> None:
         del self._leases[lease.id]
-        self._by_peer[lease.send.peer].discard(lease.id)
-        self._by_kind[lease_kind(lease.id)] -= 1
+        mine = self._by_peer[lease.peer]
+        del mine[lease.id]
+        if not mine:
+            del self._by_peer[lease.peer]
+        self._by_kind[lease.kind] -= 1
+        left = self._by_peer_and_kind[lease.peer, lease.kind] - 1
+        if left:
+            self._by_peer_and_kind[lease.peer, lease.kind] = left
+        else:
+            del self._by_peer_and_kind[lease.peer, lease.kind]
+        # An entry of `_deadlines` outlives its lease; when most are such, they go.
+        if len(self._deadlines) > 64 + 4 * len(self._leases):
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._leases]
+            heapq.heapify(self._deadlines)

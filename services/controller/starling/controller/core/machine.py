@@ -1,7 +1,8 @@
-"""The controller's core: `Controller.step(event) -> commands`. Nothing else mutates it, and it does nothing itself.
+"""The controller: `step(event) -> commands` is the only thing that changes it.
 
-Membership, leases, ledger, rounds, evaluation and ending know nothing of each other. An event is handled
-(`handle.py` notes what happened), then everything that now follows is derived (`derive.py`, in the order of the walk).
+Several small machines - membership, ledger, rounds, steps, evaluation, leases, finish - know nothing of each other. An
+event is handled (`handle.py` notes what happened), then everything that now follows is derived (`derive.py`, in the
+order of the walk).
 """
 
 from __future__ import annotations
@@ -10,42 +11,101 @@ from collections.abc import Sequence
 
 from starling.common.wire.messages import Prompt
 from starling.controller.core.derive import advance
-from starling.controller.core.events import Command, Event, PeerLost, Prompts, Received, StopRequested, Ticked
+from starling.controller.core.events import Command, Event, Fetched, PeerLost, Prompts, Received, StopRequested, Ticked
 from starling.controller.core.explain import explain, overdue
 from starling.controller.core.finish import Stage
-from starling.controller.core.handle import lose, received
+from starling.controller.core.handle import received
 from starling.controller.core.plan import RunPlan
-from starling.controller.core.state import State
+from starling.controller.core.records import Kept
+from starling.controller.core.restore import restore
+from starling.controller.core.state import Due, State
+
+AWAITED_HEARTBEATS = 3
+"""For so many heartbeats a controller that begins again waits for those who may hold work."""
 
 
 class Controller:
     """Decides everything about one run."""
 
-    def __init__(self, plan: RunPlan, prompts: Prompts, examples: Prompts, held_out: Sequence[Prompt]) -> None:
-        """`prompts` feed reinforcement learning, `examples` the supervised steps, `held_out` the evaluations."""
-        self.state = State(plan, prompts, examples, held_out)
+    def __init__(
+        self,
+        plan: RunPlan,
+        prompts: Prompts,
+        examples: Prompts,
+        held_out: Sequence[Prompt],
+        *,
+        past: Sequence[Kept] = (),
+        incarnation: int = 1,
+    ) -> None:
+        """Begin a run, or take it up again.
+
+        Args:
+            plan: what is to be done.
+            prompts: feed reinforcement learning.
+            examples: feed the supervised steps.
+            held_out: are evaluated.
+            past: the journal's records, in order; payload of groups of committed steps may be left out.
+            incarnation: how often a controller of this run has begun, from 1.
+        """
+        self.state = State(plan, prompts, examples, held_out, incarnation)
+        restore(self.state, past)
+
+    @property
+    def waiting_for(self) -> str:
+        """What the run waits for, in words."""
+        return explain(self.state)
 
     def step(self, event: Event) -> list[Command]:
         """Take in one event and return what is to be done, in order."""
         state = self.state
-        state.out = []
+        state.written, state.out, state.now = [], [], event.now
+        if state.ending.stage is Stage.OVER:
+            return []  # what is heard before the process ends is nobody's business any more
+        if state.await_until == float("-inf"):
+            self._begin()
         match event:
             case Received():
                 received(state, event)
-            case PeerLost(peer=peer, now=now):
+            case Ticked():
+                self._tick()
+            case PeerLost(peer=peer):
                 member = state.membership.members.get(peer)
-                # The policy's work is not repeatable, and its connection may come back: its lease decides.
-                if member is not None and member.role != "policy":
-                    lose(state, peer, "its connection closed", now)
+                # A policy that is alone cannot be replaced at once, and may come back: its lease decides.
+                if member is not None and (member.role != "policy" or member.shares_steps):
+                    state.lose(peer, "its connection closed")
             case StopRequested(reason=reason):
-                state.ending.stop(reason)
-            case Ticked(now=now):
-                for name in state.membership.silent(now):
-                    lose(state, name, f"it was silent for {state.plan.lease_s:g} s", now)
-        if state.ending.stage is Stage.RUNNING:
-            problem = overdue(state, event.now)
+                state.ending.stop(reason, event.now)
+                state.due = Due.ALL
+            case Fetched(step=step, records=records):
+                if state.fetching == step:
+                    state.fetching, state.fetched = -1, (step, records)
+                    state.due |= Due.CATCH_UP
+        if state.due:
+            advance(state)
+        return [*state.written, *state.out]
+
+    def _begin(self) -> None:
+        """Set the deadlines that a restored state could not set, for want of a clock."""
+        state = self.state
+        state.await_until = state.now + AWAITED_HEARTBEATS * state.plan.heartbeat_s
+        if state.ending.stage is Stage.DRAINING:
+            state.ending.drain(state.now)
+        elif state.ending.stopping:
+            state.ending.deadline = state.now + state.plan.stop_s
+
+    def _tick(self) -> None:
+        state = self.state
+        if state.awaited and not state.is_awaiting():
+            state.miss()
+        for name in state.membership.silent(state.now):
+            state.lose(name, f"it was silent for {state.plan.lease_s:g} s")
+        for lease in state.leases.overdue(state.now):
+            member = state.membership.members.get(lease.peer)
+            if member is not None:
+                limit = state.plan.patience_s(lease.kind)
+                state.evict(member, f"{lease.peer} did not answer {lease.id} within {limit:g} s")
+        if state.ending.stage in (Stage.RUNNING, Stage.CHECKPOINTING):
+            problem = overdue(state)
             if problem is not None:
-                state.ending.fail(problem, event.now)
-        advance(state, event.now)
-        state.waiting_for = explain(state)
-        return state.out
+                state.ending.fail(problem, state.now)
+        state.due = Due.ALL

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from starling.common.ids import Role
-from starling.common.wire.messages import Hello, LeaseProgress
+from starling.common.wire.messages import Hello, LeaseProgress, Wait
 from starling.weightsync.layout import Layout
 
+KEPT_GONE = 4096
+"""Of so many replicas that are gone it is known what they were."""
+REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward")
 
-@dataclass
+
+@dataclass(slots=True)
 class Member:
     """One replica of the run."""
 
@@ -20,11 +25,19 @@ class Member:
     heard_at: float
     version: int
     """Weight version in use, proven; -1 for none."""
+    host: str = ""
+    serves: bool = False
+    """It can put its version on offer to others."""
+    shares_steps: bool = False
+    """It can do its share of a step beside other policies."""
     layout: Layout | None = None
     """How it lays out its weights; None for who has none."""
     gauges: dict[str, float] = field(default_factory=dict)
     progress: dict[str, LeaseProgress] = field(default_factory=dict)
     """By lease, as of the last heartbeat: it counts only for a lease that is still in force."""
+    waits: tuple[Wait, ...] = ()
+    told: bool = True
+    """What it holds is known: it is new, or has said so since it came back."""
 
 
 @dataclass
@@ -33,20 +46,46 @@ class Membership:
 
     lease_s: float
     members: dict[str, Member] = field(default_factory=dict)
+    proven: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each replica, also one that is gone: its incarnation, and the version that this one proved to hold."""
     _epochs: dict[str, int] = field(default_factory=dict)
+    """Of each replica, also one that is gone: its newest incarnation."""
+    _by_role: dict[Role, dict[str, Member]] = field(default_factory=lambda: {role: {} for role in REPLICA_ROLES})
+    _heard: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Names, the one heard longest ago first."""
+    _banned: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _gone: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Names of those that left, the one that left longest ago first."""
 
     def is_past(self, name: str, epoch: int) -> bool:
-        """Say whether `name` has been started again since `epoch`: what that incarnation said counts no more."""
-        return epoch < self._epochs.get(name, epoch)
+        """Say whether `name` has been started again since `epoch`: what that incarnation said counts no more.
 
-    def refusal(self, name: str, hello: Hello) -> str | None:
+        Only while the later one is a member: epochs come from clocks, and a clock that is set back must not keep a
+        replica out for longer than the lease of the one before it.
+        """
+        member = self.members.get(name)
+        return member is not None and epoch < member.epoch
+
+    def hear(self, member: Member, now: float) -> None:
+        """Note that a member said something."""
+        member.heard_at = now
+        self._heard.move_to_end(member.name)
+
+    def refusal(self, name: str, epoch: int, hello: Hello) -> str | None:
         """Say why this replica may not join, or None when it may."""
-        if hello.role == "controller":
-            return "this run has its controller; a replica is a policy, a rollout or a reward"
+        if hello.role not in REPLICA_ROLES:
+            return f"a {hello.role} does not join a run; a replica is a policy, a rollout or a reward"
         if name.rpartition("-")[0] != hello.role:
             return f"{name} is no name of a {hello.role}; it must be {hello.role}-<number>"
-        if hello.role == "policy" and any(m.role == "policy" and m.name != name for m in self.members.values()):
-            return "this run has its policy already; start one policy replica"
+        banned = self._banned.get(name)
+        if banned is not None and banned[0] == epoch:
+            return banned[1]
+        others = [m for m in self._by_role["policy"].values() if m.name != name] if hello.role == "policy" else []
+        if others and not (hello.shares_steps and all(m.shares_steps for m in others)):
+            return (
+                f"this run has its policy already, {others[0].name}, and {name} cannot share steps with it; "
+                "start one policy replica"
+            )
         if hello.role in ("policy", "rollout") and not hello.has_layout:
             return f"{name} did not say how it lays out its weights"
         if hello.role in ("rollout", "reward") and hello.num_slots < 1:
@@ -54,22 +93,42 @@ class Membership:
         return None
 
     def join(self, name: str, epoch: int, hello: Hello, layout: Layout | None, now: float) -> Member:
-        """Admit a replica; a rollout holds no proven version before it has attested one."""
-        known = self.members.get(name)
-        version = known.version if known is not None and known.epoch == epoch else -1
+        """Admit a replica; a rollout holds the version that this very incarnation of it has proven, if any."""
+        proven_epoch, version = self.proven.get(name, (epoch, -1))
         if hello.role == "policy":
             version = hello.version
+        elif proven_epoch != epoch or hello.version != version:
+            version = -1
+        known = self._epochs.get(name) == epoch or self.proven.get(name, (-1, -1))[0] == epoch
         self._epochs[name] = epoch
-        self.members[name] = Member(
+        self._banned.pop(name, None)
+        member = Member(
             name=name,
             role=hello.role,
             epoch=epoch,
             num_slots=hello.num_slots,
             heard_at=now,
             version=version,
+            host=hello.host,
+            serves=hello.serves,
+            shares_steps=hello.shares_steps,
             layout=layout,
+            told=not known,
         )
-        return self.members[name]
+        self.members[name] = self._by_role[hello.role][name] = member
+        self._gone.pop(name, None)
+        self._heard[name] = None
+        self._heard.move_to_end(name)
+        return member
+
+    def remember(self, name: str, epoch: int) -> None:
+        """Note that this incarnation was a member before the controller's restart, and may hold work."""
+        self._epochs[name] = epoch
+        self._gone.pop(name, None)
+
+    def prove(self, member: Member, version: int) -> None:
+        """Note that a rollout has proven to hold `version`."""
+        self.proven[member.name] = (member.epoch, version)
 
     def get(self, name: str, epoch: int) -> Member | None:
         """Return the member `name` if it is this incarnation of it."""
@@ -78,12 +137,40 @@ class Membership:
 
     def leave(self, name: str) -> Member | None:
         """Remove a replica and return it."""
-        return self.members.pop(name, None)
+        member = self.members.pop(name, None)
+        if member is not None:
+            del self._by_role[member.role][name]
+            del self._heard[name]
+            self.left(name)
+        return member
+
+    def left(self, name: str) -> None:
+        """Note that `name` is gone: what is known of it is kept for a while."""
+        self._gone[name] = None
+        self._gone.move_to_end(name)
+        while len(self._gone) > KEPT_GONE:
+            oldest, _ = self._gone.popitem(last=False)
+            for known in (self.proven, self._epochs, self._banned):
+                known.pop(oldest, None)
+
+    def ban(self, name: str, epoch: int, reason: str) -> None:
+        """Let this incarnation of `name` not join again."""
+        self._banned[name] = (epoch, reason)
 
     def silent(self, now: float) -> list[str]:
         """Return the replicas whose lease has ended."""
-        return [m.name for m in self.members.values() if now - m.heard_at > self.lease_s]
+        names = []
+        for name in self._heard:
+            if now - self.members[name].heard_at <= self.lease_s:
+                break
+            names.append(name)
+        return names
 
     def of(self, role: Role) -> list[Member]:
         """Return the replicas of `role`, in the order of their names."""
-        return sorted((m for m in self.members.values() if m.role == role), key=lambda m: m.name)
+        members = self._by_role[role]
+        return [members[name] for name in sorted(members)]
+
+    def num(self, role: Role) -> int:
+        """Return how many replicas of `role` there are."""
+        return len(self._by_role[role])

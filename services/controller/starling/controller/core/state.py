@@ -3,49 +3,131 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
-from starling.algo.staleness import num_slots
-from starling.common.ids import LeaseKind, lease_id
+import msgspec
+
+from starling.common.ids import LeaseKind, Purpose, lease_id, lease_kind, lease_subject
 from starling.common.wire import messages as wire
-from starling.controller.core.evaluation import Evaluation
-from starling.controller.core.events import Buffers, Command, Note, Prompts, Send
+from starling.controller.core.dynamic import DYNAMIC, Changes
+from starling.controller.core.evaluation import Evaluation, slots_of
+from starling.controller.core.events import Buffers, Command, Fetch, Note, Prompts, Prune, Send, Write
 from starling.controller.core.finish import Ending, Stage
+from starling.controller.core.free import Free
 from starling.controller.core.leases import Leases
 from starling.controller.core.ledger import Group, Groups, Ledger
 from starling.controller.core.membership import Member, Membership
 from starling.controller.core.plan import RunPlan
+from starling.controller.core.records import Kept, MemberLeft, Record
 from starling.controller.core.rounds import Rounds
+from starling.controller.core.steps import Step
+
+
+class Due:
+    """What may follow from an event, as bits. To derive one in vain costs time only; every tick derives them all.
+
+    Plain numbers: an operation on members of an enumeration takes longer than most of what they decide about.
+    """
+
+    NOTHING: Final = 0
+    EVALUATE: Final = 1
+    PUBLISH: Final = 2
+    CATCH_UP: Final = 4
+    ADOPT: Final = 8
+    ADMIT: Final = 16
+    DISPATCH: Final = 32
+    SCORE: Final = 64
+    TRAIN: Final = 128
+    END: Final = 256
+    BIND: Final = 512
+    ALL: Final = 1023
 
 
 class State:
     """The small machines, which know nothing of each other, and what couples them."""
 
-    def __init__(self, plan: RunPlan, prompts: Prompts, examples: Prompts, held_out: Sequence[wire.Prompt]) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        prompts: Prompts,
+        examples: Prompts,
+        held_out: Sequence[wire.Prompt],
+        incarnation: int = 1,
+    ) -> None:
         """`prompts` feed reinforcement learning, `examples` the supervised steps, `held_out` the evaluations."""
         self.plan, self.prompts, self.examples, self.held_out = plan, prompts, examples, list(held_out)
+        self.incarnation = incarnation
+        self.now = 0.0
         self.membership = Membership(plan.lease_s)
         self.leases = Leases()
         self.rounds = Rounds()
-        self.ending = Ending(plan.drain_s)
+        self.ending = Ending(plan.drain_s, plan.stop_s)
+        self.changes = Changes()
         self.ledger = Ledger(
             num_steps=plan.num_steps,
             prompts_per_step=plan.prompts_per_step,
-            num_slots=num_slots(plan.prompts_per_step, plan.max_staleness),
+            max_staleness=plan.max_staleness,
             max_tries=plan.max_tries,
         )
         self.version = 0
-        """The policy's weight version: how many steps it has made."""
+        """The newest version that exists: how many steps were made."""
+        self.step: Step | None = None
+        """The step in hand, which makes the next version."""
+        self.num_broken = 0
+        """How often policies failed to make a step together since the last one that was made."""
+        self.fetching = -1
+        """The step whose records are on their way from the journal; -1 for none."""
+        self.fetched: tuple[int, tuple[Kept, ...]] | None = None
+        self.saved_step = 0
+        """The newest version that a policy could continue from."""
+        self.kept_from = 0
+        """The journal keeps what the steps after this version were made of: it is the saved state before the newest, so
+        that a policy which finds that one damaged can begin from the other."""
+        self.saved_at = float("-inf")
+        """When a state was saved last, by this incarnation of the controller."""
+        self.save_after = 0.0
+        """Not before then is a state to be saved again, after a failure."""
+        self.free_rollouts, self.free_rewards = Free(), Free()
+        self.holders: dict[tuple[int, str], dict[str, None]] = {}
+        """Rollouts by the version that they hold and their host."""
+        self.behind: dict[str, None] = {}
+        """Rollouts that need another version and do not pull it yet."""
+        self.loose: dict[str, None] = {}
+        """Rollouts that an evaluation may perhaps be bound to, since their version changed."""
         self.evaluation: Evaluation | None = None
-        self.evaluated: list[int] = []
-        self.waiting_for = "its first replica"
+        self.evaluated: dict[str, int] = {}
+        """The newest version that was evaluated for each cause."""
+        self.requested: list[wire.RequestEvaluation] = []
+        self.granted: set[str] = set()
+        """Requests whose evaluation has begun: each counts once, however often it arrives."""
+        self.num_evaluations = 0
+        self.num_eval_groups = 0
+        self.awaited: set[str] = set()
+        """Members of an earlier incarnation's run that were not heard yet, and may hold work."""
+        self.await_until = float("-inf")
         self.missing_since: float | None = None
         """Since when a role that the run needs has had no replica."""
+        self.idle_since = 0.0
+        self.failing_since: dict[str, float] = {}
+        """Since when a replica has failed to take over or to offer weights, again and again."""
+        self.has_generated = False
+        """Some group has been given to a rollout: the run does with fewer replicas than it began with."""
         self.drops_in_a_row = 0
         self.last_drop = ""
         """Which group was discarded last, and why."""
+        self.due: int = Due.ALL
+        self.written: list[Write] = []
+        """What goes into the journal, and below what is done thereafter, of the present event."""
         self.out: list[Command] = []
-        self._attempts: dict[str, int] = {}
+        self._num_leases = 0
+        self._train_sampling = plan.sampling
+
+    def has_state(self, step: int) -> None:
+        """Note that a policy can continue from version `step`."""
+        if step > self.saved_step:
+            self.kept_from, self.saved_step = self.saved_step, step
+
+    # --- what the run is like --------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
@@ -54,9 +136,37 @@ class State:
             return str(self.ending.stage)
         return "sft" if self.version < self.plan.num_sft_steps else "grpo"
 
-    def policy(self) -> Member | None:
-        """Return the policy, if it has joined."""
-        return next(iter(self.membership.of("policy")), None)
+    @property
+    def has_begun(self) -> bool:
+        """Say whether a step was dealt ever: from then on one replica of each role is enough."""
+        return self.version > 0 or self.step is not None or self.ledger.num_sealed > 0
+
+    def current_policies(self) -> list[Member]:
+        """Return the policies that hold the newest version, and so can make the next step."""
+        return [member for member in self.membership.of("policy") if member.version == self.version]
+
+    def is_publishing(self) -> bool:
+        """Say whether a policy is putting a version on offer. What rollouts offer again holds no publication up."""
+        return any(self.leases.num(member.name, "publish") for member in self.membership.of("policy"))
+
+    def setting(self, key: str, otherwise: float) -> float:
+        """Return what an operator set `key` to, or what the plan says."""
+        return self.changes.now(key, otherwise)
+
+    def is_awaiting(self) -> bool:
+        """Say whether a controller that has just begun again should wait for those who may hold work."""
+        return bool(self.awaited) and self.now < self.await_until
+
+    def required_version(self, group: Group) -> int:
+        """Return the oldest version that may sample for a live group.
+
+        The published version is the base of rank 0's step, so rank r's step has the base ``published + r // P``, of
+        which at most `max_staleness` may be missing.
+        """
+        base = self.rounds.version + self.ledger.rank(group) // self.plan.prompts_per_step
+        return max(self.plan.num_sft_steps, base - self.ledger.max_staleness)
+
+    # --- ways to act -----------------------------------------------------------------------------------------------
 
     def send(self, peer: str, message: wire.Down, buffers: Buffers = ()) -> None:
         """Say something that needs no answer."""
@@ -65,6 +175,19 @@ class State:
     def note(self, kind: str, **fields: Any) -> None:
         """Record something."""
         self.out.append(Note(kind, fields))
+
+    def write(self, record: Record, payload: Buffers = ()) -> None:
+        """Put something into the journal, before anything else that follows from this event is done."""
+        self.written.append(Write(record, payload))
+
+    def fetch(self, step: int) -> None:
+        """Have the records of a committed step read."""
+        self.fetching, self.fetched = step, None
+        self.out.append(Fetch(step))
+
+    def prune(self, step: int) -> None:
+        """A policy could continue from version `step`: what it was made of is needed no more."""
+        self.out.append(Prune(step))
 
     def welcome(self, member: Member) -> None:
         """Tell a replica that it is a member."""
@@ -80,21 +203,182 @@ class State:
         member: Member,
         kind: LeaseKind,
         subject: int | str,
-        now: float,
         command: Callable[[str], wire.Work],
         buffers: Buffers = (),
-    ) -> None:
+    ) -> str:
         """Give `member` a piece of work under a lease of its own."""
-        name = f"{kind}:{subject}"
-        self._attempts[name] = attempt = self._attempts.get(name, -1) + 1
-        lease = lease_id(kind, subject, attempt)
-        self.out.append(self.leases.grant(lease, Send(member.name, command(lease), buffers), now))
+        self._num_leases += 1
+        lease = lease_id(kind, subject, self.incarnation, self._num_leases)
+        send = Send(member.name, command(lease), buffers)
+        self.out.append(send)
+        self.leases.grant(lease, kind, member.name, send, self.now, self.plan.patience_s(kind))
+        self.update_free(member, kind)
+        return lease
+
+    def claim(self, member: Member, kind: LeaseKind, lease: str) -> None:
+        """Put work in force that `member` had from an earlier incarnation of the controller, or before it was lost."""
+        self.leases.grant(lease, kind, member.name, None, self.now, self.plan.patience_s(kind))
+        self.update_free(member, kind)
+
+    def release(self, peer: str, *leases: str) -> None:
+        """Tell a replica to forget these leases."""
+        if leases:
+            self.send(peer, wire.Release(leases=leases))
+
+    def update_free(self, member: Member, kind: str = "") -> None:
+        """Note who has how many free slots, after work of `kind` came or went, or its version changed."""
+        if not member.told:
+            return
+        if member.role == "reward":
+            self.free_rewards.put(member, self.leases.num(member.name, "score"))
+        elif member.role == "rollout" and kind in ("", "generate"):
+            busy = self.leases.num(member.name, "generate")
+            self.free_rollouts.put(member, busy)
+            evaluation = self.evaluation
+            if evaluation is not None and member.name in evaluation.pinned:
+                self._update_free_for(evaluation, member, busy)
+
+    def _update_free_for(self, evaluation: Evaluation, member: Member, busy: int) -> None:
+        if member.version != evaluation.version:
+            evaluation.free.drop(member)
+            return
+        slots = slots_of(member, self.membership.num("rollout"))
+        held = self.leases.of(member.name, "generate")
+        num = sum(lease_subject(lease).startswith("e") for lease in held)
+        evaluation.free.put(member, num if busy < member.num_slots else slots, slots)
 
     def group_of(self, lease: str) -> tuple[Groups, Group] | None:
         """Return the group that a generate or score lease is about, and the book that it is in."""
-        kind, subject, _ = lease.split(":")
-        if kind not in ("generate", "score"):
+        if lease_kind(lease) not in ("generate", "score"):
             return None
-        groups: Groups | None = self.ledger if subject.startswith("t") else self.evaluation
-        group = groups.get(int(subject[1:])) if groups is not None else None
+        return self.find(lease_subject(lease))
+
+    def find(self, key: str) -> tuple[Groups, Group] | None:
+        """Return the live group of this key, and the book that it is in."""
+        groups: Groups | None = self.ledger if key.startswith("t") else self.evaluation
+        group = groups.get(int(key[1:])) if groups is not None and key[1:].isdigit() else None
         return (groups, group) if groups is not None and group is not None else None
+
+    def num_completions(self, purpose: Purpose) -> int:
+        """Return how many completions a group of this purpose has now."""
+        if purpose == "evaluate" and self.evaluation is not None:
+            return self.evaluation.num_completions
+        return self.plan.num_completions(purpose)
+
+    def sampling(self, purpose: Purpose) -> wire.Sampling:
+        """Return how tokens are drawn for a group of this purpose now."""
+        if purpose == "evaluate":
+            return self.plan.eval_sampling
+        return self._train_sampling
+
+    def change(self, key: str, value: float, step: int, request: str) -> None:
+        """Put a setting in force from `step` on; what concerns samples and slots, from now on."""
+        self.changes.add(key, value, step, request)
+        if key == "rl.max_staleness":
+            self.ledger.max_staleness = int(value)
+        elif key == "rl.max_tries":
+            self.ledger.max_tries = int(value)
+        elif key.startswith("sampling."):
+            name = key.removeprefix("sampling.")
+            number = int(value) if DYNAMIC[key].is_whole else value
+            self._train_sampling = msgspec.structs.replace(self._train_sampling, **{name: number})
+
+    # --- who has which version -------------------------------------------------------------------------------------
+
+    def holds(self, member: Member, version: int) -> None:
+        """Note which version a rollout holds (-1 for none), and whether it needs another one."""
+        self._let_go(member)
+        member.version = version
+        if version >= 0:
+            self.holders.setdefault((version, member.host), {})[member.name] = None
+        self.update_free(member)
+        self.look_behind(member)
+
+    def target(self, member: Member) -> int:
+        """Return the version that a rollout is to have: the newest, or that of the evaluation that it is bound to."""
+        evaluation = self.evaluation
+        if evaluation is not None and member.name in evaluation.pinned:
+            return evaluation.version
+        return self.rounds.version
+
+    def look_behind(self, member: Member) -> None:
+        """Note whether a rollout needs another version than it has."""
+        target = self.target(member)
+        if member.version != target and target >= 0 and not self.leases.num(member.name, "adopt"):
+            self.behind[member.name] = None
+            self.due |= Due.ADOPT
+        else:
+            self.behind.pop(member.name, None)
+        self.due |= Due.DISPATCH
+        if self.evaluation is not None:
+            self.loose[member.name] = None
+            self.due |= Due.EVALUATE
+
+    def loose_rollouts(self) -> list[Member]:
+        """Return those that an evaluation may perhaps be bound to, by name."""
+        members = self.membership.members
+        return [members[name] for name in sorted(self.loose) if name in members]
+
+    def _let_go(self, member: Member) -> None:
+        held = self.holders.get((member.version, member.host))
+        if held is not None:
+            held.pop(member.name, None)
+            if not held:
+                del self.holders[member.version, member.host]
+
+    # --- who goes --------------------------------------------------------------------------------------------------
+
+    def lose(self, name: str, why: str) -> None:
+        """Free everything that a replica had; what it answers later changes nothing."""
+        dropped = self.leases.drop(name)
+        self.requeue(dropped)
+        self.behind.pop(name, None)
+        self.awaited.discard(name)
+        self.failing_since.pop(name, None)
+        member = self.membership.leave(name)
+        self.rounds.forget(name, member.layout if member is not None else None)
+        if member is None:
+            return
+        if member.role == "rollout":
+            self._let_go(member)
+        self.free_rollouts.drop(member)
+        self.free_rewards.drop(member)
+        if self.evaluation is not None:
+            self.evaluation.free.drop(member)
+            self.evaluation.pinned.discard(name)
+        if self.step is not None and self.step.shares.pop(name, None) is not None:
+            self.step.broken = True
+        self.write(MemberLeft(name=name))
+        self.note("left", replica=name, reason=why, num_leases=len(dropped))
+        self.due = Due.ALL
+
+    def miss(self) -> None:
+        """Wait no longer for those who were not heard since the controller's restart; the next one need not either."""
+        for name in sorted(self.awaited):
+            self.membership.left(name)
+            self.write(MemberLeft(name=name))
+            self.note("left", replica=name, reason="it was not heard after the controller's restart", num_leases=0)
+        self.awaited.clear()
+
+    def evict(self, member: Member, why: str) -> None:
+        """Lose a replica that hangs or cannot be used, and let this incarnation of it not come back."""
+        self.lose(member.name, why)
+        self.membership.ban(member.name, member.epoch, why)
+        self.refuse(member.name, why)
+
+    def take_back(self, member: Member) -> None:
+        """Free the groups that a rollout works on, since its weights are not what was published."""
+        dropped = self.leases.drop(member.name, "generate")
+        if dropped:
+            self.release(member.name, *dropped)
+            self.requeue(dropped)
+
+    def requeue(self, dropped: list[str]) -> None:
+        """Put the groups of these leases back to where they were before."""
+        for lease in dropped:
+            found = self.group_of(lease)
+            if found is not None:
+                groups, group = found
+                groups.requeue(group)
+        if dropped:
+            self.due |= Due.DISPATCH | Due.SCORE

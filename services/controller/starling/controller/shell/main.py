@@ -1,4 +1,4 @@
-"""The controller process: a ROUTER, a clock, and files around the core."""
+"""The controller process: a ROUTER, a clock, a journal, and files around the core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import structlog
 
 from starling.common.errors import StarlingError
 from starling.common.net.curve import load_allowed
-from starling.common.net.epoch import make_epoch
 from starling.common.net.hub import Arrival, Hub, HubKeys
 from starling.common.observe.process import StopSignal, end_process
 from starling.common.service import ServiceArguments, serve
@@ -20,6 +19,8 @@ from starling.common.wire.messages import Prompt, Release
 from starling.controller.core.events import (
     Command,
     Event,
+    Fetch,
+    Fetched,
     Finish,
     Note,
     PeerLost,
@@ -31,13 +32,21 @@ from starling.controller.core.events import (
 from starling.controller.core.machine import Controller
 from starling.controller.data.prompts import PromptSource, load_prompts
 from starling.controller.settings import ControllerProcess
+from starling.controller.shell.durable import Durable
+from starling.controller.shell.journal import Journal
+from starling.controller.shell.lines import Lines
+from starling.controller.shell.past import JOURNAL, lost_lines, take_up
+from starling.controller.shell.recorder import Recorder, RecordingPrompts
 from starling.controller.shell.status import History, snapshot
+from starling.controller.shell.ticks import Ticks
 from starling.controller.shell.timelines import Timelines
 
 log = structlog.get_logger(__name__)
 
-TICK_S = 0.25
-QUIET_NOTES = frozenset({"step", "trained", "published", "adopted"})
+METRICS = "metrics.jsonl"
+MAX_TOGETHER = 256
+"""Events whose records one transaction may hold, and after which the clock is looked at."""
+QUIET_NOTES = frozenset({"step", "trained", "published", "adopted", "offered", "state"})
 """Notes that come with every step: recorded, and shown on the screen, but not logged."""
 
 
@@ -46,63 +55,138 @@ class RunFailedError(StarlingError):
 
 
 class Shell:
-    """Turns frames and time into events, and commands into frames and lines of files."""
+    """Turns frames and time into events, and commands into frames, records and lines of files."""
 
     def __init__(self, settings: ControllerProcess, arguments: ServiceArguments) -> None:
-        """Bind first, so that replicas can connect while the data loads."""
+        """Read the journal and bind, so that replicas can connect while the data loads.
+
+        Raises ConfigError when the run cannot be begun, or not taken up, in this folder.
+        """
         network = settings.network
-        key = arguments.key_file(network.curve)
-        keys = HubKeys(key, load_allowed(arguments.folder / "keys")) if key is not None else None
-        self.hub = Hub(f"tcp://{network.host}:{network.port}", settings.run.id, make_epoch(), keys)
-        self._folder = arguments.folder
-        self._settings = settings
+        self._settings, self._folder = settings, arguments.folder
+        self._plan = settings.plan()
+        self._journal = Journal(self._folder / JOURNAL)
+        try:
+            self._past = take_up(self._journal, settings.run.id, self._plan)
+            key = arguments.key_file(network.curve)
+            folder = arguments.folder / "keys"
+            keys = HubKeys(key, load_allowed(folder), folder) if key is not None else None
+            bind = f"tcp://{network.host}:{network.port}"
+            self.hub = Hub(bind, settings.run.id, self._past.incarnation, keys)
+        except BaseException:
+            self._journal.close()
+            raise
         self._history = History(time.monotonic())
+        self._metrics = Lines(self._folder / METRICS)
+        told = self._history.read(self._folder / METRICS)
+        for line in lost_lines(self._past.records, told):
+            self._metrics.write(json.dumps({"time": round(time.time(), 4), **line}))
         self._timelines = Timelines(self._folder)
         self._finish: Finish | None = None
+        patience_s = settings.controller.journal_s
+        self._durable = Durable(self._journal, self._do, patience_s=patience_s, stalled=self._stalled)
+        self._fetched: list[Fetched] = []
         self._controller: Controller | None = None
+        self._recorder: Recorder | None = None
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the run is over. Raises RunFailedError if it failed."""
+        self._durable.flush()  # that another incarnation has begun
         write_atomically(
             self._folder / "controller.json",
             json.dumps({"address": self.hub.address, "telemetry": self.hub.telemetry_address}),
         )
         try:
-            with (self._folder / "metrics.jsonl").open("a", buffering=1) as self._metrics:
-                prompts, examples, held_out = load_data(self._settings)
-                self._controller = Controller(self._settings.plan(), prompts, examples, held_out)
-                self._serve(self._controller, stop)
+            self._controller = self._make_controller()
+            self._serve(self._controller, stop)
         finally:
             self.hub.close()
-            self._timelines.write()
+            self._journal.close()
+            self._metrics.close()
+            if self._recorder is not None:
+                self._recorder.close()
+        self._timelines.write()
         assert self._finish is not None
         if not self._finish.ok:
             raise RunFailedError(self._finish.reason)
 
+    def _make_controller(self) -> Controller:
+        past = self._past
+        prompts, examples, held_out = load_data(self._settings)
+        self._recorder = Recorder(
+            self._folder / f"events-{past.incarnation}.rec",
+            run=self._settings.run.id,
+            incarnation=past.incarnation,
+            plan=self._plan,
+            past=past.records,
+            held_out=held_out,
+            cap_bytes=self._settings.controller.recording_mb << 20,
+        )
+        controller = Controller(
+            self._plan,
+            RecordingPrompts(prompts, "prompts", self._recorder),
+            RecordingPrompts(examples, "examples", self._recorder),
+            held_out,
+            past=past.records,
+            incarnation=past.incarnation,
+        )
+        if past.records:
+            log.info("taken_up", incarnation=past.incarnation, version=controller.state.version)
+        past.records.clear()  # what counts of it is in the core now
+        return controller
+
     def _serve(self, controller: Controller, stop: StopSignal) -> None:
-        next_tick, told = time.monotonic(), False
+        ticks, told = Ticks(time.monotonic()), False
         while self._finish is None:
-            for happened in self.hub.poll(max(0.0, next_tick - time.monotonic())):
-                now = time.monotonic()
-                if isinstance(happened, Arrival):
-                    envelope = happened.envelope
-                    cause = f"{envelope.sender}/{envelope.epoch}/{envelope.seq}"
-                    event = Received(now, envelope.sender, envelope.epoch, happened.message, happened.buffers)
-                    self._take(controller, event, cause)
-                else:
-                    self._take(controller, PeerLost(now, happened.name), "lost")
+            num = self._hear(controller, ticks.left_s(time.monotonic()))
             if stop and not told:
                 told = True
                 self._take(controller, StopRequested(time.monotonic(), f"stopped by {stop.name}"), "signal")
-            if time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + TICK_S
+            if ticks.is_due(time.monotonic(), has_more=num >= MAX_TOGETHER):
                 self._take(controller, Ticked(time.monotonic()), "tick")
                 self._show(controller)
+                self._metrics.flush()
+            self._settle(controller)
         self._show(controller)
 
+    def _hear(self, controller: Controller, timeout_s: float) -> int:
+        """Take in what has come, with one transaction for all that has come by its end. Returns how much it was."""
+        num = 0
+        while num < MAX_TOGETHER and self._finish is None:
+            happened = self.hub.poll(timeout_s)
+            for one in happened:
+                now = time.monotonic()
+                if isinstance(one, Arrival):
+                    envelope = one.envelope
+                    cause = f"{envelope.sender}/{envelope.epoch}/{envelope.seq}"
+                    event = Received(now, envelope.sender, envelope.epoch, one.message, one.buffers)
+                    self._take(controller, event, cause)
+                else:
+                    self._take(controller, PeerLost(now, one.name), "lost")
+            num += len(happened)
+            if not happened or not self._durable.is_pending:
+                break
+            timeout_s = 0.0
+        return num
+
+    def _settle(self, controller: Controller) -> None:
+        """Make durable what was decided, say what follows, and hand over what was read from the journal."""
+        self._durable.flush()
+        while self._fetched:
+            self._take(controller, self._fetched.pop(), "journal")
+            self._durable.flush()
+
     def _take(self, controller: Controller, event: Event, cause: str) -> None:
-        for command in controller.step(event):
-            self._do(command, cause)
+        assert self._recorder is not None, "it is made before the controller"
+        self._recorder.event(event)
+        try:
+            commands = controller.step(event)
+        except Exception:
+            self._recorder.flush()
+            log.error("crash", recording=str(self._recorder.path), event=type(event).__name__, cause=cause)
+            raise
+        for command in commands:
+            self._durable.take(command, cause)
 
     def _do(self, command: Command, cause: str) -> None:
         match command:
@@ -113,13 +197,23 @@ class Shell:
             case Note(kind=kind, fields=fields):
                 self._history.note(kind, fields)
                 line = {"time": round(time.time(), 4), "kind": kind, **fields}
-                self._metrics.write(json.dumps(line) + "\n")
+                self._metrics.write(json.dumps(line))
                 self._timelines.note(line)
                 if kind not in QUIET_NOTES:
                     log.info(kind, **fields)
+            case Fetch(step=step):
+                self._fetched.append(Fetched(time.monotonic(), step, self._journal.fetch(step)))
             case Finish():
                 self._finish = command
                 log.info("finished", ok=command.ok, reason=command.reason)
+
+    def _stalled(self, left_s: float) -> None:
+        """The disk of the journal is full: say so to whoever looks, since nothing else can be said."""
+        if self._controller is None:
+            return
+        view = snapshot(self._controller.state, self._history, time.monotonic(), self.hub.dropped.total())
+        waiting_for = f"room on the disk of the journal, for {left_s:.0f} s at most"
+        self.hub.publish(msgspec.msgpack.encode(msgspec.structs.replace(view, waiting_for=waiting_for)))
 
     def _show(self, controller: Controller) -> None:
         view = snapshot(controller.state, self._history, time.monotonic(), self.hub.dropped.total())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.telemetry import ReplicaView, Snapshot
-from starling.controller.core.explain import pull_of
-from starling.controller.core.ledger import GroupState
+from starling.controller.core.explain import explain, pull_of
+from starling.controller.core.ledger import GONE, GroupState
 from starling.controller.core.membership import Member
 from starling.controller.core.state import State
 
@@ -29,6 +31,21 @@ class History:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     _pending: list[float] = field(default_factory=list)
     _steps_per_point: int = 1
+
+    def read(self, path: Path) -> set[int]:
+        """Take in what earlier incarnations noted in metrics.jsonl. Returns the steps that are told there."""
+        steps: set[int] = set()
+        if not path.exists():
+            return steps
+        with path.open() as file:
+            for line in file:
+                if line.endswith("\n") and line.startswith("{"):
+                    fields = json.loads(line)
+                    kind = fields.pop("kind")
+                    if kind == "step":
+                        steps.add(fields["step"])
+                    self.note(kind, fields)
+        return steps
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         """Keep what the screen shows."""
@@ -59,10 +76,8 @@ def snapshot(state: State, history: History, now: float, dropped: int) -> Snapsh
         last_step=state.plan.last_step,
         num_sft_steps=state.plan.num_sft_steps,
         elapsed_s=now - history.started,
-        waiting_for=state.waiting_for,
-        groups={
-            str(s): state.ledger.count(s) for s in GroupState if s not in (GroupState.TRAINED, GroupState.DISCARDED)
-        },
+        waiting_for=explain(state),
+        groups={str(s): state.ledger.count(s) for s in GroupState if s not in GONE},
         replicas=tuple(_view(state, member) for member in members),
         step=history.step,
         rewards=tuple(history.rewards),

@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from starling.weightsync.timeline import rounds_of, trace_of
+
+log = structlog.get_logger(__name__)
 
 
 class Timelines:
@@ -26,8 +30,11 @@ class Timelines:
             self._lines.append(line)
 
     def write(self) -> None:
-        """Write the round that is under way, as far as it is known."""
+        """Write the round that is under way, as far as it is known, and as there is room."""
         for measured in rounds_of(self._lines):
-            self._folder.mkdir(exist_ok=True)
             path = self._folder / f"version-{measured.version:06d}.json"
-            path.write_text(json.dumps(trace_of(measured)))
+            try:
+                self._folder.mkdir(exist_ok=True)
+                path.write_text(json.dumps(trace_of(measured)))
+            except OSError as error:  # a full disk, mostly: a picture less is no reason to stop
+                log.warning("timeline_lost", file=str(path), reason=error.strerror)

@@ -6,6 +6,7 @@ import functools
 
 from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
 from starling.weightsync.offer import Offer, RankOffer, digest_of, holds_of, make_offer
+from starling.weightsync.plan import Plan, check_plan, decode_plan
 
 
 def layout_of(replica: str, shape: tuple[int, ...] = (4,)) -> Layout:
@@ -41,3 +42,11 @@ def offer_of(version: int) -> Offer:
 def encoded_offer(version: int) -> bytes:
     """Return the offer as it travels."""
     return encode(offer_of(version))
+
+
+@functools.lru_cache(maxsize=4096)
+def checked_plan(encoded: bytes, source: str, destination: str) -> Plan:
+    """Return the plan by which `destination` pulls from `source`. Raises WeightsError when it does not fit the two."""
+    plan, layout = decode_plan(encoded), layout_of(destination)
+    check_plan(plan, {0: pieces_of(layout_of(source), 0)}, layout, 0)
+    return plan

@@ -1,0 +1,241 @@
+"""What can be seen from outside of the controller: its journal, what it says, and what is done by it.
+
+| promise                                    | seen at                                              |
+|--------------------------------------------|------------------------------------------------------|
+| nothing said before its record is on disk  | each command that leaves the controller              |
+| nothing finished is done again             | each command, and each record                        |
+| nothing is lost, nothing trained twice     | the sealed steps, and what the policies train        |
+| a version exists once, bit for bit         | the digest of each policy after each step            |
+| staleness within the bound                 | each token of each step                              |
+| trained as it was drawn                    | the temperature of each group of each step           |
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from starling.common.ids import lease_kind, lease_subject
+from starling.common.wire import messages as wire
+from starling.controller.core import records
+from starling.controller.core.events import Command, Event, Received, Send, Write
+from starling.controller.core.plan import RunPlan
+from starling.sim.errors import demand
+from starling.sim.journal import Journal
+
+
+class Promises:
+    """Follows one run. What the journal of a dead controller did not keep is forgotten with it."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan = plan
+        self._digests: dict[int, str] = {}
+        self.trained_prompts: dict[int, list[str]] = {}
+        """By step, in the order of their positions."""
+        self.num_repeated = 0
+        """Steps that were made by one more policy, or made again."""
+        self._adopted: dict[tuple[str, int], set[int]] = {}
+        self._journal: Journal | None = None
+        self._forget()
+
+    def begin(self, journal: Journal) -> None:
+        """A controller begins; it knows what `journal` kept."""
+        self._journal = journal
+        self._forget()
+        for number, record in enumerate(journal.records()):
+            self.written(record, number)
+
+    def _forget(self) -> None:
+        self.num_opened = 0
+        self.committed = 0
+        self.sealed: dict[int, tuple[str, ...]] = {}
+        self.discarded: set[int] = set()
+        self._kept: dict[str, int] = {}
+        """Number of the record that says so of `generate:<key>`, `score:<key>` and `train:<step>`."""
+        self._results: dict[str, str] = {}
+        """By lease, what its answer was written down as; only those whose lease was not released yet."""
+        self._changes: set[str] = set()
+        self._next_ordinal = 0
+        self._evaluations: list[records.EvaluationOpened] = []
+        self.promised: set[str] = set()
+        """Operators' requests for an evaluation to which the controller said yes."""
+
+    def decided(self, event: Event, commands: list[Command]) -> None:
+        """The controller took in a result: note by which record it will be kept, before that is written."""
+        if isinstance(event, Received) and isinstance(event.message, wire.GroupGenerated | wire.GroupScored):
+            lease = event.message.lease
+            what = f"{lease_kind(lease)}:{lease_subject(lease)}"
+            if any(isinstance(command, Write) and _what(command.record) == what for command in commands):
+                self._results[lease] = what
+
+    # --- records ---------------------------------------------------------------------------------------------------
+
+    def written(self, record: records.Record, number: int) -> None:
+        """A record is written, as the `number`-th from 0."""
+        match record:
+            case records.GroupsOpened(first=first, num=num):
+                demand(first == self.num_opened, f"prompts from {first} on are opened after {self.num_opened}")
+                self.num_opened += num
+            case records.GroupGenerated(key=key, trajectories=trajectories):
+                demand(f"generate:{key}" not in self._kept, f"group {key} was generated twice")
+                self._kept[f"generate:{key}"] = number
+                self._check_evaluation(key, trajectories)
+            case records.GroupScored(key=key):
+                demand(f"generate:{key}" in self._kept, f"group {key} was scored before it was generated")
+                demand(f"score:{key}" not in self._kept, f"group {key} was scored twice")
+                self._kept[f"score:{key}"] = number
+            case records.GroupReturned(key=key):
+                self._drop(key)
+            case records.GroupDiscarded(key=key):
+                self._drop(key)
+                if key.startswith("t"):
+                    self.discarded.add(int(key[1:]))
+            case records.StepSealed():
+                self._seal(record, number)
+            case records.StepCommitted(step=step):
+                demand(step == self.committed + 1, f"step {step} was committed after step {self.committed}")
+                self.committed = step
+            case records.VersionPublished(version=version):
+                demand(version <= self.committed, f"version {version} was published before it was committed")
+            case records.SettingChanged(request=request):
+                demand(request not in self._changes, f"{request} was granted twice")
+                self._changes.add(request)
+            case records.EvaluationOpened():
+                self._evaluations.append(record)
+
+    def _drop(self, key: str) -> None:
+        self._kept.pop(f"generate:{key}", None)
+        self._kept.pop(f"score:{key}", None)
+
+    def _seal(self, record: records.StepSealed, number: int) -> None:
+        expected: list[int] = []
+        while len(expected) < len(record.ordinals):
+            if self._next_ordinal not in self.discarded:
+                expected.append(self._next_ordinal)
+            self._next_ordinal += 1
+        demand(list(record.ordinals) == expected, f"step {record.step} is of {record.ordinals}, out of order")
+        demand(len(expected) == self._plan.prompts_per_step, f"step {record.step} is of {len(expected)} groups")
+        demand(record.step not in self.sealed, f"step {record.step} was sealed twice")
+        for ordinal in expected:
+            demand(f"score:t{ordinal}" in self._kept, f"step {record.step} was sealed without the score of t{ordinal}")
+        self.sealed[record.step] = record.prompts
+        self._kept[f"train:{record.step}"] = number
+
+    def _check_evaluation(self, key: str, trajectories: tuple[wire.TrajectoryMeta, ...]) -> None:
+        if not key.startswith("e"):
+            return
+        version = next(e.version for e in reversed(self._evaluations) if e.first <= int(key[1:]))
+        found = {v for t in trajectories for v in (t.oldest_version, t.newest_version)}
+        demand(found == {version}, f"the evaluation of version {version} holds tokens of {found}")
+
+    # --- what the controller says ----------------------------------------------------------------------------------
+
+    def asked(self, send: Send) -> None:
+        """The controller decided to say something; it may have to wait until it is said."""
+        match send.message:
+            case wire.GenerateGroup(lease=lease) | wire.ScoreGroup(lease=lease):
+                what = f"{lease_kind(lease)}:{lease_subject(lease)}"
+                demand(what not in self._kept, f"{what} is asked for again, though it was finished")
+            case wire.TrainStep(step=step, replayed=replayed):
+                made = step <= self.committed
+                demand(replayed == made, f"step {step} is dealt as if it were {'not ' * made}made before")
+            case _:
+                pass
+
+    def sent(self, send: Send) -> None:
+        """A command leaves the controller: all that it rests on must be on disk."""
+        match send.message:
+            case wire.ScoreGroup(lease=lease):
+                self._demand_durable(f"generate:{lease_subject(lease)}", lease)
+            case wire.TrainStep(lease=lease, step=step, groups=groups) if groups:
+                self._demand_durable(f"train:{step}", lease)
+                known = set(self.sealed.get(step, ()))
+                demand(not known or {g.prompt_id for g in groups} <= known, f"step {step} has groups of another")
+            case wire.Release(leases=leases):
+                for lease in leases:
+                    result = self._results.pop(lease, None)
+                    if result is not None:
+                        self._demand_durable(result, lease)
+            case _:
+                pass
+
+    def _demand_durable(self, what: str, lease: str) -> None:
+        if self._journal is None or not self._journal.num_records:
+            return
+        number = self._kept.get(what)
+        durable = number is not None and number < self._journal.num_durable
+        demand(durable, f"{lease} was sent or released before {what} was on disk")
+
+    # --- what is done ----------------------------------------------------------------------------------------------
+
+    def adopted(self, name: str, epoch: int, version: int) -> None:
+        """A rollout proved that it holds `version`."""
+        self._adopted.setdefault((name, epoch), set()).add(version)
+
+    def has_adopted(self, name: str, epoch: int, version: int) -> bool:
+        """Say whether this incarnation ever held `version`, proven."""
+        return version in self._adopted.get((name, epoch), ())
+
+    def taken_over(self, version: int, digest: str) -> None:
+        """A policy has the weights and the state of another."""
+        demand(digest == self._digests.get(version, digest), f"version {version} was taken over, but is another")
+
+    def trained(self, step: int, unordered: list[str], digest: str) -> bool:
+        """A policy made a step of these prompts. Returns True when it is the first to do so."""
+        known = self._digests.setdefault(step, digest)
+        demand(known == digest, f"version {step} was made twice, of different groups or weights")
+        if step in self.trained_prompts:
+            self.num_repeated += 1
+            return False
+        plan = self._plan
+        prompts = sorted(unordered, key=lambda prompt: int(prompt.rpartition("/")[2]))
+        self.trained_prompts[step] = prompts
+        if step <= plan.num_sft_steps:
+            first = (step - 1) * plan.examples_per_step
+            wanted = [f"sft/{first + i}" for i in range(plan.examples_per_step)]
+            demand(prompts == wanted, f"supervised step {step} was of {prompts}")
+            return True
+        demand(len(prompts) == plan.prompts_per_step, f"step {step} was of {len(prompts)} groups")
+        if step in self.sealed:
+            demand(prompts == list(self.sealed[step]), f"step {step} was of {prompts}, and not of what was sealed")
+        return True
+
+    def at_end(self, num_steps: int, *, whole: bool) -> None:
+        """The run is over after `num_steps` steps: is everything trained, once, in order?"""
+        plan = self._plan
+        demand(sorted(self.trained_prompts) == list(range(1, num_steps + 1)), f"steps {sorted(self.trained_prompts)}")
+        steps = range(plan.num_sft_steps + 1, num_steps + 1)
+        prompts = [prompt for step in steps for prompt in self.trained_prompts[step]]
+        numbers = [int(prompt.rpartition("/")[2]) for prompt in prompts]
+        kept = [n for n in range(max(numbers, default=-1) + 1) if n not in self.discarded]
+        demand(numbers == kept, "prompts were lost, trained twice or out of order")
+        if whole:
+            late = self.promised - {opened.request for opened in self._evaluations}
+            demand(not late, f"operators were promised evaluations that never came: {sorted(late)}")
+            demand(num_steps == plan.last_step, f"only {num_steps} of {plan.last_step} steps were made")
+
+
+def _what(record: records.Record) -> str:
+    match record:
+        case records.GroupGenerated(key=key):
+            return f"generate:{key}"
+        case records.GroupScored(key=key):
+            return f"score:{key}"
+        case _:
+            return ""
+
+
+def check_tokens(plan: RunPlan, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> None:
+    """Look at every group that a policy is to train: how old its tokens are, and how they were drawn."""
+    for position, group in enumerate(message.groups):
+        demand(len(group.trajectories) == plan.group_size, f"{group.prompt_id} is not whole")
+        (drawn_at,) = struct.unpack_from("<f", buffers[position * 4 + 2])
+        temperature = group.temperature or message.temperature
+        same = math.isclose(drawn_at, temperature, rel_tol=1e-6)
+        demand(same, f"{group.prompt_id} was drawn at temperature {drawn_at:g} and is trained at {temperature:g}")
+        encoded = buffers[position * 4 + 3]
+        versions = struct.unpack(f"<{len(encoded) // 4}i", encoded)
+        demand(bool(versions), f"{group.prompt_id} has no tokens")
+        stale = message.step - 1 - min(versions)
+        demand(stale <= plan.max_staleness, f"{group.prompt_id} is {stale} versions stale in step {message.step}")
+        demand(max(versions) < message.step, f"{group.prompt_id} was sampled by a version yet to be made")

@@ -1,0 +1,91 @@
+"""Work that a replica has, and the controller does not know of: taken up where it fits, so that it is not done twice.
+
+That happens after the controller died (what leases there were is in no journal), and after a connection was lost for a
+moment. What does not fit any more is to be forgotten by whoever has it.
+"""
+
+from __future__ import annotations
+
+from starling.common.ids import LEASE_KINDS, lease_incarnation, lease_kind, lease_subject
+from starling.controller.core.finish import Stage
+from starling.controller.core.ledger import GroupState
+from starling.controller.core.membership import Member
+from starling.controller.core.state import Due, State
+from starling.controller.core.steps import Step
+
+
+def claim(state: State, member: Member, lease: str) -> bool:
+    """Put `lease`, which `member` says it has, in force if that fits the state. Returns False when it does not."""
+    kind = lease_kind(lease)
+    if kind is None or lease.count(":") != 2 or not 0 < lease_incarnation(lease) <= state.incarnation:
+        return False
+    assert kind in LEASE_KINDS
+    subject = lease_subject(lease)
+    # One of this incarnation may be settled: a heartbeat that was on its way tells of it all the same.
+    is_older = lease_incarnation(lease) < state.incarnation
+    fits = False
+    match kind, member.role:
+        case "generate", "rollout":
+            fits = _generate(state, member, subject)
+        case "score", "reward":
+            fits = _score(state, member, subject)
+        case "train", "policy":
+            fits = _train(state, member, subject, lease)
+        case "publish", _:
+            fits = is_older and subject == str(member.version) and state.ending.stage is Stage.RUNNING
+            if fits and member.role == "policy":
+                state.rounds.asked = max(state.rounds.asked, member.version)
+        case "adopt", "rollout":
+            wanted = str(state.target(member)) if member.version != state.target(member) else ""
+            fits = subject == wanted and not state.leases.num(member.name, "adopt")
+        case "save", "policy":
+            fits = is_older
+    if fits:
+        state.claim(member, kind, lease)
+        if kind == "adopt":
+            state.behind.pop(member.name, None)
+    return fits
+
+
+def _generate(state: State, member: Member, subject: str) -> bool:
+    found = state.find(subject)
+    if found is None or state.leases.num(member.name, "generate") >= member.num_slots:
+        return False
+    groups, group = found
+    if group.state is not GroupState.WAITING:
+        return False
+    if group.purpose == "train":
+        # Its bound was set at its dispatch, by the same rule: its place in the order of training only moves forward.
+        groups.lease(group, state.required_version(group))
+        return True
+    evaluation = state.evaluation
+    if evaluation is None or member.version != evaluation.version:
+        return False
+    evaluation.pinned.add(member.name)
+    groups.lease(group, evaluation.version)
+    return True
+
+
+def _score(state: State, member: Member, subject: str) -> bool:
+    found = state.find(subject)
+    if found is None or found[1].state is not GroupState.GENERATED or found[1].scoring:
+        return False
+    if state.leases.num(member.name, "score") >= member.num_slots:
+        return False
+    found[1].scoring = True
+    return True
+
+
+def _train(state: State, member: Member, subject: str, lease: str) -> bool:
+    """A policy that shares steps is dealt the step again: who else had a share of it nobody knows."""
+    if member.shares_steps or not subject.isdigit() or int(subject) != member.version + 1:
+        return False
+    step = int(subject)
+    if step == state.version + 1:
+        dealt = step <= state.plan.num_sft_steps or bool(state.ledger.sealed(step))
+        if not dealt or state.step is not None:
+            return False
+        state.step = Step(step, shares={member.name: lease})
+        state.due |= Due.TRAIN
+        return True
+    return step <= state.version

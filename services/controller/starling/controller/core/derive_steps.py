@@ -1,0 +1,155 @@
+"""Stop 8: the step in hand is committed when it is made, and the next one is sealed and dealt."""
+
+from __future__ import annotations
+
+import msgspec
+
+from starling.common.wire import messages as wire
+from starling.controller.core.events import Buffers
+from starling.controller.core.ledger import Group
+from starling.controller.core.membership import Member
+from starling.controller.core.records import StepCommitted, StepSealed
+from starling.controller.core.state import Due, State
+from starling.controller.core.steps import Step, buffers_of, share_of, train_group
+
+
+def commit(state: State) -> None:
+    """Take note of the step that was made, or give up how it was dealt when nobody can make it so."""
+    step = state.step
+    if step is None or not (step.is_made or step.must_be_dealt_again):
+        return
+    for name, lease in step.shares.items():  # they wait for somebody who is gone
+        if state.leases.settle(lease, name):
+            state.release(name, lease)
+    state.step = None
+    state.due |= Due.ALL
+    if not step.is_made:
+        state.note("dealt_again", step=step.number)
+        return
+    state.version, state.num_broken = step.number, 0
+    phase = "sft" if step.number <= state.plan.num_sft_steps else "grpo"
+    metrics = {**_mean(list(step.metrics.values())), **state.ledger.sealed_metrics(step.number)}
+    changed = {f"set/{key}": value for key, value in state.changes.as_of(step.number).items()}
+    told = {"phase": phase, **metrics, **changed}
+    state.write(StepCommitted(step=step.number, metrics=told))
+    state.note("step", step=step.number, **told)
+    if phase == "grpo":
+        state.note("trained", step=step.number, prompts=[g.prompt.id for g in state.ledger.sealed(step.number)])
+
+
+def train(state: State) -> None:
+    """Seal the next step when its groups are scored, and deal it to the policies.
+
+    The version that it starts from need not be on offer yet: the policy makes its snapshot first, and digests it
+    while it trains. One version at most is on its way so, for the next publication waits for the one before.
+    """
+    policies, plan, step = state.current_policies(), state.plan, state.version + 1
+    if state.step is not None or not policies or step > plan.last_step:
+        return
+    if any(state.leases.num(member.name, "save") or not member.told for member in policies):
+        return
+    if not state.has_begun and state.membership.num("policy") < plan.num_policies:
+        return
+    behind = [member for member in state.membership.of("policy") if member.version < state.version]
+    if behind:
+        return  # they take over the weights of this version, and are then members of the next step
+    if step <= plan.num_sft_steps:
+        if not state.ending.stopping:
+            _deal_examples(state, policies, step)
+        return
+    groups = state.ledger.sealed(step)
+    if not groups and _may_seal(state):
+        groups = state.ledger.seal(step)
+        if groups:
+            state.write(
+                StepSealed(
+                    step=step,
+                    ordinals=tuple(group.ordinal for group in groups),
+                    prompts=tuple(group.prompt.id for group in groups),
+                )
+            )
+    if groups:
+        _deal_groups(state, policies, step, groups)
+
+
+def deal_again(state: State, policy: Member, step: int, groups: list[Group]) -> None:
+    """Have one policy make a step once more that was committed before."""
+    command = msgspec.structs.replace(_command(state, step), replayed=True)
+    if step <= state.plan.num_sft_steps:
+        command = msgspec.structs.replace(command, examples=_examples(state, step))
+    else:
+        command = msgspec.structs.replace(command, groups=tuple(train_group(group) for group in groups))
+    _deal(state, policy, command, buffers_of(groups))
+
+
+def _may_seal(state: State) -> bool:
+    """Say whether a further step may be begun: nobody wants to stop, and the version before is safe from it."""
+    if state.ending.stopping:
+        return False
+    asked = state.rounds.asked >= state.version and state.is_publishing()
+    return asked or state.rounds.version >= state.version
+
+
+def _deal_examples(state: State, policies: list[Member], step: int) -> None:
+    state.step = Step(step)
+    examples = _examples(state, step)
+    for index, member in enumerate(policies):
+        command = msgspec.structs.replace(
+            _command(state, step),
+            examples=examples[share_of(len(examples), index, len(policies))],
+            replica=index,
+            num_replicas=len(policies),
+            num_groups=len(examples) if len(policies) > 1 else 0,
+        )
+        state.step.shares[member.name] = _deal(state, member, command, ())
+
+
+def _deal_groups(state: State, policies: list[Member], step: int, groups: list[Group]) -> None:
+    state.step = Step(step)
+    for index, member in enumerate(policies):
+        share = groups[share_of(len(groups), index, len(policies))]
+        # Only who was asked for a snapshot of this version must take it before the step changes the weights.
+        asked = state.rounds.asked == state.version and state.leases.num(member.name, "publish") > 0
+        command = msgspec.structs.replace(
+            _command(state, step),
+            groups=tuple(train_group(group) for group in share),
+            published=state.version if asked else -1,
+            replica=index,
+            num_replicas=len(policies),
+            num_groups=len(groups) if len(policies) > 1 else 0,
+        )
+        state.step.shares[member.name] = _deal(state, member, command, buffers_of(share))
+
+
+def _deal(state: State, member: Member, command: wire.TrainStep, buffers: Buffers) -> str:
+    return state.grant(
+        member, "train", command.step, lambda lease: msgspec.structs.replace(command, lease=lease), buffers
+    )
+
+
+def _examples(state: State, step: int) -> tuple[wire.Prompt, ...]:
+    num = state.plan.examples_per_step
+    return tuple(state.examples.prompt((step - 1) * num + i) for i in range(num))
+
+
+def _command(state: State, step: int) -> wire.TrainStep:
+    """Return what all replicas are told alike of a step."""
+    plan = state.plan
+    supervised = step <= plan.num_sft_steps
+    return wire.TrainStep(
+        lease="",
+        step=step,
+        temperature=1.0 if supervised else plan.sampling.temperature or 1.0,  # each group says its own
+        num_steps=plan.num_sft_steps if supervised else plan.num_steps,
+        ordinal=step if supervised else step - plan.num_sft_steps,
+        settings={} if supervised else state.changes.of_policy(step),
+    )
+
+
+def _mean(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of what the policies measured, by name."""
+    if len(metrics) == 1:
+        return metrics[0]
+    names = dict.fromkeys(name for one in metrics for name in one)
+    values = {name: [one[name] for one in metrics if name in one] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}

@@ -1,0 +1,64 @@
+"""What operators ask and want: answered at once, from the state."""
+
+from __future__ import annotations
+
+from starling.common.wire import messages as wire
+from starling.controller.core import derive_evaluation
+from starling.controller.core.dynamic import check
+from starling.controller.core.explain import explain, status, why
+from starling.controller.core.finish import Stage
+from starling.controller.core.records import SettingChanged, StopAsked
+from starling.controller.core.state import Due, State
+
+
+def operator_said(state: State, sender: str, message: wire.OperatorUp) -> None:
+    """Answer an operator. A request that comes again is answered again, and counts once."""
+    try:
+        text, data = _answer(state, message)
+        reply = wire.Reply(request=message.request, ok=True, text=text, data=data)
+    except ValueError as error:
+        reply = wire.Reply(request=message.request, ok=False, text=str(error))
+    state.send(sender, reply)
+
+
+def _answer(state: State, message: wire.OperatorUp) -> tuple[str, dict[str, object]]:
+    match message:
+        case wire.Ask(about="status"):
+            return status(state)
+        case wire.Ask(about="why"):
+            return why(state)
+        case wire.ChangeSetting():
+            return _change(state, message), {}
+        case wire.RequestEvaluation():
+            if state.ending.stage is not Stage.RUNNING or state.ending.stopping:
+                raise ValueError("the run is ending; nothing more is evaluated")
+            if not state.plan.needs_rollouts:
+                raise ValueError("this run generates nothing; set evaluation.at_end = true in its recipe")
+            if not state.held_out:
+                raise ValueError("this run has no held-out prompts; set data.held_out in the recipe")
+            return derive_evaluation.request(state, message), {}
+        case wire.RequestStop(reason=reason):
+            _stop(state, reason)
+            return explain(state), {}
+    raise AssertionError(f"an operator does not say {message!r}")
+
+
+def _stop(state: State, reason: str) -> None:
+    state.ending.stop(reason, state.now)
+    if state.ending.stopping and not state.ending.is_promised and state.ending.stage is Stage.RUNNING:
+        state.ending.is_promised = True
+        state.write(StopAsked(reason=reason))
+    state.due = Due.ALL
+
+
+def _change(state: State, message: wire.ChangeSetting) -> str:
+    value = check(message.key, message.value)
+    begun = state.step.number if state.step is not None else state.version
+    # Supervised steps are as the recipe says: nobody can tell which of them were dealt before a change.
+    step = max(begun, state.plan.num_sft_steps + state.ledger.num_sealed) + 1
+    if message.request not in state.changes.requests:
+        state.write(SettingChanged(key=message.key, value=value, step=step, request=message.request))
+        state.change(message.key, value, step, message.request)
+        state.note("set", key=message.key, value=value, step=step)
+        state.due = Due.ALL
+    return f"{message.key} = {value:g} from step {state.changes.requests[message.request]} on"

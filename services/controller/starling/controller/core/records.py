@@ -1,0 +1,240 @@
+"""What must not be lost: the records of the journal, from which a controller that died is made again.
+
+A record is written, and on disk, before anything that follows from it is said to a replica. What no record holds
+(who has which lease, who holds which version) the replicas tell in their heartbeats.
+
+| record              | says                                            | needed until               |
+|---------------------|-------------------------------------------------|----------------------------|
+| `RunBegun`          | whose journal this is, and by which plan         | the end                    |
+| `ControllerStarted` | another incarnation of the controller            | the end                    |
+| `MemberJoined`, `MemberLeft` | whom a restarted controller should hear of | the next incarnation    |
+| `GroupsOpened`      | positions of the data that are groups now        | the end                    |
+| `GroupGenerated`    | completions, with their payload                  | two saved states cover its step |
+| `GroupScored`       | rewards                                          | as above                   |
+| `GroupReturned`     | completions were thrown away; how often by now   | as above                   |
+| `GroupDiscarded`    | a prompt that is given up                        | the end                    |
+| `StepSealed`        | which groups a step trains                       | the end                    |
+| `StepCommitted`     | the step is made: its version exists             | the end                    |
+| `VersionPublished`  | a version was on offer, and its root             | the end                    |
+| `VersionAdopted`    | a replica has proven to hold a version           | its next one               |
+| `EvaluationOpened`, `EvaluationClosed` | one evaluation of one version | the end                    |
+| `EvaluationRequested` | an operator wants one, and was told yes       | it is opened               |
+| `StopAsked`, `RunStopped` | an operator wants the run to end early, and was told yes; it did | the end  |
+| `SettingChanged`    | an operator's change, and from which step on     | the end                    |
+| `CheckpointWritten` | an export, or a state to continue from           | the end                    |
+| `RunEnded`          | nothing more will come                           | the end                    |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from starling.common.ids import Role
+from starling.common.wire.messages import TensorMeta, TrajectoryMeta
+
+
+class RunBegun(msgspec.Struct, frozen=True, kw_only=True, tag="run_begun"):
+    """The first record."""
+
+    run: str
+    plan: dict[str, Any]
+    """The settings that may not differ when the run is taken up again."""
+
+
+class ControllerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="controller_started"):
+    """The controller began, as its `incarnation`-th, from 1."""
+
+    incarnation: int
+
+
+class MemberJoined(msgspec.Struct, frozen=True, kw_only=True, tag="member_joined"):
+    """A replica is a member."""
+
+    name: str
+    role: Role
+    epoch: int = -1
+    """Its incarnation; -1 for not told."""
+
+
+class MemberLeft(msgspec.Struct, frozen=True, kw_only=True, tag="member_left"):
+    """A replica is no member any more."""
+
+    name: str
+
+
+class GroupsOpened(msgspec.Struct, frozen=True, kw_only=True, tag="groups_opened"):
+    """The prompts at positions `first .. first + num - 1` of the data are groups; their ordinals are the positions."""
+
+    first: int
+    num: int
+
+
+class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_generated"):
+    """A group has its completions; payload: its tensors. For an evaluation the payload is empty.
+
+    Of a group that a committed step has taken, that was thrown away, or that an evaluation has scored, the journal
+    gives back neither the payload nor the texts of the completions.
+    """
+
+    key: str
+    """``t17`` for the group of ordinal 17, ``e3`` for the fourth of an evaluation."""
+    trajectories: tuple[TrajectoryMeta, ...]
+    tensors: tuple[TensorMeta, ...]
+    temperature: float = 1.0
+    """Divisor of the logits under which they were sampled."""
+
+
+class GroupScored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored"):
+    """A group has its rewards."""
+
+    key: str
+    rewards: tuple[float | None, ...]
+    components: dict[str, tuple[float | None, ...]] = {}
+
+
+class GroupReturned(msgspec.Struct, frozen=True, kw_only=True, tag="group_returned"):
+    """A group waits again; its completions were thrown away for the `tries`-th time."""
+
+    key: str
+    tries: int
+
+
+class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag="group_discarded"):
+    """A group is given up."""
+
+    key: str
+    prompt: str
+    reason: str
+
+
+class StepSealed(msgspec.Struct, frozen=True, kw_only=True, tag="step_sealed"):
+    """Step `step` trains the groups of these ordinals, and no other."""
+
+    step: int
+    ordinals: tuple[int, ...]
+    prompts: tuple[str, ...]
+
+
+class StepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag="step_committed"):
+    """Version `step` exists."""
+
+    step: int
+    metrics: dict[str, Any] = {}
+    """What is told of it in metrics.jsonl."""
+
+
+class VersionPublished(msgspec.Struct, frozen=True, kw_only=True, tag="version_published"):
+    """A version was put on offer; `root` proves who adopts it."""
+
+    version: int
+    root: str
+
+
+class VersionAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="version_adopted"):
+    """The replica `name`, in its incarnation `epoch`, has proven to hold `version`."""
+
+    name: str
+    epoch: int
+    version: int
+
+
+class EvaluationOpened(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_opened"):
+    """Evaluation `number`, of `version`, begins; its groups have the ordinals from `first` on."""
+
+    number: int
+    version: int
+    cause: str
+    """start, step, end, or request."""
+    num_completions: int
+    first: int
+    request: str = ""
+    """Of the operator who wanted it."""
+
+
+class EvaluationClosed(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_closed"):
+    """Evaluation `number` is done, or given up."""
+
+    number: int
+    summary: dict[str, Any]
+
+
+class EvaluationRequested(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_requested"):
+    """An operator's request for an evaluation waits for its turn; `EvaluationOpened` of the same request ends that."""
+
+    request: str
+    num_completions: int
+    """Of each prompt; 0 for what the recipe says."""
+
+
+class StopAsked(msgspec.Struct, frozen=True, kw_only=True, tag="stop_asked"):
+    """An operator was told that the run will end early.
+
+    That stands until it has, whatever dies meanwhile: a run that is taken up before stops first. A signal to the
+    controller's process is none: it is about that process, and whoever starts it again wants the run to go on.
+    """
+
+    reason: str
+
+
+class RunStopped(msgspec.Struct, frozen=True, kw_only=True, tag="run_stopped"):
+    """The run has ended early, in order or not: from here on it can be taken up again."""
+
+    reason: str
+
+
+class SettingChanged(msgspec.Struct, frozen=True, kw_only=True, tag="setting_changed"):
+    """From `step` on, `key` has `value`."""
+
+    key: str
+    value: float
+    step: int
+    request: str
+
+
+class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_written"):
+    """Version `step` is on disk; with `state`, a policy can continue from there."""
+
+    step: int
+    path: str
+    state: bool = False
+
+
+class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag="run_ended"):
+    """The last record."""
+
+    ok: bool
+    reason: str
+
+
+Record = (
+    RunBegun
+    | ControllerStarted
+    | MemberJoined
+    | MemberLeft
+    | GroupsOpened
+    | GroupGenerated
+    | GroupScored
+    | GroupReturned
+    | GroupDiscarded
+    | StepSealed
+    | StepCommitted
+    | VersionPublished
+    | VersionAdopted
+    | EvaluationOpened
+    | EvaluationClosed
+    | EvaluationRequested
+    | StopAsked
+    | RunStopped
+    | SettingChanged
+    | CheckpointWritten
+    | RunEnded
+)
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """One record as the journal gives it back."""
+
+    record: Record
+    payload: tuple[bytes, ...] = ()

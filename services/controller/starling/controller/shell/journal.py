@@ -1,0 +1,384 @@
+"""The journal: what must survive the controller's death, in one SQLite file beside the run.
+
+    append, append, ..., commit        one transaction, one fsync: durable when `commit` returns
+
+A `Send` that follows from a record goes out after the commit, so whatever the controller has said to anybody is on
+disk. See docs/decisions/0009-journal.md for why it is made this way. Tables:
+
+| table      | holds                                                                                              |
+|------------|----------------------------------------------------------------------------------------------------|
+| `records`  | every record, in order; of a generated group without the texts of its completions                   |
+| `contents` | of each generated group that may be needed again: part 0 the whole record, then its payload          |
+| `groups`   | where the contents of a group are, its score, and the step that takes it                             |
+| `adopted`  | the newest `VersionAdopted` of each replica; the older ones go                                       |
+| `marks`    | `committed`: the last step made; `pruned`: up to which step a policy has a state, so contents may go |
+
+The file grows to the most that it ever held at once: what is deleted leaves pages that the next records take.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from starling.common.errors import ConfigError, StarlingError
+from starling.controller.core.events import Buffers
+from starling.controller.core.records import (
+    GroupDiscarded,
+    GroupGenerated,
+    GroupReturned,
+    GroupScored,
+    Kept,
+    Record,
+    StepCommitted,
+    StepSealed,
+    VersionAdopted,
+)
+
+VERSION: Final = 1
+"""Of the tables and of the records' encoding."""
+APPLICATION: Final = 0x53544C4E
+"""Marks a SQLite file as one of ours."""
+PAGE_BYTES: Final = 8 << 10
+"""A payload is a few buffers of some KiB: in SQLite's usual pages of 4 KiB a third of the file would be empty."""
+WAL_PAGES: Final = 500
+"""Pages in the write-ahead log before a commit copies them into the file, which makes that commit some 10 ms longer.
+Four times as many make it 50 ms and save nothing, since payloads are written once."""
+WAL_BYTES: Final = 64 << 20
+"""A write-ahead log that grew beyond this, on a full disk for example, is cut afterwards."""
+PRUNED_PER_COMMIT: Final = 64
+"""Groups whose contents one commit deletes, so that pruning hundreds of them holds nobody up."""
+READ_AT_ONCE: Final = 512
+
+_SCHEMA: Final = (
+    "CREATE TABLE records (seq INTEGER PRIMARY KEY, body BLOB NOT NULL)",
+    "CREATE TABLE contents (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",
+    "CREATE TABLE groups (key TEXT PRIMARY KEY, generated INTEGER NOT NULL, scored INTEGER, step INTEGER, rank INTEGER)"
+    " WITHOUT ROWID",
+    "CREATE INDEX groups_of_step ON groups (step, rank)",
+    "CREATE TABLE adopted (name TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE marks (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    f"PRAGMA application_id = {APPLICATION}",
+    f"PRAGMA user_version = {VERSION}",
+)
+_PARTS: Final = 16
+"""Bits of `contents.id` below the record's number: the part."""
+
+_FULL: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+"""No room for the file or its log, and no room for the log's index."""
+
+Operation = tuple[str, tuple[Any, ...]]
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)
+
+
+class JournalError(StarlingError):
+    """The journal cannot be written, and nobody knows what of the last transaction is on disk: only a restart can."""
+
+
+class JournalFullError(JournalError):
+    """The disk is full. Nothing was lost: `commit` can be tried again as soon as there is room."""
+
+
+class Journal:
+    """The one writer of a journal."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the journal at `path`, or make it. Raises ConfigError when it cannot be used, or is in use."""
+        self.path = path
+        self._lock = _lock(path)
+        try:
+            with _explained(path):
+                self._db = _open(path)
+                self._seq: int = self._db.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()[0]
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._pruning = True
+        """There may be contents to delete."""
+        self._forget()
+
+    def append(self, record: Record, payload: Buffers = ()) -> None:
+        """Add `record`; only a `GroupGenerated` has a payload. It is durable once `commit` has returned."""
+        assert not payload or isinstance(record, GroupGenerated), f"{type(record).__name__} has no payload"
+        self._seq += 1
+        body = _encoder.encode(record)
+        if isinstance(record, GroupGenerated):
+            # Inserted as they are: one row for each buffer spares the copy that joining them would be.
+            first = self._seq << _PARTS
+            self._contents += [(first + part, buffer) for part, buffer in enumerate((body, *payload))]
+            body = _encoder.encode(_without_texts(record))
+        self._records.append((self._seq, body))
+        self._operations += _operations(self._seq, record)
+
+    def prune(self, step: int) -> None:
+        """Let the contents of the groups of steps up to `step` go, from the next commit on and a few at a time."""
+        self._operations.append(_raise_mark("pruned", step))
+        self._pruning = True
+
+    @property
+    def num_pending(self) -> int:
+        """Records that were appended since the last commit that succeeded."""
+        return len(self._records)
+
+    def commit(self) -> None:
+        """Make durable all that was appended, in one transaction with one fsync; nothing when there is nothing to do.
+
+        Pruning goes on with each call, so call it also when nothing was appended.
+        Raises JournalFullError when the disk is full; everything is still here, and the next commit tries it again.
+        Raises JournalError when it is not known what is on disk.
+        """
+        if not (self._records or self._operations or self._pruning):
+            return
+        try:
+            pruning = self._write()
+        except sqlite3.Error as error:
+            self._roll_back()
+            if getattr(error, "sqlite_errorcode", None) in _FULL:
+                raise JournalFullError(
+                    f"the disk of the journal {self.path} is full; {self.num_pending} records wait for room, make some"
+                ) from None
+            raise JournalError(f"the journal {self.path} cannot be written: {error}; look at its disk") from None
+        self._pruning = pruning
+        self._forget()
+
+    def read(self) -> Iterator[Kept]:
+        """Return what is durable, in order.
+
+        A generated group that no committed step has taken comes whole, with its payload; any other without payload,
+        and without the texts of its completions, so that a long run fits into memory. Raises ConfigError.
+        """
+        return _read(self.path, self._db)
+
+    def fetch(self, step: int) -> tuple[Kept, ...]:
+        """Return what `step` was made of: of each group its last `GroupGenerated`, whole, and its `GroupScored`.
+
+        The groups come in the order of `StepSealed.ordinals`. Empty when the step has no groups, or is pruned.
+        Raises ConfigError when the file is damaged.
+        """
+        with _explained(self.path):
+            if step <= _marks(self._db)["pruned"]:
+                return ()
+            kept: list[Kept] = []
+            rows = self._db.execute("SELECT generated, scored FROM groups WHERE step = ? ORDER BY rank", (step,))
+            for generated, scored in rows.fetchall():
+                body = self._db.execute("SELECT body FROM records WHERE seq = ?", (scored,)).fetchone()[0]
+                kept += [_whole(self._db, generated), Kept(_decoder.decode(body))]
+            return tuple(kept)
+
+    def close(self) -> None:
+        """Let the file go. What was appended and not committed is dropped."""
+        try:
+            self._db.close()
+        finally:
+            os.close(self._lock)
+
+    def _write(self) -> bool:
+        """Run the transaction. Returns whether there is more to prune."""
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        db.executemany("INSERT INTO records VALUES (?, ?)", self._records)
+        db.executemany("INSERT INTO contents VALUES (?, ?)", self._contents)
+        for operation, values in self._operations:
+            db.execute(operation, values)
+        due = self._pruned_groups() if self._pruning else []
+        for key in due:
+            for operation, values in _drop(key):
+                db.execute(operation, values)
+        db.execute("COMMIT")
+        return len(due) == PRUNED_PER_COMMIT
+
+    def _pruned_groups(self) -> list[str]:
+        step = _marks(self._db)["pruned"]
+        rows = self._db.execute("SELECT key FROM groups WHERE step <= ? LIMIT ?", (step, PRUNED_PER_COMMIT))
+        return [key for (key,) in rows.fetchall()]
+
+    def _roll_back(self) -> None:
+        # SQLite has rolled back by itself after some errors; what stays in this object is what counts.
+        if self._db.in_transaction:
+            try:
+                self._db.execute("ROLLBACK")
+            except sqlite3.Error:
+                pass
+
+    def _forget(self) -> None:
+        self._records: list[tuple[int, bytes]] = []
+        self._contents: list[tuple[int, bytes]] = []
+        self._operations: list[Operation] = []
+
+
+def read_journal(path: Path) -> Iterator[Kept]:
+    """Return what is durable in the journal at `path`, as `Journal.read`, also while a controller writes it.
+
+    Raises ConfigError.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no journal {path}; give the path of a run's journal")
+    with _explained(path):
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    try:
+        with _explained(path):
+            _check(path, db)
+        yield from _read(path, db)
+    finally:
+        db.close()
+
+
+def _operations(seq: int, record: Record) -> list[Operation]:
+    """Return what a record changes in `groups`, `contents` and `marks`."""
+    match record:
+        case GroupGenerated(key=key):
+            return [*_drop(key), ("INSERT INTO groups (key, generated) VALUES (?, ?)", (key, seq))]
+        case GroupScored(key=key) if key.startswith("e"):
+            return _drop(key)  # nobody trains it, and its texts were for the scorers
+        case GroupScored(key=key):
+            return [("UPDATE groups SET scored = ? WHERE key = ?", (seq, key))]
+        case GroupReturned(key=key) | GroupDiscarded(key=key):
+            return _drop(key)
+        case StepSealed(step=step, ordinals=ordinals):
+            sealing = "UPDATE groups SET step = ?, rank = ? WHERE key = ?"
+            return [(sealing, (step, rank, f"t{ordinal}")) for rank, ordinal in enumerate(ordinals)]
+        case StepCommitted(step=step):
+            return [_raise_mark("committed", step)]
+        case VersionAdopted(name=name):
+            # Only the newest of each replica counts: a thousand rollouts prove a version each at every step.
+            return [
+                ("DELETE FROM records WHERE seq = (SELECT seq FROM adopted WHERE name = ?)", (name,)),
+                ("INSERT OR REPLACE INTO adopted VALUES (?, ?)", (name, seq)),
+            ]
+        case _:
+            return []
+
+
+def _drop(key: str) -> list[Operation]:
+    """Delete the contents of a group, if it has any."""
+    contents = (
+        f"DELETE FROM contents WHERE id >= (SELECT generated << {_PARTS} FROM groups WHERE key = ?1)"
+        f" AND id < (SELECT (generated + 1) << {_PARTS} FROM groups WHERE key = ?1)"
+    )
+    return [(contents, (key,)), ("DELETE FROM groups WHERE key = ?", (key,))]
+
+
+def _raise_mark(name: str, step: int) -> Operation:
+    return ("UPDATE marks SET value = max(value, ?) WHERE name = ?", (step, name))
+
+
+def _marks(db: sqlite3.Connection) -> dict[str, int]:
+    return dict(db.execute("SELECT name, value FROM marks").fetchall())
+
+
+def _without_texts(record: GroupGenerated) -> GroupGenerated:
+    return replace(record, trajectories=tuple(replace(t, text="") for t in record.trajectories))
+
+
+def _read(path: Path, db: sqlite3.Connection) -> Iterator[Kept]:
+    with _explained(path):
+        wanted = "SELECT generated FROM groups WHERE step IS NULL OR step > ?"
+        whole = {seq for (seq,) in db.execute(wanted, (_marks(db)["committed"],))}
+    last = 0
+    while True:
+        with _explained(path):
+            query = "SELECT seq, body FROM records WHERE seq > ? ORDER BY seq LIMIT ?"
+            rows: Sequence[tuple[int, bytes]] = db.execute(query, (last, READ_AT_ONCE)).fetchall()
+        for seq, body in rows:
+            with _explained(path):
+                one = _whole(db, seq) if seq in whole else Kept(_decoder.decode(body))
+            yield one
+        if not rows:
+            return
+        last = rows[-1][0]
+
+
+def _whole(db: sqlite3.Connection, seq: int) -> Kept:
+    """Return a generated group with its texts and its payload."""
+    query = "SELECT body FROM contents WHERE id >= ? AND id < ? ORDER BY id"
+    body, *payload = [row[0] for row in db.execute(query, (seq << _PARTS, (seq + 1) << _PARTS))]
+    return Kept(_decoder.decode(body), tuple(payload))
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None)
+    try:
+        if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("BEGIN IMMEDIATE")
+            for statement in _SCHEMA:
+                db.execute(statement)
+            db.executemany("INSERT INTO marks VALUES (?, ?)", [("committed", -1), ("pruned", -1)])
+            db.execute("COMMIT")
+        _check(path, db)
+        # FULL: the write-ahead log is synced at every commit. NORMAL would survive a kill too, but not a power cut.
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+        db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        db.execute("PRAGMA temp_store = MEMORY")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _check(path: Path, db: sqlite3.Connection) -> None:
+    if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+        raise ConfigError(f"{path} is a database of another program, not a journal; give the run another folder")
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version != VERSION:
+        raise ConfigError(
+            f"{path} is a journal of version {version} and this Starling has version {VERSION}; "
+            "take the run up with the Starling that began it, or begin it anew in another folder"
+        )
+
+
+def _lock(path: Path) -> int:
+    """Lock the file beside the journal. Raises ConfigError.
+
+    The lock belongs to this process and to no child of it, so it ends with this process, however that ends.
+    """
+    lock_path = path.with_name(f"{path.name}.lock")
+    try:
+        file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot open {lock_path}: {error.strerror}; the journal needs a folder to write in"
+        ) from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(os.getpid()).encode(), 0)
+    except (BlockingIOError, PermissionError):
+        holder = os.pread(file, 32, 0).decode(errors="replace") or "unknown"
+        os.close(file)
+        raise ConfigError(
+            f"the controller with pid {holder} writes the journal {path}; end that one, or give the run another folder"
+        ) from None
+    except OSError as error:
+        os.close(file)
+        raise ConfigError(
+            f"cannot lock {lock_path}: {error.strerror}; the journal needs a local disk with room"
+        ) from None
+    return file
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what SQLite and the decoder say of a file into a ConfigError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+            raise ConfigError(f"{path} is no journal; move the file away, or give the run another folder") from None
+        raise ConfigError(f"the journal {path} cannot be read: {error}; restore it, or begin the run anew") from None
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the journal {path} is damaged: {error}; restore it, or begin the run anew") from None

@@ -1,0 +1,73 @@
+"""What a controller finds when it begins: an empty journal, or that of a run to take up again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from starling.common.errors import ConfigError
+from starling.controller.core.plan import RESUMED_WITH, RunPlan
+from starling.controller.core.records import ControllerStarted, Kept, RunBegun, StepCommitted, StepSealed
+from starling.controller.shell.journal import Journal
+
+JOURNAL = "journal.sqlite"
+
+
+@dataclass(frozen=True)
+class Past:
+    """The records of a journal, and which incarnation of the controller reads them."""
+
+    records: list[Kept]
+    incarnation: int
+
+
+def take_up(journal: Journal, run: str, plan: RunPlan) -> Past:
+    """Read the journal, and append to it that another incarnation has begun; the caller commits that.
+
+    Raises:
+        ConfigError: it is of another run, or of a run by other settings.
+    """
+    records = list(journal.read())
+    begun = next((kept.record for kept in records if isinstance(kept.record, RunBegun)), None)
+    present = {name: value for name, value in msgspec.to_builtins(plan).items() if name in RESUMED_WITH}
+    if begun is None:
+        journal.append(RunBegun(run=run, plan=present))
+    else:
+        _check(journal.path, begun, run, present)
+    earlier = [kept.record.incarnation for kept in records if isinstance(kept.record, ControllerStarted)]
+    incarnation = max(earlier, default=0) + 1
+    journal.append(ControllerStarted(incarnation=incarnation))
+    return Past(records, incarnation)
+
+
+def lost_lines(records: Iterable[Kept], told: Set[int]) -> Iterator[dict[str, Any]]:
+    """Return the lines of metrics.jsonl of the steps that are not `told` there.
+
+    A step is in the journal before it is in that file, which a full disk, or a death in between, may keep it out of.
+    """
+    prompts: dict[int, tuple[str, ...]] = {}
+    for kept in records:
+        match kept.record:
+            case StepSealed(step=step, prompts=sealed):
+                prompts[step] = sealed
+            case StepCommitted(step=step, metrics=metrics) if step not in told:
+                yield {"kind": "step", "step": step, **metrics}
+                if step in prompts:
+                    yield {"kind": "trained", "step": step, "prompts": prompts[step]}
+
+
+def _check(path: Path, begun: RunBegun, run: str, present: dict[str, object]) -> None:
+    if begun.run != run:
+        raise ConfigError(
+            f"{path} is the journal of run {begun.run}, and this is {run}; give this run a folder of its own with --dir"
+        )
+    for name, value in begun.plan.items():
+        if present.get(name, value) != value:
+            raise ConfigError(
+                f"the run of {path} began with {name} = {value}, and now it is {present[name]}; "
+                "take it up with what it began with, or start another run"
+            )

@@ -1,0 +1,338 @@
+"""The language of the scenarios: blocks of events, each with what the controller makes of it. README.md explains it."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from stage import Replica, Stage, Undone
+
+from starling.common.wire import messages as wire
+from starling.controller.core.events import PeerLost
+from starling.sim.weights import encoded_layout, encoded_offer, offer_of
+
+SEPARATOR, UNSEEN = "----", "---- not shown"
+NOTHING = "(nothing)"
+
+
+@dataclass
+class Block:
+    """Some events, and the lines that they lead to."""
+
+    before: list[str] = field(default_factory=list)
+    """Comments."""
+    events: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    separator: str = SEPARATOR
+    """`UNSEEN` for a way to where the story begins, which other scenarios show."""
+
+
+def parse(text: str) -> list[Block]:
+    """Read a scenario.
+
+    Raises:
+        ValueError: a block without its separator.
+    """
+    blocks = []
+    for part in text.strip().split("\n\n"):
+        block, lines = Block(), part.strip().split("\n")
+        while lines and lines[0].startswith("#"):
+            block.before.append(lines.pop(0))
+        at = next((index for index, line in enumerate(lines) if line in (SEPARATOR, UNSEEN)), None)
+        if lines and at is None:
+            raise ValueError(f"the block that begins with {lines[0]!r} has no {SEPARATOR}; put it after the events")
+        if at is not None:
+            block.events, block.separator, block.lines = lines[:at], lines[at], lines[at + 1 :]
+        blocks.append(block)
+    return blocks
+
+
+def written(blocks: list[Block]) -> str:
+    """Write a scenario as it is read."""
+    parts = [
+        [*block.before, *block.events, *([block.separator, *block.lines] if block.events else [])] for block in blocks
+    ]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def play(blocks: list[Block], folder: Path) -> list[Block]:
+    """Feed the events to a controller, and return the blocks with what it made of them.
+
+    Raises:
+        ValueError: a line that is not understood.
+    """
+    stage: Stage | None = None
+    played = []
+    for block in blocks:
+        lines: list[str] = []
+        for event in block.events:
+            verb, _, rest = event.partition(" ")
+            if verb == "plan":
+                stage = _begin(folder, rest)
+                continue
+            if stage is None:
+                raise ValueError(f"{event!r} comes before the plan; begin with 'plan', and its numbers")
+            lines += _happens(stage, event)
+        shown = lines or [NOTHING] if block.events and block.separator == SEPARATOR else []
+        played.append(Block(block.before, block.events, shown, block.separator))
+    if stage is not None:
+        stage.arrive()
+        stage.store.close()
+    return played
+
+
+def _begin(folder: Path, rest: str) -> Stage:
+    numbers = {key: ast.literal_eval(value) for key, value in _options(shlex.split(rest))[1].items()}
+    return Stage(folder, numbers.pop("held_out", 2), **numbers)
+
+
+def _options(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    pairs = dict(word.split("=", 1) for word in words if "=" in word)
+    return [word for word in words if "=" not in word], pairs
+
+
+def _happens(stage: Stage, event: str) -> list[str]:
+    first, *words = shlex.split(event)
+    match first:
+        case "crash":
+            undone: Any = words[0] if words else ""
+            if undone not in get_args(Undone):
+                raise ValueError(f"{event!r}: a crash leaves things 'unsaid', 'unwritten', or is just a 'crash'")
+            return stage.crashes(undone)
+        case "fetched":
+            return stage.answers()
+        case "stop":
+            return stage.stops(" ".join(words) or "enough")
+        case "wait":
+            return _wait(stage, float(words[0]), beating="beating" in words)
+    verb = VERBS.get(words[0]) if words else None
+    if verb is None:
+        raise ValueError(f"{event!r} is not understood; a replica {', '.join(VERBS)}; or crash, fetched, stop, wait")
+    plain, options = _options(words[1:])
+    stage.arrive()
+    if first.startswith("operator"):
+        return verb(stage, Replica(first, options), plain, options)
+    if first not in stage.replicas and words[0] != "joins":
+        raise ValueError(f"{event!r}: {first} has not joined")
+    return verb(stage, stage.replicas.setdefault(first, Replica(first, {})), plain, options)
+
+
+def _wait(stage: Stage, seconds: float, *, beating: bool) -> list[str]:
+    if not beating:
+        return stage.waits(seconds)
+    lines, end = [], stage.now + seconds
+    while stage.now < end and not stage.ended:
+        for replica in list(stage.replicas.values()):
+            if replica.is_up:
+                stage.arrive()
+                lines += beats(stage, replica, [], {})
+        lines += stage.waits(min(stage.plan.heartbeat_s, end - stage.now))
+    return lines
+
+
+# --- what replicas say ---------------------------------------------------------------------------------------------
+
+Words = list[str]
+Options = dict[str, str]
+
+
+def joins(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It says hello: as it did before, but for the options."""
+    replica.options |= {**dict.fromkeys(words, "yes"), **options}
+    known, role = replica.options, replica.name.rpartition("-")[0]
+    replica.is_up = True
+    if role == "policy":
+        replica.version = int(options.get("version", max(0, replica.version)))
+    hello = wire.Hello(
+        role=role,  # type: ignore[arg-type]
+        host=known.get("host", "a"),
+        pid=1,
+        num_slots=0 if role == "policy" else int(known.get("slots", 2 if role == "rollout" else 8)),
+        version=replica.version,
+        has_layout=role != "reward",
+        serves=role == "policy" or "serves" in known,
+        shares_steps="shares" in known,
+    )
+    return stage.hears(replica.name, hello, *(() if role == "reward" else (encoded_layout(replica.name),)))
+
+
+def restarts(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """Its process begins anew, with nothing in hand, and says hello."""
+    replica.epoch += 1
+    replica.version = -1
+    replica.held.clear()
+    return joins(stage, replica, words, options)
+
+
+def returns(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It has lost the controller and found it again: hello, and a heartbeat."""
+    lines = joins(stage, replica, words, options)
+    stage.arrive()
+    return lines + beats(stage, replica, [], {})
+
+
+def beats(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It says what it holds, or what follows 'holding', and its version."""
+    held = list(replica.held)
+    if words[:1] == ["holding"]:
+        held = [_lease(stage, replica, *word.split(":", 1)) for word in words[1:] if word != "nothing"]
+    replica.version = int(options.get("version", replica.version))
+    leases = tuple(wire.HeldLease(lease=lease, phase="working") for lease in held)
+    return stage.hears(replica.name, wire.Heartbeat(leases=leases, version=replica.version))
+
+
+def dies(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """Its process dies, and with it its connection; 'silently': nobody notices, a host is gone."""
+    replica.is_up = False
+    replica.held.clear()
+    return [] if words == ["silently"] else stage._step(PeerLost(stage.now, replica.name))
+
+
+def leaves(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It says farewell."""
+    replica.is_up = False
+    return stage.hears(replica.name, wire.Leave(reason=" ".join(words) or "drained"))
+
+
+def generates(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It has generated groups, by the version that it holds."""
+    lines = []
+    for word in words:
+        lease = _lease(stage, replica, "generate", word)
+        command = replica.held.get(lease)
+        num = command.num_completions if isinstance(command, wire.GenerateGroup) else stage.plan.group_size
+        lines += stage.generates(replica.name, lease, int(options.get("version", replica.version)), num)
+    return lines
+
+
+def scores(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It has scored groups, each completion with 1, 0, 1, ... or as `rewards` says, where 'none' is a failure."""
+    lines = []
+    for word in words:
+        lease = _lease(stage, replica, "score", word)
+        command = replica.held.get(lease)
+        num = len(command.completions) if isinstance(command, wire.ScoreGroup) else stage.plan.group_size
+        rewards: list[float | None] = [float(index % 2 == 0) for index in range(num)]
+        if "rewards" in options:
+            rewards = [None if r == "none" else float(r) for r in options["rewards"].split(",")]
+        lines += stage.scores(lease, *rewards, name=replica.name)
+    return lines
+
+
+def trains(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It has made a step."""
+    step = int(words[0])
+    replica.version = step
+    lease = _lease(stage, replica, "train", words[0])
+    return stage.hears(replica.name, wire.StepTrained(lease=lease, step=step, metrics={}))
+
+
+def publishes(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It has a version on offer."""
+    lease, version = _lease(stage, replica, "publish", words[0]), int(words[0])
+    published = wire.WeightsPublished(lease=lease, version=version, publish_s=0.0)
+    return stage.hears(replica.name, published, encoded_offer(version))
+
+
+def adopts(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It has pulled a version and uses it; 'torn': what it holds is not what was offered."""
+    lease, version = _lease(stage, replica, "adopt", words[0]), int(words[0])
+    replica.version = version
+    adopted = wire.WeightsAdopted(
+        lease=lease,
+        version=version,
+        root="torn" if "torn" in words else offer_of(version).root,
+        pull_s=0.0,
+        pause_s=0.0,
+        size_bytes=16,
+        transport="local",
+    )
+    return stage.hears(replica.name, adopted)
+
+
+def saves(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It has saved a state that it can continue from."""
+    saved = wire.CheckpointSaved(
+        lease=_lease(stage, replica, "save", words[0]), step=int(words[0]), path="/s", state=True
+    )
+    return stage.hears(replica.name, saved)
+
+
+def exports(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It has written the last checkpoint."""
+    saved = wire.CheckpointSaved(lease=_lease(stage, replica, "checkpoint", words[0]), step=int(words[0]), path="/c")
+    return stage.hears(replica.name, saved)
+
+
+def fails(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It cannot do a piece of work, ``generate:t0`` for example; 'for good': nor could any other replica."""
+    kind, subject = words[0].split(":", 1)
+    return stage.fails(
+        replica.name, _lease(stage, replica, kind, subject), options.get("reason", "no luck"), fatal="good" in words
+    )
+
+
+def _lease(stage: Stage, replica: Replica, kind: str, subject: str = "") -> str:
+    """Return the newest lease that a replica was given for this, or the one of the attempt that `subject` names."""
+    if ":" in subject:
+        return stage.aliases.long(f"{kind}:{subject}")
+    found = stage.given.get((replica.name, f"{kind}:{subject}"))
+    if found is None:
+        raise ValueError(f"{replica.name} was never given {kind}:{subject}")
+    return found
+
+
+# --- what operators say --------------------------------------------------------------------------------------------
+
+
+def sets(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """An operator changes a setting; the same `request` counts once."""
+    key, text = words
+    value = ast.literal_eval(text) if text[:1] in "-.0123456789" else text
+    request = options.get("request", f"{key} {text} {stage.now}")
+    return stage.hears(replica.name, wire.ChangeSetting(request=request, key=key, value=value))
+
+
+def evaluates(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """An operator wants the newest version evaluated, with so many completions of each prompt."""
+    num = int(words[0]) if words else 0
+    request = wire.RequestEvaluation(request=options.get("request", "evaluate"), num_completions=num)
+    return stage.hears(replica.name, request)
+
+
+def asks(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """An operator asks why, or for the status."""
+    about: Any = words[0]
+    text = stage.hears(replica.name, wire.Ask(request="ask", about=about))
+    return [line for lines in text for line in lines.split("\n")]
+
+
+def stops(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """An operator wants the run to end in good order."""
+    return stage.hears(replica.name, wire.RequestStop(request="stop", reason=" ".join(words) or "enough"))
+
+
+VERBS: dict[str, Callable[[Stage, Replica, Words, Options], list[str]]] = {
+    "joins": joins,
+    "restarts": restarts,
+    "returns": returns,
+    "beats": beats,
+    "dies": dies,
+    "leaves": leaves,
+    "generates": generates,
+    "scores": scores,
+    "trains": trains,
+    "publishes": publishes,
+    "adopts": adopts,
+    "saves": saves,
+    "exports": exports,
+    "fails": fails,
+    "sets": sets,
+    "evaluates": evaluates,
+    "asks": asks,
+    "stops": stops,
+}

@@ -1,0 +1,124 @@
+"""The stage of a scenario: the controller's core, its journal on disk, and replicas that say what they are told to say.
+
+The controller may die after any event: at once, after its records were written and before anything was said, or before
+either. It is then made again from the journal, through the code by which a real one takes up a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from transcript import SMALL, Script, Stream
+from wording import noted, wording
+
+from starling.common.wire import messages as wire
+from starling.controller.core.events import Event, Fetch, Fetched, Finish, Prune, Received, Send, Write
+from starling.controller.core.machine import Controller
+from starling.controller.core.records import ControllerStarted
+from starling.controller.shell.journal import Journal
+from starling.controller.shell.past import take_up
+
+Undone = Literal["", "unsaid", "unwritten"]
+
+
+@dataclass
+class Replica:
+    """What one replica knows of itself."""
+
+    name: str
+    options: dict[str, str]
+    """As it said when it joined last."""
+    epoch: int = 1
+    version: int = -1
+    held: dict[str, wire.Work] = field(default_factory=dict)
+    """Work that it was given, until it is told to forget it."""
+    is_up: bool = True
+
+
+class Stage(Script):
+    """A script whose controller can die."""
+
+    def __init__(self, folder: Path, num_held_out: int, **changes: Any) -> None:
+        """`changes` are those of the plan of `transcript`; the journal lies in `folder`."""
+        super().__init__(SMALL, num_held_out, **changes)
+        self.file = folder / "journal.sqlite"
+        self.replicas: dict[str, Replica] = {}
+        self.given: dict[tuple[str, str], str] = {}
+        """The newest lease of each replica by kind and subject: ``("rollout-0", "generate:t0")``."""
+        self.wanted = -1
+        """The step that was to be fetched from the journal last."""
+        self.ended = False
+        self.begins_again()
+
+    def begins_again(self) -> list[str]:
+        """Make the controller, from whatever is in the journal."""
+        self.store = Journal(self.file)
+        past = take_up(self.store, "scenario", self.plan)
+        self.controller = Controller(
+            self.plan, Stream("train"), Stream("sft"), self.held_out, past=past.records, incarnation=past.incarnation
+        )
+        self.state = self.controller.state
+        self.commands = []
+        return [f"journal <- {noted(ControllerStarted(incarnation=past.incarnation))}"]
+
+    def crashes(self, undone: Undone = "") -> list[str]:
+        """The controller dies, and begins again; of its last commands, what is `undone` never happened."""
+        self.arrive(undone)
+        self.store.close()
+        return self.begins_again()
+
+    def hears(self, sender: str, message: wire.Up, *buffers: bytes, epoch: int = 0) -> list[str]:
+        """`sender` says `message`, as the incarnation that it is of."""
+        replica = self.replicas.get(sender)
+        return super().hears(sender, message, *buffers, epoch=epoch or (replica.epoch if replica else 1))
+
+    def answers(self) -> list[str]:
+        """The journal gives back what it was asked for last."""
+        self.arrive()
+        return self._step(Fetched(self.now, self.wanted, self.store.fetch(self.wanted)))
+
+    def _step(self, event: Event) -> list[str]:
+        self.arrive()
+        self.commands = self.controller.step(event)
+        self.ended = self.ended or any(isinstance(command, Finish) for command in self.commands)
+        beats = isinstance(event, Received) and isinstance(event.message, wire.Heartbeat)
+        shown = [
+            wording(command, self.aliases, self.plan.sampling)
+            for command in self.commands
+            if not (beats and isinstance(command, Send) and isinstance(command.message, wire.Welcome))
+        ]
+        return [text for text in shown if text is not None]
+
+    def arrive(self, undone: Undone = "") -> None:
+        """Do what the controller wanted last, but for what its death prevents.
+
+        What comes before the first record is done at once; whatever comes later waits for the records.
+        """
+        commands, self.commands = self.commands, []
+        first = next((index for index, command in enumerate(commands) if isinstance(command, Write)), len(commands))
+        done = commands[:first] if undone else commands
+        for command in commands if undone != "unwritten" else []:
+            if isinstance(command, Write):
+                self.store.append(command.record, command.payload)
+            elif isinstance(command, Prune):
+                self.store.prune(command.step)
+        self.store.commit()
+        for command in done:
+            if isinstance(command, Send):
+                self._arrives(command)
+            elif isinstance(command, Fetch):
+                self.wanted = command.step
+
+    def _arrives(self, send: Send) -> None:
+        replica = self.replicas.get(send.peer)
+        if replica is None or not replica.is_up:
+            return
+        if isinstance(send.message, wire.Work):
+            lease = send.message.lease
+            replica.held[lease] = send.message
+            self.given[send.peer, lease.rpartition(":")[0]] = lease
+        elif isinstance(send.message, wire.Release):
+            for lease in send.message.leases:
+                replica.held.pop(lease, None)

@@ -1,0 +1,45 @@
+"""Each file of this folder is a scenario: events in, what the controller makes of them out. See README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from language import Block, parse, play, written
+
+FILES = sorted(Path(__file__).parent.glob("*.txt"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_scenario(file: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    text = file.read_text()
+    played = written(play(parse(text), tmp_path))
+    if request.config.getoption("--regenerate", default=False):
+        file.write_text(played)
+    else:
+        assert text == played, "look at the difference; when it is meant: pytest tests/scenarios --regenerate"
+
+
+def test_each_scenario_says_what_it_proves() -> None:
+    assert FILES
+    assert [file.name for file in FILES if not file.read_text().startswith("# ")] == []
+
+
+@pytest.mark.parametrize(
+    ("event", "problem"),
+    [
+        ("rollout-0 joins", "comes before the plan"),
+        ("plan\nrollout-0 beats", "rollout-0 has not joined"),
+        ("plan\nrollout-0 dances", "is not understood"),
+        ("plan\nrollout-0 joins\nrollout-0 generates t0", "rollout-0 was never given generate:t0"),
+        ("plan\ncrash politely", "a crash leaves things 'unsaid'"),
+    ],
+)
+def test_a_line_that_means_nothing_is_no_event(event: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=problem):
+        play([Block(events=event.split("\n"))], tmp_path)
+
+
+def test_a_block_ends_its_events() -> None:
+    with pytest.raises(ValueError, match="has no ----"):
+        parse("plan\nrollout-0 joins\n")

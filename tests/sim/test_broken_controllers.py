@@ -1,0 +1,151 @@
+"""The simulation finds what is wrong: each deliberate bug breaks a promise under one of the first ten seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from starling.common.ids import lease_kind
+from starling.controller.core import derive_weights, handle
+from starling.controller.core.events import Command, Event, Prune, Send, Write
+from starling.controller.core.leases import Leases
+from starling.controller.core.ledger import Group, Groups, GroupState, Ledger
+from starling.controller.core.machine import Controller
+from starling.controller.core.membership import Member, Membership
+from starling.controller.core.state import State
+from starling.policy.core.progress import Progress
+from starling.sim.campaign import run_one
+from starling.sim.host import Host
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def first_complaint(mix: str, seeds: Sequence[int] = range(10)) -> str:
+    """Return the first violation under any seed; the test fails when there is none."""
+    for seed in seeds:
+        outcome = run_one((mix, seed, 0))
+        if outcome.violation:
+            return outcome.violation
+    pytest.fail("the simulation did not notice")
+
+
+def one_slot_too_many(patch: pytest.MonkeyPatch) -> None:
+    free_slots = Ledger.free_slots
+    patch.setattr(Ledger, "free_slots", lambda self: free_slots(self) + 1)
+
+
+def stale_dispatch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(State, "required_version", lambda self, group: 0)
+
+
+def no_healing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Leases, "compare", lambda self, peer, held, now, grace_s: ([], [], []))
+
+
+def lost_work_stays_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Groups, "requeue", lambda self, group: None)
+
+
+def unproven_versions_count(patch: pytest.MonkeyPatch) -> None:
+    join = Membership.join
+
+    def trusting(self: Membership, name, epoch, hello, layout, now) -> Member:  # type: ignore[no-untyped-def]
+        member = join(self, name, epoch, hello, layout, now)
+        member.version = max(member.version, 0)
+        return member
+
+    patch.setattr(Membership, "join", trusting)
+
+
+def groups_in_any_order(patch: pytest.MonkeyPatch) -> None:
+    def seal(self: Ledger, step: int) -> list[Group]:
+        scored = self.within(GroupState.SCORED)[: self.prompts_per_step]
+        if len(scored) == self.prompts_per_step:
+            self._unsealed = [group.ordinal for group in scored]
+            self.take(step, scored)
+            return scored
+        return []
+
+    patch.setattr(Ledger, "is_full", lambda self: True)
+    patch.setattr(Ledger, "seal", seal)
+
+
+def steps_overtake_publications(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Progress, "must_wait", lambda self, command: False)
+
+
+def said_before_it_is_on_disk(patch: pytest.MonkeyPatch) -> None:
+    do = Host._do
+
+    def hasty(self: Host, command: Command) -> None:
+        if isinstance(command, Send):
+            self._send(command)
+        else:
+            do(self, command)
+
+    patch.setattr(Host, "_do", hasty)
+
+
+def records_come_last(patch: pytest.MonkeyPatch) -> None:
+    step = Controller.step
+
+    def disordered(self: Controller, event: Event) -> list[Command]:
+        return sorted(step(self, event), key=lambda command: isinstance(command, Write))
+
+    patch.setattr(Controller, "step", disordered)
+
+
+def claims_are_believed(patch: pytest.MonkeyPatch) -> None:
+    def believe(state: State, member: Member, lease: str) -> bool:
+        kind = lease_kind(lease)
+        assert kind is not None
+        state.claim(member, kind, lease)
+        return True
+
+    patch.setattr(handle, "claim", believe)
+
+
+def a_replay_skips_a_step(patch: pytest.MonkeyPatch) -> None:
+    replay = derive_weights._replay
+    patch.setattr(
+        derive_weights,
+        "_replay",
+        lambda state, policy, step: replay(state, policy, min(step + 1, state.version)),
+    )
+    patch.setattr(Progress, "objection", lambda self, command: None)
+
+
+def payload_is_deleted_too_early(patch: pytest.MonkeyPatch) -> None:
+    has_state = State.has_state
+
+    def hasty(self: State, step: int) -> None:
+        has_state(self, step)
+        self.out.append(Prune(self.version + 1))
+
+    patch.setattr(State, "has_state", hasty)
+
+
+@pytest.mark.parametrize(
+    ("bug", "mix", "complaint"),
+    [
+        (one_slot_too_many, "calm", "groups live"),
+        (stale_dispatch, "calm", "versions stale"),
+        (no_healing, "loss", "is in force"),
+        (lost_work_stays_lost, "crashes", "otherwise"),
+        (unproven_versions_count, "calm", "never proved"),
+        (groups_in_any_order, "reorder", "out of order"),
+        (steps_overtake_publications, "reorder", "has no snapshot"),
+        (said_before_it_is_on_disk, "calm", "was on disk"),
+        (records_come_last, "calm", "was on disk"),
+        (claims_are_believed, "controller", "otherwise"),
+        (a_replay_skips_a_step, "crashes", "was made twice"),
+        (payload_is_deleted_too_early, "crashes", "is deleted"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_broken_controller_is_found_out(
+    bug: Patch, mix: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    assert complaint in first_complaint(mix)

@@ -1,0 +1,93 @@
+"""Capacity questions, and the command line that asks them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from starling.common.errors import ConfigError
+from starling.controller.core.ledger import Ledger
+from starling.sim.capacity import Load, measure, parse_load
+from starling.sim.cli import main
+
+SMALL = "rollouts=4,rewards=1,slots=2,prompts_per_step=8,group_size=2,response_length=256,step_s=2,steps=6"
+
+
+def test_changes_are_numbers_or_multiples() -> None:
+    load = parse_load("rollouts=512, response_length=2x", Load())
+    assert (load.rollouts, load.response_length) == (512, 2048)
+    assert load.step_s == Load().step_s
+
+
+@pytest.mark.parametrize("text", ["rolouts=2", "rollouts", "rollouts=two", "rollouts=0", "steps=1e12", "pull_s=nan"])
+def test_a_change_that_makes_no_load_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_load(text, Load())
+
+
+def test_what_is_slow_bounds_the_throughput() -> None:
+    base = parse_load(SMALL, Load())
+    answers = {
+        text: measure(text, parse_load(text, base), range(2))
+        for text in ("rollouts=4", "rollouts=16", "response_length=4x", "max_staleness=0", "step_s=60")
+    }
+    plain = answers["rollouts=4"]
+    assert answers["rollouts=16"].samples_per_s > plain.samples_per_s
+    assert answers["response_length=4x"].samples_per_s < plain.samples_per_s / 2
+    assert answers["max_staleness=0"].staleness_max == 0
+    assert answers["max_staleness=0"].samples_per_s < plain.samples_per_s
+    assert answers["step_s=60"].policy_busy > 0.8, "the policy is what everybody waits for"
+    assert plain.staleness_max == 1
+
+
+def test_a_question_is_answered_by_a_table_and_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "answer.svg"
+    arguments = ["sim", "--base", SMALL, "--what-if", "rollouts=2x", "--seeds", "1", "--picture", str(picture)]
+    command = [sys.executable, "-m", "starling.cli.main", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:3] == ["load", "samples/s", "tokens/s"]
+    assert [line.split()[0] for line in lines[1:]] == [SMALL, "rollouts=2x"]
+    assert "rollouts=2x" in picture.read_text()
+
+
+def test_answers_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--base", SMALL, "--seeds", "1", "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)
+    assert answer["load"]["rollouts"] == 4
+    assert answer["samples_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--faults", "rain"],
+        ["--replicas", "2"],
+        ["--jobs", "0"],
+        ["--seeds", "-1"],
+        ["--what-if", "rollouts=2x", "--picture", "answer.jpg"],
+    ],
+)
+def test_what_makes_no_run_is_refused_in_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("starling: ")
+
+
+def test_seeds_are_counted_mix_by_mix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--faults", "calm,loss", "--seeds", "3", "--first-seed", "5", "--jobs", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(";")[0] for line in lines] == ["calm: 3 of 3 seeds finish", "loss: 3 of 3 seeds finish"]
+
+
+def test_a_failure_is_printed_as_a_test(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    free_slots = Ledger.free_slots
+    monkeypatch.setattr(Ledger, "free_slots", lambda self: free_slots(self) + 1)
+    assert main(["--faults", "calm", "--seeds", "2", "--jobs", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "calm: 0 of 2 seeds finish" in out
+    assert "def test_seed_0_of_calm() -> None:" in out
+    compile(out[out.index("from starling") :], "printed", "exec")

@@ -1,0 +1,162 @@
+"""The parts of the simulated cluster that could hide a bug of the real ones: journal, network, all-reduce."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from starling.common.wire.messages import TrainStep
+from starling.controller.core import records
+from starling.sim.clock import Clock
+from starling.sim.collective import Collective, Piece, Share
+from starling.sim.errors import Violation
+from starling.sim.faults import Faults
+from starling.sim.journal import Journal
+from starling.sim.network import Network
+from starling.sim.rollout import LONGEST, length_of
+
+
+def opened(first: int) -> records.GroupsOpened:
+    """Return some record."""
+    return records.GroupsOpened(first=first, num=1)
+
+
+def journal_of(seed: int) -> tuple[Clock, Journal]:
+    """Return an empty journal, and the clock by which it commits."""
+    clock = Clock()
+    return clock, Journal(clock, random.Random(seed), 0.01, lambda: None)
+
+
+@given(
+    seed=st.integers(0, 1000),
+    actions=st.lists(st.sampled_from(["append", "pass", "crash"]), max_size=40),
+)
+def test_what_was_durable_outlives_every_crash(seed: int, actions: list[str]) -> None:
+    clock, journal = journal_of(seed)
+    for _ in actions:
+        clock.after(1e9, lambda: None)  # there always is something to come
+    written: list[records.Record] = []
+    for action in actions:
+        if action == "append":
+            written.append(opened(len(written)))
+            journal.append(written[-1], ())
+        elif action == "pass":
+            clock.advance()
+        else:
+            durable = journal.num_durable
+            journal.crash()
+            assert durable <= journal.num_durable == journal.num_records
+            written = written[: journal.num_durable]
+    assert journal.records() == written
+
+
+def test_a_commit_takes_all_that_came_before_it_began() -> None:
+    clock, journal = journal_of(0)
+    journal.append(opened(0), ())
+    journal.append(opened(1), ())
+    journal.append(opened(2), ())
+    assert journal.num_durable == 0
+    clock.advance()
+    assert journal.num_durable == 1, "the first did not wait for company"
+    clock.advance()
+    assert journal.num_durable == 3
+
+
+def generated(key: str) -> records.GroupGenerated:
+    """Return the record of completions."""
+    return records.GroupGenerated(key=key, trajectories=(), tensors=())
+
+
+def a_step(journal: Journal, step: int, ordinals: tuple[int, ...]) -> None:
+    """Write a step of these groups, in another order than they are trained in."""
+    for ordinal in reversed(ordinals):
+        journal.append(generated(f"t{ordinal}"), (b"first",))
+        journal.append(generated(f"t{ordinal}"), (b"%d" % ordinal,))
+        journal.append(records.GroupScored(key=f"t{ordinal}", rewards=(1.0,)), ())
+    journal.append(records.StepSealed(step=step, ordinals=ordinals, prompts=()), ())
+
+
+def test_a_step_is_fetched_as_it_was_trained_until_it_is_pruned() -> None:
+    _, journal = journal_of(0)
+    a_step(journal, 1, (0, 1))
+    with pytest.raises(Violation, match="was not committed"):
+        journal.fetch(1)
+    journal.append(records.StepCommitted(step=1), ())
+    fetched = journal.fetch(1)
+    assert [kept.payload for kept in fetched] == [(b"0",), (), (b"1",), ()]
+    assert [type(kept.record).__name__ for kept in fetched] == ["GroupGenerated", "GroupScored"] * 2
+    a_step(journal, 2, (2, 3))
+    payloads = [kept.payload for kept in journal.past() if kept.payload]
+    assert payloads == [(b"first",), (b"3",), (b"first",), (b"2",)], "a committed step needs none"
+    journal.prune(1)
+    with pytest.raises(Violation, match="deleted"):
+        journal.fetch(1)
+
+
+@given(seed=st.integers(0, 1000), num=st.integers(1, 50))
+def test_a_network_without_faults_keeps_the_order(seed: int, num: int) -> None:
+    clock = Clock()
+    network, heard = Network(clock, random.Random(seed), Faults()), list[int]()
+    for i in range(num):
+        network.carry("rollout-0", True, heard.append, i)
+    for _ in range(num):
+        clock.advance()
+    assert heard == list(range(num))
+
+
+def test_a_partition_loses_what_is_under_way_both_ways_and_heals() -> None:
+    clock = Clock()
+    network, heard = Network(clock, random.Random(0), Faults()), list[str]()
+    network.carry("rollout-0", True, heard.append, "under way")
+    network.part(["rollout-0"])
+    network.part(["rollout-0"])
+    network.carry("rollout-0", False, heard.append, "after")
+    network.carry("rollout-1", True, heard.append, "another")
+    network.heal(["rollout-0"])
+    clock.advance()
+    clock.advance()
+    assert heard == ["another"]
+    network.heal(["rollout-0"])
+    network.carry("rollout-0", True, heard.append, "healed")
+    clock.advance()
+    assert heard == ["another", "healed"]
+
+
+def share(policy: str, replica: int, num: int, prompts: str, done: list[str]) -> Share:
+    """Return a share of a step of three groups."""
+    message = TrainStep(lease=f"train:1:1.{policy}", step=1, replica=replica, num_replicas=num, num_groups=3)
+    pieces = {prompt: Piece(prompt.encode()) for prompt in prompts}
+    return Share(policy, message, pieces, "start", lambda whole: done.append(f"{policy}:{''.join(sorted(whole))}"))
+
+
+def test_policies_wait_for_every_share_of_one_dealing() -> None:
+    collective, done = Collective(), list[str]()
+    collective.arrive(share("a", 0, 3, "x", done))
+    collective.arrive(share("b", 1, 3, "y", done))
+    collective.leave("b")
+    collective.arrive(share("c", 2, 3, "z", done))
+    assert done == [], "one has died"
+    collective.leave("c")
+    collective.arrive(share("c", 1, 2, "z", done))
+    assert done == []
+    collective.arrive(share("a", 0, 2, "xy", done))
+    assert sorted(done) == ["a:xyz", "c:xyz"]
+
+
+def test_shares_of_different_dealings_make_no_step() -> None:
+    collective, done = Collective(), list[str]()
+    collective.arrive(share("a", 0, 2, "x", done))
+    collective.arrive(share("b", 1, 2, "z", done))
+    assert done == []
+    collective.arrive(share("a", 0, 2, "xy", done))
+    assert sorted(done) == ["a:xyz", "b:xyz"]
+
+
+def test_lengths_have_the_mean_asked_for_and_a_tail() -> None:
+    lengths = [length_of(seed, 20.0) for seed in range(20_000)]
+    assert 18 <= sum(lengths) / len(lengths) <= 21
+    assert max(lengths) == 20 * LONGEST
+    assert length_of(7, 20.0) == length_of(7, 20.0)

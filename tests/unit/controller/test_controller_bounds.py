@@ -1,0 +1,135 @@
+"""What the controller keeps in memory is bounded by who and what is in the run now, however long the run has been."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transcript import SMALL, Script, Stream
+
+from starling.common.wire import messages as wire
+from starling.controller.core import membership
+from starling.controller.core.dynamic import Changes
+from starling.controller.core.free import Free
+from starling.controller.core.ledger import GroupState, Ledger
+from starling.controller.core.machine import Controller
+from starling.controller.core.membership import Member, Membership
+from starling.controller.core.records import Kept, MemberJoined, MemberLeft
+from starling.controller.core.rounds import Rounds
+from starling.sim.weights import encoded_layout, encoded_offer
+from starling.weightsync.layout import decode_layout
+
+
+def size_of(one: Any) -> int:
+    """Return how many entries all containers of `one` have, those in its containers included."""
+    if isinstance(one, dict):
+        return len(one) + sum(size_of(value) for value in one.values())
+    if isinstance(one, list | tuple | set):
+        return len(one) + sum(size_of(value) for value in one if not isinstance(value, str))
+    return sum(size_of(value) for value in vars(one).values()) if isinstance(one, Free | Ledger) else 0
+
+
+def test_who_is_free_is_kept_by_members_and_not_by_versions() -> None:
+    free = Free()
+    members = [Member(name=f"r-{i}", role="rollout", epoch=1, num_slots=4, heard_at=0.0, version=0) for i in range(8)]
+    for version in range(500):
+        for member in members:
+            member.version = version
+            for busy in (0, 1, 2):
+                free.put(member, busy)
+        assert free.least_busy(version) is members[0]
+    assert size_of(free) < 1000
+
+
+def test_who_is_free_is_kept_by_members_and_not_by_changes() -> None:
+    free = Free()
+    idle, working = (
+        Member(name=name, role="rollout", epoch=1, num_slots=4, heard_at=0.0, version=0) for name in ("r-0", "r-1")
+    )
+    free.put(idle, 0)
+    for number in range(5000):
+        free.put(working, 1 + number % 2)
+        assert free.least_busy() is idle
+    assert size_of(free) < 1000
+
+
+def test_discarded_prompts_are_counted_and_not_listed() -> None:
+    ledger = Ledger(num_steps=500, prompts_per_step=2, max_staleness=0, max_tries=0)
+    for step in range(1, 501):
+        for _ in range(4):
+            ledger.admit(Stream("p").prompt(0))
+        first = ledger.num_admitted - 4
+        for ordinal in (first, first + 2):
+            group = ledger.get(ordinal)
+            assert group is not None
+            ledger.discard(group)
+        for rank, ordinal in enumerate((first + 1, first + 3)):
+            group = ledger.get(ordinal)
+            assert group is not None
+            assert ledger.rank(group) == rank
+            ledger.lease(group, 0)
+            ledger.generated(group, (), (), ())
+            ledger.scored(group, (), {})
+        assert ledger.next_waiting() is ledger.next_to_score() is None
+        assert len(ledger.seal(step)) == 2
+        ledger.trained(step)
+    assert ledger.count(GroupState.SEALED) == 0
+    assert size_of(ledger) < 100
+
+
+def test_plans_go_with_the_replicas_that_they_were_made_for() -> None:
+    script = Script()
+    script.begins()
+    for epoch in range(2, 100):
+        script.loses("rollout-0")
+        script.joins("rollout-0", epoch=epoch)
+        assert script.state.leases.num("rollout-0", "adopt") == 1
+    assert size_of(script.state.rounds._encoded) < 20
+
+
+def test_plans_from_a_replica_that_is_gone_go_too() -> None:
+    rounds = Rounds()
+    here = decode_layout(encoded_layout("rollout-0"))
+    for number in range(50):
+        name = f"policy-{number}"
+        source = decode_layout(encoded_layout(name))
+        member = Member(
+            name=name, role="policy", epoch=1, num_slots=0, heard_at=0.0, version=number, host="h", layout=source
+        )
+        rounds.publish(member, number, encoded_offer(number))
+        rounds.plan(source, here)
+        rounds.forget(name, source)
+    assert size_of(rounds._encoded) < 20
+
+
+def test_only_so_many_who_are_gone_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "KEPT_GONE", 10)
+    known = Membership(10.0)
+    hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
+    for number in range(100):
+        name = f"rollout-{number}"
+        known.prove(known.join(name, 1, hello, None, 0.0), 7)
+        known.leave(name)
+        known.ban(name, 1, "it hung")
+    for kept in (known.proven, known._epochs, known._banned):
+        assert len(kept) <= 11
+    assert known.refusal("rollout-99", 1, hello) == "it hung"
+
+
+def test_a_setting_that_is_changed_again_and_again_is_one() -> None:
+    changes = Changes()
+    for number in range(1000):
+        changes.add("rl.max_tries", number, 3, "r")
+    assert size_of(changes._changes) < 10
+    assert changes.now("rl.max_tries", -1) == 999
+
+
+def test_a_restored_controller_remembers_no_more_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "KEPT_GONE", 10)
+    records: list[Kept] = []
+    for number in range(100):
+        records += [Kept(MemberJoined(name=f"rollout-{number}", role="rollout", epoch=1))]
+        records += [Kept(MemberLeft(name=f"rollout-{number}"))]
+    streams = Stream("train"), Stream("sft")
+    known = Controller(SMALL, *streams, [], past=records, incarnation=2).state.membership
+    assert len(known._epochs) <= 11

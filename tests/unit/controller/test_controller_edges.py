@@ -1,0 +1,369 @@
+"""Where two things meet that seldom do: each of these once went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from transcript import SMALL, Script, Stream
+
+from starling.common.wire import messages as wire
+from starling.controller.core.events import Send, Ticked, Write
+from starling.controller.core.machine import Controller
+from starling.controller.core.records import Kept, MemberLeft
+from starling.sim.weights import encoded_layout, encoded_offer
+
+
+def enters(script: Script, name: str, *, host: str = "h", epoch: int = 1, version: int = -1) -> list[str]:
+    """`name` joins, able to serve and to share steps."""
+    role: Any = name.rpartition("-")[0]
+    hello = wire.Hello(
+        role=role, host=host, pid=1, num_slots=2, version=version, has_layout=True, serves=True, shares_steps=True
+    )
+    return script.hears(name, hello, encoded_layout(name), epoch=epoch)
+
+
+def offers(script: Script, name: str, version: int, attempt: int) -> list[str]:
+    """`name` puts `version` on offer, as the `attempt`-th that was asked to."""
+    published = wire.WeightsPublished(lease=f"publish:{version}:{attempt}", version=version, publish_s=0.0)
+    return script.hears(name, published, encoded_offer(version))
+
+
+def to(name: str, lines: list[str]) -> list[str]:
+    """Return what was said to `name`, but for formalities."""
+    said = [line.removeprefix(f"{name} <- ") for line in lines if line.startswith(f"{name} <- ")]
+    return [line for line in said if line != "welcome" and not line.startswith("release")]
+
+
+def test_nothing_happens_after_the_end() -> None:
+    script = Script()
+    script.begins()
+    script.stops()
+    script.loses("policy-0")
+    script.waits(SMALL.drain_s + 1)
+    assert script.log[-1] == "done: enough"
+    num = len(script.journal)
+    assert script.waits(60) == []
+    assert script.joins("rollout-5") == []
+    assert len(script.journal) == num
+
+
+def test_a_policy_takes_its_state_from_a_policy_however_near_a_rollout_is() -> None:
+    script = Script(num_policies=1)
+    enters(script, "policy-0", host="far", version=0)
+    script.joins("reward-0", slots=8)
+    enters(script, "rollout-0", host="near")
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    lines = enters(script, "rollout-1", host="near")
+    assert to("rollout-0", lines) == ["publish:0:1"]
+    offers(script, "rollout-0", 0, 1)
+    script.adopts("rollout-1", 0, 1)
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.trains(1)
+    script.publishes(1)
+    script.adopts("rollout-0", 1, 0)
+    enters(script, "rollout-2", host="near")
+    offers(script, "rollout-0", 1, 1)
+    assert script.state.rounds.offers["rollout-0"].version == 1
+    enters(script, "policy-1", host="near", version=0)
+    [pull] = [send.message for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
+    assert pull.with_state
+    assert pull.source == "policy-0"
+
+
+def test_a_replica_that_was_replaced_has_failed_at_nothing_yet() -> None:
+    script = Script()
+    enters(script, "policy-0", version=0)
+    script.joins("reward-0", slots=8)
+    script.joins("rollout-0")
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.trains(1)
+    script.publishes(1)
+    enters(script, "policy-1", version=0)
+    script.fails("policy-1", f"adopt:1:{script.attempt_of('policy-1', 'adopt:1')}")
+    script.loses("policy-1")
+    for _ in range(8):
+        script.waits(SMALL.lease_s / 2)
+        for name in ("policy-0", "rollout-0", "reward-0"):
+            script.beats(name, version=script.state.membership.members[name].version)
+    enters(script, "policy-1", epoch=2, version=0)
+    lease = f"adopt:1:{script.attempt_of('policy-1', 'adopt:1')}"
+    failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason="no luck")
+    script.hears("policy-1", failed, epoch=2)
+    assert "policy-1" in script.state.membership.members
+
+
+def test_a_rollout_that_hangs_over_an_offer_holds_no_publication_up() -> None:
+    script = Script(max_staleness=1)
+    script.joins("policy-0")
+    script.joins("reward-0", slots=8)
+    enters(script, "rollout-0")
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    script.finishes("generate:t0:0", "generate:t1:0")
+    lines = enters(script, "rollout-1")
+    assert to("rollout-0", lines) == [], "policy-0 offers it on the same host"
+    script.state.rounds.forget("policy-0", None)
+    lines = enters(script, "rollout-2")
+    assert to("rollout-0", lines) == ["publish:0:1"]
+    assert "publish:1:0" in to("policy-0", script.trains(1))
+
+
+def test_an_operator_cannot_want_what_a_run_of_supervised_steps_never_does() -> None:
+    script = Script(num_sft_steps=1, num_steps=0)
+    script.joins("policy-0")
+    [reply] = script.hears("operator-0", wire.RequestEvaluation(request="a"))
+    assert reply.startswith("operator-0 <- no: ")
+    assert "policy-0 <- checkpoint:1:0" in script.trains(1)
+
+
+def restored(script: Script, incarnation: int) -> tuple[Controller, list[Write]]:
+    """Return the next controller of this run, and an empty list for what it writes."""
+    past = [Kept(write.record, write.payload) for write in script.journal]
+    streams = Stream("train"), Stream("sft")
+    return Controller(script.plan, *streams, script.held_out, past=past, incarnation=incarnation), []
+
+
+def test_who_does_not_come_back_after_a_crash_is_waited_for_once() -> None:
+    script = Script()
+    script.begins("rollout-0", "rollout-1")
+    controller, written = restored(script, 2)
+    for now in range(60):
+        written += [command for command in controller.step(Ticked(float(now))) if isinstance(command, Write)]
+    left = {write.record.name for write in written if isinstance(write.record, MemberLeft)}
+    assert left == {"policy-0", "reward-0", "rollout-0", "rollout-1"}
+    assert not controller.state.awaited
+    script.journal += written
+    assert not restored(script, 3)[0].state.awaited
+
+
+def test_rollouts_are_not_missed_once_all_is_generated() -> None:
+    script = Script(num_steps=1, start_s=20.0)
+    script.begins()
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.loses("rollout-0")
+    for _ in range(40):
+        script.waits(1.0)
+        script.beats("policy-0", "train:1:0")
+    script.trains(1)
+    script.publishes(1)
+    for _ in range(40):
+        script.waits(1.0)
+        script.beats("policy-0", "checkpoint:1:0", version=1)
+    assert not script.state.ending.failure
+
+
+def test_rollouts_are_not_missed_by_a_run_that_stops() -> None:
+    script = Script(start_s=20.0)
+    script.begins()
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.stops()
+    script.loses("rollout-0")
+    for _ in range(40):
+        script.waits(1.0)
+        script.beats("policy-0", "train:1:0")
+    assert not script.state.ending.failure
+
+
+def test_a_shared_step_that_cannot_be_made_fails_the_run() -> None:
+    script = Script()
+    enters(script, "policy-0", version=0)
+    enters(script, "policy-1", version=0)
+    script.joins("reward-0", slots=8)
+    script.joins("rollout-0")
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    script.finishes("generate:t0:0", "generate:t1:0")
+    for _ in range(100):
+        if script.state.ending.failure:
+            break
+        script.fails("policy-0", f"train:1:{script.attempt_of('policy-0', 'train:1')}", "out of memory")
+    assert "out of memory" in script.state.ending.failure
+
+
+def test_nothing_new_is_evaluated_while_the_last_checkpoint_is_written() -> None:
+    script = Script(num_steps=1)
+    script.begins()
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.trains(1)
+    script.publishes(1)
+    assert str(script.state.ending.stage) == "checkpointing"
+    script.hears("operator-0", wire.ChangeSetting(request="a", key="evaluation.every", value=1))
+    assert script.state.evaluation is None
+
+
+def test_a_version_is_written_down_once_for_each_root() -> None:
+    script = Script()
+    enters(script, "policy-0", version=0)
+    enters(script, "rollout-0", host="a")
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    enters(script, "rollout-1", host="a")
+    offers(script, "rollout-0", 0, 1)
+    assert sum(line == "journal <- VersionPublished" for line in script.log) == 1
+
+
+def test_a_step_waits_for_the_snapshot_that_was_asked_for_before_the_crash() -> None:
+    """The policy has the order to publish version 1, and not yet the one to make step 2."""
+    script = Script(max_staleness=1)
+    script.begins(slots=4)
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.finishes("generate:t2:0", "generate:t3:0")
+    script.trains(1)
+    asked = [send.message for send in script.sent if isinstance(send.message, wire.PublishWeights | wire.TrainStep)]
+    assert [type(message) for message in asked] == [wire.PublishWeights, wire.TrainStep]
+    controller, _ = restored(script, 2)
+    again = Script(script.plan)
+    again.controller, again.state, again.aliases = controller, controller.state, script.aliases
+    for name in ("policy-0", "reward-0", "rollout-0"):
+        again.joins(name, version=1)
+        held = (wire.HeldLease(lease=asked[0].lease, phase="queued"),) if name == "policy-0" else ()
+        again.hears(name, wire.Heartbeat(leases=held, version=1 if name == "policy-0" else -1))
+    steps = [c.message for c in again.commands if isinstance(c, Send) and isinstance(c.message, wire.TrainStep)]
+    assert [step.published for step in steps] == [1]
+
+
+def test_settings_are_kept_by_what_counts_of_them() -> None:
+    script = Script()
+    for value in range(50):
+        change = wire.ChangeSetting(request=str(value), key="rl.max_tries", value=value)
+        script.hears("operator-0", msgspec.structs.replace(change))
+    assert script.state.setting("rl.max_tries", 0) == 49
+
+
+def taken_up(before: Script) -> Script:
+    """Return the script of the next controller of this run."""
+    after = Script(before.plan)
+    after.journal, after.aliases = list(before.journal), before.aliases
+    after.controller, _ = restored(before, before.state.incarnation + 1)
+    after.state = after.controller.state
+    return after
+
+
+def test_an_evaluation_that_was_promised_takes_place_whatever_happens_to_the_controller() -> None:
+    script = Script()
+    script.joins("policy-0")
+    assert script.hears("operator-0", wire.RequestEvaluation(request="a", num_completions=3))[-1].startswith("oper")
+    script = taken_up(script)
+    assert [wanted.num_completions for wanted in script.state.requested] == [3]
+    assert script.hears("operator-0", wire.RequestEvaluation(request="a", num_completions=3))
+    assert len(script.state.requested) == 1
+    script.waits(0.0)
+    script.waits(10.0)
+    script.begins()
+    assert script.state.evaluation is not None
+    script = taken_up(script)
+    assert not script.state.requested
+    assert script.state.granted == {"a"}
+
+
+def test_a_stop_that_was_promised_is_carried_out_whatever_happens_to_the_controller() -> None:
+    script = Script()
+    script.begins()
+    script.hears("operator-0", wire.RequestStop(request="a", reason="maintenance"))
+    script.hears("operator-0", wire.RequestStop(request="b", reason="another"))
+    script = taken_up(script)
+    script.waits(0.0)
+    script.waits(10.0)
+    script.waits(SMALL.drain_s + 1)
+    assert script.log[-1] == "done: maintenance"
+    assert not taken_up(script).state.ending.stopping, "from here on the run can be taken up"
+
+
+def test_a_stop_that_was_promised_has_its_deadline_after_a_crash_too() -> None:
+    script = Script(stop_s=30.0)
+    script.begins()
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.hears("operator-0", wire.RequestStop(request="a", reason="maintenance"))
+    script = taken_up(script)
+    script.joins("policy-0")
+    for _ in range(40):
+        script.waits(1.0)
+        script.beats("policy-0")
+    assert script.state.ending.failure.startswith("the run did not stop in order within 30 s")
+
+
+def test_a_signal_stops_a_process_and_not_the_run() -> None:
+    script = Script()
+    script.begins()
+    script.stops()
+    assert not taken_up(script).state.ending.stopping
+
+
+def test_a_replica_that_comes_back_late_after_a_crash_tells_first_what_it_has() -> None:
+    script = Script()
+    script.begins()
+    script.generates("rollout-0", "generate:t0:0")
+    script = taken_up(script)
+    script.waits(0.0)
+    script.waits(10.0)
+    assert not to("reward-0", script.joins("reward-0"))
+    assert not to("reward-0", script.beats("reward-0", "score:t0:0"))
+    assert script.state.leases.num("reward-0", "score") == 1
+
+
+def test_nobody_is_said_to_hold_a_version_that_it_has_left_behind() -> None:
+    script = Script()
+    script.begins()
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.trains(1)
+    script.publishes(1)
+    script.adopts("rollout-0", 1)
+    assert script.state.holders == {(1, "h"): {"rollout-0": None}}
+    script.loses("rollout-0")
+    assert not script.state.holders
+
+
+def test_a_torn_rollout_evaluates_nothing_until_it_has_adopted_again() -> None:
+    script = Script(evaluate_at_start=True)
+    script.begins(slots=8)
+    assert script.state.leases.num("rollout-0", "generate") > 0
+    script.beats("rollout-0", version=-1)
+    assert not script.state.leases.num("rollout-0", "generate")
+    script.waits(0.1)
+    assert not script.state.leases.num("rollout-0", "generate")
+
+
+def test_a_rollout_that_hangs_over_an_offer_does_not_hold_the_end_up() -> None:
+    script = Script()
+    script.joins("policy-0")
+    script.joins("reward-0", slots=8)
+    enters(script, "rollout-0", host="a")
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    enters(script, "rollout-1", host="a")
+    assert script.state.leases.num("rollout-0", "publish") == 1
+    script.stops()
+    assert str(script.state.ending.stage) == "draining"
+
+
+def test_an_evaluation_that_moves_has_no_more_time_for_it() -> None:
+    script = Script(evaluate_at_start=True, evaluation_s=100.0)
+    script.begins()
+    before = script.state.evaluation
+    assert before is not None
+    script.now = 40.0
+    for name in ("policy-0", "rollout-0", "reward-0"):
+        script.beats(name, *(script.aliases.short(lease.id) for lease in script.state.leases.all_of(name)), version=0)
+    script.finishes("generate:t0:0", "generate:t1:0")
+    script.loses("rollout-0")
+    script.trains(1)
+    script.publishes(1)
+    script.joins("rollout-1")
+    script.adopts("rollout-1", 1)
+    after = script.state.evaluation
+    assert after is not None
+    assert (after.version, after.deadline) == (1, before.deadline)
+
+
+def test_the_only_rollout_gives_all_its_slots_to_an_evaluation_when_another_comes() -> None:
+    script = Script(num_held_out=4, evaluate_at_start=True, num_rollouts=2)
+    script.begins(slots=4)
+    assert script.state.leases.num("rollout-0", "generate") == 2
+    assert [line.split()[2] for line in script.joins("rollout-1") if "generate" in line] == [
+        "generate:e2:0",
+        "generate:e3:0",
+    ]

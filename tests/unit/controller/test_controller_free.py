@@ -1,0 +1,75 @@
+"""Who has a free slot, against a list searched from end to end; and the counts of leases, against the leases."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from starling.common.ids import LEASE_KINDS
+from starling.controller.core.free import Free
+from starling.controller.core.leases import Leases
+from starling.controller.core.membership import Member
+
+NAMES = ("rollout-0", "rollout-1", "rollout-2", "rollout-3")
+
+
+def member_of(name: str, version: int) -> Member:
+    return Member(name=name, role="rollout", epoch=1, num_slots=4, heard_at=0.0, version=version)
+
+
+changes = st.lists(
+    st.tuples(
+        st.sampled_from(NAMES), st.integers(0, 3), st.integers(0, 5), st.none() | st.integers(1, 4), st.booleans()
+    )
+)
+
+
+@given(changes)
+def test_the_least_busy_is_found_whatever_came_before(changes: list[tuple[str, int, int, int | None, bool]]) -> None:
+    free, model = Free(), dict[str, tuple[float, str, int]]()
+    members = {name: member_of(name, -1) for name in NAMES}
+    for name, version, busy, slots, stays in changes:
+        members[name].version = version
+        free.put(members[name], busy, slots)
+        model.pop(name, None)
+        if busy < (slots or 4):
+            model[name] = (busy / (slots or 4), name, version)
+        if not stays:
+            free.drop(members[name])
+            model.pop(name, None)
+        for least in range(-1, 4):
+            wanted = min((entry[:2] for entry in model.values() if entry[2] >= least), default=None)
+            found = free.least_busy(least)
+            assert (found.name if found else None) == (wanted[1] if wanted else None)
+
+
+granted = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.sampled_from(LEASE_KINDS), st.floats(0, 10), st.integers(0, 3)), max_size=40
+)
+
+
+@given(granted)
+def test_what_is_counted_is_what_is_in_force(granted: list[tuple[str, str, float, int]]) -> None:
+    leases, model = Leases(), dict[str, tuple[str, str, float]]()
+    for number, (peer, kind, patience_s, then) in enumerate(granted):
+        lease = f"{kind}:x:1.{number}"
+        leases.grant(lease, kind, peer, None, float(number), patience_s)  # type: ignore[arg-type]
+        model[lease] = (peer, kind, number + patience_s)
+        if then == 0:
+            assert leases.settle(lease, peer)
+            del model[lease]
+        elif then == 1:
+            gone = [held for held, entry in model.items() if entry[:2] == (peer, kind)]
+            assert leases.drop(peer, kind) == sorted(gone)
+            for held in gone:
+                del model[held]
+        elif then == 2:
+            assert not leases.settle(lease, "rollout-9"), "nobody ends the work of another"
+        for kind in LEASE_KINDS:
+            assert leases.has(kind) == any(entry[1] == kind for entry in model.values())
+            for peer in NAMES:
+                held = [lease for lease, entry in model.items() if entry[:2] == (peer, kind)]
+                assert (leases.of(peer, kind), leases.num(peer, kind)) == (held, len(held))
+    late = {lease for lease, entry in model.items() if entry[2] <= 20.0}
+    assert {lease.id for lease in leases.overdue(20.0)} == late
+    assert leases.overdue(20.0) == [], "each is told once"

@@ -1,0 +1,103 @@
+"""Replicas that heartbeat all the while and never answer: their work has a deadline, and they must go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from transcript import Script
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A replica that does not do one kind of work."""
+
+    limit: str
+    """The number of the plan that bounds it."""
+    name: str
+    work: str
+    stages: int
+    """How much of `up_to` has happened."""
+
+
+HANGS = [
+    Hang("publish_s", "policy-0", "publish:0", 0),
+    Hang("adopt_s", "rollout-0", "adopt:0", 1),
+    Hang("generate_s", "rollout-0", "generate:t0", 2),
+    Hang("score_s", "reward-0", "score:t0", 3),
+    Hang("train_s", "policy-0", "train:1", 4),
+    Hang("save_s", "policy-0", "save:1", 5),
+    Hang("save_s", "policy-0", "checkpoint:2", 6),
+]
+
+
+def up_to(stages: int, **changes: Any) -> Script:
+    """Return a run of two steps as it is after so many of its stages."""
+    script = Script(save_every=1, **changes)
+    for name in ("policy-0", "reward-0", "rollout-0"):
+        script.joins(name)
+    stories = [
+        lambda: script.publishes(0),
+        lambda: script.adopts("rollout-0", 0),
+        lambda: [script.generates("rollout-0", f"generate:t{n}:0") for n in (0, 1)],
+        lambda: [script.scores(f"score:t{n}:0") for n in (0, 1)],
+        lambda: [script.trains(1), script.publishes(1), script.adopts("rollout-0", 1)],
+        lambda: [
+            script.saves_state(1),
+            script.makes_groups(2, 3, version=1),
+            script.trains(2),
+            script.publishes(2),
+            script.adopts("rollout-0", 2),
+        ],
+    ]
+    for story in stories[:stages]:
+        story()
+    return script
+
+
+def beat_all(script: Script) -> None:
+    """Every replica tells that it holds what it was given."""
+    for name, member in sorted(script.state.membership.members.items()):
+        held = [script.aliases.short(lease.id) for lease in script.state.leases.all_of(name)]
+        script.beats(name, *held, version=member.version)
+
+
+@pytest.mark.parametrize("hang", HANGS, ids=[hang.work for hang in HANGS])
+def test_who_hangs_must_go_and_says_why(hang: Hang) -> None:
+    script = up_to(hang.stages, **{hang.limit: 7.0})
+    [lease] = [found for found in script.state.leases.all_of(hang.name) if found.id.startswith(hang.work + ":")]
+    while script.now + 2.0 < 7.0:
+        script.now += 2.0
+        beat_all(script)
+    assert script.waits(6.9 - script.now) == [], "it has its time"
+    beat_all(script)
+    lines = script.waits(0.1)
+    sentence = f"{hang.name} did not answer {lease.id} within 7 s"
+    assert lines[:3] == [f"(left {hang.name})", f"(refused {hang.name})", f"{hang.name} <- refused: {sentence}"]
+    assert script.joins(hang.name) == [f"(refused {hang.name})", f"{hang.name} <- refused: {sentence}"]
+    assert f"{hang.name} <- welcome" in script.joins(hang.name, epoch=2), "started again, it is another matter"
+
+
+def test_the_work_of_who_hangs_goes_to_another() -> None:
+    script = up_to(2, generate_s=7.0)
+    script.joins("rollout-1")
+    script.adopts("rollout-1", 0, 1)
+    for _ in range(3):
+        script.now += 2.0
+        beat_all(script)
+    assert script.waits(1.0)[-2:] == [
+        "rollout-1 <- generate:t0:1 train0 >= v0",
+        "rollout-1 <- generate:t1:1 train1 >= v0",
+    ]
+    assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- introduce"], "it comes too late"
+
+
+def test_an_answer_in_time_ends_the_deadline() -> None:
+    script = up_to(2, generate_s=7.0)
+    script.now = 6.9
+    beat_all(script)
+    script.generates("rollout-0", "generate:t0:0")
+    script.generates("rollout-0", "generate:t1:0")
+    assert script.waits(0.1) == []
+    assert "rollout-0" in script.state.membership.members

@@ -1,0 +1,217 @@
+"""What operators may change, and what they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transcript import Script
+
+from starling.common.wire import messages as wire
+from starling.controller.core.dynamic import DYNAMIC, FIXED, Changes, check
+from starling.controller.core.events import Note
+from starling.controller.core.explain import explain, waits, why
+
+VALUES: dict[str, tuple[list[float], list[float]]] = {
+    "policy.optimizer.learning_rate": ([1e-7, 1.0], [0.0, -1e-6]),
+    "policy.optimizer.max_grad_norm": ([0.0, 1.5], [-0.1]),
+    "policy.grpo.kl_coefficient": ([0.0, 0.04], [-0.01]),
+    "policy.grpo.clip_low": ([0.2, 1.0], [0.0, 1.1]),
+    "policy.grpo.clip_high": ([0.28, 3.0], [0.0]),
+    "sampling.temperature": ([0.1, 2.0], [0.0, -1.0]),
+    "sampling.top_p": ([0.5, 1.0], [0.0, 1.01]),
+    "sampling.top_k": ([0, 50, 50.0], [-1, 1.5]),
+    "sampling.max_tokens": ([1, 4096], [0, 2.5]),
+    "rl.max_staleness": ([0, 3], [-1, 0.5]),
+    "rl.max_tries": ([0, 5], [-1, 0.5]),
+    "evaluation.every": ([0, 10], [-1, 2.5]),
+    "controller.save_every": ([0, 10], [-1, 2.5]),
+}
+"""What each setting may be, and what not."""
+
+
+def test_the_table_of_this_test_is_whole() -> None:
+    assert VALUES.keys() == DYNAMIC.keys()
+    assert not FIXED.keys() & DYNAMIC.keys()
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_a_setting_has_a_range(key: str) -> None:
+    right, wrong = VALUES[key]
+    for value in right:
+        assert check(key, value) == value
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"{key} = .* is out of range; it must be {DYNAMIC[key].wanted}"):
+            check(key, value)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        with pytest.raises(ValueError, match="is out of range"):
+            check(key, value)
+    for value in (True, "1"):
+        with pytest.raises(ValueError, match="is no number"):
+            check(key, value)
+
+
+@pytest.mark.parametrize("key", FIXED)
+def test_what_is_fixed_says_why(key: str) -> None:
+    with pytest.raises(ValueError, match=FIXED[key]):
+        check(key, 1)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(DYNAMIC)), st.integers(1, 9), st.integers(1, 9))))
+def test_the_last_change_that_is_in_force_counts(changes: list[tuple[str, int, int]]) -> None:
+    made = Changes()
+    for number, (key, value, step) in enumerate(sorted(changes, key=lambda change: change[2])):
+        made.add(key, float(value), step, str(number))
+    for step in range(1, 10):
+        wanted: dict[str, float] = {}
+        for key, value, first in sorted(changes, key=lambda change: change[2]):
+            if first <= step and key.startswith("policy."):
+                wanted[key] = value
+        assert made.of_policy(step) == wanted
+
+
+def change(script: Script, key: str, value: Any, request: str = "r") -> list[str]:
+    return script.hears("operator-0", wire.ChangeSetting(request=request, key=key, value=value))
+
+
+def test_a_change_is_in_force_from_the_first_step_that_nobody_has_begun() -> None:
+    script = Script(num_steps=3, max_staleness=1, prompts_per_step=1)
+    script.begins(slots=4)
+    for step, story in enumerate((lambda: None, lambda: script.makes_groups(0), lambda: script.trains(1)), start=1):
+        story()
+        said = change(script, "policy.grpo.clip_low", step / 10, str(step))
+        wanted = 1 if step == 1 else 2
+        assert said[-1] == f"operator-0 <- yes: policy.grpo.clip_low = {step / 10:g} from step {wanted} on"
+
+
+def test_more_slots_are_used_at_once() -> None:
+    script = Script(num_steps=3, max_staleness=0)
+    script.begins(slots=8)
+    assert change(script, "rl.max_staleness", 1)[-2:] == [
+        "rollout-0 <- generate:t2:0 train2 >= v0",
+        "rollout-0 <- generate:t3:0 train3 >= v0",
+    ]
+
+
+def test_an_operator_that_is_refused_changes_nothing() -> None:
+    script = Script()
+    script.begins()
+    num = len(script.journal)
+    assert change(script, "rl.max_staleness", -1)[-1].startswith("operator-0 <- no: ")
+    assert (len(script.journal), script.state.changes) == (num, Changes())
+
+
+# --- why -----------------------------------------------------------------------------------------------------------
+
+
+def ask(script: Script) -> dict[str, Any]:
+    text, data = why(script.state)
+    [said] = script.hears("operator-0", wire.Ask(request="r", about="why"))
+    assert said == f"operator-0 <- yes: {text}"
+    assert data["waiting_for"] == explain(script.state)
+    return data
+
+
+def test_the_root_of_all_waiting_is_who_waits_for_nobody_that_waits() -> None:
+    script = Script()
+    for name in ("policy-0", "reward-0", "rollout-0"):
+        script.joins(name)
+    script.publishes(0)
+    script.now = 3.0
+    script.beats("policy-0")
+    buckets = wire.Wait(what="buckets of version 0", on="policy-0", since_s=2.5, seconds_left=10.0)
+    disk = wire.Wait(what="room for the snapshot", on="disk", since_s=2.0, seconds_left=60.0)
+    script.hears("rollout-0", beat(script, "rollout-0", buckets))
+    script.hears("policy-0", beat(script, "policy-0", disk))
+    data = ask(script)
+    assert data["root"] == {
+        "owner": "policy-0",
+        "what": "room for the snapshot",
+        "on": "disk",
+        "since_s": 2.0,
+        "seconds_left": 60.0,
+    }
+    assert [wait["owner"] for wait in data["waits"]] == ["policy-0", "controller", "rollout-0"]
+
+
+def beat(script: Script, name: str, *found: wire.Wait) -> wire.Heartbeat:
+    """Return the heartbeat of a replica that holds what it was given and waits."""
+    held = tuple(wire.HeldLease(lease=lease.id, phase="working") for lease in script.state.leases.all_of(name))
+    return wire.Heartbeat(leases=held, version=script.state.membership.members[name].version, waits=found)
+
+
+def test_who_wait_for_each_other_are_shown_and_not_followed_for_ever() -> None:
+    script = Script()
+    script.begins("rollout-0", "rollout-1")
+    for name, other in (("rollout-0", "rollout-1"), ("rollout-1", "rollout-0")):
+        circle = wire.Wait(what="the other", on=other, since_s=1.0, seconds_left=5.0)
+        script.hears(name, beat(script, name, circle))
+    assert ask(script)["root"]["owner"] in ("rollout-0", "rollout-1")
+
+
+@pytest.mark.parametrize("stage", ["alone", "publishing", "adopting", "generating", "scoring", "training", "draining"])
+def test_every_wait_has_an_end(stage: str) -> None:
+    script = Script(num_steps=1)
+    if stage == "publishing":
+        script.joins("policy-0")
+    elif stage == "adopting":
+        script.joins("policy-0")
+        script.joins("rollout-0")
+        script.publishes(0)
+    elif stage != "alone":
+        script.begins()
+    if stage == "scoring":
+        script.generates("rollout-0", "generate:t0:0")
+    elif stage in ("training", "draining"):
+        script.makes_groups(0, 1)
+    if stage == "draining":
+        script.trains(1)
+        script.publishes(1)
+        script.hears("policy-0", wire.CheckpointSaved(lease="checkpoint:1:0", step=1, path="/"))
+    script.waits(1.0)
+    found = waits(script.state)
+    assert found, "the controller waits for somebody, and says for whom"
+    assert all(wait["seconds_left"] >= 0 for wait in found)
+    assert ask(script)["root"] is not None
+
+
+def test_a_run_that_lacks_a_role_says_so_in_whole_sentences() -> None:
+    script = Script()
+    script.waits(1.0)
+    assert why(script.state)[0].split("\n")[:2] == [
+        "the run needs the policy, which has not joined",
+        "at the root: controller waits for the policy, which has not joined on launcher, for 0.0 s, "
+        "and gives up in 120.0 s",
+    ]
+
+
+def test_the_status_says_who_has_what() -> None:
+    script = Script()
+    script.begins()
+    change(script, "rl.max_tries", 3)
+    [said] = script.hears("operator-0", wire.Ask(request="r", about="status"))
+    assert said.split("\n") == [
+        "operator-0 <- yes: grpo: version 0 of 2, published 0, saved 0; controller's incarnation 1",
+        "groups: 0 waiting, 2 leased, 0 generated, 0 scored, 0 sealed",
+        "waits for the groups of step 1: 2 being generated, 0 being scored, 0 scored of 2",
+        "set: rl.max_tries = 3",
+        "  policy-0 on h: version 0, nothing in hand",
+        "  reward-0 on h: version -1, nothing in hand",
+        "  rollout-0 on h: version 0, 2 generate",
+    ]
+
+
+def test_what_was_changed_is_told_with_each_step_from_then_on() -> None:
+    script = Script(num_steps=3)
+    script.begins()
+    script.hears("operator-0", wire.ChangeSetting(request="r", key="sampling.temperature", value=0.5))
+    told = []
+    for step in (1, 2):
+        script.makes_groups(2 * step - 2, 2 * step - 1, version=step - 1)
+        script.trains(step)
+        told += [c.fields for c in script.commands if isinstance(c, Note) and c.kind == "step"]
+        script.publishes(step)
+        script.adopts("rollout-0", step)
+    assert [fields.get("set/sampling.temperature") for fields in told] == [0.5, 0.5]

@@ -1,0 +1,40 @@
+"""A process that writes a journal until it is killed, and says after each commit how many records are durable."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+from starling.common.wire.messages import Status, TensorMeta, TrajectoryMeta
+from starling.controller.core.records import GroupGenerated, GroupScored, Record
+from starling.controller.shell.journal import Journal
+
+TENSORS = (TensorMeta(dtype="int32", shape=(50,), nbytes=200),)
+
+
+def record_of(number: int) -> tuple[Record, tuple[bytes, ...]]:
+    """Return the record that every such writer writes as its `number`-th, and its payload."""
+    key = f"t{number // 2}"
+    if number % 2:
+        return GroupScored(key=key, rewards=(float(number),)), ()
+    trajectory = TrajectoryMeta(
+        status=Status.OK, num_tokens=number, text=f"text {number}", oldest_version=0, newest_version=0
+    )
+    return GroupGenerated(key=key, trajectories=(trajectory,), tensors=TENSORS), (number.to_bytes(4, "big") * 50,)
+
+
+def main() -> None:
+    """Write for ever, in commits of 1 to 20 records."""
+    journal, rng = Journal(Path(sys.argv[1])), random.Random(sys.argv[2])
+    number = sum(1 for _ in journal.read())
+    while True:
+        for _ in range(rng.randint(1, 20)):
+            journal.append(*record_of(number))
+            number += 1
+        journal.commit()
+        print(number, flush=True)
+
+
+if __name__ == "__main__":
+    main()
