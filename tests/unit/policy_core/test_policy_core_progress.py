@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from starling.common.wire.messages import Prompt, PublishWeights, SaveCheckpoint, TrainGroup, TrainStep
-from starling.policy.core.progress import Progress
+from starling.common.wire.messages import AdoptWeights, Prompt, PublishWeights, SaveCheckpoint, TrainGroup, TrainStep
+from starling.policy.core.progress import Order, Progress
 
 EXAMPLES = (Prompt(id="sft/0"),)
 GROUPS = (TrainGroup(prompt_id="train/0", trajectories=(), tensors=()),)
@@ -28,7 +30,7 @@ def save(step: int) -> SaveCheckpoint:
     [train(4), train(4, (), EXAMPLES), publish(3), save(3)],
     ids=["reinforce", "supervise", "publish", "save"],
 )
-def test_what_fits_is_not_objected_to(command: TrainStep | PublishWeights | SaveCheckpoint) -> None:
+def test_what_fits_is_not_objected_to(command: Order) -> None:
     assert Progress(version=3, published=2).objection(command) is None
 
 
@@ -39,21 +41,40 @@ def test_what_fits_is_not_objected_to(command: TrainStep | PublishWeights | Save
         (train(5), "step 5 needs version 4, and this policy holds version 3"),
         (train(4, ()), "step 4 must have groups or examples, and not both"),
         (train(4, GROUPS, EXAMPLES), "step 4 must have groups or examples, and not both"),
-        (publish(2), "version 2 cannot be published: this policy holds version 3"),
+        (publish(1), "version 1 cannot be published: this policy holds version 3"),
         (publish(4), "version 4 cannot be published: this policy holds version 3"),
         (save(2), "step 2 cannot be saved: this policy holds version 3"),
         (save(4), "step 4 cannot be saved: this policy holds version 3"),
+        (
+            TrainStep(lease="train:4:0", step=4, groups=GROUPS, num_replicas=2, num_groups=2),
+            "step 4 is shared by 2 policies, and this one can only do its steps alone",
+        ),
+        (
+            AdoptWeights(lease="adopt:7:0", version=7, source="policy-1", with_state=True),
+            "version 7 cannot be adopted: this policy makes its versions, and takes none from others",
+        ),
     ],
 )
-def test_what_does_not_fit_is_objected_to(command: TrainStep | PublishWeights | SaveCheckpoint, objection: str) -> None:
+def test_what_does_not_fit_is_objected_to(command: Order, objection: str) -> None:
     assert Progress(version=3, published=2).objection(command) == objection
 
 
-def test_a_version_is_published_once() -> None:
+def test_the_version_on_offer_may_be_asked_for_again_even_after_the_next_step() -> None:
     progress = Progress(version=3)
     assert progress.objection(publish(3)) is None
     progress.published = 3
-    assert progress.objection(publish(3)) == "version 3 is published already"
+    assert progress.objection(publish(3)) is None
+    progress.version = 4
+    assert progress.objection(publish(3)) is None
+    assert progress.objection(publish(4)) is None
+
+
+def test_a_policy_that_was_started_again_may_publish_what_it_took_up() -> None:
+    progress = Progress(version=7)
+    assert progress.objection(publish(7)) is None
+    assert progress.objection(publish(6)) == "version 6 cannot be published: this policy holds version 7"
+    step = TrainStep(lease="train:8:0", step=8, groups=GROUPS, published=7)
+    assert progress.must_wait(step), "its predecessor's snapshot went with it"
 
 
 @pytest.mark.parametrize(
@@ -63,14 +84,13 @@ def test_a_version_is_published_once() -> None:
         (TrainStep(lease="train:4:0", step=4, groups=GROUPS, published=2), False),
         (TrainStep(lease="train:4:0", step=4, groups=GROUPS), False),
         (TrainStep(lease="train:5:0", step=5, groups=GROUPS, published=4), False),
+        (TrainStep(lease="train:4:0", step=4, groups=GROUPS, published=3, replayed=True), False),
         (publish(3), False),
         (save(3), False),
     ],
-    ids=["not yet", "already", "of no publication", "never fits", "publish", "save"],
+    ids=["not yet", "already", "of no publication", "never fits", "made again", "publish", "save"],
 )
-def test_a_step_waits_for_the_snapshot_of_what_it_changes(
-    command: TrainStep | PublishWeights | SaveCheckpoint, waits: bool
-) -> None:
+def test_a_step_waits_for_the_snapshot_of_what_it_changes(command: Order, waits: bool) -> None:
     progress = Progress(version=3, published=2)
     assert progress.must_wait(command) is waits
     progress.published = 3
@@ -81,3 +101,93 @@ def test_the_initial_weights_may_be_published_but_not_trained_again() -> None:
     assert Progress().objection(publish(0)) is None
     assert Progress().objection(train(1)) is None
     assert Progress().objection(train(0)) == "step 0 needs version -1, and this policy holds version 0"
+
+
+def held(step: int = 4, lease: str = "train:4:0") -> TrainStep:
+    return TrainStep(lease=lease, step=step, groups=GROUPS, published=step - 1)
+
+
+def test_a_step_that_is_held_back_is_taken_up_after_the_publication() -> None:
+    progress = Progress(version=3, published=2)
+    progress.hold(held(), (b"groups",))
+    assert progress.take_ready() == []
+    progress.published = 3
+    assert progress.take_ready() == [(held(), (b"groups",))]
+    assert progress.take_ready() == []
+
+
+def test_a_step_is_held_back_for_so_long_and_says_for_what() -> None:
+    progress = Progress(version=3, published=2, hold_s=60.0)
+    progress.hold(held(), ())
+    (wait,) = progress.waits(100.0)
+    assert (wait.since_s, wait.seconds_left, wait.on) == (0.0, 60.0, "controller")
+    assert wait.what == "the order to publish version 3, before step 4"
+    assert progress.expire(100.0) == [], "from here it counts"
+    (wait,) = progress.waits(130.0)
+    assert (wait.since_s, wait.seconds_left) == (30.0, 30.0)
+    assert progress.expire(159.0) == []
+    ((lease, reason),) = progress.expire(160.0)
+    assert lease == "train:4:0"
+    assert reason.startswith("step 4 waited 60 s for the publication of version 3, whose snapshot must be taken before")
+    assert progress.waits(160.0) == ()
+    progress.published = 3
+    assert progress.take_ready() == [], "it was given back"
+
+
+def test_every_step_that_is_held_back_has_its_own_deadline_and_none_is_lost() -> None:
+    progress = Progress(version=3, published=2, hold_s=60.0)
+    progress.hold(held(), ())
+    progress.expire(0.0)
+    progress.hold(held(lease="train:4:1"), ())
+    progress.expire(30.0)
+    assert [lease for lease, _ in progress.expire(60.0)] == ["train:4:0"]
+    progress.give_up(("train:4:1", "unknown"))
+    assert progress.waits(60.0) == ()
+    assert progress.expire(1000.0) == []
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("hold"), st.integers(1, 5)),
+            st.tuples(st.just("publish"), st.just(0)),
+            st.tuples(st.just("train"), st.just(0)),
+            st.tuples(st.just("give up"), st.integers(0, 20)),
+            st.tuples(st.just("pass"), st.integers(0, 40)),
+        ),
+        max_size=40,
+    )
+)
+def test_every_step_comes_out_once_and_in_time(events: list[tuple[str, int]]) -> None:
+    progress, now, num_held = Progress(hold_s=60.0), 0.0, 0
+    since: dict[str, float] = {}
+    for kind, number in events:
+        match kind:
+            case "hold":
+                step = held(number, f"train:{number}:1.{num_held}")
+                if progress.must_wait(step):
+                    progress.hold(step, ())
+                    since[step.lease] = now
+                    num_held += 1
+            case "publish":
+                progress.published = progress.version
+            case "train":
+                progress.version += 1
+            case "give up":
+                leases = tuple(sorted(since))[number : number + 1]
+                progress.give_up(leases)
+                for lease in leases:
+                    del since[lease]
+            case "pass":
+                now += number
+        for step, _ in progress.take_ready():
+            assert since.pop(step.lease) <= now
+            assert not progress.must_wait(step)
+        for lease, _ in progress.expire(now):
+            assert now - since.pop(lease) >= 60.0
+        waits = progress.waits(now)
+        assert len(waits) == len(since)
+        assert all(0.0 < wait.seconds_left <= 60.0 for wait in waits)
+    progress.expire(now)
+    assert len(progress.expire(now + 60.0)) == len(since)
+    assert progress.waits(now + 60.0) == ()

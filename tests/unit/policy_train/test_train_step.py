@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,9 @@ def reference_loss(
             advantage = (reward - mean) / (std + 1e-4)
             answer = group.completion_ids[start:end]
             ids = torch.from_numpy(np.concatenate([group.prompt_ids, answer]).astype(np.int64))[None]
-            logits = model(ids).logits[0].double() / temperature
-            known = reference(ids).logits[0].double() / temperature if reference is not None else logits
+            divisor = group.temperature or temperature
+            logits = model(ids).logits[0].double() / divisor
+            known = reference(ids).logits[0].double() / divisor if reference is not None else logits
             for offset, token in enumerate(answer.tolist()):
                 position = len(group.prompt_ids) - 1 + offset
                 new = logits[position].log_softmax(-1)[token]
@@ -90,6 +92,22 @@ def test_loss_and_gradients_equal_the_plain_reference(
     assert wanted.keys() == found.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_groups_that_were_drawn_at_several_temperatures_each_count_at_their_own(
+    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]
+) -> None:
+    plain, model, other = tiny(), tiny(), tiny(seed=9)
+    own = (0.5, 0.0, 1.25)
+    groups = [replace(group, temperature=value) for group, value in zip(make_groups(RAGGED), own, strict=True)]
+    expected = reference_loss(plain, groups, low=0.2, high=0.2, temperature=0.75, beta=0.01, reference=other)
+    expected.backward()  # type: ignore[no-untyped-call]
+    grpo = GrpoSettings(clip_low=0.2, clip_high=0.2, kl_coefficient=0.01)
+    trainer = GrpoTrainer(model, settings(grpo=grpo, tokens_per_microbatch=30), total_steps=1, reference=other)
+    metrics = trainer.step(groups, step=1, temperature=0.75)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=2e-6)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])

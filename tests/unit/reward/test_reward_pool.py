@@ -190,6 +190,22 @@ def test_a_cancelled_task_says_nothing_and_its_id_may_return() -> None:
         assert pool.poll() == []
 
 
+def test_what_each_worker_is_waited_for_is_told_with_its_limit() -> None:
+    with ScoringPool(settings("act", timeout_s=30.0, start_timeout_s=50.0)) as pool:
+        (wait,) = pool.waits()
+        assert (wait.what, wait.on) == ("the imports of a worker", f"worker {pool.worker_pids()[0]}")
+        assert 0.0 <= wait.since_s <= 50.0
+        assert wait.since_s + wait.seconds_left == pytest.approx(50.0)
+        pool.submit(task("good"))
+        collect(pool, 1)
+        assert pool.waits() == (), "an idle worker is not waited for"
+        pool.submit(task("good", "hang"))
+        collect(pool, 1)
+        (wait,) = pool.waits()
+        assert (wait.what, wait.on) == ("scorer act on completion 1 of score:0:0", f"worker {pool.worker_pids()[0]}")
+        assert wait.since_s + wait.seconds_left == pytest.approx(30.0)
+
+
 def test_a_task_in_work_cannot_be_submitted_again() -> None:
     with ScoringPool(settings("act")) as pool:
         pool.submit(task("good"))

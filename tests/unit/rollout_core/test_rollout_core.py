@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from starling.common.wire.messages import AdoptWeights, GenerateGroup, Prompt, Sampling
-from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Pull, Rollout, Switch
+from starling.common.wire.messages import AdoptWeights, GenerateGroup, Prompt, PublishWeights, Sampling
+from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Publish, Pull, Rollout, Switch
 
 BUFFERS = (b"offer", b"plan")
 
@@ -174,6 +174,85 @@ def test_a_switch_without_its_pull_is_our_own_mistake() -> None:
         rollout.switched("adopt:1:0", proven=True)
 
 
+def publish(version: int) -> PublishWeights:
+    return PublishWeights(lease=f"publish:{version}:0", version=version)
+
+
+def test_what_is_in_use_may_be_published_while_the_next_version_is_pulled() -> None:
+    rollout = rollout_at(3)
+    assert rollout.publish(publish(3)) == [Publish(publish(3))]
+    rollout.adopt(adopt(4), BUFFERS)
+    assert rollout.publish(publish(3)) == [Publish(publish(3))]
+    rollout.pulled("adopt:4:0", None)
+    refused = "version 4 cannot be published: this rollout holds version 3 and adopts version 4"
+    assert rollout.publish(publish(4)) == [Fail("publish:4:0", refused)], "staged is not in use"
+    rollout.switched("adopt:4:0", proven=True)
+    assert rollout.publish(publish(4)) == [Publish(publish(4))]
+    refused = "version 3 cannot be published: this rollout holds version 4"
+    assert rollout.publish(publish(3)) == [Fail("publish:3:0", refused)]
+
+
+def test_what_is_not_proven_is_not_published() -> None:
+    nothing = "version 0 cannot be published: this rollout holds no version that it could prove"
+    assert Rollout().publish(publish(0)) == [Fail("publish:0:0", nothing)]
+    rollout = rollout_at(0)
+    rollout.adopt(adopt(1), BUFFERS)
+    rollout.pulled("adopt:1:0", None)
+    rollout.switched("adopt:1:0", proven=False)
+    for version in (0, 1):
+        (action,) = rollout.publish(publish(version))
+        assert isinstance(action, Fail), "torn"
+
+
+def test_a_group_waits_for_its_weights_so_long_and_goes_back() -> None:
+    rollout = rollout_at(0)
+    rollout.version_s = 60.0
+    rollout.generate(group("running"))
+    rollout.generate(group("early", min_version=2))
+    assert rollout.tick(100.0) == [], "from here it counts"
+    rollout.generate(group("late", min_version=2))
+    assert rollout.tick(110.0) == []
+    (wait,) = rollout.waits(130.0)
+    assert wait.what == "an order to adopt version 2 or newer"
+    assert (wait.on, wait.since_s, wait.seconds_left) == ("controller", 30.0, 30.0), "that of the longest"
+    assert rollout.tick(159.0) == []
+    given_back = "an order to adopt version 2 or newer did not come within 60 s"
+    assert rollout.tick(160.0) == [Fail("early", given_back)]
+    assert rollout.tick(170.0) == [Fail("late", given_back)]
+    assert rollout.waits(170.0) == ()
+    assert rollout.running == {"running"}, "which waits for nothing"
+
+
+def test_a_pull_is_told_until_it_ends_and_never_given_back_by_the_clock() -> None:
+    rollout = rollout_at(0)
+    rollout.pull_s = 5.0
+    message = AdoptWeights(lease="adopt:1:0", version=1, source="rollout-7")
+    rollout.adopt(message, BUFFERS)
+    assert rollout.tick(10.0) == []
+    (wait,) = rollout.waits(12.0)
+    assert wait.what == "the weights of version 1"
+    assert (wait.on, wait.since_s, wait.seconds_left) == ("rollout-7", 2.0, 3.0)
+    assert rollout.tick(10_000.0) == [], "whoever pulls sees to its deadline"
+    assert rollout.waits(10_000.0)[0].seconds_left == 0.0
+    rollout.pulled("adopt:1:0", "the deadline passed")
+    assert rollout.waits(10_000.0) == ()
+
+
+def test_a_torn_engine_holds_its_groups_for_so_long() -> None:
+    rollout = rollout_at(0)
+    rollout.version_s = 60.0
+    rollout.generate(group("g"))
+    rollout.tick(0.0)
+    rollout.adopt(adopt(1), BUFFERS)
+    rollout.pulled("adopt:1:0", None)
+    rollout.switched("adopt:1:0", proven=False)
+    assert rollout.tick(100.0) == [], "the time before does not count"
+    what = "an order to adopt a version, as this engine is torn"
+    assert [(wait.what, wait.since_s, wait.seconds_left) for wait in rollout.waits(130.0)] == [(what, 30.0, 30.0)]
+    assert rollout.tick(160.0) == [Forget("g"), Fail("g", f"{what} did not come within 60 s")]
+    assert rollout.running == set()
+
+
 class Rollouts(RuleBasedStateMachine):
     """Any order of commands, pulls, tokens and releases, against what an engine would hold."""
 
@@ -187,6 +266,9 @@ class Rollouts(RuleBasedStateMachine):
         self.staged: str | None = None
         self.wanted: dict[str, GenerateGroup] = {}
         self.num_commands = 0
+        self.now = 0.0
+        self.rollout.version_s = 10.0
+        self.came_at: dict[str, float] = {}
 
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -204,13 +286,16 @@ class Rollouts(RuleBasedStateMachine):
                 case Forget(lease=lease):
                     del self.engine[lease]
                 case Fail(lease=lease):
-                    assert lease.startswith("adopt")
+                    if not lease.startswith("adopt"):
+                        assert lease not in self.engine, "it was taken out before"
+                        del self.wanted[lease]
 
     @rule(min_version=st.integers(0, 6))
     def a_group_is_asked_for(self, min_version: int) -> None:
         self.num_commands += 1
         message = group(f"generate:t{self.num_commands}:0", min_version)
         self.wanted[message.lease] = message
+        self.came_at[message.lease] = self.now
         self.carry_out(self.rollout.generate(message))
 
     @rule(version=st.integers(0, 6))
@@ -251,6 +336,23 @@ class Rollouts(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(sorted(self.wanted)))
         del self.wanted[lease]
         self.carry_out(self.rollout.given_up((lease,)))
+
+    @rule(seconds=st.floats(0.0, 12.0))
+    def time_passes(self, seconds: float) -> None:
+        self.carry_out(self.rollout.tick(self.now))
+        self.now += seconds
+        before = set(self.wanted)
+        self.carry_out(self.rollout.tick(self.now))
+        for lease in before - set(self.wanted):
+            assert self.now - self.came_at[lease] >= 10.0, "given back too early"
+        assert all(wait.seconds_left > 0.0 for wait in self.rollout.waits(self.now) if wait.on == "controller")
+
+    @invariant()
+    def every_wait_has_an_end(self) -> None:
+        waits = self.rollout.waits(self.now)
+        assert all(wait.seconds_left <= 60.0 for wait in waits)
+        blocked = self.wanted and not self.rollout.may_generate
+        assert waits or not blocked, "it does nothing, and says not why"
 
     @invariant()
     def the_engine_holds_what_the_core_says(self) -> None:

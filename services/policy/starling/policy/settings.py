@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from starling.common.errors import ConfigError
+from starling.common.settings import validate
+
+CHANGEABLE: Final = (
+    "policy.grpo.clip_high",
+    "policy.grpo.clip_low",
+    "policy.grpo.kl_coefficient",
+    "policy.optimizer.learning_rate",
+    "policy.optimizer.max_grad_norm",
+    "policy.sft.optimizer.learning_rate",
+    "policy.sft.optimizer.max_grad_norm",
+)
+"""What a step may be told to do otherwise than the recipe says."""
 
 _FROZEN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -46,7 +61,7 @@ class GrpoSettings(BaseModel):
     clip_high: float = Field(default=0.2, gt=0.0, allow_inf_nan=False)
     """How far above 1 the importance ratio may count."""
     kl_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """Weight of the divergence from the initial model in the loss; 0 keeps no reference model."""
+    """Weight of the divergence from the model that reinforcement began with; 0 keeps no such model."""
     advantage_scale: Literal["std", "none"] = "std"
     """Divide advantages by the standard deviation of their group (GRPO), or do not (Dr. GRPO)."""
     skip_zero_advantage: bool = True
@@ -94,3 +109,27 @@ class PolicySettings(BaseModel):
     """The loss of reinforcement learning."""
     sft: SftSettings = SftSettings()
     """The supervised steps."""
+
+
+def changed(settings: PolicySettings, changes: Mapping[str, float]) -> PolicySettings:
+    """Return `settings` with `changes`, whose keys are those of a recipe.
+
+    Raises:
+        ConfigError: names a key that no step can change, or a value that its setting does not take.
+    """
+    tree = settings.model_dump()
+    for key, value in changes.items():
+        if key not in CHANGEABLE:
+            raise ConfigError(f"{key} = {value:g} cannot be changed from one step to the next, only {_LISTED}")
+        *sections, name = key.split(".")[1:]
+        section: dict[str, Any] = tree
+        for part in sections:
+            section = section[part]
+        section[name] = value
+    try:
+        return validate(PolicySettings, tree) if changes else settings
+    except ConfigError as error:
+        raise ConfigError(f"policy.{error}") from None
+
+
+_LISTED: Final = f"{', '.join(CHANGEABLE[:-1])} and {CHANGEABLE[-1]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from starling.common.settings import ModelSettings, Section, ServiceSettings, WeightsSettings
@@ -20,6 +22,10 @@ class RolloutSettings(Section):
     """Generate each group in a batch of its own: slower, but batching cannot change a bit."""
     pull_timeout_s: float = Field(default=60.0, gt=0)
     """How long the pull of one version may take before it fails and the old version stays."""
+    version_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a group may wait here for weights that may sample it, before it goes back to the controller."""
+    transport: Literal["ucx", "tcp", "local", "nccl", "gloo", "nixl"] = "ucx"
+    """How weights travel from this replica to others that adopt from it; as `policy.transport`."""
 
 
 class RolloutProcess(ServiceSettings):

@@ -1,14 +1,18 @@
 """The policy process: takes steps from the controller, one at a time, and publishes versions.
 
-Publishing a version stops it for the copy into a snapshot; the offer follows from another thread (`offers.py`).
+Publishing a version stops it for the copy into a snapshot; the offer follows from another thread (see
+`starling.weightsync.execute.offers`). What it needs to go on after a crash it saves when it is told to.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,7 @@ import structlog
 from starling.algo.text import encode_prompt, encode_response
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import StopSignal, end_process
+from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
 from starling.common.service import (
     ServiceArguments,
     check_model_folder,
@@ -27,13 +31,15 @@ from starling.common.service import (
 )
 from starling.common.settings import ModelSettings, ServiceSettings, WeightsSettings
 from starling.common.wire import messages as wire
-from starling.policy.core.progress import Progress
+from starling.policy.core.progress import Order, Progress
 from starling.policy.settings import PolicySettings
-from starling.policy.shell.offers import Offers, failure_of
+from starling.weightsync.execute.offers import Offers, failure_of
 
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
+STATES = "states"
+"""Where in the run's folder the states are from which a policy goes on."""
 
 
 class PolicyProcess(ServiceSettings):
@@ -48,30 +54,23 @@ class Shell:
     """One policy replica of one rank."""
 
     def __init__(self, settings: PolicyProcess, arguments: ServiceArguments) -> None:
-        """Load the model and prepare its publication. Raises ConfigError when it cannot be loaded."""
+        """Load the model and what was saved of it, and prepare its publication. Raises ConfigError when it cannot."""
         path = check_model_folder(settings.model.path, weights=settings.policy.init == "pretrained")
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
-        from starling.policy.train.model import load_model, place, tensors
+        from starling.policy.train.learner import Learner
+        from starling.policy.train.state import seed_random
         from starling.weightsync.execute.publish import Publisher
         from starling.weightsync.layout import encode
         from starling.weightsync.layouts.modules import layout_of
 
         self._settings, self._folder = settings, arguments.folder
-        self._model = place(
-            load_model(
-                path,
-                init=settings.policy.init,
-                seed=settings.run.seed,
-                dtype=settings.model.dtype,
-                trust_remote_code=settings.policy.trust_remote_code,
-            ),
-            settings.model.device,
-        )
+        seed_random(settings.run.seed)
+        self._learner = Learner(partial(_load, path, settings), settings.policy)
+        version = self._learner.resume(self._folder / STATES)
         self._tokenizer = AutoTokenizer.from_pretrained(path)
-        self._tensors = tensors(self._model)
-        layout = layout_of(self._tensors, arguments.name)
+        layout = layout_of(self._learner.tensors, arguments.name)
         self._publisher = Publisher(
             layout,
             transport=settings.policy.transport,
@@ -80,13 +79,20 @@ class Shell:
             digests=settings.weights.digests,
             delta_versions=settings.policy.delta_versions,
         )
-        self._trainer: Any = None
-        self._progress = Progress()
-        self._held_back: Command | None = None
-        hello = wire.Hello(role="policy", host=host_name(), pid=os.getpid(), version=0, has_layout=True)
+        self._progress = Progress(version=version)
+        hello = wire.Hello(
+            role="policy", host=host_name(), pid=os.getpid(), version=version, has_layout=True, serves=True
+        )
         self._link = Link(link_settings(arguments, settings), hello, (encode(layout),))
-        self._offers = Offers(self._link.answer, self._link.put)
-        log.info("ready", parameters=self._model.num_parameters(), transport=settings.policy.transport)
+        self._offers = Offers(self._link.answer, self._link.put, self._tell)
+        self._copying_since: float | None = None
+        self._telling = threading.Lock()
+        log.info(
+            "ready",
+            version=version,
+            parameters=self._learner.model.num_parameters(),
+            transport=settings.policy.transport,
+        )
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller says that nothing more will come."""
@@ -105,31 +111,54 @@ class Shell:
                     self._take(inbound)
                 elif isinstance(inbound, Future):
                     inbound.result()  # raises what no answer could tell
+                elif isinstance(inbound, GivenUp):
+                    self._progress.give_up(inbound.leases)  # but a step cannot be given up half-way
                 else:
-                    assert inbound is None or isinstance(inbound, GivenUp)  # a step cannot be given up half-way
+                    assert inbound is None, inbound
+                self._expire()
+                self._tell()
             reason = f"stopped by {stop.name}"
         finally:
+            end_within(STOP_S)
             self._link.close(reason)
             self._publisher.close()
             self._offers.close()
 
     def _take(self, command: Command) -> None:
-        """Do a command, and then the one that had come before its time."""
+        """Do a command, and then what had come before its time."""
         message = command.message
-        assert isinstance(message, wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint), message
+        assert isinstance(message, Order), message
         if self._progress.must_wait(message):
-            self._held_back = command
+            assert isinstance(message, wire.TrainStep), message
+            self._progress.hold(message, command.buffers)
             return
         self._do(message, command.buffers)
-        held_back, self._held_back = self._held_back, None
-        if held_back is not None:
-            self._take(held_back)
+        while ready := self._progress.take_ready():
+            for step, buffers in ready:
+                self._do(step, buffers)
 
-    def _do(
-        self, message: wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint, buffers: tuple[bytes, ...]
-    ) -> None:
+    def _expire(self) -> None:
+        for lease, reason in self._progress.expire(time.monotonic()):
+            log.warning("gave up", lease=lease, reason=reason)
+            version, infra_lost = self._progress.version, wire.Status.INFRA_LOST
+            failed = wire.LeaseFailed(lease=lease, status=infra_lost, reason=reason, version=version)
+            self._link.answer(lease, failed)
+
+    def _tell(self) -> None:
+        """Let the next heartbeats say what is on offer and what is waited for. Any thread may call it."""
+        with self._telling:
+            now = time.monotonic()
+            waits = [*self._progress.waits(now), *self._offers.waits(now)]
+            if self._copying_since is not None:
+                since_s, limit_s = now - self._copying_since, self._settings.policy.publish_timeout_s
+                left_s = max(0.0, limit_s - since_s)
+                waits.append(wire.Wait(what="room for a snapshot", on="readers", since_s=since_s, seconds_left=left_s))
+            self._link.report(offered=self._offers.offered, waits=tuple(waits))
+
+    def _do(self, message: Order, buffers: tuple[bytes, ...]) -> None:
         if not self._link.work(message.lease):
             return
+        self._tell()
         objection = self._progress.objection(message)
         try:
             if objection is not None:
@@ -142,7 +171,7 @@ class Shell:
                 case wire.SaveCheckpoint():
                     self._link.answer(message.lease, self._save(message))
         except StarlingError as error:
-            self._link.answer(message.lease, failure_of(message.lease, error))
+            self._link.answer(message.lease, failure_of(message.lease, error, self._progress.version))
 
     def _train(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> wire.StepTrained:
         begin = time.perf_counter()
@@ -156,7 +185,6 @@ class Shell:
 
     def _supervise(self, message: wire.TrainStep) -> dict[str, float]:
         from starling.policy.train.groups import Example
-        from starling.policy.train.sft import SftTrainer
 
         examples = [
             Example(
@@ -166,42 +194,54 @@ class Shell:
             )
             for example in message.examples
         ]
-        trainer = self._trainer_of(
-            SftTrainer,
-            lambda: SftTrainer(self._model, self._settings.policy, total_steps=message.num_steps),
-        )
-        metrics: dict[str, float] = trainer.step(examples)
-        return metrics
+        return self._learner.supervise(examples, num_steps=message.num_steps, changes=message.settings)
 
     def _reinforce(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> dict[str, float]:
         from starling.policy.train.groups import groups_from_wire
-        from starling.policy.train.step import GrpoTrainer
 
-        groups = groups_from_wire(message.groups, buffers)
-        trainer = self._trainer_of(
-            GrpoTrainer,
-            lambda: GrpoTrainer(self._model, self._settings.policy, total_steps=message.num_steps),
+        return self._learner.reinforce(
+            groups_from_wire(message.groups, buffers),
+            step=message.step,
+            num_steps=message.num_steps,
+            temperature=message.temperature,
+            changes=message.settings,
         )
-        metrics: dict[str, float] = trainer.step(groups, step=message.step, temperature=message.temperature)
-        return metrics
-
-    def _trainer_of(self, kind: type, make: Callable[[], Any]) -> Any:
-        """Return the trainer of this kind of step; the first step of another kind begins with a fresh one."""
-        if not isinstance(self._trainer, kind):
-            self._trainer = make()
-        return self._trainer
 
     def _publish(self, message: wire.PublishWeights) -> None:
-        publication = self._publisher.snapshot(message.version, self._tensors)
+        if self._offers.again(message.lease, message.version):
+            return
+        self._copying_since = time.monotonic()
+        self._tell()
+        try:
+            publication = self._publisher.snapshot(message.version, self._learner.tensors)
+        finally:
+            self._copying_since = None
         self._progress.published = message.version
         self._offers.send(message.lease, publication)
 
     def _save(self, message: wire.SaveCheckpoint) -> wire.CheckpointSaved:
         from starling.policy.train.checkpoint import save_hf
 
-        folder = self._folder / "checkpoints" / f"step-{message.step}"
-        save_hf(self._model, self._tokenizer, folder)
-        return wire.CheckpointSaved(lease=message.lease, step=message.step, path=str(folder))
+        if message.state:
+            folder = self._learner.save(self._folder / STATES, message.step)
+        else:
+            folder = self._folder / "checkpoints" / f"step-{message.step}"
+            save_hf(self._learner.model, self._tokenizer, folder)
+        return wire.CheckpointSaved(lease=message.lease, step=message.step, path=str(folder), state=message.state)
+
+
+def _load(path: Path, settings: PolicyProcess) -> Any:
+    """Load version 0 of the model."""
+    from starling.policy.train.model import load_model, place
+
+    model = load_model(
+        path,
+        init=settings.policy.init,
+        seed=settings.run.seed,
+        dtype=settings.model.dtype,
+        trust_remote_code=settings.policy.trust_remote_code,
+    )
+    return place(model, settings.model.device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder, so that a crash never leaves half of one."""
+"""Write a folder, such as a model in Hugging Face form, so that a crash never leaves half of one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import ctypes
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from safetensors import SafetensorError
 
 from starling.common.errors import ConfigError
 
@@ -32,6 +35,19 @@ class Saveable(Protocol):
 def save_hf(model: PreTrainedModel, tokenizer: Saveable | None, folder: Path) -> None:
     """Write `model` and `tokenizer` into `folder`, all or nothing.
 
+    Raises:
+        ConfigError: as `whole_folder`.
+    """
+    with whole_folder(folder) as temporary:
+        model.save_pretrained(str(temporary))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(temporary))
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Lend a folder to write into that becomes `folder` at the end, all or nothing.
+
     Everything goes into a folder beside it and reaches the disk before that takes the name `folder`. A checkpoint of
     that name stays whole until then and is replaced in one operation where the file system can exchange two names
     (Linux), else by two renames. What an earlier crash left beside `folder` is removed.
@@ -49,19 +65,17 @@ def save_hf(model: PreTrainedModel, tokenizer: Saveable | None, folder: Path) ->
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.saving-", dir=folder.parent))
         try:
             temporary.chmod(0o755)
-            model.save_pretrained(str(temporary))
-            if tokenizer is not None:
-                tokenizer.save_pretrained(str(temporary))
+            yield temporary
             _sync_tree(temporary)
             _replace(temporary, folder)
             _sync(folder.parent)
         finally:
             # Gone when all went well; the previous checkpoint after an exchange; else what was written so far.
             shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter is how safetensors tells of a full disk
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(
-            f"the checkpoint {folder} cannot be written ({error.strerror or error}): "
-            "free space or choose another folder"
+            f"the checkpoint {folder} cannot be written ({reason}): free space or choose another folder"
         ) from error
 
 

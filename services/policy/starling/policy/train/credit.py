@@ -29,13 +29,17 @@ class Credited:
     """[T]."""
     fresh: FloatArray
     """1 for tokens whose whole completion was sampled by the version that is trained now, else 0; [T]."""
+    temperatures: FloatArray | None
+    """Divisor of the logits under which each was sampled, [T]; None where all are those of the step."""
     num_tokens: int
     """Tokens of all completions, left out or not: the denominator of the step's mean."""
     metrics: dict[str, float]
     """What is known before the forward pass."""
 
 
-def credit(groups: Sequence[Group], *, step: int, scale: Scale = "std", skip_zero: bool = False) -> Credited:
+def credit(
+    groups: Sequence[Group], *, step: int, scale: Scale = "std", skip_zero: bool = False, temperature: float = 1.0
+) -> Credited:
     """Credit the completions of `groups` for step `step`.
 
     Args:
@@ -43,6 +47,7 @@ def credit(groups: Sequence[Group], *, step: int, scale: Scale = "std", skip_zer
         step: the version to make; ages count from it.
         scale: see `starling.algo.advantage.group_relative`.
         skip_zero: leave out completions whose advantage is exactly 0.
+        temperature: of groups that do not say theirs.
 
     Raises:
         ConfigError: there is no token, or a reward or log-probability is not finite.
@@ -56,12 +61,15 @@ def credit(groups: Sequence[Group], *, step: int, scale: Scale = "std", skip_zer
     flat_advantages, flat_ages = _flat(advantages), _flat(ages)
     trained = [not (skip_zero and advantage == 0.0) for advantage in flat_advantages]
     chosen = np.repeat(np.array(trained), lengths)
+    own = [group.temperature or temperature for group in groups]
+    drawn = [value for value, group in zip(own, groups, strict=True) for _ in group.lengths]
     return Credited(
         prompted=_prompted(groups, trained),
         token_ids=np.concatenate([group.completion_ids for group in groups])[chosen],
         old_logprobs=np.concatenate([group.logprobs for group in groups])[chosen],
         advantages=_per_token(flat_advantages, lengths)[chosen],
         fresh=_per_token([float(age == 0) for age in flat_ages], lengths)[chosen],
+        temperatures=None if set(own) == {temperature} else _per_token(drawn, lengths)[chosen],
         num_tokens=num_tokens,
         metrics=_metrics(groups, flat_advantages, flat_ages, num_tokens, int(chosen.sum())),
     )

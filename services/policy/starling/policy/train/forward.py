@@ -38,14 +38,18 @@ def trained_logits(model: torch.nn.Module, inputs: Inputs) -> Tensor:
     return logits[0]
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target, and the entropy of its distribution, both float32 [N].
+
+    `temperature` is one for all, or [N].
 
     The entropy is a metric: it carries no gradient. Both are of ``softmax(logits / temperature)``, the distribution
     from which the tokens were drawn.
     """
     logits = logits.float()
-    if temperature != 1.0:
+    if isinstance(temperature, Tensor):
+        logits = logits / temperature[:, None]
+    elif temperature != 1.0:
         logits = logits / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     with torch.no_grad():

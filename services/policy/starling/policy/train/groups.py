@@ -36,6 +36,8 @@ class Group:
     """Reward of each completion."""
     prompt_id: str = ""
     """Names the group in errors."""
+    temperature: float = 0.0
+    """Divisor of the logits under which it was sampled; 0 for that of the step."""
 
     def __post_init__(self) -> None:
         _check_prompt(self.prompt_ids, self.prompt_id)
@@ -107,6 +109,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> Group:
             lengths=tuple(trajectory.num_tokens for trajectory in group.trajectories),
             rewards=tuple(trajectory.reward for trajectory in group.trajectories),
             prompt_id=group.prompt_id,
+            temperature=group.temperature,
         )
     except ConfigError as error:
         raise WireError(str(error)) from error

@@ -57,8 +57,8 @@ class Descent:
         if total_steps < 0:
             raise ConfigError(f"total_steps is {total_steps}: it must be 0 or more")
         self.num_steps = 0
+        self.total_steps = total_steps
         self._settings = settings
-        self._total_steps = total_steps
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self._parameters:
             raise ConfigError("the model has no trainable parameter: unfreeze at least one")
@@ -77,14 +77,16 @@ class Descent:
         """Forget the gradients, before the first microbatch of a step."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def apply(self, loss: float) -> Applied:
+    def apply(self, loss: float, settings: OptimizerSettings | None = None) -> Applied:
         """Make one optimizer step of the accumulated gradients; without any, of a gradient of 0.
 
         Skips the step when the norm of the gradient is not finite, or `loss`, the step's loss: where a loss clamps its
-        arguments, NaN in them gives a NaN loss with a gradient of 0.
+        arguments, NaN in them gives a NaN loss with a gradient of 0. Of `settings`, if given, this step takes the
+        learning rate with its schedule, and the bound on the gradient.
         """
         self.num_steps += 1
-        rate = learning_rate(self._settings, self.num_steps, self._total_steps)
+        settings = settings or self._settings
+        rate = learning_rate(settings, self.num_steps, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -95,7 +97,7 @@ class Descent:
         norm = float(norm_tensor)
         if not (math.isfinite(norm) and math.isfinite(loss)):
             return Applied(norm, rate, skipped=True)
-        bound = self._settings.max_grad_norm
+        bound = settings.max_grad_norm
         if 0.0 < bound < norm:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, bound, norm_tensor)
         self.optimizer.step()

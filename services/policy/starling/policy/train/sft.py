@@ -33,14 +33,18 @@ class SftTrainer:
         self._settings = settings
         self._longest = longest_sequence(model)
         self._pair_cost = pair_cost(model)
-        self._descent = Descent(model, settings.sft.optimizer, total_steps)
+        self.descent = Descent(model, settings.sft.optimizer, total_steps)
 
-    def step(self, examples: Sequence[Example]) -> dict[str, float]:
+    def step(self, examples: Sequence[Example], settings: PolicySettings | None = None) -> dict[str, float]:
         """Make the next version out of `examples`, every response token weighing the same.
+
+        Args:
+            examples: those of the step.
+            settings: of this step; by default those that the trainer was made with.
 
         Returns:
             The metrics: ``loss`` (nats per response token), ``entropy`` (the same), ``grad_norm`` before clipping,
-            ``learning_rate``, ``skipped_step``, ``num_tokens`` (of responses), ``num_sequences``,
+            ``max_grad_norm``, ``learning_rate``, ``skipped_step``, ``num_tokens`` (of responses), ``num_sequences``,
             ``num_microbatches``, ``padding_waste``.
 
         Raises:
@@ -57,7 +61,8 @@ class SftTrainer:
         token_ids = np.concatenate([example.response_ids for example in examples])
         check_lengths(prompted, self._longest)
         batch = lay_out(prompted, self._settings.tokens_per_microbatch, pair_cost=self._pair_cost)
-        self._descent.clear()
+        optimizer = (settings or self._settings).sft.optimizer
+        self.descent.clear()
         parts = []
         for microbatch in batch.plan:
             inputs = to_tensors(batch, microbatch, token_ids, self._model.dtype, self._model.device)
@@ -66,11 +71,12 @@ class SftTrainer:
             torch.autograd.backward(loss)
             parts.append(torch.stack([loss.detach(), entropy.sum() / ends[-1]]))
         loss_sum, entropy_sum = torch.stack(parts).sum(dim=0).tolist()
-        applied = self._descent.apply(loss_sum)
+        applied = self.descent.apply(loss_sum, optimizer)
         return {
             "loss": loss_sum,
             "entropy": entropy_sum,
             "grad_norm": applied.grad_norm,
+            "max_grad_norm": optimizer.max_grad_norm,
             "learning_rate": applied.learning_rate,
             "skipped_step": float(applied.skipped),
             "num_tokens": float(ends[-1]),

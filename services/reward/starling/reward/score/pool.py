@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import Status
+from starling.common.wire.messages import Status, Wait
 from starling.reward.core.groups import Score, ScoreTask
 from starling.reward.score.process import WorkerProcess
 from starling.reward.score.protocol import Chunk, Ready, Report, ScorerSpec, Setup, StartFailed
@@ -164,6 +164,26 @@ class ScoringPool:
             "workers_ready": float(sum(worker.ready for worker in self._workers)),
             "workers_replaced": float(self._num_replaced),
         }
+
+    def waits(self) -> tuple[Wait, ...]:
+        """Return what each worker is waited for to do, with the limit after which it is killed."""
+        now, waits = self._clock(), []
+        for worker in self._workers:
+            deadline = self._deadline(worker)
+            if deadline is None:
+                continue
+            what, since = "the imports of a worker", worker.started_at
+            if worker.ready:
+                call, _, _, sent_at = worker.calls[0]
+                since = max(worker.begun_at, sent_at)
+                title = self._settings.scorers[call.scorer].title
+                what = f"scorer {title} on completion {call.completion} of {call.job.task.id}"
+            on = f"worker {worker.process.pid}"
+            waits.append(Wait(what=what, on=on, since_s=max(0.0, now - since), seconds_left=max(0.0, deadline - now)))
+        if self._jobs and not self._workers:
+            on, left_s = "clock", max(0.0, self._start_at - now)
+            waits.append(Wait(what="the next attempt to start a worker", on=on, since_s=0.0, seconds_left=left_s))
+        return tuple(waits)
 
     def close(self, grace_s: float = 0.5) -> None:
         """End every worker: an idle one may end by itself within `grace_s`, all together; the rest is killed."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import structlog
 
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import StopSignal, end_process
+from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
 from starling.common.service import (
     ServiceArguments,
     host_name,
@@ -27,6 +27,7 @@ from starling.reward.settings import RewardSettings
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
+TELL_EVERY_S = 0.1
 
 
 class RewardProcess(ServiceSettings):
@@ -46,6 +47,7 @@ class Shell:
         hello = wire.Hello(role="reward", host=host_name(), pid=os.getpid(), num_slots=settings.reward.num_slots)
         self._link = Link(link_settings(arguments, settings), hello)
         self._ended: Ended | None = None
+        self._told_at = float("-inf")
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller says that nothing more will come."""
@@ -59,6 +61,7 @@ class Shell:
                 self._serve(pool, stop)
                 reason = f"stopped by {stop.name}" if stop else "the run is over"
             finally:
+                end_within(STOP_S)
                 self._link.close(reason)
         if self._ended is not None and self._ended.error is not None:
             raise self._ended.error
@@ -76,7 +79,9 @@ class Shell:
             poller.poll(patience_s * 1000)
             for score in pool.poll():
                 self._carry_out(pool, self._groups.record(score))
-            self._link.report(gauges=pool.gauges())
+            if (now := time.monotonic()) - self._told_at >= TELL_EVERY_S:
+                self._told_at = now
+                self._link.report(gauges=pool.gauges(), waits=pool.waits())
 
     def _take_in(self, pool: ScoringPool) -> None:
         while (inbound := self._link.receive(0.0)) is not None:

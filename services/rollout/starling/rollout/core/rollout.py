@@ -5,7 +5,10 @@
       +---------+ (the pull failed)  +--> torn (what the engine holds is not what was published)
 
 The engine generates through the whole pull and pauses only for the switch. A torn replica generates nothing until it
-has adopted another version.
+has adopted another version. What it holds proven it can publish to others, between two tokens.
+
+Nothing is waited for without an end: a pull has `pull_s`, and a group `version_s` for weights that may sample it. Time
+comes with `tick`, and what has come since the tick before counts from there.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from starling.common.wire.messages import AdoptWeights, GenerateGroup
+from starling.common.wire.messages import AdoptWeights, GenerateGroup, PublishWeights, Wait
 
 Adoption = Literal["stale", "pulling", "staged", "current", "torn"]
 
@@ -55,7 +58,14 @@ class Fail:
     reason: str
 
 
-Action = Generate | Pull | Switch | Forget | Fail
+@dataclass(frozen=True)
+class Publish:
+    """Put the version in use on offer, before the next token."""
+
+    message: PublishWeights
+
+
+Action = Generate | Pull | Switch | Forget | Fail | Publish
 
 
 @dataclass
@@ -68,9 +78,15 @@ class Rollout:
     adopting: AdoptWeights | None = None
     running: set[str] = field(default_factory=set)
     """Leases that the engine holds."""
+    pull_s: float = 60.0
+    """How long a pull may take; whoever pulls sees to it."""
+    version_s: float = 600.0
+    """How long a group may wait for weights that may sample it."""
     _newest: int = -1
     """Newest version ever in use. A torn replica goes forward too, so that no group gets tokens that are too old."""
     _held_back: dict[str, GenerateGroup] = field(default_factory=dict)
+    _since: dict[str, float] = field(default_factory=dict)
+    """Since when each lease that waits does so, in monotonic seconds."""
 
     @property
     def may_generate(self) -> bool:
@@ -117,6 +133,43 @@ class Rollout:
         self.adoption, self.version, self._newest = "current", version, version
         return self._admit()
 
+    def publish(self, message: PublishWeights) -> list[Action]:
+        """The version in use is to be offered to others. A pull under way does not hinder that."""
+        if message.version == self.version:
+            return [Publish(message)]
+        holds = f"holds version {self.version}" if self.version >= 0 else "holds no version that it could prove"
+        if self.adopting is not None:
+            holds += f" and adopts version {self.adopting.version}"
+        return [Fail(message.lease, f"version {message.version} cannot be published: this rollout {holds}")]
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed: give back the groups that have waited for their weights for too long."""
+        waiting = self._waiting()
+        self._since = {lease: self._since.get(lease, now) for lease in waiting}
+        actions: list[Action] = []
+        for lease, wanted in waiting.items():
+            if (self.adopting is None or lease != self.adopting.lease) and now - self._since[lease] >= self.version_s:
+                actions += self.given_up((lease,))
+                actions.append(Fail(lease, f"{wanted} did not come within {self.version_s:g} s"))
+        return actions
+
+    def waits(self, now: float) -> tuple[Wait, ...]:
+        """Return what is waited for at `now`: the pull, and for each version that groups need the one that is longest.
+
+        Groups count from the first `tick` after they came.
+        """
+        found: dict[str, Wait] = {}
+        for lease, wanted in self._waiting().items():
+            since_s = now - self._since.get(lease, now)
+            if self.adopting is not None and lease == self.adopting.lease:
+                source, limit_s = self.adopting.source or "policy", self.pull_s
+            else:
+                source, limit_s = "controller", self.version_s
+            wait = Wait(what=wanted, on=source, since_s=since_s, seconds_left=max(0.0, limit_s - since_s))
+            if wanted not in found or found[wanted].since_s < since_s:
+                found[wanted] = wait
+        return tuple(found.values())
+
     def finished(self, lease: str) -> None:
         """The engine is done with a group."""
         self.running.discard(lease)
@@ -130,6 +183,17 @@ class Rollout:
                 self.running.discard(lease)
                 actions.append(Forget(lease))
         return actions
+
+    def _waiting(self) -> dict[str, str]:
+        """Return what each lease waits for that does, in words."""
+        waiting: dict[str, str] = {}
+        if self.adopting is not None:
+            waiting[self.adopting.lease] = f"the weights of version {self.adopting.version}"
+        for message in self._held_back.values():
+            waiting[message.lease] = f"an order to adopt version {max(0, message.min_version)} or newer"
+        if self.adoption == "torn":
+            waiting |= dict.fromkeys(sorted(self.running), "an order to adopt a version, as this engine is torn")
+        return waiting
 
     def _admit(self) -> list[Action]:
         ready = [message for message in self._held_back.values() if message.min_version <= self.version]

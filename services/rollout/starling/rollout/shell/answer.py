@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from starling.weightsync.execute.transfer import Progress
 
 
-def answer_of(result: GroupResult, decode: Callable[[Sequence[int]], str]) -> tuple[GroupGenerated, tuple[bytes, ...]]:
-    """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions."""
+def answer_of(
+    result: GroupResult, decode: Callable[[Sequence[int]], str], temperature: float = -1.0
+) -> tuple[GroupGenerated, tuple[bytes, ...]]:
+    """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions.
+
+    `temperature` is that of the request; -1 where it is not known.
+    """
     completions = result.completions
     arrays: list[npt.NDArray[Any]] = [
         result.prompt_ids.astype(np.int32, copy=False),
@@ -36,9 +41,8 @@ def answer_of(result: GroupResult, decode: Callable[[Sequence[int]], str]) -> tu
         for c in completions
     )
     tensors = tuple(TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes) for a in arrays)
-    return GroupGenerated(lease=result.lease, trajectories=trajectories, tensors=tensors), tuple(
-        a.tobytes() for a in arrays
-    )
+    generated = GroupGenerated(lease=result.lease, trajectories=trajectories, tensors=tensors, temperature=temperature)
+    return generated, tuple(a.tobytes() for a in arrays)
 
 
 def progress_of(progress: Progress) -> LeaseProgress:

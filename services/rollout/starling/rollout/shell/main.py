@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ import structlog
 from starling.algo.text import decode, encode_prompt
 from starling.common.errors import StarlingError
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import StopSignal, end_process
+from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
 from starling.common.service import (
     ServiceArguments,
     check_model_folder,
@@ -23,14 +24,16 @@ from starling.common.service import (
     serve,
 )
 from starling.common.wire import messages as wire
-from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Pull, Rollout, Switch
+from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Publish, Pull, Rollout, Switch
 from starling.rollout.settings import RolloutProcess
 from starling.rollout.shell.answer import answer_of, progress_of
+from starling.rollout.shell.serving import Serving
 
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
 GAUGE_EVERY_S = 0.5
+LOOK_EVERY_S = 0.1
 SPLIT = ("prepare_s", "read_s", "unpack_s", "digest_s", "confirm_s")
 """What is told of a pull beside its length."""
 
@@ -77,13 +80,22 @@ class Shell:
         layout = layout_of(self._engine.tensors(), arguments.name)
         self._puller = Puller(layout, digests=settings.weights.digests)
         self._offers: dict[str, Any] = {}
-        self._core = Rollout()
+        self._temperatures: dict[str, float] = {}
+        """Of the groups that the engine has, by lease."""
+        self._core = Rollout(pull_s=settings.rollout.pull_timeout_s, version_s=settings.rollout.version_timeout_s)
         self._pulls = ThreadPoolExecutor(1, thread_name_prefix="pull")
+        self._closing = threading.Event()
         hello = wire.Hello(
-            role="rollout", host=host_name(), pid=os.getpid(), num_slots=settings.rollout.num_slots, has_layout=True
+            role="rollout",
+            host=host_name(),
+            pid=os.getpid(),
+            num_slots=settings.rollout.num_slots,
+            has_layout=True,
+            serves=True,
         )
         self._link = Link(link_settings(arguments, settings), hello, (encode(layout),))
-        self._num_tokens, self._gauged_at = 0, time.monotonic()
+        self._serving = Serving(layout, settings, self._link.answer, self._link.put, self._changed)
+        self._num_tokens, self._gauged_at, self._told_at = 0, time.monotonic(), float("-inf")
         self._last_pull = Pulled("", None)
         log.info("ready", max_model_len=self._engine.max_model_len)
 
@@ -104,12 +116,30 @@ class Shell:
                     inbound = self._link.receive(0.0)
                 if self._core.may_generate and not ended:
                     self._generate()
+                self._look()
             if stop:
                 reason = f"stopped by {stop.name}"
         finally:
+            end_within(STOP_S)
+            self._closing.set()  # ends a pull, for which the puller would wait
             self._link.close(reason)
             self._pulls.shutdown(wait=False, cancel_futures=True)
             self._puller.close()
+            self._serving.close()
+
+    def _changed(self) -> None:
+        """Look at once, when another thread has news for the heartbeats."""
+        self._told_at = float("-inf")
+        self._link.wake()
+
+    def _look(self) -> None:
+        """Now and then, see what has been waited for too long, and let the heartbeats tell what is."""
+        now = time.monotonic()
+        if now - self._told_at < LOOK_EVERY_S:
+            return
+        self._told_at = now
+        self._act(self._core.tick(now))
+        self._link.report(offered=self._serving.offered, waits=(*self._core.waits(now), *self._serving.waits(now)))
 
     def _decide(self, inbound: Any) -> list[Action]:
         match inbound:
@@ -117,11 +147,16 @@ class Shell:
                 return self._core.generate(message) if self._link.work(message.lease) else []
             case Command(message=wire.AdoptWeights() as message, buffers=buffers):
                 return self._core.adopt(message, buffers) if self._link.work(message.lease) else []
+            case Command(message=wire.PublishWeights() as message):
+                return self._core.publish(message) if self._link.work(message.lease) else []
             case Pulled():
                 self._last_pull = inbound
                 return self._core.pulled(inbound.lease, inbound.problem)
             case GivenUp(leases=leases):
                 return self._core.given_up(leases)
+            case Future():
+                inbound.result()  # raises what no answer could tell
+                return []
             case Ended():
                 return []
             case _:
@@ -136,8 +171,11 @@ class Shell:
                     self._pull(message, buffers)
                 case Switch(lease=lease):
                     self._switch(lease)
+                case Publish(message=message):
+                    self._publish(message)
                 case Forget(lease=lease):
                     self._engine.cancel(lease)
+                    self._temperatures.pop(lease, None)
                 case Fail(lease=lease, reason=reason):
                     self._fail(lease, reason)
 
@@ -147,6 +185,7 @@ class Shell:
         try:
             ids = encode_prompt(self._tokenizer, message.prompt)
             self._engine.add(GroupRequest(message.lease, ids, message.num_completions, message.sampling))
+            self._temperatures[message.lease] = message.sampling.temperature
         except StarlingError as error:
             # The prompt is at fault, not this replica: no other would do better.
             self._core.finished(message.lease)
@@ -158,10 +197,11 @@ class Shell:
         self._num_tokens += self._engine.num_running
         for result in self._engine.step():
             self._core.finished(result.lease)
+            temperature = self._temperatures.pop(result.lease, -1.0)
             if isinstance(result, GroupFailed):
                 self._fail(result.lease, result.reason)
             else:
-                message, buffers = answer_of(result, lambda ids: decode(self._tokenizer, ids))
+                message, buffers = answer_of(result, lambda ids: decode(self._tokenizer, ids), temperature)
                 self._link.answer(result.lease, message, buffers)
         elapsed = time.monotonic() - self._gauged_at
         if elapsed >= GAUGE_EVERY_S:
@@ -179,6 +219,7 @@ class Shell:
                 offer,
                 plan,
                 deadline_s=self._settings.rollout.pull_timeout_s,
+                cancelled=self._closing.is_set,
                 progress=lambda progress: self._link.advance(message.lease, progress_of(progress)),
             )
             split = {name: getattr(report, name) for name in SPLIT}
@@ -202,6 +243,13 @@ class Shell:
                 self._link.put(Pulled(message.lease, f"{type(error).__name__}: {error}"))
 
         self._pulls.submit(work).add_done_callback(done)
+
+    def _publish(self, message: wire.PublishWeights) -> None:
+        try:
+            self._serving.publish(message, self._engine.tensors())
+        except StarlingError as error:
+            self._fail(message.lease, str(error))
+        self._told_at = float("-inf")
 
     def _switch(self, lease: str) -> None:
         begin = time.perf_counter()

@@ -1,0 +1,299 @@
+"""A saved state: what continues from it makes the same bits as what never stopped; a damaged one is not used."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from starling.common.errors import ConfigError
+from starling.policy.settings import GrpoSettings, OptimizerSettings, PolicySettings, SftSettings
+from starling.policy.train.groups import Example, Group
+from starling.policy.train.learner import Learner
+from starling.policy.train.state import newest_state
+
+torch.set_num_threads(1)
+
+NUM_SFT, NUM_GRPO = 3, 4
+SHAPES = [(6, [4, 9, 1, 3]), (3, [2, 2, 7, 5])]
+Make = Callable[..., Any]
+
+
+def settings(kl: float) -> PolicySettings:
+    """Schedules and clipping, so that counters and averages matter."""
+    optimizer = OptimizerSettings(learning_rate=3e-3, warmup_steps=2, schedule="cosine", max_grad_norm=0.5)
+    return PolicySettings(
+        optimizer=optimizer,
+        sft=SftSettings(optimizer=optimizer),
+        grpo=GrpoSettings(kl_coefficient=kl),
+        tokens_per_microbatch=40,
+    )
+
+
+class Course:
+    """The steps of a run, the same each time: supervised ones, then reinforcement."""
+
+    def __init__(self, tiny: Make, make_groups: Make, kl: float, num_sft: int = NUM_SFT) -> None:
+        self._tiny, self._make_groups, self._kl, self._num_sft = tiny, make_groups, kl, num_sft
+
+    def learner(self) -> Learner:
+        return Learner(lambda: self._tiny(), settings(self._kl))
+
+    def take(self, learner: Learner, first: int, last: int) -> list[dict[str, float]]:
+        return [self.step(learner, step) for step in range(first, last + 1)]
+
+    def step(self, learner: Learner, step: int, **changes: float) -> dict[str, float]:
+        told = {key.replace("__", "."): value for key, value in changes.items()}
+        if step <= self._num_sft:
+            groups: list[Group] = self._make_groups(SHAPES, seed=step)
+            examples = [Example(group.prompt_ids, group.completion_ids) for group in groups]
+            return learner.supervise(examples, num_steps=self._num_sft, changes=told)
+        groups = self._make_groups(SHAPES, seed=step, version=step - 1)
+        return learner.reinforce(groups, step=step, num_steps=NUM_GRPO, temperature=0.9, changes=told)
+
+
+def held(learner: Learner) -> dict[str, Tensor]:
+    """Return copies of all tensors that a step changes, and the counters."""
+    found = {name: tensor.clone() for name, tensor in learner.tensors.items()}
+    if learner.trainer is not None:
+        descent = learner.trainer.descent
+        found["num_steps"] = torch.tensor(descent.num_steps)
+        for number, fields in descent.optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{field}": value.clone() for field, value in fields.items()}
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.05])
+@pytest.mark.parametrize("saved_at", [0, 1, NUM_SFT, NUM_SFT + 1, NUM_SFT + 3])
+def test_what_continues_makes_the_same_bits(
+    tiny: Make, make_groups: Make, tmp_path: Path, kl: float, saved_at: int
+) -> None:
+    course, last = Course(tiny, make_groups, kl), NUM_SFT + NUM_GRPO
+    whole = course.learner()
+    course.take(whole, 1, saved_at)
+    whole.save(tmp_path, saved_at)
+    metrics = course.take(whole, saved_at + 1, last)
+    again = course.learner()
+    assert again.resume(tmp_path) == saved_at
+    assert course.take(again, saved_at + 1, last) == metrics
+    assert same(held(again), held(whole))
+
+
+def test_all_steps_again_from_the_beginning_make_the_same_bits(tiny: Make, make_groups: Make) -> None:
+    course, learners = Course(tiny, make_groups, 0.05), []
+    for _ in range(2):
+        learner = course.learner()
+        course.take(learner, 1, NUM_SFT + NUM_GRPO)
+        learners.append(held(learner))
+    assert same(*learners)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.05])
+def test_a_state_of_a_state_is_one_of_the_whole_run(tiny: Make, make_groups: Make, tmp_path: Path, kl: float) -> None:
+    """Every step in a learner of its own."""
+    course = Course(tiny, make_groups, kl)
+    for step in range(1, NUM_SFT + NUM_GRPO + 1):
+        learner = course.learner()
+        assert learner.resume(tmp_path / "parts") == step - 1
+        course.step(learner, step)
+        learner.save(tmp_path / "parts", step)
+    whole = course.learner()
+    course.take(whole, 1, NUM_SFT + NUM_GRPO)
+    assert same(held(learner), held(whole))
+
+
+def test_the_reference_of_a_run_without_supervised_steps_is_loaded_again(
+    tiny: Make, make_groups: Make, tmp_path: Path
+) -> None:
+    course = Course(tiny, make_groups, 0.05, num_sft=0)
+    whole = course.learner()
+    course.take(whole, 1, 2)
+    path = whole.save(tmp_path, 2)
+    assert not (path / "reference.safetensors").exists(), "it is the initial model"
+    again = course.learner()
+    again.resume(tmp_path)
+    assert course.take(whole, 3, 4) == course.take(again, 3, 4)
+    assert same(held(again), held(whole))
+
+
+def test_random_numbers_go_on(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
+    learner = Course(tiny, make_groups, 0.0).learner()
+    np.random.standard_normal()
+    learner.save(tmp_path, 0)
+
+    def drawn() -> tuple[float, float, float, float]:
+        return random.gauss(), float(np.random.standard_normal()), float(np.random.random()), float(torch.rand(()))
+
+    expected = drawn()
+    learner.resume(tmp_path)
+    assert drawn() == expected
+
+
+def test_the_newest_two_stay(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
+    course = Course(tiny, make_groups, 0.0)
+    learner = course.learner()
+    (tmp_path / ".version-1.saving-abc").mkdir()
+    for version in (2, 4, 9, 10):
+        learner.save(tmp_path, version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-9"]
+    learner.save(tmp_path, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-9"]
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, Path.unlink])
+@pytest.mark.parametrize(
+    "name",
+    ["state.json", "weights.safetensors", "optimizer.safetensors", "reference.safetensors", "random.safetensors"],
+)
+def test_a_damaged_state_is_skipped(
+    tiny: Make, make_groups: Make, tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    course = Course(tiny, make_groups, 0.05, num_sft=1)
+    learner = course.learner()
+    for step in (1, 2, 3):
+        course.step(learner, step)
+        path = learner.save(tmp_path, step)
+    damage(path / name)
+    again = course.learner()
+    with capture_logs() as lines:
+        assert again.resume(tmp_path) == 2
+    assert [line["state"] for line in lines] == [str(path)]
+    course.step(again, 3)
+    assert same(held(again), held(learner))
+
+
+def test_a_state_under_the_name_of_another_is_skipped(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
+    learner = Course(tiny, make_groups, 0.0).learner()
+    path = learner.save(tmp_path, 3)
+    shutil.copytree(path, tmp_path / "version-7")
+    found = newest_state(tmp_path)
+    assert found is not None
+    assert found.state.version == 3
+
+
+def test_nothing_saved_is_version_0(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
+    course = Course(tiny, make_groups, 0.0)
+    learner = course.learner()
+    before = held(learner)
+    assert learner.resume(tmp_path / "nowhere") == 0
+    (tmp_path / "version-3").mkdir()
+    (tmp_path / "version-x").mkdir()
+    assert learner.resume(tmp_path) == 0
+    assert same(held(learner), before)
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"hidden_size": 16}, "lm_head.weight is float32 \\[31, 32\\], and this model's is float32 \\[31, 16\\]"),
+        ({"num_hidden_layers": 1}, "it has model.layers.1.input_layernorm.weight, which this model has not"),
+        ({"num_hidden_layers": 3}, "it has no model.layers.2.input_layernorm.weight, which this model has"),
+        ({"tied": True}, "it has lm_head.weight, which this model has not"),
+    ],
+)
+def test_a_state_of_another_model_is_refused(
+    tiny: Make, make_groups: Make, tmp_path: Path, other: dict[str, Any], difference: str
+) -> None:
+    path = Learner(lambda: tiny(tied=False), settings(0.0)).save(tmp_path, 5)
+    learner = Learner(lambda: tiny(**({"tied": False} | other)), settings(0.0))
+    with pytest.raises(ConfigError, match=f"{path} is of another model: .*{difference}; give the model of that run"):
+        learner.resume(tmp_path)
+
+
+def test_nothing_is_pickled(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
+    course = Course(tiny, make_groups, 0.05)
+    learner = course.learner()
+    course.take(learner, 1, NUM_SFT + 1)
+    path = learner.save(tmp_path, NUM_SFT + 1)
+    assert {file.name for file in path.iterdir()} == {
+        "state.json",
+        *(f"{name}.safetensors" for name in ("weights", "optimizer", "reference", "random")),
+    }
+    told = json.loads((path / "state.json").read_text())["state"]
+    assert told["trainer"] == {"kind": "grpo", "num_steps": 1, "total_steps": NUM_GRPO, "begun_at": NUM_SFT}
+    for file in path.glob("*.safetensors"):
+        size = int.from_bytes(file.read_bytes()[:8], "little")
+        assert json.loads(file.read_bytes()[8 : 8 + size])
+
+
+ENDLESS = """
+import itertools, sys
+from pathlib import Path
+import torch
+from starling.policy.train.state import save_state
+model = torch.nn.Linear(1000, 500)
+for version in itertools.count(1):
+    save_state(Path(sys.argv[1]), version, model, None)
+    print(version, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num", [1, 2, 7])
+def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path: Path, num: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if int(line) == num:
+                process.kill()
+        last = int(line)
+    with capture_logs() as lines:
+        found = newest_state(tmp_path)
+    assert found is not None
+    assert found.state.version in (last, last + 1), "the one after may have got its name, and not yet said so"
+    assert lines == [], "nothing that has a name is damaged"
+    found.restore_weights(torch.nn.Linear(1000, 500))
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import torch
+from starling.common.errors import ConfigError
+from starling.policy.train.state import save_state
+model = torch.nn.Linear(64, 64)
+folder = Path(sys.argv[1])
+save_state(folder, 1, model, None)
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+try:
+    save_state(folder, 2, model, None)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_told_and_leaves_the_state_before(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f"{tmp_path / 'version-2'} cannot be written" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["version-1"]
+    assert newest_state(tmp_path) is not None

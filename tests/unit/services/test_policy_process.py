@@ -1,0 +1,140 @@
+"""The policy as a process: killed, started again, and told its steps once more, it makes the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replica_desk import Desk, ended, replica
+
+from starling.common.wire import messages as wire
+from starling.weightsync.offer import decode_offer
+
+pytestmark = pytest.mark.slow
+
+NUM_SFT, LAST = 2, 6
+FLAGS = (
+    *("--policy.init", "random", "--policy.transport", "local", "--model.device", "cpu"),
+    *("--policy.optimizer.learning-rate", "0.003", "--policy.optimizer.schedule", "cosine"),
+    *("--policy.sft.optimizer.learning-rate", "0.003", "--policy.grpo.kl-coefficient", "0.05"),
+)
+
+
+def step_of(lease: str, step: int, **fields: Any) -> tuple[wire.TrainStep, tuple[bytes, ...]]:
+    """Return the same step each time: the first ones are supervised."""
+    generator = np.random.default_rng(step)
+    if step <= NUM_SFT:
+        words = ["".join(generator.choice(list("abcdefgh"), 4)) for _ in range(4)]
+        examples = tuple(wire.Prompt(id=f"sft/{word}", text=f"{word}>", reference=word[::-1]) for word in words)
+        return wire.TrainStep(lease=lease, step=step, examples=examples, num_steps=NUM_SFT, **fields), ()
+    groups, buffers = [], []
+    for index in range(3):
+        lengths = generator.integers(1, 6, 4).tolist()
+        total = sum(lengths)
+        arrays = [
+            generator.integers(3, 12, 5).astype(np.int32),
+            generator.integers(3, 12, total).astype(np.int32),
+            (-2.5 + 0.3 * generator.standard_normal(total)).astype(np.float32),
+            np.full(total, step - 1, dtype=np.int32),
+        ]
+        rewards = generator.standard_normal(4).tolist()
+        scored = tuple(
+            wire.ScoredTrajectory(num_tokens=length, oldest_version=step - 1, reward=reward)
+            for length, reward in zip(lengths, rewards, strict=True)
+        )
+        metas = tuple(wire.TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes) for a in arrays)
+        groups.append(wire.TrainGroup(prompt_id=f"train/{index}", trajectories=scored, tensors=metas))
+        buffers += [array.tobytes() for array in arrays]
+    message = wire.TrainStep(lease=lease, step=step, groups=tuple(groups), num_steps=LAST - NUM_SFT, **fields)
+    return message, tuple(buffers)
+
+
+def train(desk: Desk, step: int, **fields: Any) -> dict[str, float]:
+    """Have a step made, and return its metrics but for the time that it took."""
+    message, buffers = step_of(desk.lease("train"), step, **fields)
+    trained, _ = desk.ask("policy-0", message, wire.StepTrained, buffers)
+    assert trained.step == step
+    return {name: value for name, value in trained.metrics.items() if name != "train_s"}
+
+
+def save(desk: Desk, step: int) -> dict[str, str]:
+    """Have a state saved, and return the digests of its files."""
+    message = wire.SaveCheckpoint(lease=desk.lease("save"), step=step, state=True)
+    saved, _ = desk.ask("policy-0", message, wire.CheckpointSaved)
+    assert saved.state
+    digests: dict[str, str] = json.loads((Path(saved.path) / "state.json").read_text())["state"]["digests"]
+    return digests
+
+
+def publish(desk: Desk, version: int) -> bytes:
+    message = wire.PublishWeights(lease=desk.lease("publish"), version=version)
+    published, (encoded,) = desk.ask("policy-0", message, wire.WeightsPublished)
+    assert published.version == version
+    assert decode_offer(encoded).version == version
+    return encoded
+
+
+def test_a_killed_policy_goes_on_with_the_same_bits(desk: Desk, model: Path, tmp_path: Path) -> None:
+    flags = ("--model.path", str(model), *FLAGS)
+    with replica(desk, "policy-0", tmp_path / "crashed", *flags) as policy:
+        hello, _ = desk.hello("policy-0")
+        assert (hello.version, hello.serves, hello.shares_steps) == (0, True, False)
+        first = [train(desk, step) for step in (1, 2, 3)]
+        save(desk, 3)
+        first += [train(desk, 4)]
+        policy.kill()
+    with replica(desk, "policy-0", tmp_path / "crashed", *flags) as policy:
+        assert desk.hello("policy-0")[0].version == 3
+        publish(desk, 3)
+        # The version that the step names was published by the process that is gone.
+        assert train(desk, 4, replayed=True, published=4) == first[3]
+        first += [train(desk, step) for step in (5, 6)]
+        root = decode_offer(publish(desk, LAST)).root
+        digests = save(desk, LAST)
+        policy.terminate()
+        assert ended(policy) == 0
+    with replica(desk, "policy-0", tmp_path / "whole", *flags) as policy:
+        assert desk.hello("policy-0")[0].version == 0
+        assert [train(desk, step, replayed=True) for step in range(1, LAST + 1)] == first
+        assert save(desk, LAST) == digests, "weights, optimizer, reference and generators"
+        assert decode_offer(publish(desk, LAST)).root == root
+        desk.send("policy-0", wire.Drain(reason="the run is over"))
+        assert ended(policy) == 0
+    assert sorted(path.name for path in (tmp_path / "crashed/states").iterdir()) == ["version-3", "version-6"]
+
+
+def refused(desk: Desk, message: Any, buffers: tuple[bytes, ...] = ()) -> str:
+    failed, _ = desk.ask("policy-0", message, wire.LeaseFailed, buffers)
+    assert failed.fatal
+    return failed.reason
+
+
+def test_what_a_policy_says_to_orders(desk: Desk, model: Path, tmp_path: Path) -> None:
+    with replica(desk, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as policy:
+        desk.hello("policy-0")
+        early, buffers = step_of(desk.lease("train"), 1, published=0)
+        desk.send("policy-0", early, buffers)
+        heartbeat = desk.heartbeat("policy-0", lambda told: bool(told.waits))
+        assert [(wait.what, wait.on) for wait in heartbeat.waits] == [
+            ("the order to publish version 0, before step 1", "controller")
+        ]
+        assert 0.0 < heartbeat.waits[0].seconds_left <= 60.0
+        assert heartbeat.offered == -1
+        offer = publish(desk, 0)
+        desk.answer("policy-0", early.lease, wire.StepTrained)
+        assert publish(desk, 0) == offer, "it holds version 1 now, and offers version 0 still"
+        heartbeat = desk.heartbeat("policy-0", lambda told: told.version == 1 and not told.waits)
+        assert heartbeat.offered == 0
+
+        shared, _ = step_of(desk.lease("train"), 2, num_replicas=2, replica=1, num_groups=8)
+        assert "shared by 2 policies, and this one can only do its steps alone" in refused(desk, shared)
+        unknown, _ = step_of(desk.lease("train"), 2, settings={"policy.optimizer.betas": 0.5})
+        assert "policy.optimizer.betas = 0.5 cannot be changed from one step to the next" in refused(desk, unknown)
+        adopt = wire.AdoptWeights(lease=desk.lease("adopt"), version=2, source="policy-1", with_state=True)
+        assert "takes none from others" in refused(desk, adopt, (b"offer", b"plan"))
+        assert train(desk, 2, settings={"policy.sft.optimizer.learning_rate": 0.5})["learning_rate"] == 0.5
+        policy.terminate()
+        assert ended(policy) == 0
