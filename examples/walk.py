@@ -58,9 +58,7 @@ def walk(recipe: Recipe, folder: Path) -> None:
     scorers = [(s.weight, resolve(s.name, s.options)) for s in recipe.reward.scorers] if recipe.reward else []
     source, destination = layout_of(tensors(policy), "policy-0"), layout_of(engine.tensors(), "rollout-0")
     publisher, puller, plan = Publisher(source, transport="local"), Puller(destination), make_plan(source, destination)
-    ledger = Ledger(
-        num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, num_slots=rl.prompts_per_step, max_tries=0
-    )
+    ledger = Ledger(num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, max_staleness=0, max_tries=0)
     for step in range(1, rl.num_steps + 1):
         offer = publisher.publish(step - 1, tensors(policy))  # 9 publish: (the first version is the initial weights)
         puller.pull(offer, plan, deadline_s=10)  # 10 adopt: pull, switch, prove

@@ -11,7 +11,7 @@ import time
 import tomllib
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,16 +52,24 @@ def write_prompts(folder: Path, words: list[str]) -> None:
 class Command:
     """One `starling` command, in a folder, with its output in files there."""
 
-    def __init__(self, folder: Path, *arguments: str, name: str = "command") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        name: str = "command",
+        within: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it behind the words `within`, such as ``ip netns exec NAME``, and with more of an `environment`."""
         self.folder, self.mark, self.name = folder, uuid.uuid4().hex, name
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         # Without SPT_NOENV the titles of the processes overwrite the place where their environment is read.
-        environment = {**os.environ, MARK: self.mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
+        own = {MARK: self.mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "starling.cli.main", *arguments],
+                [*within, sys.executable, "-m", "starling.cli.main", *arguments],
                 cwd=folder,
-                env=environment,
+                env={**os.environ, **own, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -128,10 +136,16 @@ class Command:
 
 
 @contextmanager
-def started(folder: Path, *arguments: str, name: str = "command") -> Iterator[Command]:
+def started(
+    folder: Path,
+    *arguments: str,
+    name: str = "command",
+    within: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Command]:
     """Start a command, and see that it leaves nothing behind: no process, no file in /dev/shm."""
     before = shared_memory()
-    command = Command(folder, *arguments, name=name)
+    command = Command(folder, *arguments, name=name, within=within, environment=environment)
     try:
         yield command
         command.wait()
@@ -157,8 +171,8 @@ def awaited(happened: Callable[[], bool], what: str, command: Command, timeout_s
 
 
 def shared_memory() -> set[str]:
-    """Return the files of /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+    """Return the files of /dev/shm, without Python's semaphores: no run makes any, and nobody's can be told by name."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def _without_owner(names: set[str]) -> set[str]:

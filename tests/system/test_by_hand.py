@@ -33,8 +33,8 @@ def starling(folder: Path, *arguments: str) -> str:
 def prepared(folder: Path) -> Path:
     """Make what every service needs: a model folder, keys, and a recipe that names the model."""
     starling(workplace(folder), "scratch", "tiny.toml", "model")
-    starling(folder, "keys", "run/keys", *REPLICAS)
-    starling(folder, "keys", "others/keys", "rollout-1", "reward-1")
+    starling(folder, "keys", "make", "run/keys", *REPLICAS)
+    starling(folder, "keys", "make", "others/keys", "rollout-1", "reward-1")
     workplace(folder, run={"id": "by-hand"}, model={}, network={"connect_s": 5.0}, rl={"num_steps": 8})
     text = (folder / "tiny.toml").read_text()
     (folder / "tiny.toml").write_text(text.replace("[model]", '[model]\npath = "model"'))

@@ -25,41 +25,46 @@ ENDLESS = 100_000
 ONE_ROW_OF_STEPS = {"run": {"kind": "sft"}, "evaluation": {}, "sft": {"num_steps": ENDLESS}}
 
 
-def fails_naming(command: Command, name: str, line: str) -> None:
+GIVEN_UP_AT_ONCE = {"launch": {"num_rollouts": 1, "max_restarts": 0}}
+
+
+def fails_naming(command: Command, name: str, line: str, restarts: str = "") -> None:
     """See that the run fails, says who was killed, and shows what that one said last."""
     assert command.wait() == 1, command.story()
-    assert sentence(command) == f"{name} was killed by SIGKILL; its last lines:"
+    assert sentence(command) == f"{name} was killed by SIGKILL{restarts}; its last lines:"
     shown = [text for text in command.errors.splitlines() if text.startswith("  | ")]
     assert any(line in text for text in shown), command.story()
     assert command.errors.splitlines()[-1].endswith(f"logs/{name}.log")
 
 
 def the_policy(folder: Path) -> None:
-    with run(workplace(folder, **ONE_ROW_OF_STEPS)) as command:
+    with run(workplace(folder, **ONE_ROW_OF_STEPS, **GIVEN_UP_AT_ONCE)) as command:
         command.until(lambda: num_steps(folder) >= 2, "two steps")
         command.titled("policy-0").kill()
         fails_naming(command, "policy-0", "ready")
 
 
 def the_reward(folder: Path) -> None:
-    with run(workplace(folder)) as command:
+    with run(workplace(folder, **GIVEN_UP_AT_ONCE)) as command:
         command.until_said("replica=reward-0")
         command.titled("reward-0").kill()
         fails_naming(command, "reward-0", "ready")
 
 
 def the_controller(folder: Path) -> None:
-    with run(workplace(folder)) as command:
+    with run(workplace(folder, **GIVEN_UP_AT_ONCE)) as command:
         command.until_said("replica=reward-0")
         command.titled("controller").kill()
         fails_naming(command, "controller", "joined")
 
 
-def the_only_rollout(folder: Path) -> None:
-    with run(workplace(folder, rl={"num_steps": ENDLESS})) as command:
-        command.until(lambda: trained(folder), "a step of reinforcement")
-        command.titled("rollout-0").kill()
-        fails_naming(command, "rollout-0", "ready")
+def the_only_rollout_again_and_again(folder: Path) -> None:
+    with run(workplace(folder, launch={"max_restarts": 2}, rl={"num_steps": ENDLESS})) as command:
+        for restarts in range(3):
+            joined = f"{restarts + 1} times of rollout-0 joining"
+            command.until(lambda n=restarts: len(of(folder, "joined", "rollout-0")) > n, joined)
+            command.titled("rollout-0").kill()
+        fails_naming(command, "rollout-0", "ready", " after 2 restarts")
 
 
 def the_supervisor(folder: Path) -> None:
@@ -72,15 +77,36 @@ def the_supervisor(folder: Path) -> None:
 
 
 def one_of_two_rollouts(folder: Path) -> None:
-    with run(workplace(folder, launch={"num_rollouts": 2}, rl={"num_steps": 15})) as command:
+    launch = {"num_rollouts": 2, "max_restarts": 0}
+    with run(workplace(folder, launch=launch, rl={"num_steps": 15})) as command:
         command.until(lambda: len(trained(folder)) >= 8, "two steps of reinforcement")
         command.titled("rollout-1").kill()
         assert command.wait() == 0, command.story()
     assert "rollout-1 was killed by SIGKILL; the others take over what it had" in command.output
     assert "rollout-1" in [line["replica"] for line in metrics(folder, "left")]
-    assert len(trained(folder)) == 15 * 4
+    is_whole(folder, num_steps=15)
+
+
+def each_role_in_turn(folder: Path) -> None:
+    """All are started again, the controller too, and what comes of it is a run like any other."""
+    with run(workplace(folder, rl={"num_steps": 150})) as command:
+        command.until(lambda: trained(folder), "a step of reinforcement")
+        for name in ("policy-0", "controller", "rollout-0", "reward-0"):
+            made, process = num_steps(folder), command.titled(name)
+            process.kill()
+            command.until_said(f"{name} was killed by SIGKILL; it is started again in 0.5 s (1 of 3 times)")
+            command.until(lambda made=made: num_steps(folder) >= made + 5, f"five steps after the death of {name}")
+            assert command.titled(name).pid != process.pid
+        assert command.wait() == 0, command.story()
+    assert len(metrics(folder, "evaluation")) == 1
+    is_whole(folder, num_steps=150)
+
+
+def is_whole(folder: Path, num_steps: int) -> None:
+    """See that a run of the tiny recipe trained every prompt once, and left its checkpoint and its picture."""
+    assert len(trained(folder)) == num_steps * 4
     assert set(trained(folder).values()) == {1}, "a prompt was trained twice"
-    assert checkpoints(folder) == ["step-18"]
+    assert checkpoints(folder) == [f"step-{num_steps + 3}"]
     assert (attempt(folder) / "reward.png").stat().st_size > 1000
 
 
@@ -117,6 +143,10 @@ def test_the_run_goes_on_without_one_rollout(tmp_path: Path) -> None:
     together(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios), at_once=2)
 
 
-def test_the_run_fails_without_the_others(tmp_path: Path) -> None:
-    scenarios = [the_supervisor, the_only_rollout, the_policy, the_reward, the_controller]
+def test_what_dies_is_started_again(tmp_path: Path) -> None:
+    each_role_in_turn(tmp_path)
+
+
+def test_the_run_fails_when_restarts_are_used_up(tmp_path: Path) -> None:
+    scenarios = [the_supervisor, the_only_rollout_again_and_again, the_policy, the_reward, the_controller]
     together(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))

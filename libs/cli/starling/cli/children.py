@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from starling.cli.forks import ForkedProcess, Forks
 from starling.common.observe.process import die_with_parent
@@ -28,13 +30,17 @@ class Child:
 
     name: str
     role: str
+    module: str
+    arguments: tuple[str, ...]
     process: subprocess.Popen[str] | ForkedProcess
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
     reported: bool = False
     """Its end has been dealt with."""
     spared: bool = False
-    """It was killed, and the run goes on without it."""
+    """It died, and the run goes on without it."""
+    due: float | None = None
+    """It died, and is started again at this moment (monotonic seconds)."""
 
     @property
     def code(self) -> int | None:
@@ -42,7 +48,7 @@ class Child:
         return self.process.poll()
 
     def ending(self) -> str:
-        """Say how it ended."""
+        """Say how it ended: ``was killed by SIGKILL``."""
         code = self.code
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -70,12 +76,28 @@ class Children:
     def start(self, name: str, role: str, arguments: Sequence[str], module: str = "") -> Child:
         """Start `module`, or else the service `role`, as `name`."""
         module = module or f"starling.{role}.shell.main"
-        process = self._forks.start(module, arguments) if role in FORKED else self._spawn(module, arguments)
-        child = Child(name, role, process)
-        child.reader = threading.Thread(target=self._listen, args=(child,), name=f"log-{name}", daemon=True)
-        child.reader.start()
+        child = Child(name, role, module, tuple(arguments), self._begin(role, module, arguments))
+        self._read(child)
         self.all.append(child)
         return child
+
+    def restart(self, child: Child, *more: str) -> None:
+        """Start a process that has ended again, as it was started before, with `more` arguments."""
+        assert child.code is not None, f"{child.name} still runs"
+        child.process = self._begin(child.role, child.module, (*child.arguments, *more))
+        child.reported, child.due = False, None
+        self._read(child)
+
+    def _begin(self, role: str, module: str, arguments: Sequence[str]) -> subprocess.Popen[str] | ForkedProcess:
+        return self._forks.start(module, arguments) if role in FORKED else self._spawn(module, arguments)
+
+    def _read(self, child: Child) -> None:
+        output = child.process.stdout
+        assert output is not None
+        child.reader = threading.Thread(
+            target=self._listen, args=(child, output), name=f"log-{child.name}", daemon=True
+        )
+        child.reader.start()
 
     def _spawn(self, module: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -115,10 +137,14 @@ class Children:
             if child.reader is not None:
                 child.reader.join(2)
 
-    def _listen(self, child: Child) -> None:
-        assert child.process.stdout is not None
-        with (self._logs / f"{child.name}.log").open("a", buffering=1) as file:
-            for line in child.process.stdout:
-                file.write(line)
+    def _listen(self, child: Child, output: IO[str]) -> None:
+        file = (self._logs / f"{child.name}.log").open("a", buffering=1)
+        with output:
+            for line in output:
+                # A full disk must not end this thread: the process would find nobody reading what it says.
+                with contextlib.suppress(OSError):
+                    file.write(line)
                 child.last_lines.append(line.rstrip("\n"))
                 self._on_line(child.name, line.rstrip("\n"))
+        with contextlib.suppress(OSError):
+            file.close()

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import runpy
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from starling.common.errors import ConfigError, StarlingError
 
+if TYPE_CHECKING:
+    from starling.cli.attempt import Attempt
+    from starling.cli.recipe import Recipe
+
 SERVICES = ("controller", "policy", "rollout", "reward")
+MODULES = {**{role: f"starling.{role}.shell.main" for role in SERVICES}, "sim": "starling.sim.cli"}
+"""Commands that are programs of their own, started by name: this package needs none of them to be installed."""
+OPERATIONS = ("status", "why", "set", "evaluate", "stop")
 USAGE = """usage: starling COMMAND ...
 
   run RECIPE.toml [--config MORE.toml ...] [--section.key value ...] [--dry-run]
                         train: start and supervise every process of a run on this machine
+  run --resume RUN_FOLDER
+                        go on with a run that was stopped, or whose machine was
+  status [RUN_FOLDER]   what a run is doing: its phase, its replicas, its groups
+  why [RUN_FOLDER]      what a run waits for, on whom, and for how long already
+  set [RUN_FOLDER] KEY VALUE
+                        change a setting of a run that goes on
+  evaluate [RUN_FOLDER] [--num-completions N]
+                        evaluate the newest version now
+  stop [RUN_FOLDER]     end a run in good order
   smoke                 prove in under a minute that everything works here
   controller | policy | rollout | reward --config FILE --controller tcp://HOST:PORT
                         run one service by itself; --help shows all its settings
@@ -27,7 +46,16 @@ USAGE = """usage: starling COMMAND ...
                         what a weight synchronisation moves, how long it takes and how much memory, without a GPU
   sync-report RUN_FOLDER [--last N] [--json]
                         where the time of weight synchronisation went, and what its bottleneck is
-  keys FOLDER NAME ...  make the CURVE keys of a run: for the controller and for each name
+  record RUN_FOLDER [--out FILE]
+                        collect what the controller of a run went through into one file: a crash report
+  replay FILE_OR_FOLDER [--incarnation N] [--until N] [--json]
+                        make the controller's state after so many events again, and print it
+  keys make FOLDER NAME ... [--replace] | list FOLDER | revoke FOLDER NAME ...
+                        the CURVE keys of a run: whose they are, and which role each may play; also while it runs
+  sim [--replicas N] [--faults MIX] [--seeds N] [--first-seed N]
+                        simulate runs under faults, and check all that a run promises
+  sim --what-if CHANGES [--base CHANGES] [--picture FILE.svg] [--json]
+                        what staleness and throughput would be, for example with rollouts=512,response_length=2x
   scratch RECIPE.toml FOLDER [--section.key value ...]
                         make the folder of the recipe's [model.scratch]: configuration and tokenizer, no weights
 """
@@ -40,13 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    commands = {"run": run, "smoke": smoke, "plan": plan, "sync-report": sync_report, "keys": keys, "scratch": scratch}
-    if command not in (*commands, *SERVICES):
-        print(f"starling: unknown command {command!r}; known: {', '.join([*commands, *SERVICES])}", file=sys.stderr)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "run": run,
+        **{name: partial(operate, name) for name in OPERATIONS},
+        "smoke": smoke,
+        "plan": plan,
+        "sync-report": sync_report,
+        "record": record,
+        "replay": replay,
+        "keys": keys,
+        "scratch": scratch,
+    }
+    if command not in (*commands, *MODULES):
+        print(f"starling: unknown command {command!r}; known: {', '.join([*commands, *MODULES])}", file=sys.stderr)
         return 2
     previous = signal.signal(signal.SIGINT, leave)
     try:
-        return run_service_module(command, rest) if command in SERVICES else commands[command](rest)
+        return run_module(command, rest) if command in MODULES else commands[command](rest)
     except StarlingError as error:
         print(f"starling: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
@@ -63,11 +101,13 @@ def leave(number: int, frame: FrameType | None) -> None:
     os._exit(130)
 
 
-def run_service_module(role: str, argv: list[str]) -> int:
-    """Run a service in this process, without importing any other."""
-    sys.argv = [f"starling {role}", *argv]
+def run_module(command: str, argv: list[str]) -> int:
+    """Run a service, or the simulation, in this process, without importing any other."""
+    if importlib.util.find_spec(f"starling.{command}") is None:
+        raise ConfigError(f"starling {command} is not installed here; install the distribution starling-{command}")
+    sys.argv = [f"starling {command}", *argv]
     try:
-        runpy.run_module(f"starling.{role}.shell.main", run_name="__main__", alter_sys=True)
+        runpy.run_module(MODULES[command], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
     return 0
@@ -85,6 +125,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, action="append", default=[])
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
+    if argv and argv[0] == "--resume":
+        return resume(argv[1:])
     known, flags = parser.parse_known_args(list(argv))
     if known.help:
         print(USAGE + "\n" + help_of(Recipe))
@@ -100,13 +142,37 @@ def run(argv: Sequence[str]) -> int:
         lines = arithmetic(recipe)
         print(to_toml(recipe), *(f"# {line}" for line in lines), sep="\n")
         return 0
+    from starling.cli.attempt import Attempt
+
+    return supervise(recipe, Attempt.create(recipe))
+
+
+def resume(argv: Sequence[str]) -> int:
+    """`starling run --resume`: the same attempt with new processes, which find its keys, journal and saved states."""
+    from starling.cli.attempt import Attempt
+    from starling.cli.recipe import load_recipe
+
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError(
+            "write `starling run --resume RUN_FOLDER` and nothing else: a run is taken up again as it was, "
+            "and `starling set` changes what may change"
+        )
+    attempt = Attempt.find(Path(argv[0]))
+    if not attempt.recipe.exists():
+        raise ConfigError(
+            f"{attempt.folder} has no recipe.toml, so `starling run` did not begin it; start its services"
+        )
+    return supervise(load_recipe([attempt.recipe], []), attempt)
+
+
+def supervise(recipe: Recipe, attempt: Attempt) -> int:
+    """Run the processes of an attempt to its end, and say what came of it. Returns the exit code."""
     from rich.console import Console
 
     from starling.cli.report import report
-    from starling.cli.supervisor import Attempt, InterruptedRunError, Supervisor
+    from starling.cli.supervisor import InterruptedRunError, Supervisor
 
     begin = time.monotonic()
-    attempt = Attempt.create(recipe)
     try:
         Supervisor(recipe, attempt).run()
     except InterruptedRunError as error:
@@ -118,6 +184,13 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"starling: the run is over, without a report; its files are in {attempt.folder}", file=sys.stderr)
     return 0
+
+
+def operate(command: str, argv: Sequence[str]) -> int:
+    """`starling status`, `why`, `set`, `evaluate`, `stop`."""
+    from starling.cli import operate as commands
+
+    return commands.main(command, argv)
 
 
 def smoke(argv: Sequence[str]) -> int:
@@ -141,17 +214,25 @@ def sync_report(argv: Sequence[str]) -> int:
     return command.main(argv)
 
 
+def record(argv: Sequence[str]) -> int:
+    """`starling record`."""
+    from starling.cli import replay as command
+
+    return command.record(argv)
+
+
+def replay(argv: Sequence[str]) -> int:
+    """`starling replay`."""
+    from starling.cli import replay as command
+
+    return command.main(argv)
+
+
 def keys(argv: Sequence[str]) -> int:
     """`starling keys`."""
-    from starling.common.net.curve import make_keys
+    from starling.cli import keys as command
 
-    parser = argparse.ArgumentParser(prog="starling keys")
-    parser.add_argument("folder", type=Path, help="where to write <name>.json and allowed.json")
-    parser.add_argument("names", nargs="+", help="replicas, for example policy-0 rollout-0 reward-0")
-    known = parser.parse_args(list(argv))
-    make_keys(known.folder, known.names)
-    print(f"wrote keys for the controller and {len(known.names)} replicas to {known.folder}")
-    return 0
+    return command.main(argv)
 
 
 def scratch(argv: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ _MODULES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.modeling_utils",
     "starling.policy.settings",
+    "starling.policy.train.learner",
     "starling.policy.train.model",
     "starling.policy.train.step",
     "starling.policy.train.sft",

@@ -43,6 +43,10 @@ class LaunchSettings(Section):
     """`live`: one screen that is redrawn. `plain`: lines. `auto`: live on a terminal."""
     stop_s: float = Field(default=300.0, gt=0)
     """How long an orderly stop may take (the step in hand, the checkpoint) before everything is killed."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often each process that dies is started again within `restart_window_s`, before the run fails."""
+    restart_window_s: float = Field(default=600.0, gt=0)
+    """A death that is longer ago counts no more."""
 
 
 class Recipe(ControllerProcess):

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from starling.cli.attempt import Attempt, read_metrics
 from starling.cli.screen import shown
-from starling.cli.supervisor import Attempt, read_metrics
 
 
 def report(attempt: Attempt, seconds: float, console: Console) -> None:
@@ -32,6 +32,26 @@ def report(attempt: Attempt, seconds: float, console: Console) -> None:
         if line["kind"] == "checkpoint":
             table.add_row("checkpoint", shown(Path(line["path"])))
     console.print(table)
+    tasks = task_table(evaluations)
+    if tasks is not None:
+        console.print(tasks)
+
+
+def task_table(evaluations: list[dict[str, Any]]) -> Table | None:
+    """Return the last evaluation by task, or None when its prompts name no tasks (``metadata.task``)."""
+    tasks: dict[str, dict[str, Any]] = evaluations[-1].get("tasks", {}) if evaluations else {}
+    if not tasks:
+        return None
+    last = evaluations[-1]
+    rates = [name for name in last if name == "reward_mean" or name.startswith("pass_at_")]
+    table = Table(title=f"held-out prompts under version {last['version']}, by task", title_justify="left")
+    for column in ("task", "prompts", *rates):
+        table.add_column(column.replace("pass_at_k", f"pass_at_{last['k']}"))
+    for task, found in tasks.items():
+        values = [found.get(rate) for rate in rates]
+        cells = ["" if value is None else f"{value:.3f}" for value in values]
+        table.add_row(task, str(found["num_prompts"]), *cells)
+    return table
 
 
 def _rows(

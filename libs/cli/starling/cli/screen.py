@@ -224,14 +224,12 @@ def step_text(snapshot: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def evaluation_text(summary: dict[str, float | None]) -> str:
+def evaluation_text(summary: dict[str, float | str | None]) -> str:
     """Return the figures of an evaluation."""
-    scores = [
-        f"{name[6:]} {value:.3f}" for name, value in summary.items() if name.startswith("score/") and value is not None
-    ]
-    mean = summary["reward_mean"]
-    reward = "no reward" if mean is None else f"reward {mean:.3f}"
-    return f"{reward} on {summary['num_prompts']:.0f} prompts" + (f" ({', '.join(scores)})" if scores else "")
+    figures = {name: value for name, value in summary.items() if isinstance(value, int | float)}
+    scores = [f"{name[6:]} {value:.3f}" for name, value in figures.items() if name.startswith("score/")]
+    reward = f"reward {figures['reward_mean']:.3f}" if "reward_mean" in figures else "no reward"
+    return f"{reward} on {figures['num_prompts']:.0f} prompts" + (f" ({', '.join(scores)})" if scores else "")
 
 
 def recent_mean(values: tuple[float, ...], window: int = 5) -> float:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from starling.cli.attempt import Attempt, read_metrics
 from starling.cli.recipe import Recipe, load_recipe
-from starling.cli.supervisor import Attempt, Supervisor, read_metrics
+from starling.cli.supervisor import Supervisor
 from starling.common.errors import StarlingError
 
 RECIPE = Path(__file__).with_name("smoke.toml")

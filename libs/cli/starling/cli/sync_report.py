@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from starling.cli.supervisor import Attempt, read_metrics
+from starling.cli.attempt import Attempt, read_metrics
 from starling.common.errors import ConfigError
 from starling.weightsync.timeline import MEANING, REMEDY, Split, rounds_of, split_of
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--last", type=int, default=0, metavar="N", help="only the newest N rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     known = parser.parse_args(list(argv))
-    attempt = _attempt(known.folder)
+    attempt = Attempt.find(known.folder)
     split = split_of(rounds_of(read_metrics(attempt.metrics, "published", "adopted"))[-known.last :])
     if split is None:
         raise ConfigError(f"no replica has adopted a version in {attempt.folder}; give a run that has made a step")
@@ -31,15 +31,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         _show(split, attempt, Console())
     return 0
-
-
-def _attempt(folder: Path) -> Attempt:
-    if (folder / "metrics.jsonl").exists():
-        return Attempt(folder)
-    attempts = [path for path in folder.glob("attempt-*") if (path / "metrics.jsonl").exists()]
-    if not attempts:
-        raise ConfigError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/quickstart")
-    return Attempt(max(attempts, key=lambda path: int(path.name.removeprefix("attempt-"))))
 
 
 def _show(split: Split, attempt: Attempt, console: Console) -> None:

@@ -1,0 +1,123 @@
+"""What a run stands on, and what can happen to that: a disk fills up, a clock is set, a network is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).with_name("wall_clock.c")
+HOUR_S = 3600.0
+
+
+class WallClock:
+    """The time of day as the processes of a run read it; the machine's clock is left alone."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make what the run has to preload in `folder`. Skips the test where there is no C compiler."""
+        compiler = shutil.which("cc")
+        if compiler is None:
+            pytest.skip("no C compiler: a clock cannot be made to jump")
+        self._library, self._offset = folder / "wall_clock.so", folder / "wall_clock.offset"
+        command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(self._library), str(SOURCE)]
+        subprocess.run(command, check=True, timeout=60)
+        self._offset.write_bytes(struct.pack("q", 0))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the run's processes need in their environment."""
+        return {"LD_PRELOAD": str(self._library), "WALL_CLOCK_OFFSET": str(self._offset)}
+
+    def jump(self, seconds: float) -> None:
+        """Set the clock that many seconds from where it is now; negative for back."""
+        with self._offset.open("r+b") as file:
+            (offset,) = struct.unpack("q", file.read(8))
+            file.seek(0)
+            file.write(struct.pack("q", offset + int(seconds * 1e9)))
+
+
+class Disk:
+    """A small file system in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ballast = folder / "ballast"
+
+    def fill(self) -> None:
+        """Leave no room."""
+        with self._ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 65536)
+        with self._ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0")
+
+    def free(self) -> None:
+        """Give the room back."""
+        self._ballast.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk(folder: Path, size_mb: int) -> Iterator[Disk]:
+    """Mount a file system of `size_mb` at `folder`. Skips the test where that is not allowed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    try:
+        yield Disk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], timeout=60, check=True)
+
+
+class Network:
+    """Two namespaces, joined by one cable: `near` has the address 10.213.0.1, `far` has 10.213.0.2."""
+
+    def __init__(self, near: str, far: str) -> None:
+        self.near, self.far = near, far
+
+    def within(self, namespace: str) -> tuple[str, ...]:
+        """Return what has to stand before a command that is to run in `namespace`."""
+        return ("ip", "netns", "exec", namespace)
+
+    def cut(self) -> None:
+        """Pull the cable: what `near` sends is lost, and `far` finds the network unreachable."""
+        _ip("-n", self.far, "link", "set", "cable", "down")
+
+    def mend(self) -> None:
+        """Put it back."""
+        _ip("-n", self.far, "link", "set", "cable", "up")
+
+
+@contextmanager
+def network() -> Iterator[Network]:
+    """Make two joined network namespaces. Skips the test where that is not allowed."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need `ip` and root")
+    made = Network(f"starling-near-{os.getpid()}", f"starling-far-{os.getpid()}")
+    namespaces = (made.near, made.far)
+    try:
+        for namespace in namespaces:
+            _ip("netns", "add", namespace)
+            _ip("-n", namespace, "link", "set", "lo", "up")
+        _ip("-n", made.near, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", made.far)
+        for number, namespace in enumerate(namespaces, start=1):
+            _ip("-n", namespace, "address", "add", f"10.213.0.{number}/24", "dev", "cable")
+            _ip("-n", namespace, "link", "set", "cable", "up")
+        yield made
+    finally:
+        for namespace in namespaces:
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, timeout=60, check=False)
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"

@@ -1,0 +1,87 @@
+"""Rollouts on another network than the rest, and the cable between them pulled for longer than their lease."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from observation import Observation
+from promises import broken, disagreements
+from surroundings import network
+from system_runs import END_S, Command, started, workplace
+
+from starling.cli.attempt import Attempt
+
+pytestmark = pytest.mark.system
+
+LEASE_S = 2.0
+PROMPTS_PER_STEP = 4
+SFT_STEPS, ENDLESS = 3, 100_000
+REPLICAS = {"policy-0": "near", "reward-0": "near", "rollout-0": "near", "rollout-1": "far"}
+
+
+def prepared(folder: Path) -> Path:
+    """Make the model, the keys, and a recipe that names both and listens on the cable."""
+    for arguments in (
+        ("scratch", "tiny.toml", "model"),
+        ("keys", "make", "run/keys", *REPLICAS, "observer-0", "operator-0"),
+    ):
+        with started(workplace(folder), *arguments, name=arguments[0]) as command:
+            assert command.wait() == 0, command.story()
+    changes = {
+        "run": {"id": "cut-in-two"},
+        "model": {},
+        "rl": {"num_steps": ENDLESS},
+        "network": {"host": "10.213.0.1", "heartbeat_s": 0.3, "lease_s": LEASE_S},
+        "controller": {"num_rollouts": 2},
+        "policy": {"init": "random", "transport": "tcp"},
+    }
+    workplace(folder, **changes)
+    text = (folder / "tiny.toml").read_text()
+    (folder / "tiny.toml").write_text(text.replace("[model]", '[model]\npath = "model"'))
+    return folder
+
+
+def test_rollouts_behind_a_cut_cable_are_missed_and_come_back(tmp_path: Path) -> None:
+    folder, config = prepared(tmp_path), ["--config", "tiny.toml", "--dir", "run"]
+    attempt = Attempt(folder / "run")
+    with network() as cable, ExitStack() as stack:
+        places = {"near": cable.within(cable.near), "far": cable.within(cable.far)}
+
+        def start(role: str, *more: str, name: str, place: str) -> Command:
+            return stack.enter_context(started(folder, role, *config, *more, name=name, within=places[place]))
+
+        controller = start("controller", name="controller", place="near")
+        controller.until(attempt.address.exists, "its address")
+        address = json.loads(attempt.address.read_text())["address"]
+        services = []
+        for name, place in REPLICAS.items():
+            host = ("--network.host", "10.213.0.2") if place == "far" else ()
+            more = ("--name", name, "--controller", address, *host)
+            services.append(start(name.partition("-")[0], *more, name=name, place=place))
+
+        def until(kind: str, what: str, wanted: Callable[[dict[str, object]], bool], num: int = 1) -> None:
+            seen = lambda: [line for line in observation.metrics() if line["kind"] == kind and wanted(line)]  # noqa: E731
+            controller.until(lambda: len(seen()) >= num, what, END_S)
+
+        observation = Observation(attempt)
+        of_far = lambda line: line["replica"] == "rollout-1"  # noqa: E731
+        until("adopted", "a version of reinforcement", lambda line: of_far(line) and line["version"] > SFT_STEPS)
+        cable.cut()
+        until("left", "the end of its lease", of_far)
+        version = max(line["step"] for line in observation.metrics() if line["kind"] == "step")
+        until("step", "steps without it", lambda line: line["step"] > version + 5)
+        cable.mend()
+        until("joined", "its return", of_far, num=2)
+        version = max(line["step"] for line in observation.metrics() if line["kind"] == "step")
+        until("adopted", "its next version", lambda line: of_far(line) and line["version"] > version)
+        controller.interrupt()
+        assert controller.wait() == 0, controller.story()
+        assert [service.wait() for service in services] == [0] * len(services)
+    story = observation.story(SFT_STEPS)
+    found = broken(story, complete=False, num_slots=2 * PROMPTS_PER_STEP) + disagreements(story, observation.metrics())
+    assert not found, "\n".join(found)
+    assert len(story.committed) > SFT_STEPS

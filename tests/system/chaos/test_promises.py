@@ -1,0 +1,115 @@
+"""The judge is judged: a story that keeps every promise passes, and each way to break one is seen."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from promises import broken, disagreements, story_of
+
+from starling.controller.core import records as rec
+
+OPENED = rec.GroupsOpened(first=0, num=4)
+GENERATED = [rec.GroupGenerated(key=f"t{i}", trajectories=(), tensors=()) for i in range(4)]
+SCORED = [rec.GroupScored(key=f"t{i}", rewards=()) for i in range(4)]
+SEALED = [rec.StepSealed(step=s, ordinals=(2 * s - 4, 2 * s - 3), prompts=(f"a{s}", f"b{s}")) for s in (2, 3)]
+COMMITTED = [rec.StepCommitted(step=step) for step in (1, 2, 3)]
+EVALUATED = [
+    rec.EvaluationOpened(number=0, version=3, cause="end", num_completions=1, first=0),
+    rec.EvaluationClosed(number=0, summary={}),
+]
+GOOD: list[rec.Record] = [
+    rec.ControllerStarted(incarnation=1),
+    COMMITTED[0],  # supervised
+    OPENED,
+    *GENERATED[:2],
+    *SCORED[:2],
+    SEALED[0],
+    rec.ControllerStarted(incarnation=2),
+    COMMITTED[1],
+    *GENERATED[2:],
+    rec.GroupReturned(key="t3", tries=1),
+    GENERATED[3],
+    *SCORED[2:],
+    SEALED[1],
+    COMMITTED[2],
+    *EVALUATED,
+    rec.RunEnded(ok=True, reason="the run is complete"),
+]
+LINES = [
+    {"kind": "step", "step": 1},
+    {"kind": "step", "step": 2},
+    {"kind": "trained", "step": 2, "prompts": ["a2", "b2"]},
+    {"kind": "trained", "step": 3, "prompts": ["a3", "b3"]},
+]
+"""Of step 3 one line is missing: the controller was killed once."""
+
+
+def without(*left_out: rec.Record) -> list[rec.Record]:
+    return [record for record in GOOD if record not in left_out]
+
+
+def after(place: rec.Record, *more: rec.Record) -> list[rec.Record]:
+    index = GOOD.index(place) + 1
+    return [*GOOD[:index], *more, *GOOD[index:]]
+
+
+BAD: dict[str, tuple[list[rec.Record], str]] = {
+    "opened twice": (after(OPENED, rec.GroupsOpened(first=3, num=2)), r"opened once each and in order: \[3\]"),
+    "a position left out": (after(OPENED, rec.GroupsOpened(first=5, num=1)), "opened once each and in order"),
+    "trained twice": (
+        after(COMMITTED[2], rec.StepSealed(step=4, ordinals=(0,), prompts=("c",)), rec.StepCommitted(step=4)),
+        r"groups \[0\] are in two steps",
+    ),
+    "the prompt again": (
+        after(OPENED, rec.StepSealed(step=9, ordinals=(), prompts=("a2",))),
+        r"prompts \['a2'\] are in two steps",
+    ),
+    "sealed twice": (after(SEALED[0], rec.StepSealed(step=2, ordinals=(), prompts=())), r"steps \[2\] were sealed"),
+    "never opened": (without(OPENED), r"groups \[0, 1, 2, 3\] were sealed and never opened"),
+    "given up and trained": (after(OPENED, rec.GroupDiscarded(key="t1", prompt="", reason="")), "sealed and given up"),
+    "generated again": (after(SCORED[1], GENERATED[1]), r"groups \['t1'\] were generated again"),
+    "not scored": (without(SCORED[3]), r"groups \['t3'\] were sealed without rewards"),
+    "thrown away, and sealed": (after(SCORED[3], rec.GroupReturned(key="t3", tries=2)), "sealed without rewards"),
+    "not sealed": (without(SEALED[1]), r"steps \[3\] were committed and not sealed before"),
+    "committed twice": (after(COMMITTED[1], COMMITTED[1]), "committed once each and in order"),
+    "a step left out": (without(COMMITTED[1]), "committed once each and in order"),
+    "an incarnation again": (after(COMMITTED[1], rec.ControllerStarted(incarnation=2)), "counted one by one"),
+    "evaluated twice": (after(EVALUATED[1], EVALUATED[1]), r"evaluations \[0\] were begun or finished twice"),
+    "lost": (after(OPENED, rec.GroupsOpened(first=4, num=1)), r"positions \[4\] were neither trained nor given up"),
+    "sealed in vain": (without(COMMITTED[2]), r"steps \[3\] were sealed and never committed"),
+    "evaluation open": (without(EVALUATED[1]), r"evaluations \[0\] were begun and never finished"),
+    "no end": (without(GOOD[-1]), "the end of the run is not in the journal"),
+}
+
+
+def test_a_good_story_keeps_every_promise() -> None:
+    story = story_of(GOOD, num_sft_steps=1)
+    assert broken(story, complete=True) == []
+    assert (story.lost, story.twice, story.trained) == ([], [], [0, 1, 2, 3])
+    assert disagreements(story, LINES) == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_broken_promise_is_seen(name: str) -> None:
+    records, wanted = BAD[name]
+    found = broken(story_of(records, num_sft_steps=1), complete=True)
+    assert any(re.search(wanted, sentence) for sentence in found), found
+
+
+def test_what_is_still_open_is_no_loss_before_the_end() -> None:
+    story = story_of(GOOD[:11], num_sft_steps=1)
+    assert broken(story, complete=False, num_slots=2) == []
+    assert broken(story, complete=False, num_slots=1) == ["positions [2] were passed over"]
+    assert len(broken(story, complete=True)) == 2
+
+
+def test_metrics_that_tell_another_story_are_seen() -> None:
+    story = story_of(GOOD, num_sft_steps=1)
+    for lines, wanted in (
+        ([*LINES, LINES[0]], "step: the metrics tell of steps [1] twice"),
+        ([*LINES, {"kind": "step", "step": 4}], "step: the metrics tell of steps [4], which were never committed"),
+        ([LINES[0], *LINES[2:]], "step: steps [2, 3] are not in the metrics"),
+        ([*LINES[:2], {**LINES[2], "prompts": ["a2", "a3"]}, LINES[3]], "step 2 trained ['a2', 'a3']"),
+    ):
+        assert any(found.startswith(wanted) for found in disagreements(story, lines)), wanted

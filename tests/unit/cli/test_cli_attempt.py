@@ -1,0 +1,78 @@
+"""Which attempt is meant, who runs it, and what of its metrics can be read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+
+from starling.cli.attempt import Attempt, read_metrics
+from starling.common.errors import ConfigError
+
+
+def attempts(folder: Path, run: str, *numbers: int) -> Path:
+    for number in numbers:
+        made = folder / run / f"attempt-{number}"
+        made.mkdir(parents=True)
+        (made / "config.toml").touch()
+    return folder / run
+
+
+def test_a_folder_is_an_attempt_or_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = attempts(tmp_path, "quick", 9, 10)
+    (run / "attempt-11").mkdir()  # nothing was begun in it
+    (run / "attempt-old").mkdir()
+    assert Attempt.find(run).folder == run / "attempt-10"
+    assert Attempt.find(run / "attempt-9").folder == run / "attempt-9"
+    monkeypatch.chdir(run)
+    assert Attempt.find(Path("attempt-9")).folder == run / "attempt-9"
+
+
+def test_without_a_folder_it_is_the_newest_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = attempts(tmp_path / "runs", "b", 1, 2), attempts(tmp_path / "runs", "a", 1)
+    for age, path in enumerate((newer / "attempt-1", older / "attempt-2", older / "attempt-1")):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    monkeypatch.chdir(tmp_path)
+    assert Attempt.find(None).folder == newer / "attempt-1"
+
+
+def test_no_run_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (None, tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match=r"there is no run in .*; give the folder of one"):
+            Attempt.find(folder)
+
+
+def hold(folder: Path, held: Event, done: Event) -> None:
+    Attempt(folder).acquire()
+    held.set()
+    done.wait(60)
+
+
+def test_an_attempt_is_run_by_one_process_at_a_time(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path)
+    assert not attempt.is_over(), "nobody ran it yet"
+    context = multiprocessing.get_context("fork")
+    held, done = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path, held, done))
+    process.start()
+    assert held.wait(60)
+    assert not attempt.is_over()
+    with pytest.raises(ConfigError, match=f"is being run by process {process.pid}; `starling status"):
+        attempt.acquire()
+    process.kill()  # and the kernel lets go for it
+    process.join(60)
+    assert attempt.is_over()
+    os.close(attempt.acquire())
+    assert attempt.is_over()
+
+
+def test_lines_that_were_cut_short_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    path.write_text('{"kind": "step", "step": 1}\n{"kind": "st{"kind": "step", "step": 2}\n{"kind": "left"}\n{"kind"')
+    assert read_metrics(path) == [{"kind": "step", "step": 1}, {"kind": "left"}]
+    assert read_metrics(path, "left") == [{"kind": "left"}]

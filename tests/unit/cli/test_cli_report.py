@@ -1,0 +1,27 @@
+"""The report of a run: evaluations by task."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from starling.cli.report import task_table
+
+
+def test_the_last_evaluation_is_shown_by_task() -> None:
+    add = {"num_prompts": 3, "reward_mean": 0.5, "pass_at_1": 0.5, "pass_at_k": 0.75, "k": 2}
+    spell = {"num_prompts": 1, "reward_mean": None, "pass_at_1": None, "pass_at_k": None, "k": 0}
+    whole = {"version": 7, "reward_mean": 0.5, "pass_at_1": 0.5, "pass_at_k": 0.75, "k": 2}
+    table = task_table([{"version": 0, "tasks": {}}, {**whole, "tasks": {"add": add, "spell": spell}}])
+    assert table is not None
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(table)
+    lines = [line.replace("│", " ").replace("┃", " ").split() for line in shown.get().splitlines()]
+    assert ["task", "prompts", "reward_mean", "pass_at_1", "pass_at_2"] in lines
+    assert ["add", "3", "0.500", "0.500", "0.750"] in lines
+    assert ["spell", "1"] in lines
+
+
+def test_without_tasks_there_is_no_table() -> None:
+    assert task_table([]) is None
+    assert task_table([{"version": 3, "reward_mean": 0.1, "k": 1}]) is None
