@@ -36,10 +36,10 @@ from statistics import median
 from typing import Any
 
 import tomli_w
+from environment import CACHE, environment_python
 from figure import machine, print_figure, progress, rounded, versions
 
 HERE = Path(__file__).resolve().parent
-CACHE = HERE / ".cache"
 REQUIREMENTS = HERE / "trl-requirements.txt"
 RUN_TIMEOUT_S = 600
 
@@ -186,31 +186,6 @@ def starling_course(data: Path, checkpoint: Path, seed: int, scale: Scale) -> Co
 # --- TRL -----------------------------------------------------------------------------------------------------------
 
 
-def trl_python() -> Path:
-    """Return the Python of TRL's environment, which is made when it is missing or its requirements have changed."""
-    folder = CACHE / "trl"
-    python, stamp = folder / "bin" / "python", folder / "installed.txt"
-    if stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text():
-        return python
-    progress(f"making TRL's environment in {folder}")
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if uv is None:
-        raise SystemExit("uv is missing: install it, or put `uv` on the PATH")
-    environment = dict(os.environ)
-    backend = ["--torch-backend=cpu"]
-    if "PIP_FIND_LINKS" in environment:  # uv does not read pip's settings
-        environment["UV_FIND_LINKS"] = environment["PIP_FIND_LINKS"]
-        backend = []
-    install = ["--requirement", str(REQUIREMENTS), "--compile-bytecode", *backend]
-    for command in (
-        ["venv", "--quiet", "--clear", "--python", sys.executable, str(folder)],
-        ["pip", "install", "--quiet", "--python", str(python), *install],
-    ):
-        subprocess.run([uv, *command], check=True, env=environment, stdout=sys.stderr)
-    stamp.write_text(REQUIREMENTS.read_text())
-    return python
-
-
 def trl_course(python: Path, data: Path, checkpoint: Path, seed: int, scale: Scale, num_threads: int) -> Course:
     """Train once with TRL."""
     with tempfile.TemporaryDirectory(prefix="starling-loop-") as temporary:
@@ -261,7 +236,7 @@ def run_logged(command: list[str], folder: Path, **environment: str) -> float:
 
 def measure(scale: Scale) -> dict[str, list[Course]]:
     """Return the courses of each side, by its name."""
-    python = trl_python()
+    python = environment_python("trl", REQUIREMENTS, torch=True)
     data, checkpoint = prepare()
     courses: dict[str, list[Course]] = {}
     for seed in range(scale.rounds):

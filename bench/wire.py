@@ -38,6 +38,8 @@ from figure import machine, print_figure, progress, quantile, rounded, versions
 from starling.common.net import curve
 from starling.common.net.frames import receive, send
 from starling.common.net.hub import Arrival, Hub, HubKeys
+from starling.common.net.keyring import make_keys
+from starling.common.net.limits import Limits
 from starling.common.net.link import Command, Ended, Link, LinkSettings
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope
@@ -45,6 +47,10 @@ from starling.common.wire.messages import PROTOCOL_VERSION, Envelope
 RUN = "bench/attempt-1/0badcafe"
 WINDOWS = (1, 16, 64)
 SIDES = ("bare", "ours", "link", "plain")
+NAMES = {"bare": "policy-0", "ours": "policy-1", "link": "policy-2"}
+"""Whose keys the sides have: what they answer is what a policy says."""
+UNLIMITED = Limits(messages_per_s=1e9, bytes_per_s=1e12)
+"""No replica says so much as these do."""
 ANSWER_TIMEOUT_S = 10.0
 METRIC_NAMES = (
     "loss entropy grad_norm reward_mean reward_std clip_fraction approx_kl num_tokens learning_rate staleness_mean "
@@ -81,7 +87,7 @@ def answer_bare(address: str, key: curve.KeyFile | None) -> None:
     if key is not None:
         curve.connect_with(socket, key)
     socket.connect(address)
-    frames = sized_frames(make_answer("generate/train/1000/1", 1000), "bare-0")
+    frames = sized_frames(make_answer("generate/train/1000/1", 1000), NAMES["bare"])
     socket.send_multipart(frames)
     while True:
         socket.recv_multipart()
@@ -94,7 +100,7 @@ def answer_ours(address: str, key: curve.KeyFile) -> None:
     socket.maxmsgsize = codec.MAX_BUFFER_BYTES
     curve.connect_with(socket, key)
     socket.connect(address)
-    hello, answer = messages.Hello(role="rollout", host="here", pid=1), make_answer("generate/train/1000/1", 1000)
+    hello, answer = messages.Hello(role="policy", host="here", pid=1), make_answer("generate/train/1000/1", 1000)
     send(socket, codec.pack(envelope(key.name, 1), hello))
     seq = 1
     while True:
@@ -110,7 +116,7 @@ def answer_ours(address: str, key: curve.KeyFile) -> None:
 
 def answer_link(address: str, key: curve.KeyFile) -> None:
     """Answer every command as a service does."""
-    hello = messages.Hello(role="rollout", host="here", pid=1)
+    hello = messages.Hello(role="policy", host="here", pid=1)
     link = Link(LinkSettings(name=key.name, run=RUN, controller=address, key=key), hello)
     link.start()
     number = 0
@@ -191,7 +197,7 @@ class HubController:
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder))
-        self.hub = Hub("tcp://127.0.0.1:0", RUN, 1_700_000_000_000, keys)
+        self.hub = Hub("tcp://127.0.0.1:0", RUN, 1_700_000_000_000, keys, limits=UNLIMITED)
         self.address = self.hub.address
         self._wanted = set(names)
         self._number = 0
@@ -206,12 +212,12 @@ class HubController:
                 if isinstance(happened, Arrival) and isinstance(happened.message, messages.Hello):
                     name = happened.envelope.sender
                     self._wanted.discard(name)
-                    if name.startswith("link"):
+                    if name == NAMES["link"]:
                         self._welcome(name)
 
     def exchange_with(self, name: str) -> Exchange:
         """Return the exchange with one replica; that of a `Link` releases each lease."""
-        release = name.startswith("link")
+        release = name == NAMES["link"]
 
         def exchange(num: int, window: int) -> Trial:
             hub, clock = self.hub, time.perf_counter
@@ -257,12 +263,11 @@ class HubController:
 
 def measure(num: int, rounds: int) -> dict[int, dict[str, list[Trial]]]:
     """Return the trials of all sides, by window and side."""
-    names = ["ours-0", "link-0", "bare-0"]
     replicas: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="starling-wire-") as temporary:
         folder = Path(temporary)
-        curve.make_keys(folder, names)
-        hub = HubController(folder, ["ours-0", "link-0"])
+        make_keys(folder, list(NAMES.values()))
+        hub = HubController(folder, [NAMES["ours"], NAMES["link"]])
         bare, plain = BareController(curve.load_key(folder / "controller.json")), BareController(None)
         addresses = {"bare": bare.address, "ours": hub.address, "link": hub.address, "plain": plain.address}
         try:
@@ -273,8 +278,8 @@ def measure(num: int, rounds: int) -> dict[int, dict[str, list[Trial]]]:
                 controller.meet()
             exchanges: dict[str, Exchange] = {
                 "bare": bare.exchange,
-                "ours": hub.exchange_with("ours-0"),
-                "link": hub.exchange_with("link-0"),
+                "ours": hub.exchange_with(NAMES["ours"]),
+                "link": hub.exchange_with(NAMES["link"]),
                 "plain": plain.exchange,
             }
             return run_rounds(exchanges, num, rounds)
@@ -313,7 +318,7 @@ def report(trials: dict[int, dict[str, list[Trial]]], num: int) -> None:
             "p50_us": {side: rounded(1e6 * median(values)) for side, values in middles.items()},
             "p99_us": {side: rounded(1e6 * median(values)) for side, values in tails.items()},
             "command_bytes": sum(map(len, sized_frames(make_command(1000), "controller"))),
-            "answer_bytes": sum(map(len, sized_frames(make_answer("generate/train/1000/1", 1000), "bare-0"))),
+            "answer_bytes": sum(map(len, sized_frames(make_answer("generate/train/1000/1", 1000), NAMES["bare"]))),
             **machine(),
             "versions": {**versions("pyzmq", "msgspec"), "libzmq": zmq.zmq_version()},
         }
@@ -342,7 +347,7 @@ def main() -> None:
     if side == "plain":
         answer_bare(address, None)
     answers = {"bare": answer_bare, "ours": answer_ours, "link": answer_link}
-    answers[side](address, curve.load_key(Path(folder) / f"{side}-0.json"))
+    answers[side](address, curve.load_key(Path(folder) / f"{NAMES[side]}.json"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""Faults from a seed over a real run of the smoke recipe: what is lost, and how soon the run is whole again.
+
+    python bench/chaos.py [--quick] [--seed N] [--faults N] [--only controller]
+
+SIGKILL and SIGSTOP of every process, the controller too, a full disk, and a time of day that jumps. Needs root (to
+mount a small disk) and a C compiler (to move a clock that only the run reads).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from figure import machine, print_figure, progress, quantile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "system"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "system" / "chaos"))
+from faults import Kill, Recovery, SetClock
+from ordeal import finish, ordeal
+
+QUICK_FAULTS = 12
+FAULTS = 50
+
+
+def main(argv: Sequence[str]) -> int:
+    """Strike, judge, and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_FAULTS} faults instead of {FAULTS}")
+    parser.add_argument("--seed", type=int, default=0, help="decides the faults and their order")
+    parser.add_argument("--faults", type=int, default=0, help="how many, instead")
+    parser.add_argument("--only", metavar="NAME", help="nothing but kills of this process, to see their times")
+    known = parser.parse_args(argv)
+    num = known.faults or (QUICK_FAULTS if known.quick else FAULTS)
+    try:
+        return measure(known.seed, num, known.only)
+    except pytest.skip.Exception as impossible:
+        detail = {"reason": str(impossible), **machine()}
+        print_figure("chaos", "broken_promises", None, unit="count", goal=0, better="lower", detail=detail)
+        return 0
+
+
+def measure(seed: int, num: int, only: str | None) -> int:
+    """Strike `num` faults at one run. Returns 1 when a promise was broken."""
+    with tempfile.TemporaryDirectory() as folder:
+        with ordeal(Path(folder)) as run:
+            faults = [Kill(only)] * num if only else run.faults(random.Random(seed), num)
+            for number, fault in enumerate(faults, start=1):
+                recovery = run.strike(fault)
+                progress(f"{number:3} of {num}: {fault}: whole again after {recovery.seconds:.2f} s")
+            story, found = finish(run)
+        num_left = len(run.command.family())
+    for sentence in found:
+        progress(f"broken: {sentence}")
+    detail = {
+        "seed": seed,
+        "num_faults": len(run.recoveries),
+        "num_steps": len(story.committed),
+        "num_prompts": len(story.trained),
+        "num_incarnations": len(story.incarnations),
+        "broken": found,
+        **machine(),
+    }
+    last = max(story.trained, default=-1)
+    counts = {
+        "broken_promises": len(found),
+        "prompts_lost": sum(position < last for position in story.lost),
+        "prompts_trained_twice": len(story.twice),
+        "processes_left": num_left,
+    }
+    for figure, value in counts.items():
+        print_figure("chaos", figure, value, unit="count", goal=0, better="lower", detail=detail)
+    report_times(run.recoveries)
+    return int(bool(found or num_left))
+
+
+def report_times(recoveries: Sequence[Recovery]) -> None:
+    """Print how soon a run was whole again, and had made another step, after the SIGKILL of each kind of process."""
+    for role, goal in (("controller", 5.0), ("policy", None), ("rollout", None), ("reward", None)):
+        kills = [r for r in recoveries if isinstance(r.fault, Kill | SetClock) and r.fault.name.startswith(role)]
+        seconds = [recovery.seconds for recovery in kills]
+        detail = {"p50": statistics.median(seconds), "worst": max(seconds)} if seconds else {"reason": "none was drawn"}
+        print_figure(
+            "chaos",
+            f"{role}_recovery_p95",
+            quantile(seconds, 0.95) if seconds else None,
+            unit="s",
+            goal=goal,
+            better="lower",
+            detail={**detail, "num": len(seconds), **machine()},
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

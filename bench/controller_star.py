@@ -1,0 +1,280 @@
+"""Starling's side of controller_side_by_side.py: `Hub` and `Link`, each in a process of its own, with CURVE.
+
+    python controller_star.py controller KEYS | policy ADDRESS KEYS | rollouts ADDRESS KEYS NUM
+
+A rollout makes arrays of its result and the message of them as the service does, and answers its lease; the controller
+decodes the message, passes the group on to the policy as a step, without touching its buffers, releases the lease and
+deals the rollout its next group; the policy reads the group as the service does. `Forwarding` is all that the
+controller decides here: the real core, which also scores groups, seals steps and writes a journal, has the same place
+between `Hub.poll` and `Hub.send`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+from controller_traffic import GROUP_SIZE, POLICY, Result, hear, lead_rollouts, make_result, say
+
+from starling.common.ids import lease_id
+from starling.common.net import curve
+from starling.common.net.hub import Arrival, Hub, HubKeys
+from starling.common.net.link import Command, Ended, Link, LinkSettings
+from starling.common.wire import codec, messages
+from starling.common.wire.messages import Down, Status
+
+RUN = "bench/attempt-1/0badcafe"
+SEND_WITHIN_S = 10.0
+POLL_S = 0.05
+"""How soon the controller sees what it is told on standard input, while nothing is measured."""
+ANSWER_TIMEOUT_S = 60.0
+SILENCE_S = 3600.0
+"""While the other side is measured this one stands still."""
+HEARTBEAT_S, LEASE_S = 1.0, 60.0
+VERSION = 7
+
+
+# --- the controller ------------------------------------------------------------------------------------------------
+
+
+class Forwarding:
+    """Decides what follows from a message: who is to be told what, with which buffers, and what is released."""
+
+    def __init__(self) -> None:
+        """Nothing was said yet."""
+        self._num_leases = 0
+        self._met: set[str] = set()
+        self._open: set[str] = set()
+        """Groups in the making. Who stood still sends a result again before it hears that it came; it counts once."""
+
+    def step(self, arrival: Arrival) -> list[tuple[str, Down, tuple[bytes, ...]]]:
+        """Return the messages that follow from `arrival`."""
+        sender = arrival.envelope.sender
+        match arrival.message:
+            case messages.Hello(role=role):
+                welcome = messages.Welcome(heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S)
+                is_new = role == "rollout" and sender not in self._met
+                self._met.add(sender)
+                first: list[tuple[str, Down, tuple[bytes, ...]]] = [(sender, self.generate(), ())] if is_new else []
+                return [(sender, welcome, ()), *first]
+            case messages.Heartbeat():
+                return [(sender, messages.Welcome(heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S), ())]
+            case messages.GroupGenerated() as group if group.lease in self._open:
+                self._open.remove(group.lease)
+                return [
+                    (POLICY, self.train(sender, group), arrival.buffers),
+                    (sender, messages.Release(leases=(group.lease,)), ()),
+                    (sender, self.generate(), ()),
+                ]
+            case messages.StepTrained(lease=lease) | messages.GroupGenerated(lease=lease):
+                return [(sender, messages.Release(leases=(lease,)), ())]
+            case _:
+                return []
+
+    def generate(self) -> messages.GenerateGroup:
+        """Return the command for one more group."""
+        self._num_leases += 1
+        lease = lease_id("generate", f"t{self._num_leases}", 1, self._num_leases)
+        self._open.add(lease)
+        return messages.GenerateGroup(
+            lease=lease,
+            purpose="train",
+            prompt=messages.Prompt(id=f"train/0/{self._num_leases}", text="Spell this word backward: benchmark"),
+            num_completions=GROUP_SIZE,
+            sampling=messages.Sampling(max_tokens=256, seed=self._num_leases),
+            min_version=VERSION,
+        )
+
+    def train(self, sender: str, group: messages.GroupGenerated) -> messages.TrainStep:
+        """Return the step that trains one group; its prompt is named after the rollout."""
+        self._num_leases += 1
+        trajectories = tuple(
+            messages.ScoredTrajectory(
+                num_tokens=made.num_tokens, oldest_version=made.oldest_version, reward=float(i % 2), status=made.status
+            )
+            for i, made in enumerate(group.trajectories)
+        )
+        return messages.TrainStep(
+            lease=lease_id("train", self._num_leases, 1, self._num_leases),
+            step=self._num_leases,
+            groups=(messages.TrainGroup(prompt_id=sender, trajectories=trajectories, tensors=group.tensors),),
+        )
+
+
+def data_fetch(number: int) -> messages.TrainStep:
+    """Return a command like the other side's: to train a step, in about as many bytes."""
+    return messages.TrainStep(lease=lease_id("train", number, 2, number), step=number, num_steps=1000, ordinal=number)
+
+
+def run_controller(folder: Path) -> None:
+    """Pass on what comes, and send commands when told to."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # standard output is for the answers
+    keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder))
+    hub, forwarding = Hub("tcp://127.0.0.1:0", RUN, 1_700_000_000_000, keys), Forwarding()
+    wanted: deque[dict[str, int]] = deque()
+    threading.Thread(target=lambda: collect(wanted), daemon=True).start()
+    say(address=hub.address, **sizes())
+    sent: list[str] = []
+    while True:
+        match wanted.popleft() if wanted else {}:
+            case {"commands": num}:
+                sent = send_commands(hub, num)
+            case {"release": _}:
+                hub.release(POLICY, tuple(sent))
+            case {"end": _}:
+                return
+        for happened in hub.poll(POLL_S):
+            if not isinstance(happened, Arrival):
+                raise SystemExit(f"{happened.name} is gone")
+            cause = f"{happened.envelope.sender}/{happened.envelope.epoch}/{happened.envelope.seq}"
+            for name, message, buffers in forwarding.step(happened):
+                if isinstance(message, messages.Release):
+                    hub.release(name, message.leases)
+                else:
+                    hub.send(name, message, cause=cause, buffers=buffers)
+
+
+def send_commands(hub: Hub, num: int) -> list[str]:
+    """Send commands to the policy, one after another, and say when that began. Returns their leases."""
+    begin = time.monotonic_ns()
+    leases = []
+    for number in range(begin, begin + num):  # so that no lease is given out twice
+        command = data_fetch(number)
+        deadline = time.monotonic() + SEND_WITHIN_S
+        while not hub.send(POLICY, command):  # as many wait as may; the policy has to take some first
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{command.lease} was not sent within {SEND_WITHIN_S:g} s")
+            time.sleep(0.0002)
+        leases.append(command.lease)
+    say(began=begin)
+    return leases
+
+
+def collect(wanted: deque[dict[str, int]]) -> None:
+    """Note what this process is told."""
+    try:
+        while True:
+            wanted.append(hear())
+    finally:
+        wanted.append({"end": 0})
+
+
+def sizes() -> dict[str, int]:
+    """Return how many bytes a group and a command take."""
+    message, buffers = group_of("generate:t1:1.1", make_result(0))
+    envelope = messages.Envelope(protocol=1, run=RUN, sender="rollout-0", epoch=1_700_000_000_000, seq=1000)
+    return {
+        "group_bytes": sum(map(len, codec.pack(envelope, message, buffers))),
+        "command_bytes": sum(map(len, codec.pack(envelope, data_fetch(1000)))),
+    }
+
+
+# --- the replicas --------------------------------------------------------------------------------------------------
+
+
+def group_of(lease: str, result: Result) -> tuple[messages.GroupGenerated, tuple[bytes, ...]]:
+    """Return the message for a result, and its buffers, made as the rollout service makes them."""
+    from starling.rollout.engine.base import Completion, GroupResult  # torch, which the controller has no use for
+    from starling.rollout.shell.answer import answer_of
+
+    completions = tuple(
+        Completion(
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            versions=np.full(len(token_ids), VERSION, dtype=np.int32),
+            status=Status.OK,
+        )
+        for token_ids, logprobs in zip(result.token_ids, result.logprobs, strict=True)
+    )
+    texts = iter(result.texts)  # decoded by the engine, as on the other side
+    return answer_of(
+        GroupResult(lease, np.array(result.prompt_ids, dtype=np.int32), completions), lambda token_ids: next(texts)
+    )
+
+
+def open_link(address: str, folder: Path, name: str, role: messages.Role) -> Link:
+    """Return the started line of one replica."""
+    settings = LinkSettings(
+        name=name, run=RUN, controller=address, key=curve.load_key(folder / f"{name}.json"), silence_s=SILENCE_S
+    )
+    link = Link(settings, messages.Hello(role=role, host="here", pid=1, num_slots=1))
+    link.start()
+    return link
+
+
+def next_command(link: Link) -> Command:
+    """Return the next command, and skip what else comes."""
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while time.monotonic() < deadline:
+        match link.receive(deadline - time.monotonic()):
+            case Command() as command:
+                return command
+            case Ended(reason=reason):
+                raise SystemExit(reason)
+    raise SystemExit(f"no command within {ANSWER_TIMEOUT_S:g} s")
+
+
+class StarLine:
+    """One rollout's line."""
+
+    def __init__(self, address: str, folder: Path, index: int) -> None:
+        """Connect."""
+        self._link, self._lease = open_link(address, folder, f"rollout-{index}", "rollout"), ""
+
+    def acquire(self) -> None:
+        """Wait for the next group to generate."""
+        self._lease = next_command(self._link).message.lease
+        self._link.work(self._lease)
+
+    def deliver(self, result: Result, *, tokens: bool) -> None:
+        """Answer the lease; the tokens always go along."""
+        self._link.answer(self._lease, *group_of(self._lease, result))
+
+
+def run_policy(address: str, folder: Path) -> None:
+    """Be the policy: receive what it is told to wait for, and say when it had it decoded."""
+    from starling.policy.train.groups import groups_from_wire
+
+    link = open_link(address, folder, POLICY, "policy")
+    say(joined=POLICY)
+    while True:
+        told = hear()
+        if "commands" in told:  # which the controller releases: the other side does not answer them either
+            for _ in range(told["commands"]):
+                next_command(link)
+            say(decoded=time.monotonic_ns())
+            continue
+        decoded, leases = [0] * told["results"], []
+        for _ in range(told["results"]):
+            command = next_command(link)
+            message: Any = command.message
+            groups = groups_from_wire(message.groups, command.buffers)
+            decoded[int(groups[0].prompt_id.rpartition("-")[2])] = time.monotonic_ns()
+            leases.append(message.lease)
+        for lease in leases:
+            link.work(lease)
+            link.answer(lease, messages.StepTrained(lease=lease, step=1, metrics={}))
+        say(decoded=decoded)
+
+
+def main() -> None:
+    """Be one of the processes of this side."""
+    role, *rest = sys.argv[1:]
+    folder = Path(rest[-1] if role != "rollouts" else rest[1])
+    if role == "controller":
+        run_controller(folder)
+    elif role == "policy":
+        run_policy(rest[0], folder)
+    else:
+        group_of("generate:t1:1.1", make_result(0))  # imports torch once, for all that are forked
+        lead_rollouts(int(rest[2]), lambda index: StarLine(rest[0], folder, index))
+
+
+if __name__ == "__main__":
+    main()
