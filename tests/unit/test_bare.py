@@ -23,6 +23,7 @@ PURE = (
     "starling.algo.advantage",
     "starling.algo.staleness",
     "starling.algo.packing",
+    "starling.sim",
 )
 IMPORT_ALL = """
 import sys
