@@ -123,7 +123,7 @@ class Side:
             self._policy.hear()
             self._rollouts = self._start([*script, "rollouts", where[0], *folder, str(num_rollouts)])
             self._rollouts.hear()
-        except BaseException:
+        except BaseException:  # no process of a side that did not begin may stay
             self.close()
             raise
 

@@ -88,7 +88,7 @@ class World:
                     raise Violation(f"the run hangs; it waits for {self.invariants.waiting_for}")
             self.invariants.at_end(self.host.finish, whole=not self._stopped)
             self.promises.at_end(self.invariants.version, whole=not self._stopped)
-        except Exception as broken:
+        except Exception as broken:  # whatever a core throws is a finding, and goes on as one
             what = str(broken) if isinstance(broken, Violation) else f"{type(broken).__name__}: {broken}"
             raise Violation(f"{what} (after {self.host.num_events} events, {self.now:.2f} s)") from broken
         return self

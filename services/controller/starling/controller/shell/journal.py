@@ -100,7 +100,7 @@ class Journal:
             with _explained(path):
                 self._db = _open(path)
                 self._seq: int = self._db.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()[0]
-        except BaseException:
+        except BaseException:  # nobody will close what was not made
             os.close(self._lock)
             raise
         self._pruning = True
@@ -322,7 +322,7 @@ def _open(path: Path) -> sqlite3.Connection:
         db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
         db.execute("PRAGMA temp_store = MEMORY")
-    except BaseException:
+    except BaseException:  # nobody will close what is not returned
         db.close()
         raise
     return db

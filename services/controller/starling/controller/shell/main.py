@@ -73,7 +73,7 @@ class Shell:
             keys = HubKeys(key, load_allowed(folder), folder) if key is not None else None
             bind = f"tcp://{network.host}:{network.port}"
             self.hub = Hub(bind, settings.run.id, self._past.incarnation, keys)
-        except BaseException:
+        except BaseException:  # whatever it is: the next controller must find the journal unlocked
             self._journal.close()
             raise
         self._history = History(time.monotonic())
@@ -181,7 +181,7 @@ class Shell:
         self._recorder.event(event)
         try:
             commands = controller.step(event)
-        except Exception:
+        except Exception:  # raised again: what led to it has to be on disk, for it is the crash report
             self._recorder.flush()
             log.error("crash", recording=str(self._recorder.path), event=type(event).__name__, cause=cause)
             raise
