@@ -84,6 +84,16 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
         (b"\x01\0\0\0\x02\0\0\0",),
     ),
     (messages.GroupScored(lease="score:t0:0", rewards=(1.0, None), statuses=(messages.Status.OK,) * 2), ()),
+    (
+        messages.TokensScored(
+            lease="teach:t0:0",
+            tensors=(
+                messages.TensorMeta(dtype="float32", shape=(1,), nbytes=4, name="teacher_logprobs"),
+                messages.TensorMeta(dtype="int32", shape=(1, 2), nbytes=8, name="teacher_top_ids"),
+            ),
+        ),
+        (b"\0\0\x80\xbf", b"\x01\0\0\0\x02\0\0\0"),
+    ),
     (messages.StepTrained(lease="train:1:0", step=1, metrics={"loss": 0.5}), ()),
     (messages.WeightsPublished(lease="publish:1:0", version=1, publish_s=0.1), (b"offer",)),
     (
@@ -115,6 +125,16 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
             completions=(messages.CompletionText(text="x", status=messages.Status.TRUNCATED, num_tokens=1),),
         ),
         (),
+    ),
+    (
+        messages.ScoreTokens(
+            lease="teach:t0:0",
+            prompt_id="p",
+            lengths=(1,),
+            temperature=0.5,
+            tensors=(messages.TensorMeta(dtype="int32", shape=(1,), nbytes=4),) * 2,
+        ),
+        (b"\x01\0\0\0", b"\x02\0\0\0"),
     ),
     (
         messages.TrainStep(

@@ -31,6 +31,7 @@ SAMPLES: tuple[wire.Up, ...] = (
     wire.Leave(reason="r"),
     wire.GroupGenerated(lease="l", trajectories=(), tensors=()),
     wire.GroupScored(lease="l", rewards=(), statuses=()),
+    wire.TokensScored(lease="l", tensors=()),
     wire.StepTrained(lease="l", step=1, metrics={}),
     wire.WeightsPublished(lease="l", version=1, publish_s=0.0),
     wire.WeightsAdopted(lease="l", version=1, root="r", pull_s=0.0, pause_s=0.0, size_bytes=0, transport="memory"),
@@ -61,7 +62,7 @@ def strict(keys: Path) -> Iterator[Desk]:
 # --- roles ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["policy-0", "rollout-1", "reward-0", "operator-0", "observer-0"])
+@pytest.mark.parametrize("name", ["policy-0", "rollout-1", "reward-0", "teacher-0", "operator-0", "observer-0"])
 def test_a_key_lets_its_role_say_its_own_messages_and_no_others(tmp_path: Path, name: str) -> None:
     make_keys(tmp_path / "keys", (name, "rollout-9"))
     desk = Desk(tmp_path / "keys")

@@ -192,7 +192,9 @@ def test_a_port_in_use_is_one_sentence(desk: Desk) -> None:
 def test_telemetry_is_heard_by_who_holds_a_key(desk: Desk, keys: Path) -> None:
     watch = Watch(desk.hub.telemetry_address, keys / "reward-0.json")
     seen: list[Snapshot] = []
-    snapshot = Snapshot(phase="grpo", version=2, last_step=5, num_sft_steps=0, elapsed_s=1.0, waiting_for="the policy")
+    snapshot = Snapshot(
+        phase="rl", version=2, last_step=5, num_supervised_steps=0, elapsed_s=1.0, waiting_for="the policy"
+    )
 
     def heard() -> bool:
         desk.hub.publish(msgspec.msgpack.encode(snapshot))

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-Role = Literal["controller", "policy", "rollout", "reward", "operator"]
+Role = Literal["controller", "policy", "rollout", "reward", "teacher", "operator"]
+Objective = Literal["sft", "dpo", "reward_model"]
+"""What a step of examples teaches."""
 Purpose = Literal["train", "evaluate"]
-LeaseKind = Literal["generate", "score", "train", "publish", "adopt", "checkpoint", "save"]
+LeaseKind = Literal["generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save"]
 
-LEASE_KINDS: Final[tuple[LeaseKind, ...]] = ("generate", "score", "train", "publish", "adopt", "checkpoint", "save")
+LEASE_KINDS: Final[tuple[LeaseKind, ...]] = (
+    "generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save",
+)  # fmt: skip
 
 
 def lease_id(kind: LeaseKind, subject: int | str, incarnation: int, number: int) -> str:
@@ -27,6 +31,14 @@ def lease_incarnation(lease: str) -> int:
     """Return which incarnation of the controller gave out `lease`; -1 when it is not an id of ours."""
     text = lease.rpartition(":")[2].partition(".")[0]
     return int(text) if text.isascii() and text.isdigit() else -1
+
+
+def lease_order(lease: str) -> tuple[int, int]:
+    """Return what is greater for each lease than for all that were given out before it; (-1, -1) for no id of ours."""
+    incarnation, _, number = lease.rpartition(":")[2].partition(".")
+    if not all(part.isascii() and part.isdigit() for part in (incarnation, number)):
+        return -1, -1
+    return int(incarnation), int(number)
 
 
 def lease_kind(lease: str) -> LeaseKind | None:

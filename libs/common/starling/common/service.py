@@ -30,13 +30,16 @@ SECTIONS = (
     "weights",
     "data",
     "sft",
+    "preference",
     "rl",
     "sampling",
     "evaluation",
     "controller",
+    "logging",
     "policy",
     "rollout",
     "reward",
+    "teacher",
 )
 """The sections of a recipe. A service reads its own and leaves the others alone."""
 
@@ -115,24 +118,24 @@ def link_settings(arguments: ServiceArguments, settings: ServiceSettings) -> Lin
     )
 
 
-def check_model_folder(path: str, *, weights: bool) -> Path:
-    """Return the folder of the model at `path`. Raises ConfigError unless it is one, with weights where `weights`.
+def check_model_folder(path: str, *, weights: bool, key: str = "model.path") -> Path:
+    """Return the folder of the model at `path`, which the setting `key` names.
+
+    Raises ConfigError unless it is one, with weights where `weights`.
 
     Asked before torch and transformers are imported, which takes seconds that a wrong path must not cost.
     """
     remedy = "give the path of a Hugging Face model folder"
     if not path:
-        raise ConfigError(f"model.path is missing; {remedy}")
+        raise ConfigError(f"{key} is missing; {remedy}")
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"the model folder {path} does not exist; {remedy}")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"the model folder {path} has no config.json; {remedy}")
     if weights and not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
-        raise ConfigError(
-            f"the model folder {path} has a config.json and no weights; add model.safetensors, or set "
-            'policy.init = "random" to begin with random weights'
-        )
+        other = ', or set policy.init = "random" to begin with random weights' if key == "model.path" else ""
+        raise ConfigError(f"the model folder {path} has a config.json and no weights; add model.safetensors{other}")
     return folder
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -39,8 +39,9 @@ class RunSettings(Section):
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its files go to <folder>/<name>/attempt-<n>/."""
-    kind: Literal["grpo", "sft"] = "grpo"
-    """`grpo`: reinforcement learning, after [sft] steps if there are any. `sft`: supervised fine-tuning only."""
+    kind: Literal["rl", "sft", "dpo", "reward_model"] = "rl"
+    """`rl`: reinforcement learning, after [sft] steps if there are any. `sft`: supervised fine-tuning only. `dpo`:
+    learning from pairs of a chosen and a rejected response. `reward_model`: teaching a model to score, from such."""
     seed: int = 0
     """Decides the initial weights, the order of the data and every sampled token."""
     folder: Path = Path("runs")
@@ -68,6 +69,60 @@ class NetworkSettings(Section):
     """How long the controller may be silent before a replica gives up; it may be starting again meanwhile."""
 
 
+class LoraSettings(Section):
+    """Low-rank adapters (arXiv:2106.09685) that are trained, and travel, instead of the weights themselves."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of each adapter."""
+    alpha: float = Field(default=32.0, gt=0.0, allow_inf_nan=False)
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Which layers get one: a regular expression that matches the whole name, a list of endings of names, or
+    `all-linear`, all but the output layer."""
+    exclude: str | tuple[str, ...] = ()
+    """Which of them get none, said in the same way: `".*visual.*"` leaves out a vision tower."""
+    parameters: tuple[str, ...] = ()
+    """Endings of names of weights that are no layer of their own, as `mlp.experts.down_proj`: the experts of a layer
+    are one tensor. What is added to them is made in full in each pass, so this takes memory and time."""
+    rank_pattern: dict[str, int] = {}
+    """Other ranks, by regular expressions for the end of the name; the first that matches counts."""
+    alpha_pattern: dict[str, float] = {}
+    """Other alphas, in the same way."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732): large ranks then learn as fast as small ones."""
+    dora: bool = False
+    """Learn the length of each row of a weight apart from its direction (arXiv:2402.09353)."""
+    dropout: float = 0.0
+    """Only 0 is possible."""
+    modules_to_save: tuple[str, ...] = ()
+    """Endings of names of modules that are trained whole, beside the adapters."""
+    init: Literal["kaiming", "gaussian", "orthogonal"] = "kaiming"
+    """How the first factor is drawn; at first an adapter adds nothing. Those that change the base weights too (PiSSA,
+    OLoRA, LoftQ) are not among them: each rollout would have to change its own to the same bits."""
+    adapter: str = ""
+    """A folder of adapters in peft's form to begin with, instead of new ones."""
+    merged: bool = False
+    """Checkpoints hold the whole model with its adapters merged into it, instead of the adapters alone."""
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _positive(cls, pattern: dict[str, float]) -> dict[str, float]:
+        for name, value in pattern.items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name!r} has {value:g}; give a number above 0")
+        return pattern
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, dropout: float) -> float:
+        if dropout:
+            raise ValueError(
+                f"{dropout:g} would make the trainer's log-probabilities differ from those of the rollout, "
+                "and importance ratios differ from 1 for no reason; remove it"
+            )
+        return dropout
+
+
 class ModelSettings(Section):
     """The model that is trained."""
 
@@ -77,6 +132,10 @@ class ModelSettings(Section):
     """Element type of the weights, in training and on the way."""
     device: str = "auto"
     """Where to compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
+    lora: LoraSettings | None = None
+    """Train adapters on top of the weights in `path`; these never change, and every replica reads them itself."""
+    trust_remote_code: bool = False
+    """Run Python code that lies in the model's folder."""
 
 
 class WeightsSettings(Section):

@@ -23,8 +23,9 @@ _MIB: Final = 1 << 20
 
 MAX_BYTES: Final = {
     "policy": 1024 * _MIB,  # an offer with the digests of a large model
-    "rollout": 2048 * _MIB,  # a group of long completions: tokens, log-probabilities and versions
+    "rollout": 2048 * _MIB,  # a group of long completions, or with the pixels of its prompt
     "reward": codec.MAX_MESSAGE_BYTES + codec.MAX_ENVELOPE_BYTES,  # no buffers
+    "teacher": 2048 * _MIB,  # for each token of a group its log-probability, and the likeliest tokens
     "operator": 64 << 10,  # a key and its value
     "observer": 0,
 }

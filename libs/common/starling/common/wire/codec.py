@@ -33,8 +33,11 @@ M = TypeVar("M")
 Buffers = Sequence[bytes | memoryview]
 
 _WITH_BUFFERS: Final[frozenset[type]] = frozenset(
-    {messages.GroupGenerated, messages.TrainStep, messages.Hello, messages.WeightsPublished, messages.AdoptWeights}
-)
+    {
+        messages.GroupGenerated, messages.TokensScored, messages.ScoreTokens, messages.TrainStep, messages.Hello,
+        messages.WeightsPublished, messages.AdoptWeights,
+    }
+)  # fmt: skip
 """The messages that buffers may follow, as `expected_sizes` says; most messages are spared the question."""
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -106,7 +109,11 @@ def _checked(message: M, buffers: Buffers) -> M:
 def expected_sizes(message: object) -> int | list[TensorMeta]:
     """Return what must follow `message`: described tensors, or just a number of buffers."""
     match message:
-        case messages.GroupGenerated(tensors=tensors):
+        case (
+            messages.GroupGenerated(tensors=tensors)
+            | messages.ScoreTokens(tensors=tensors)
+            | messages.TokensScored(tensors=tensors)
+        ):
             return list(tensors)
         case messages.TrainStep(groups=groups):
             return [meta for group in groups for meta in group.tensors]

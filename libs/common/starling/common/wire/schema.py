@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +21,7 @@ NESTED = (
     messages.TensorMeta,
     messages.Prompt,
     messages.ChatMessage,
+    messages.Media,
     messages.Sampling,
     messages.TrajectoryMeta,
     messages.CompletionText,
@@ -28,7 +30,10 @@ NESTED = (
     messages.HeldLease,
     messages.LeaseProgress,
     messages.Wait,
+    messages.Alarm,
 )
+
+_MODULES: Final = re.compile(r"starling\.common\.wire\.\w+\.|typing\.")
 
 
 def schema() -> dict[str, Any]:
@@ -74,7 +79,7 @@ def markdown() -> str:
 
 PAGE_HEAD = """# The protocol, version {version}
 
-Generated from `libs/common/starling/common/wire/messages.py` by `make docs`; do not edit.
+Generated from `libs/common/starling/common/wire/` by `make docs`; do not edit.
 
 Replicas hold one DEALER socket each; the controller holds the ROUTER. Both speak CURVE unless a recipe turns it off.
 A message is `[envelope][message][buffer ...]`, the first two MessagePack maps, the rest raw bytes. A message names
@@ -108,7 +113,7 @@ def _fields(struct: type[msgspec.Struct]) -> list[dict[str, Any]]:
 def _type(annotation: Any) -> str:
     if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
         return annotation.__name__
-    return str(annotation).replace("starling.common.wire.messages.", "").replace("typing.", "")
+    return _MODULES.sub("", str(annotation))
 
 
 if __name__ == "__main__":

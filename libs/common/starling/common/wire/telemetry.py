@@ -25,11 +25,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the run at one moment."""
 
     phase: str
-    """sft, grpo, checkpointing, draining, or over."""
+    """sft, dpo, reward_model, rl, checkpointing, draining, or over."""
     version: int
     """Steps made."""
     last_step: int
-    num_sft_steps: int
+    num_supervised_steps: int
     elapsed_s: float
     waiting_for: str
     """What the run waits for, in words."""
@@ -46,3 +46,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Summaries of the evaluations so far."""
     dropped: int = 0
     """Frames that were refused."""
+    alarms: tuple[str, ...] = ()
+    """What is wrong with the last step, in words."""
