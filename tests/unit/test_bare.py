@@ -21,6 +21,7 @@ PURE = (
     "starling.weightsync.plan",
     "starling.weightsync.offer",
     "starling.algo.advantage",
+    "starling.algo.algorithm",
     "starling.algo.staleness",
     "starling.algo.packing",
     "starling.sim",

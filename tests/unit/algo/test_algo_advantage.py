@@ -1,15 +1,16 @@
-"""Group-relative advantages against the standard library's statistics."""
+"""Advantages against the standard library's statistics, and their rules for groups that say nothing."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.algo.advantage import group_relative
+from starling.algo.advantage import batch_normalised, group_normalised, group_relative, leave_one_out
 
 REWARDS = st.lists(st.floats(-100.0, 100.0), min_size=2, max_size=16)
 
@@ -60,3 +61,108 @@ def test_an_empty_group_and_a_negative_epsilon_are_refused() -> None:
         group_relative([])
     with pytest.raises(ValueError, match="epsilon is -1"):
         group_relative([1.0], epsilon=-1.0)
+
+
+GROUPS = st.lists(st.lists(st.floats(-100.0, 100.0), min_size=1, max_size=6), max_size=6)
+Advantage = Callable[[Sequence[Sequence[float]]], list[list[float]]]
+EACH: dict[str, Advantage] = {
+    "group_normalised": group_normalised,
+    "leave_one_out": leave_one_out,
+    "batch_normalised": batch_normalised,
+    "batch_normalised, group": lambda groups: batch_normalised(groups, baseline="group"),
+}
+
+
+@given(GROUPS)
+def test_groups_are_normalised_each_by_itself(groups: list[list[float]]) -> None:
+    assert group_normalised(groups) == [group_relative(group) for group in groups]
+    assert group_normalised(groups, scale="none") == [group_relative(group, scale="none") for group in groups]
+
+
+@given(GROUPS)
+def test_leave_one_out_is_the_difference_from_the_mean_of_the_others(groups: list[list[float]]) -> None:
+    for group, advantages in zip(groups, leave_one_out(groups), strict=True):
+        for index, advantage in enumerate(advantages):
+            others = group[:index] + group[index + 1 :]
+            expected = group[index] - statistics.fmean(others) if others else 0.0
+            assert advantage == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@given(GROUPS.filter(lambda groups: len({reward for group in groups for reward in group}) > 1))
+def test_the_batch_is_normalised_as_one(groups: list[list[float]]) -> None:
+    rewards = [reward for group in groups for reward in group]
+    mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
+    expected = [[(reward - mean) / (std + 1e-4) for reward in group] for group in groups]
+    for actual, wanted in zip(batch_normalised(groups), expected, strict=True):
+        assert actual == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+@given(GROUPS)
+def test_with_a_group_baseline_every_group_sums_to_zero(groups: list[list[float]]) -> None:
+    for group, advantages in zip(groups, batch_normalised(groups, baseline="group"), strict=True):
+        assert len(group) == len(advantages)
+        assert math.fsum(advantages) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_rewards_that_say_nothing_have_advantages_of_exactly_zero(name: str) -> None:
+    assert EACH[name]([[0.1, 0.1, 0.1], [0.1], [0.1, 0.1]]) == [[0.0] * 3, [0.0], [0.0] * 2]
+    assert EACH[name]([[3.0]]) == [[0.0]]
+    assert EACH[name]([]) == []
+
+
+def test_a_group_of_one_takes_part_in_the_batch_only_without_a_group_baseline() -> None:
+    assert batch_normalised([[1.0], [0.0, 0.0]], epsilon=0.0)[0][0] == pytest.approx(1.1547005)
+    assert batch_normalised([[1.0], [0.0, 0.5]], baseline="group")[0] == [0.0]
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_cannot_be_compared_is_named_with_its_group(name: str, bad: float) -> None:
+    with pytest.raises(ValueError, match=f"reward 1 of group 1 is {bad}: drop a completion whose scoring failed"):
+        EACH[name]([[1.0], [0.0, bad]])
+    with pytest.raises(ValueError, match="group 1 has no rewards"):
+        EACH[name]([[1.0], []])
+
+
+def test_choices_that_do_not_exist_are_named() -> None:
+    with pytest.raises(ValueError, match="scale is 'mad': give std or none"):
+        group_normalised([[1.0]], scale="mad")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="baseline is 'critic': give none or group"):
+        batch_normalised([[1.0]], baseline="critic")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epsilon is -1"):
+        batch_normalised([[1.0]], epsilon=-1.0)
+
+
+# The numbers were made once by the advantage estimators of verl 0.9.1 (`core_algos`), one token per completion.
+REWARDS = [[1.0, 0.0, 0.25], [2.0, 2.0], [0.5, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "expected"),
+    [
+        pytest.param(
+            group_normalised(REWARDS),
+            [1.120681733, -0.800486952, -0.320194781, 0.0, 0.0, 0.707040121, -0.707040121],
+            id="verl grpo, epsilon 1e-4",
+        ),
+        pytest.param(
+            group_normalised(REWARDS, scale="none"),
+            [0.583333333, -0.416666667, -0.166666667, 0.0, 0.0, 0.75, -0.75],
+            id="verl grpo without the deviation",
+        ),
+        pytest.param(leave_one_out(REWARDS), [0.875, -0.625, -0.25, 0.0, 0.0, 1.5, -1.5], id="verl rloo"),
+        pytest.param(
+            batch_normalised(REWARDS, epsilon=0.0),
+            [0.295705133, -0.624266389, -0.394273508, 1.215676655, 1.215676655, -0.164280628, -1.544237910],
+            id="verl reinforce_plus_plus",
+        ),
+        pytest.param(
+            batch_normalised(REWARDS, baseline="group", epsilon=0.0),
+            [1.106797162, -0.790569401, -0.316227761, 0.0, 0.0, 1.423024922, -1.423024922],
+            id="verl reinforce_plus_plus_baseline",
+        ),
+    ],
+)
+def test_numbers_of_a_published_implementation(advantages: list[list[float]], expected: list[float]) -> None:
+    assert [value for group in advantages for value in group] == pytest.approx(expected, abs=1e-7)

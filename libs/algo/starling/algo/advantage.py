@@ -1,5 +1,9 @@
 """Stop 6 of the walk, credit: the rewards of a group become advantages.
 
+An advantage is a function ``advantage(groups, *, option=default, ...)``: the rewards of each group of a step in, the
+advantages out, one list per group in the same order. Whichever is used: equal rewards have advantages of exactly 0, an
+empty group or a reward that is not finite is an error, and a step without groups has no advantages.
+
 Pure Python in double precision; no torch, no numpy.
 """
 
@@ -10,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 Scale = Literal["std", "none"]
+Baseline = Literal["none", "group"]
 
 EPSILON: Final = 1e-4
 """Added to the standard deviation; the value that TRL's `GRPOTrainer` uses, so that results are comparable."""
@@ -44,3 +49,79 @@ def group_relative(rewards: Sequence[float], *, scale: Scale = "std", epsilon: f
         return centred
     std = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
     return [value / (std + epsilon) for value in centred]
+
+
+def group_normalised(
+    groups: Sequence[Sequence[float]], *, scale: Scale = "std", epsilon: float = EPSILON
+) -> list[list[float]]:
+    """Return the advantages of GRPO (or Dr. GRPO, ``scale="none"``), each group by itself: see `group_relative`.
+
+    Raises:
+        ValueError: a group is empty, a reward is not finite, `epsilon` is negative, or there is no such scale.
+    """
+    _check(groups, epsilon)
+    if scale not in ("std", "none"):
+        raise ValueError(f"scale is {scale!r}: give std or none")
+    return [group_relative(group, scale=scale, epsilon=epsilon) for group in groups]
+
+
+def leave_one_out(groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return each reward less the mean of the others of its group.
+
+    ``r_i - (sum of r_j, j != i) / (n - 1)`` (RLOO, arXiv:2402.14740, section 2.2): a baseline that does not depend on
+    the completion itself, so the gradient stays unbiased. It is ``n / (n - 1)`` times the difference from the mean.
+
+    A group of one has an advantage of 0: there is nothing to compare with.
+
+    Raises:
+        ValueError: a group is empty or a reward is not finite.
+    """
+    _check(groups)
+    return [_leave_one_out(group) for group in groups]
+
+
+def batch_normalised(
+    groups: Sequence[Sequence[float]], *, baseline: Baseline = "none", epsilon: float = EPSILON
+) -> list[list[float]]:
+    """Return rewards normalised over all completions of the step: ``(x - mean(x)) / (std(x) + epsilon)``.
+
+    With ``baseline="none"`` x is the reward (REINFORCE++, arXiv:2501.03262); with ``"group"`` it is the reward less
+    the mean of its group (REINFORCE++-baseline, the same paper), so that an easy prompt does not praise all that it
+    gets. One deviation for the whole step, with the divisor n - 1, does not favour prompts whose rewards hardly
+    differ. The paper's penalty for leaving the reference is a setting of its own.
+
+    A step of one completion, and one whose x are all equal, has advantages of exactly 0. A group of one has an
+    advantage of 0 under ``"group"``, and takes part as any other under ``"none"``.
+
+    Raises:
+        ValueError: a group is empty, a reward is not finite, `epsilon` is negative, or there is no such baseline.
+    """
+    _check(groups, epsilon)
+    if baseline not in ("none", "group"):
+        raise ValueError(f"baseline is {baseline!r}: give none or group")
+    values = [group_relative(group, scale="none") if baseline == "group" else list(group) for group in groups]
+    flat = [value for group in values for value in group]
+    if not flat:
+        return []
+    normalised = iter(group_relative(flat, epsilon=epsilon))
+    return [[next(normalised) for _ in group] for group in values]
+
+
+def _leave_one_out(rewards: Sequence[float]) -> list[float]:
+    if all(reward == rewards[0] for reward in rewards):
+        return [0.0] * len(rewards)
+    total = math.fsum(rewards)
+    return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+
+
+def _check(groups: Sequence[Sequence[float]], epsilon: float = 0.0) -> None:
+    if not epsilon >= 0.0:
+        raise ValueError(f"epsilon is {epsilon}: it must be 0 or more")
+    for position, group in enumerate(groups):
+        if not group:
+            raise ValueError(f"group {position} has no rewards: give one reward per completion")
+        for index, reward in enumerate(group):
+            if not math.isfinite(reward):
+                raise ValueError(
+                    f"reward {index} of group {position} is {reward}: drop a completion whose scoring failed"
+                )

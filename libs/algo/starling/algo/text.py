@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import Prompt
+from starling.common.wire.messages import ChatMessage, Prompt
+
+_MARKER: Final = re.compile("<(image|video)>")
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -16,18 +19,85 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     tokenized as it stands, without special tokens.
 
     Raises:
-        ConfigError: `prompt` is a conversation and the tokenizer has no chat template.
+        ConfigError: `prompt` is a conversation that `prompt_text` cannot write, or it has images or videos,
+            which are the affair of a rollout with a vision-language model.
+    """
+    if prompt.media:
+        raise ConfigError(
+            f"prompt {prompt.id!r} has {len(prompt.media)} images or videos, and here only text is read; "
+            "generate with a vision-language model, or give a dataset without media"
+        )
+    return encode_text(tokenizer, prompt_text(tokenizer, prompt))
+
+
+def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
+    """Return the text that the model continues; where media go, what the chat template writes for them.
+
+    Raises:
+        ConfigError: `prompt` is a conversation, and the tokenizer has no chat template or one that refuses it.
     """
     if not prompt.messages:
-        return _encode(tokenizer, prompt.text)
+        return prompt.text
     if not tokenizer.chat_template:
         raise ConfigError(
             f"prompt {prompt.id!r} is a conversation and the tokenizer has no chat template; "
             "add one to the model folder or give the dataset as plain text"
         )
-    conversation = [{"role": message.role, "content": message.content} for message in prompt.messages]
-    # As text first: the template writes its own special tokens, and the tokenizer must not add another set.
-    return _encode(tokenizer, tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    conversation = [
+        {"role": message.role, "content": _parts(message.content) if prompt.media else message.content}
+        for message in prompt.messages
+    ]
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is the model's program: it may raise anything
+        reason = (str(error).strip() or "without a word").splitlines()[0]
+        raise ConfigError(
+            f"the model's chat template cannot write prompt {prompt.id!r} ({type(error).__name__}: {reason:.200}); "
+            "change the prompt's messages, or the template in the model folder"
+        ) from error
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of `text`.
+
+    Without special tokens: a chat template writes its own, and the tokenizer must not add another set.
+    """
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def markers(messages: Sequence[ChatMessage]) -> list[str]:
+    """Return what `messages` ask for by ``<image>`` and ``<video>``, in order: ``image``, ``video``, ..."""
+    return [kind for message in messages for kind in _MARKER.findall(message.content)]
+
+
+def check_media(prompt: Prompt) -> None:
+    """Refuse a prompt whose media are not those that its messages ask for.
+
+    Raises:
+        ConfigError: says how many of which, and the remedy.
+    """
+    if prompt.media and not prompt.messages:
+        raise ConfigError(
+            f"prompt {prompt.id!r} has images or videos and is plain text: give it as a conversation, "
+            "whose chat template knows how the model reads them"
+        )
+    wanted, given = markers(prompt.messages), [media.kind for media in prompt.media]
+    if wanted != given:
+        raise ConfigError(
+            f"prompt {prompt.id!r} asks for {_listed(wanted)} and has {_listed(given)}: "
+            "write <image> or <video> once for each, in the order of the media"
+        )
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return ", ".join(kinds) or "no media"
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """Return `content` in the form that chat templates take of a message with media."""
+    # Splitting at a group keeps it: every other piece is the kind of a marker.
+    pieces = enumerate(_MARKER.split(content))
+    return [{"type": piece} if at % 2 else {"type": "text", "text": piece} for at, piece in pieces if piece]
 
 
 def encode_response(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -40,13 +110,9 @@ def encode_response(tokenizer: Any, prompt: Prompt) -> list[int]:
         raise ConfigError(f"example {prompt.id!r} has no response; name its column in data.reference_column")
     if tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no end-of-sequence token, so nothing could teach when to stop; set one")
-    return [*_encode(tokenizer, prompt.reference), int(tokenizer.eos_token_id)]
+    return [*encode_text(tokenizer, prompt.reference), int(tokenizer.eos_token_id)]
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Return the text of `ids` without special tokens."""
     return str(tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]

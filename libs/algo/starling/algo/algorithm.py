@@ -1,0 +1,235 @@
+"""What an algorithm is: a loss, an advantage, and how a step puts them together.
+
+An algorithm of one's own is an `Algorithm` object in any module, or in a file of its own, named in the settings as
+``module:attribute`` or ``path/to/file.py:attribute``, or registered by a package as an entry point of the group
+``starling.algorithms``. Its two functions are
+
+- ``loss(tokens: Tokens, *, option=default, ...) -> Terms``, see `starling.algo.loss.terms`;
+- ``advantage(groups: Sequence[Sequence[float]], *, option=default, ...) -> list[list[float]]``: the rewards of each
+  group of a step in, the advantages out, see `starling.algo.advantage`.
+
+Their keyword-only parameters are the algorithm's options. No torch here: a loss is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from starling.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starling.algo.loss.terms import Terms
+
+Aggregate = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
+"""The share of each token in the loss of a step: see `starling.algo.loss.aggregate.token_weights`."""
+
+Old = Literal["rollout", "proximal"]
+"""What the importance ratio divides by: the log-probabilities of the rollout, or those of the weights with which the
+step began."""
+
+Loss = Callable[..., "Terms"]
+Advantage = Callable[..., list[list[float]]]
+
+ENTRY_POINTS: Final = "starling.algorithms"
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A factor on the loss of tokens that other weights sampled: see `starling.algo.loss.correct`.
+
+    Raises:
+        ValueError: a bound is negative or infinite, `low` is above `high`, or a `low` that the kind does not take.
+    """
+
+    kind: Literal["truncate", "mask", "sequence_mask"]
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Which weight is bounded; ``sequence_mask`` always judges whole completions."""
+    low: float = 0.0
+    """Least weight that ``mask`` lets pass."""
+    high: float = 2.0
+    """Greatest weight; for ``sequence_mask`` the greatest mean of ``rollout_logprobs - logprobs``, in nats."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.low <= self.high < math.inf:
+            raise ValueError(f"low is {self.low} and high {self.high}: give 0 <= low <= high")
+        if self.low and self.kind != "mask":
+            raise ValueError(f"low is {self.low}: a correction of the kind {self.kind} has no lower bound, leave it 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A named choice of loss, advantage and what goes with them; settings may overrule all but the functions."""
+
+    loss: Loss | str
+    """The function, or ``module:function``, or ``path.py:function``."""
+    advantage: Advantage | str = "starling.algo.advantage:group_normalised"
+    """The same."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults for keyword arguments of both functions."""
+    aggregate: Aggregate = "token_mean"
+    old: Old = "rollout"
+    mask_truncated: bool = False
+    """Do not train completions that were cut off at the length limit; their rewards still count in the baseline."""
+    corrections: tuple[Correction, ...] = ()
+
+
+class Functions(NamedTuple):
+    """The two functions of an algorithm with their options filled in."""
+
+    loss: Callable[..., Terms]
+    """Takes `Tokens`."""
+    advantage: Callable[..., list[list[float]]]
+    """Takes the rewards of each group."""
+
+
+_PPO: Final = "starling.algo.loss.ppo:ppo_clip"
+_LEAVE_ONE_OUT: Final = "starling.algo.advantage:leave_one_out"
+_BATCH: Final = "starling.algo.advantage:batch_normalised"
+
+ALGORITHMS: Final[Mapping[str, Algorithm]] = {
+    # DeepSeekMath, arXiv:2402.03300. Its divergence penalty is a setting of its own.
+    "grpo": Algorithm(_PPO, aggregate="sequence_mean_token_mean"),
+    # arXiv:2503.20783: neither the group's deviation nor the completion's length divides.
+    "dr_grpo": Algorithm(_PPO, options={"scale": "none"}, aggregate="constant"),
+    # arXiv:2503.14476. Dynamic sampling and the overlong penalty happen before the step. Truncated completions are
+    # trained, because the penalty is what they are to learn.
+    "dapo": Algorithm(_PPO, options={"clip_low": 0.2, "clip_high": 0.28}),
+    # arXiv:2507.18071.
+    "gspo": Algorithm("starling.algo.loss.gspo:gspo", aggregate="sequence_mean_token_mean"),
+    # MiniMax-M1, arXiv:2506.13585.
+    "cispo": Algorithm("starling.algo.loss.cispo:cispo"),
+    # arXiv:2402.14740: a completion is one action, so its log-probabilities add up.
+    "rloo": Algorithm(_PPO, _LEAVE_ONE_OUT, aggregate="sequence_mean_token_sum"),
+    # arXiv:2501.03262, without and with the mean of the group as a baseline.
+    "reinforce_pp": Algorithm(_PPO, _BATCH),
+    "reinforce_pp_baseline": Algorithm(_PPO, _BATCH, options={"baseline": "group"}),
+    # LlamaRL, arXiv:2505.24034.
+    "aipo": Algorithm("starling.algo.loss.aipo:aipo"),
+    # arXiv:1912.09729.
+    "dual_clip": Algorithm(_PPO, options={"dual_clip": 3.0}),
+    # AReaL, arXiv:2505.24298, equation 5: the loss is exactly PPO's against the proximal policy, times the importance
+    # weight of the proximal policy over the rollout; its implementation drops tokens whose weight is above a cap.
+    "decoupled_ppo": Algorithm(_PPO, old="proximal", corrections=(Correction("mask", high=5.0),)),
+}
+
+
+def find(name: str) -> Algorithm:
+    """Return the algorithm called `name`: one of `ALGORITHMS`, an entry point, or an object in a module or file.
+
+    Raises:
+        ConfigError: there is none, it cannot be imported, or it is no `Algorithm`.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    if name in entries.names:
+        found = _import(f"{entries[name].module}:{entries[name].attr}")
+    elif ":" in name:
+        found = _import(name)
+    else:
+        known = ", ".join([*ALGORITHMS, *sorted(entries.names)])
+        raise ConfigError(f"there is no algorithm {name!r}: give one of {known}, or module:attribute of your own")
+    if not isinstance(found, Algorithm):
+        raise ConfigError(f"the algorithm {name!r} is of the type {type(found).__name__}: make it an Algorithm")
+    return found
+
+
+def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return `function` with those of `options` filled in that it takes.
+
+    The others are left for another function to take: `functions` finds those that none takes.
+    """
+    taken = _options(function)
+    return partial(function, **{key: value for key, value in options.items() if key in taken})
+
+
+def functions(algorithm: Algorithm, options: Mapping[str, Any]) -> Functions:
+    """Return the algorithm's functions with its options filled in, those of `options` first.
+
+    An option that both take goes to both.
+
+    Raises:
+        ConfigError: neither function takes one of the options, or a function cannot be imported.
+    """
+    loss, advantage = _function(algorithm.loss), _function(algorithm.advantage)
+    merged = {**algorithm.options, **options}
+    for key in merged:
+        if key not in _options(loss) and key not in _options(advantage):
+            raise ConfigError(f"there is no option {key!r}: {_described(loss)}, and {_described(advantage)}")
+    return Functions(bind(loss, merged), bind(advantage, merged))
+
+
+def bound(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the options of a function, with the values that `bind` or the function itself gave them."""
+    parameters = inspect.signature(function).parameters
+    return {name: parameters[name].default for name in _options(function)}
+
+
+def defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the options of `function` that have a value, with it: its own, or what `bind` has filled in."""
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
+    }
+
+
+def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
+    found = _import(given) if isinstance(given, str) else given
+    if not callable(found):
+        raise ConfigError(f"{given!r} is of the type {type(found).__name__}: name a function")
+    return found
+
+
+def _options(function: Callable[..., Any]) -> Sequence[str]:
+    """The keyword-only parameters: what stands before the star is data."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def _described(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", repr(function))
+    return f"{name} takes {', '.join(_options(function)) or 'none'}"
+
+
+def _import(name: str) -> Any:
+    """Return what ``module:attribute`` or ``path.py:attribute`` names."""
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ConfigError(f"{name!r} names nothing: give module:attribute or path/to/file.py:attribute")
+    path = Path(place).expanduser().resolve()
+    if place.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{name!r}: there is no file {str(path)!r}")
+    try:
+        found: Any = _run_file(path) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ConfigError(f"{name!r} cannot be imported ({type(error).__name__}: {error}): correct it") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{name!r}: there is no {part!r} in {place}")
+        found = getattr(found, part)
+    return found
+
+
+@cache
+def _run_file(path: Path) -> ModuleType:
+    # The name keeps a file json.py from taking the place of the module json.
+    spec = importlib.util.spec_from_file_location(f"starling_algorithm_{path.stem}", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    # Known before it runs, as every module is: dataclasses look their own module up.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,86 @@
+"""What a loss takes and what it returns, and the sums over a completion that some losses need.
+
+A loss is a function ``loss(tokens: Tokens, *, option=default, ...) -> Terms``. It says what each trained token
+contributes; how much a token counts in its step is decided elsewhere (`starling.algo.loss.aggregate`), so that the
+same loss works whichever microbatch of whichever rank holds the token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO: Final = 20.0
+"""The logarithm of a ratio is held within +-20, so that one odd token cannot overflow to infinity."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """The trained tokens of one microbatch: N tokens of S whole completions, in any order."""
+
+    logprobs: Tensor
+    """float32 [N], under the weights that are trained; the only differentiable input."""
+    old_logprobs: Tensor
+    """float32 [N], the denominator of the importance ratio: those of the rollout, or those of the weights with which
+    the step began (decoupled PPO); detached."""
+    rollout_logprobs: Tensor
+    """float32 [N], when the tokens were sampled; detached."""
+    advantages: Tensor
+    """float32 [N], detached."""
+    sequence: Tensor
+    """int64 [N]: which of the S completions each token belongs to, from 0."""
+    num_sequences: int
+    """S; a completion may have no trained token."""
+
+
+class Terms(NamedTuple):
+    """The loss and the metrics of each token."""
+
+    loss: Tensor
+    """float32 [N], differentiable in `Tokens.logprobs`."""
+    metrics: dict[str, Tensor]
+    """float32 [N] each, detached; reduced by their mean over trained tokens, or by their maximum if the name ends in
+    `_max`."""
+
+
+def sequence_sum(values: Tensor, tokens: Tokens) -> Tensor:
+    """Return for each token the sum of `values` over its completion: [N] to [N], differentiable.
+
+    Summed in double precision, because a completion may have tens of thousands of tokens whose terms cancel.
+    `index_add` and `index_select` are each other's derivative and run in the order of the tokens on the CPU, so that
+    both passes give the same bits every time; indexing with brackets would not (its derivative adds in parallel).
+    """
+    sums = values.new_zeros(tokens.num_sequences, dtype=torch.float64)
+    sums = sums.index_add(0, tokens.sequence, values.double())
+    return sums.index_select(0, tokens.sequence).to(values.dtype)
+
+
+def sequence_mean(values: Tensor, tokens: Tokens) -> Tensor:
+    """Return for each token the mean of `values` over its completion: [N] to [N], differentiable.
+
+    The mean goes over the trained tokens only, each weighing the same. See `sequence_sum`.
+    """
+    counts = sequence_sum(torch.ones_like(values, requires_grad=False), tokens)
+    return sequence_sum(values, tokens) / counts
+
+
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Return ``logprobs - old_logprobs`` held within +-`MAX_LOG_RATIO`; the same shape, differentiable.
+
+    Beyond the bound the derivative is 0.
+    """
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def ratio_metrics(log_ratios: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of every loss that weighs old tokens, from the bounded logarithms of their ratios [N].
+
+    `ratio_max`, the ratio itself; `approx_kl`, the k3 estimate of KL(old policy || trained policy), ``r - 1 - log r``
+    (Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html).
+    """
+    logs = log_ratios.detach()
+    # expm1 keeps the digits where the two policies hardly differ.
+    return {"ratio_max": logs.exp(), "approx_kl": torch.expm1(logs) - logs}
