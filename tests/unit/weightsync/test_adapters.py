@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from starling.common.errors import WeightsError
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller
+from starling.weightsync.layout import decode_layout, encode
+from starling.weightsync.layouts.join import join_ranks
 from starling.weightsync.layouts.modules import layout_of
 from starling.weightsync.plan import make_plan
+from starling.weightsync.replan import Plans
+from starling.weightsync.splits import splits_of
 
 DEADLINE_S = 20.0
 RANK, WIDTH = 4, 64
@@ -57,3 +63,23 @@ def test_adapters_and_base_have_versions_of_their_own() -> None:
     assert all(torch.equal(below.live[key], tensor) for key, tensor in whole.items())
     below.close()
     above.close()
+
+
+def test_adapters_go_only_to_replicas_with_the_same_base() -> None:
+    tensors = adapter()
+    source = layout_of(tensors, "trainer", base="one")
+    same, other = layout_of(tensors, "engine", base="one"), layout_of(tensors, "engine", base="two")
+    assert decode_layout(encode(source)) == source
+    plans, compact = Plans(), splits_of(other)
+    assert plans.plan(source, same).total_bytes == 2 * RANK * WIDTH * 4
+    assert splits_of(same).digest != compact.digest
+    for refused in (other, compact, layout_of(tensors, "engine")):
+        with pytest.raises(WeightsError, match="engine has its adapters on other weights than trainer, or scales them"):
+            plans.plan(source, refused)
+
+
+def test_the_ranks_of_a_replica_have_one_base() -> None:
+    parts = [layout_of({f"{PREFIX}.{n}": torch.ones(2)}, "engine", base="one") for n in range(2)]
+    assert join_ranks("engine", parts).base == "one"
+    with pytest.raises(WeightsError, match="The ranks of engine have their adapters on different weights"):
+        join_ranks("engine", [parts[0], layout_of(adapter(), "engine", base="two")])

@@ -109,6 +109,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     replica: str
     tensors: tuple[TensorSpec, ...]
     ranks: tuple[RankLayout, ...]
+    base: str = ""
+    """Digest of what the tensors are meaningless without and what does not travel: the weights below adapters. Weights
+    go only between replicas where it is the same; empty where all that there is travels."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -201,10 +201,15 @@ def make_plan(
 
     Raises:
         WeightsError: a tensor that the source lacks, holds in another shape or element type, or does not hold wholly,
-            or in overlapping boxes; the tensor and the box are named.
+            or in overlapping boxes; the tensor and the box are named. Or adapters for another base.
     """
     _check_limits(bucket_bytes, buckets_in_flight)
     held, wanted = _compact(source), _compact(destination)
+    if held.base != wanted.base:
+        raise WeightsError(
+            f"{wanted.replica} has its adapters on other weights than {held.replica}, or scales them otherwise: give "
+            "both the same files in model.path, the same model.dtype and the same [model.lora]."
+        )
     loads = Loads(distances(held.places, wanted.places, topology), card_numbers(held.places, topology))
     classes = []
     for sources, destinations in _classes(held, wanted):

@@ -75,6 +75,8 @@ class CompactLayout:
     """Index into `splits` of each tensor; a tied tensor that owns no memory has a split without boxes."""
     orders: Mapping[int, Ints] = field(default_factory=dict)
     """For some ranks, the index of the shard that comes n-th in the order above."""
+    base: str = ""
+    """As in `Layout`."""
 
     @cached_property
     def item_bytes(self) -> Ints:
@@ -102,7 +104,7 @@ class CompactLayout:
     @cached_property
     def digest(self) -> str:
         """Equal for layouts that hold the same boxes of the same tensors at the same places, in the same order."""
-        state = xxhash.xxh3_128()
+        state = xxhash.xxh3_128(self.base.encode())
         for spec in self.tensors:
             state.update(repr((spec.name, spec.shape, spec.dtype, spec.same_as)).encode())
         for place in self.places:
@@ -141,7 +143,7 @@ def splits_of(layout: Layout) -> CompactLayout:
             splits.append(make_split(spec.shape, ranks, offsets, sizes))
         split_of[index] = known[key]
     places = tuple(held.place for held in layout.ranks)
-    return CompactLayout(layout.replica, layout.tensors, places, tuple(splits), split_of, orders)
+    return CompactLayout(layout.replica, layout.tensors, places, tuple(splits), split_of, orders, layout.base)
 
 
 def make_split(shape: tuple[int, ...], ranks: object, offsets: object, sizes: object) -> Split:

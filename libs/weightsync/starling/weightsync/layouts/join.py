@@ -45,6 +45,9 @@ def join_ranks(replica: str, layouts: Sequence[Layout]) -> Layout:
         for held in layout.ranks:
             shards = (msgspec.structs.replace(shard, tensor=places[shard.tensor]) for shard in held.shards)
             ranks.append(RankLayout(place=held.place, shards=tuple(shards)))
-    joined = Layout(replica=replica, tensors=tuple(specs.values()), ranks=tuple(ranks))
+    bases = {layout.base for layout in layouts}
+    if len(bases) > 1:
+        raise WeightsError(f"The ranks of {replica} have their adapters on different weights: give all the same files.")
+    joined = Layout(replica=replica, tensors=tuple(specs.values()), ranks=tuple(ranks), base="".join(bases))
     check_layout(joined)
     return joined

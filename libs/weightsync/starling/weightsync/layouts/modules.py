@@ -34,6 +34,7 @@ def layout_of(
     *,
     table: Table | None = None,
     names: Mapping[str, str] | None = None,
+    base: str = "",
 ) -> Layout:
     """Describe the tensors that this process holds of a module, as a layout of one rank.
 
@@ -50,6 +51,7 @@ def layout_of(
             `transformers_table` or `worker_table`. Every one of `tensors` must be listed in it.
         names: the names that the table (else: the checkpoint) has for parameters which are named otherwise in
             `tensors`, as in the stages of a pipeline.
+        base: what adapters are on top of; from `starling.weightsync.layouts.adapters.base_of`.
 
     Raises:
         WeightsError: a tensor that is not strided, is on `meta`, has an element type that does not travel, is a partial
@@ -86,7 +88,7 @@ def layout_of(
             held = _held(tensor, key, replica) if isinstance(tensor, DTensor) else None
             shards.extend(shards_of(parameter, index, storage=key, strides=strides, held=held))
     ranks = (RankLayout(place=place or _found_place(tensors.values()), shards=tuple(shards)),)
-    layout = Layout(replica=replica, tensors=tuple(specs.values()), ranks=ranks)
+    layout = Layout(replica=replica, tensors=tuple(specs.values()), ranks=ranks, base=base)
     check_layout(layout)
     return layout
 

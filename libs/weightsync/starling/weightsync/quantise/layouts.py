@@ -123,7 +123,7 @@ def published_layout(layout: Layout, recipe: Recipe) -> Layout:
             for entry, offset in zip(entries, offsets, strict=True)
         )
         ranks.append(RankLayout(place=held.place, shards=shards))
-    return Layout(replica=layout.replica, tensors=made.tensors, ranks=tuple(ranks))
+    return Layout(replica=layout.replica, tensors=made.tensors, ranks=tuple(ranks), base=layout.base)
 
 
 def received_layout(layout: Layout, recipe: Recipe) -> Layout:
@@ -143,7 +143,7 @@ def received_layout(layout: Layout, recipe: Recipe) -> Layout:
         RankLayout(place=held.place, shards=_received_shards(layout, rank, made))
         for rank, held in enumerate(layout.ranks)
     )
-    return Layout(replica=layout.replica, tensors=made.tensors, ranks=tuple(ranks))
+    return Layout(replica=layout.replica, tensors=made.tensors, ranks=tuple(ranks), base=layout.base)
 
 
 def published_splits(layout: CompactLayout, recipe: Recipe) -> CompactLayout:
@@ -261,6 +261,7 @@ def _quantised_splits(layout: CompactLayout, recipe: Recipe, scales: Callable[[Q
         places=layout.places,
         splits=tuple(splits.values()),
         split_of=np.array([numbers[key] for key in split_of], np.int64),
+        base=layout.base,
     )
 
 
