@@ -101,6 +101,20 @@ def everything(completion: str, reference: str, prompt_text: str, metadata: Meta
     return 1.0 + bonus
 
 
+def told(
+    completion: str,
+    reference: str,
+    prompt_text: str,
+    metadata: Metadata,
+    num_tokens: int,
+    *,
+    status: str,
+    unit: int = 1,
+) -> float:
+    """Ask for all that is known of a completion, once by position and once by name only."""
+    return (-1 if status == "truncated" else 1) * num_tokens / unit
+
+
 def too_few(completion: str, reference: str) -> float:
     return 1.0
 

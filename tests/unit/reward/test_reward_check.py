@@ -23,7 +23,9 @@ def settings(name: str, **others: Any) -> RewardSettings:
 
 
 def test_every_built_in_scorer_can_be_used() -> None:
-    scorers = [{"name": name} for name in [*BUILT_IN, "reasoning_gym:spell_backward"]]
+    needed = {"overlong": {"max_tokens": 8, "buffer": 2}}
+    names = [*BUILT_IN, "reasoning_gym:spell_backward"]
+    scorers = [{"name": name, "options": needed.get(name, {})} for name in names]
     check(RewardSettings.model_validate({"scorers": scorers}))
 
 
@@ -50,6 +52,13 @@ def test_a_user_scorer_is_found_by_path_and_beside_the_working_directory(
         (f"{MISBEHAVING}:too_few", {}, r"must take \(completion, reference, prompt_text, metadata\)"),
         (f"{MISBEHAVING}:coroutine", {}, r"not async"),
         (f"{MISBEHAVING}:everything", {"bonsu": 1}, r"no option 'bonsu'; its options are: bonus\."),
+        (f"{MISBEHAVING}:told", {"num_tokens": 1}, r"is told 'num_tokens' of each completion: give its option another"),
+        (f"{MISBEHAVING}:told", {"units": 1}, r"no option 'units'; its options are: unit\."),
+        ("overlong", {}, r"missing a required argument: 'max_tokens'"),
+        ("overlong", {"max_tokens": 10, "buffer": 11}, r"max_tokens is 10 and buffer 11: .* 1 <= buffer <= max_tokens"),
+        ("overlong", {"max_tokens": 10, "buffer": 0}, r"1 <= buffer <= max_tokens"),
+        ("overlong", {"max_tokens": 10.5, "buffer": 1}, r"give whole numbers"),
+        ("overlong", {"max_tokens": 10, "buffer": 2, "scale": -1}, r"scale must be a finite number above 0, not -1"),
         ("exact_match", {"strip": True}, r"no option 'strip'; its options are: none\."),
         ("format", {"pattern": "(open"}, r"'\(open' is not a regular expression"),
         ("format", {"pattern": 3}, r"3 is not a regular expression"),

@@ -48,7 +48,10 @@ def test_a_group_from_arrival_to_answer() -> None:
     scores = machine()
     (submit,) = scores.add(group("score:1:0", Status.OK, Status.TRUNCATED, Status.ENV_ERROR))
     assert isinstance(submit, Submit)
-    assert submit.task.completions == ((0, "c0"), (1, "c1"))
+    assert [(index, item.text, item.status) for index, item in submit.task.completions] == [
+        (0, "c0", Status.OK),
+        (1, "c1", Status.TRUNCATED),
+    ]
     assert (submit.task.reference, submit.task.prompt_text, submit.task.metadata) == ("r", "p", {"k": 1})
     assert phases(scores) == {"score:1:0": "working"}
 
@@ -89,6 +92,17 @@ def test_a_scorer_of_weight_0_is_only_observed() -> None:
     assert isinstance(answer, Answer)
     assert (answer.message.rewards, answer.message.statuses) == ((2.0,), (Status.OK,))
     assert answer.message.problems == ("Completion 0: it raised.",)
+
+
+def test_a_punishment_takes_from_the_reward_and_a_negative_weight_turns_it_round() -> None:
+    for weight, reward in ((0.5, 0.75), (-0.5, 1.25)):
+        scores = machine((WeightedScorer("right", 1.0), WeightedScorer("overlong", weight)))
+        scores.add(group("score:1:0", Status.OK))
+        scores.record(Score("score:1:0", 0, 0, 1.0))
+        (answer,) = scores.record(Score("score:1:0", 0, 1, -0.5))
+        assert isinstance(answer, Answer)
+        assert answer.message.rewards == (reward,)
+        assert answer.message.components == {"right": (1.0,), "overlong": (-0.5,)}
 
 
 @pytest.mark.parametrize("values", [(1e308, 1e308), (1.7e308, -1.7e308), (1.7e308, 1.7e308)])

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import Status
+from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.groups import Score, ScoreTask
 from starling.reward.score.pool import ScoringPool
 from starling.reward.settings import RewardSettings
@@ -35,7 +35,8 @@ def settings(*functions: str, **others: Any) -> RewardSettings:
 
 def task(*texts: str, id: str = "score:0:0", **others: Any) -> ScoreTask:
     fields: dict[str, Any] = {"reference": "", "prompt_text": "", "metadata": {}, **others}
-    return ScoreTask(id=id, completions=tuple(enumerate(texts)), **fields)
+    completions = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in texts)
+    return ScoreTask(id=id, completions=tuple(enumerate(completions)), **fields)
 
 
 def collect(pool: ScoringPool, count: int) -> list[Score]:
@@ -161,6 +162,22 @@ def test_scorers_receive_everything_and_their_options() -> None:
         pool.submit(task("c", reference="r", prompt_text="p", metadata=metadata))
         (score,) = collect(pool, 1)
     assert score.value == 1.5, score.problem
+
+
+def test_scorers_are_told_of_a_completion_what_they_ask_for() -> None:
+    """Completions of one text are told apart; a negative weight is the reward's affair, not the score's."""
+    scorers = [
+        {"name": f"{MISBEHAVING}:told", "label": "told", "options": {"unit": 2}},
+        {"name": "overlong", "weight": -3.0, "options": {"max_tokens": 8, "buffer": 4}},
+    ]
+    completions = tuple(
+        CompletionText(text="same", status=status, num_tokens=count)
+        for status, count in ((Status.OK, 4), (Status.OK, 6), (Status.TRUNCATED, 8))
+    )
+    with ScoringPool(RewardSettings.model_validate({"scorers": scorers})) as pool:
+        pool.submit(ScoreTask("score:0:0", tuple(enumerate(completions)), "", "", {}))
+        scores = collect(pool, 6)
+    assert [score.value for score in scores] == [2.0, 0.0, 3.0, -0.5, -4.0, -1.0], scores
 
 
 def test_many_tasks_and_long_texts_all_arrive_once() -> None:

@@ -165,3 +165,22 @@ def test_reasoning_gym_scores_as_the_task_does(whole_row: bool) -> None:
         for answer in (row["answer"], row["answer"][:-1], "", "zzz"):
             expected = dataset.score_answer(answer, entry=row)
             assert score(f" {answer}\n", row["answer"], row["question"], metadata) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "value"),
+    [(0, 0.0), (1, 0.0), (12, 0.0), (13, -0.25), (14, -0.5), (15, -0.75), (16, -1.0), (17, -1.0), (10**6, -1.0)],
+)
+def test_overlong_is_the_punishment_of_dapo(num_tokens: int, value: float) -> None:
+    """Equation 13: L_max = 16, L_cache = 4; the text does not matter."""
+    plain = scorer("overlong", max_tokens=16, buffer=4)
+    assert plain("a text", "", "", {}, num_tokens=num_tokens) == value
+    assert scorer("overlong", max_tokens=16, buffer=4, scale=0.5)("", "", "", {}, num_tokens=num_tokens) == value / 2
+
+
+@given(st.data(), st.integers(1, 1000))
+def test_overlong_never_rises_with_the_length(data: st.DataObject, max_tokens: int) -> None:
+    punish = scorer("overlong", max_tokens=max_tokens, buffer=data.draw(st.integers(1, max_tokens)))
+    values = [punish("", "", "", {}, num_tokens=count) for count in range(max_tokens + 2)]
+    assert values == sorted(values, reverse=True)
+    assert (values[0], values[max_tokens], values[-1]) == (0.0, -1.0, -1.0)

@@ -32,8 +32,8 @@ class ScorerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str
-    """A built-in scorer (exact_match, prefix_match, gsm8k, math, format), `reasoning_gym:<task>`, or a function of
-    yours as `module:function` or `path/to/file.py:function`."""
+    """A built-in scorer (exact_match, prefix_match, gsm8k, math, format, overlong), `reasoning_gym:<task>`, or a
+    function of yours as `module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
     """The reward is the sum of the scores times their weights. 0: the score is observed, not learned from."""
     timeout_s: float | None = None

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from starling.common.wire.messages import USABLE, GroupScored, Prompt, ScoreGroup, Status
+from starling.common.wire.messages import USABLE, CompletionText, GroupScored, Prompt, ScoreGroup, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class ScoreTask:
 
     id: str
     """The lease."""
-    completions: tuple[tuple[int, str], ...]
-    """Position in the group, and text, of each completion to score."""
+    completions: tuple[tuple[int, CompletionText], ...]
+    """Position in the group of each completion to score, and what a scorer is told of it."""
     reference: str
     prompt_text: str
     metadata: dict[str, Any]
@@ -158,7 +158,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def _task_of(message: ScoreGroup) -> ScoreTask:
-    usable = [(i, item.text) for i, item in enumerate(message.completions) if item.status in USABLE]
+    usable = [(i, item) for i, item in enumerate(message.completions) if item.status in USABLE]
     prompt = message.prompt
     return ScoreTask(message.lease, tuple(usable), prompt.reference, prompt_text(prompt), prompt.metadata)
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import Status, Wait
+from starling.common.wire.messages import CompletionText, Status, Wait
 from starling.reward.core.groups import Score, ScoreTask
 from starling.reward.score.process import WorkerProcess
 from starling.reward.score.protocol import Chunk, Ready, Report, ScorerSpec, Setup, StartFailed
@@ -55,8 +55,9 @@ class _Job:
 
 class _Call(NamedTuple):
     job: _Job
-    completion: int
-    text: str
+    position: int
+    """Position of the completion in its group."""
+    completion: CompletionText
     scorer: int
 
 
@@ -121,8 +122,8 @@ class ScoringPool:
         if not job.num_left:
             return
         self._jobs[task.id] = job
-        for completion, text in task.completions:
-            self._queue.extend(_Call(job, completion, text, scorer) for scorer in range(num_scorers))
+        for position, completion in task.completions:
+            self._queue.extend(_Call(job, position, completion, scorer) for scorer in range(num_scorers))
         self._dispatch(self._clock())
 
     def cancel(self, task_id: str) -> None:
@@ -177,7 +178,7 @@ class ScoringPool:
                 call, _, _, sent_at = worker.calls[0]
                 since = max(worker.begun_at, sent_at)
                 title = self._settings.scorers[call.scorer].title
-                what = f"scorer {title} on completion {call.completion} of {call.job.task.id}"
+                what = f"scorer {title} on completion {call.position} of {call.job.task.id}"
             on = f"worker {worker.process.pid}"
             waits.append(Wait(what=what, on=on, since_s=max(0.0, now - since), seconds_left=max(0.0, deadline - now)))
         if self._jobs and not self._workers:
@@ -264,7 +265,7 @@ class ScoringPool:
             del self._jobs[job.task.id]
         if problem:
             problem = f"scorer {self._settings.scorers[call.scorer].title!r} {problem}."
-        self._scores.append(Score(job.task.id, call.completion, call.scorer, value, status, problem))
+        self._scores.append(Score(job.task.id, call.position, call.scorer, value, status, problem))
 
     # --- lives ---------------------------------------------------------------------------------------------------
 
@@ -340,17 +341,17 @@ class ScoringPool:
         return chunk
 
     def _send(self, worker: _Worker, chunk: Sequence[_Call], now: float) -> None:
-        texts: dict[str, int] = {}
+        completions: dict[CompletionText, int] = {}
         calls = []
         for call in chunk:
-            text = texts.setdefault(call.text, len(texts))
-            calls.append((worker.serial, text, call.scorer))
+            place = completions.setdefault(call.completion, len(completions))
+            calls.append((worker.serial, place, call.scorer))
             expected_s = self._expected_s[call.scorer]
             worker.calls.append(_Outstanding(call, worker.serial, expected_s, now))
             worker.expected_s += expected_s
             worker.serial += 1
         task = chunk[0].job.task
-        worker.process.send(Chunk(task.reference, task.prompt_text, task.metadata, tuple(texts), tuple(calls)))
+        worker.process.send(Chunk(task.reference, task.prompt_text, task.metadata, tuple(completions), tuple(calls)))
         if not worker.is_writing and not worker.process.flush():
             worker.is_writing = True
             self._selector.modify(worker.process, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)

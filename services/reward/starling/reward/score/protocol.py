@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
+from starling.common.wire.messages import CompletionText
+
 FRAME_LIMIT_BYTES: Final = 256 << 20
 """A longer frame is taken for garbage."""
 
@@ -33,9 +35,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     reference: str
     prompt_text: str
     metadata: dict[str, Any]
-    texts: tuple[str, ...]
+    completions: tuple[CompletionText, ...]
     calls: tuple[tuple[int, int, int], ...]
-    """Serial number of the call, position in `texts`, position of the scorer."""
+    """Serial number of the call, position in `completions`, position of the scorer."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

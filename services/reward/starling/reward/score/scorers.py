@@ -2,7 +2,9 @@
 
 A scorer is a function of four positional arguments: the completion's text, the prompt's reference answer, the
 prompt's text and the prompt's metadata. It returns a finite number, greater for better. When it cannot judge it
-raises: the trajectory then has no reward. This module imports nothing heavy; what a scorer needs is imported by
+raises: the trajectory then has no reward. One that has a parameter called `num_tokens` or `status` after the four is
+told by that name how many tokens were sampled, and whether the length limit ended them (`"truncated"`) or not (`"ok"`):
+text alone does not say either. This module imports nothing heavy; what a scorer needs is imported by
 `resolve`, in the worker processes that use it.
 """
 
@@ -17,10 +19,14 @@ from typing import Any, Final, Literal
 
 from starling.common.errors import ConfigError
 
-Scorer = Callable[[str, str, str, dict[str, Any]], float]
-Key = Literal["completion", "reference", "prompt", "metadata"]
+Scorer = Callable[..., float]
+Key = Literal["completion", "reference", "prompt", "metadata", "num_tokens"]
+
+FACTS: Final = ("num_tokens", "status")
+"""What a scorer may ask to be told of a completion, by the names of fields of `CompletionText`."""
 
 GYM_PREFIX: Final = "reasoning_gym:"
+_NUM_POSITIONAL: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ BUILT_IN: Final[dict[str, Declaration]] = {
     "format": Declaration(f"{_HERE}.matching:make_format", ("completion",)),
     "gsm8k": Declaration(f"{_HERE}.gsm8k:make_gsm8k", ("completion", "reference")),
     "math": Declaration(f"{_HERE}.mathematics:make_math", ("completion", "reference")),
+    "overlong": Declaration(f"{_HERE}.overlong:make_overlong", ("num_tokens",)),
 }
 GYM: Final = Declaration(f"{_HERE}.gym:make_gym", ("completion", "reference", "prompt", "metadata"))
 
@@ -66,7 +73,7 @@ def resolve(name: str, options: dict[str, Any]) -> Scorer:
         from starling.reward.score.imported import import_scorer
 
         scorer = import_scorer(name)
-        check_arguments(name, scorer, ("completion", "reference", "prompt_text", {}), options)
+        check_arguments(name, scorer, ("completion", "reference", "prompt_text", {}), options, facts_wanted(scorer))
         return partial(scorer, **options) if options else scorer
     declaration = GYM if name.startswith(GYM_PREFIX) else BUILT_IN[name]
     subject = (name.removeprefix(GYM_PREFIX),) if name.startswith(GYM_PREFIX) else ()
@@ -76,23 +83,43 @@ def resolve(name: str, options: dict[str, Any]) -> Scorer:
     return make(*subject, **options)
 
 
+def facts_wanted(scorer: Scorer) -> tuple[str, ...]:
+    """Return which of `FACTS` are parameters of `scorer` after the four positional ones."""
+    try:
+        parameters = list(inspect.signature(scorer).parameters.values())
+    except (TypeError, ValueError):  # some functions written in C have none
+        return ()
+    ordinary = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:_NUM_POSITIONAL]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p not in ordinary]
+    return tuple(fact for fact in FACTS if fact in named)
+
+
 def check_arguments(
-    name: str, function: Callable[..., Any], positional: tuple[Any, ...], options: dict[str, Any]
+    name: str,
+    function: Callable[..., Any],
+    positional: tuple[Any, ...],
+    options: dict[str, Any],
+    facts: tuple[str, ...] = (),
 ) -> None:
-    """Raise ConfigError when `function` cannot be called with these arguments; calls nothing."""
+    """Raise ConfigError when `function` cannot be called with these arguments and `facts`; calls nothing."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C have none
         return
     parameters = signature.parameters.values()
-    accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    accepted = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in facts
+    ]
+    for fact in facts:
+        if fact in options:
+            raise ConfigError(f"Scorer {name!r} is told {fact!r} of each completion: give its option another name.")
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for option in options:
             if option not in accepted:
                 known = ", ".join(accepted[len(positional) :]) or "none"
                 raise ConfigError(f"Scorer {name!r} has no option {option!r}; its options are: {known}.")
     try:
-        signature.bind(*positional, **options)
+        signature.bind(*positional, **options, **dict.fromkeys(facts))
     except TypeError as error:
         raise ConfigError(
             f"Scorer {name!r} must take (completion, reference, prompt_text, metadata) and its options by name, "

@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Iterator
 from numbers import Real
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from setproctitle import setproctitle
 
 from starling.common.errors import ConfigError
+from starling.common.wire.messages import CompletionText
 from starling.reward.score.protocol import (
     Chunk,
     FrameReader,
@@ -34,11 +35,17 @@ from starling.reward.score.protocol import (
     decode_to_worker,
     frame,
 )
-from starling.reward.score.scorers import Scorer, resolve
+from starling.reward.score.scorers import Scorer, facts_wanted, resolve
 
 _PR_SET_PDEATHSIG: Final = 1
 _RECEIVE_BYTES: Final = 1 << 18
 _PROBLEM_LENGTH: Final = 300
+
+
+class _Scorer(NamedTuple):
+    function: Scorer
+    facts: tuple[str, ...]
+    """What it asks to be told of a completion besides the text."""
 
 
 def main(argv: list[str]) -> None:
@@ -65,7 +72,7 @@ def _die_with(parent: int) -> None:
 
 
 def _serve(line: socket.socket) -> None:
-    scorers: list[Scorer] = []
+    scorers: list[_Scorer] = []
     for body in _frames(line):
         message = decode_to_worker.decode(body)
         if isinstance(message, Chunk):
@@ -83,26 +90,29 @@ def _frames(line: socket.socket) -> Iterator[bytes]:
         yield from reader.feed(data)
 
 
-def _set_up(setup: Setup, scorers: list[Scorer]) -> FromWorker:
+def _set_up(setup: Setup, scorers: list[_Scorer]) -> FromWorker:
     try:
-        scorers += [resolve(spec.name, spec.options) for spec in setup.scorers]
+        for spec in setup.scorers:
+            function = resolve(spec.name, spec.options)
+            scorers.append(_Scorer(function, facts_wanted(function)))
     except ConfigError as error:
         return StartFailed(_sayable(str(error), limit=2000))
     return Ready()
 
 
-def _run(line: socket.socket, scorers: list[Scorer], chunk: Chunk) -> None:
+def _run(line: socket.socket, scorers: list[_Scorer], chunk: Chunk) -> None:
     reference, prompt_text, metadata = chunk.reference, chunk.prompt_text, chunk.metadata
-    for serial, text, scorer in chunk.calls:
-        value, problem = _call(scorers[scorer], chunk.texts[text], reference, prompt_text, metadata)
+    for serial, completion, scorer in chunk.calls:
+        value, problem = _call(scorers[scorer], chunk.completions[completion], reference, prompt_text, metadata)
         line.sendall(frame(Report(serial, value, problem, time.monotonic())))
 
 
 def _call(
-    scorer: Scorer, completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]
+    scorer: _Scorer, completion: CompletionText, reference: str, prompt_text: str, metadata: dict[str, Any]
 ) -> tuple[float | None, str]:
+    facts = {name: getattr(completion, name) for name in scorer.facts}
     try:
-        result: object = scorer(completion, reference, prompt_text, metadata)
+        result: object = scorer.function(completion.text, reference, prompt_text, metadata, **facts)
         if not isinstance(result, Real):
             return None, f"returned a {type(result).__name__}, not a number"
         value = float(result)
