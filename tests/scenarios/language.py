@@ -144,7 +144,7 @@ def joins(stage: Stage, replica: Replica, words: Words, options: Options) -> lis
     """It says hello: as it did before, but for the options."""
     replica.options |= {**dict.fromkeys(words, "yes"), **options}
     known, role = replica.options, replica.name.rpartition("-")[0]
-    replica.is_up = True
+    replica.is_up, has_layout = True, role in ("policy", "rollout")
     if role == "policy":
         replica.version = int(options.get("version", max(0, replica.version)))
     hello = wire.Hello(
@@ -153,11 +153,11 @@ def joins(stage: Stage, replica: Replica, words: Words, options: Options) -> lis
         pid=1,
         num_slots=0 if role == "policy" else int(known.get("slots", 2 if role == "rollout" else 8)),
         version=replica.version,
-        has_layout=role != "reward",
+        has_layout=has_layout,
         serves=role == "policy" or "serves" in known,
         shares_steps="shares" in known,
     )
-    return stage.hears(replica.name, hello, *(() if role == "reward" else (encoded_layout(replica.name),)))
+    return stage.hears(replica.name, hello, *((encoded_layout(replica.name),) if has_layout else ()))
 
 
 def restarts(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
@@ -220,6 +220,17 @@ def scores(stage: Stage, replica: Replica, words: Words, options: Options) -> li
         if "rewards" in options:
             rewards = [None if r == "none" else float(r) for r in options["rewards"].split(",")]
         lines += stage.scores(lease, *rewards, name=replica.name)
+    return lines
+
+
+def teaches(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It has scored the tokens of groups, and tells the `top` likeliest besides."""
+    lines = []
+    for word in words:
+        lease = _lease(stage, replica, "teach", word)
+        command = replica.held.get(lease)
+        num = sum(command.lengths) if isinstance(command, wire.ScoreTokens) else stage.plan.group_size
+        lines += stage.teaches(lease, name=replica.name, num_tokens=num, k=int(options.get("top", 0)))
     return lines
 
 
@@ -325,6 +336,7 @@ VERBS: dict[str, Callable[[Stage, Replica, Words, Options], list[str]]] = {
     "leaves": leaves,
     "generates": generates,
     "scores": scores,
+    "teaches": teaches,
     "trains": trains,
     "publishes": publishes,
     "adopts": adopts,

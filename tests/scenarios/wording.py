@@ -44,6 +44,8 @@ def noted(record: records.Record) -> str:
             rest = " ".join(f"t{ordinal}" for ordinal in range(first, first + num))
         case records.GroupGenerated(key=key):
             rest = key
+        case records.GroupTaught(key=key, tensors=tensors):
+            rest = f"{key} {' '.join(tensor.name for tensor in tensors)}"
         case records.GroupScored(key=key, rewards=rewards):
             rest = f"{key} {_numbers(rewards)}"
         case records.GroupReturned(key=key, tries=tries):

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from starling.common.ids import lease_kind
-from starling.controller.core import derive_weights, handle
+from starling.common.wire import messages as wire
+from starling.controller.core import derive_weights, handle, handle_groups
 from starling.controller.core.events import Command, Event, Prune, Send, Write
+from starling.controller.core.groups import Group, Groups, GroupState
 from starling.controller.core.leases import Leases
-from starling.controller.core.ledger import Group, Groups, GroupState, Ledger
+from starling.controller.core.ledger import Ledger
 from starling.controller.core.machine import Controller
 from starling.controller.core.membership import Member, Membership
+from starling.controller.core.records import GroupScored
 from starling.controller.core.state import State
 from starling.policy.core.progress import Progress
 from starling.sim.campaign import run_one
@@ -44,7 +47,7 @@ def no_healing(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_work_stays_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Groups, "requeue", lambda self, group: None)
+    patch.setattr(Groups, "requeue", lambda self, group, kind: None)
 
 
 def unproven_versions_count(patch: pytest.MonkeyPatch) -> None:
@@ -126,6 +129,36 @@ def payload_is_deleted_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "has_state", hasty)
 
 
+def equal_rewards_are_trained(patch: pytest.MonkeyPatch) -> None:
+    def keep(state: State, group: Group, reward: float) -> None:
+        rewards = (reward,) * len(group.trajectories)
+        state.ledger.scored(group, rewards, {})
+        state.write(GroupScored(key=group.key, rewards=rewards))
+
+    patch.setattr(handle_groups, "set_aside", keep)
+
+
+def what_teaches_is_set_aside(patch: pytest.MonkeyPatch) -> None:
+    def scored(state: State, message: wire.GroupScored) -> None:
+        found = state.group_of(message.lease)
+        assert found is not None
+        handle_groups.set_aside(state, found[1], 0.0)
+
+    patch.setattr(handle, "scored", scored)
+
+
+def nobody_waits_for_teachers(patch: pytest.MonkeyPatch) -> None:
+    def complete(self: Groups, group: Group) -> None:
+        if group.rewards:
+            self.move(group, GroupState.SCORED)
+
+    patch.setattr(Groups, "_complete", complete)
+
+
+def what_is_thrown_away_stays_with_its_teacher(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(handle_groups, "abandon", lambda state, group: None)
+
+
 @pytest.mark.parametrize(
     ("bug", "mix", "complaint"),
     [
@@ -137,10 +170,14 @@ def payload_is_deleted_too_early(patch: pytest.MonkeyPatch) -> None:
         (groups_in_any_order, "reorder", "out of order"),
         (steps_overtake_publications, "reorder", "has no snapshot"),
         (said_before_it_is_on_disk, "calm", "was on disk"),
-        (records_come_last, "calm", "was on disk"),
+        (records_come_last, "calm", "was not written"),
         (claims_are_believed, "controller", "otherwise"),
         (a_replay_skips_a_step, "crashes", "was made twice"),
         (payload_is_deleted_too_early, "crashes", "is deleted"),
+        (equal_rewards_are_trained, "calm", "teaches nothing"),
+        (what_teaches_is_set_aside, "calm", "was set aside"),
+        (nobody_waits_for_teachers, "calm", "while it is scored"),
+        (what_is_thrown_away_stays_with_its_teacher, "everything", "otherwise"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from starling.controller.core.derive import advance
+from starling.controller.core.due import Due
 from starling.controller.core.events import Command, Event, Ticked
 from starling.controller.core.finish import Stage
 from starling.controller.core.machine import Controller
-from starling.controller.core.state import Due
 from starling.sim.campaign import run_one
 from starling.sim.faults import ALL, CALM
 from starling.sim.policy import Policy

@@ -11,7 +11,8 @@ from starling.common.wire import messages as wire
 from starling.controller.core import membership
 from starling.controller.core.dynamic import Changes
 from starling.controller.core.free import Free
-from starling.controller.core.ledger import GroupState, Ledger
+from starling.controller.core.groups import GroupState
+from starling.controller.core.ledger import Ledger
 from starling.controller.core.machine import Controller
 from starling.controller.core.membership import Member, Membership
 from starling.controller.core.records import Kept, MemberJoined, MemberLeft
@@ -69,7 +70,7 @@ def test_discarded_prompts_are_counted_and_not_listed() -> None:
             assert ledger.rank(group) == rank
             ledger.lease(group, 0)
             ledger.generated(group, (), (), ())
-            ledger.scored(group, (), {})
+            ledger.scored(group, (1.0,), {})
         assert ledger.next_waiting() is ledger.next_to_score() is None
         assert len(ledger.seal(step)) == 2
         ledger.trained(step)

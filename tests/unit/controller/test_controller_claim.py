@@ -28,11 +28,11 @@ def restarted(before: Script, *, shares: bool = False, version: int = 0) -> Scri
             pid=1,
             num_slots=member.num_slots,
             version=version if member.role == "policy" else member.version,
-            has_layout=member.role != "reward",
+            has_layout=member.role in ("policy", "rollout"),
             serves=True,
             shares_steps=shares,
         )
-        script.hears(name, hello, *(() if member.role == "reward" else (encoded_layout(name),)))
+        script.hears(name, hello, *((encoded_layout(name),) if hello.has_layout else ()))
     return script
 
 
@@ -102,9 +102,10 @@ CLAIMS = [
     Claim("what is no lease", generating, "rollout-0", ("generate:t0", "nonsense", "generate::1.1", "bake:t0:1.1"), ()),
     Claim("the work of another role", generating, "rollout-0", ("score:t0:1.1", "train:1:1.1", "save:0:1.1"), ()),
     Claim("a group that is generated", scoring, "rollout-0", ("generate:t0:1.1",), ()),
-    Claim("a group to score", scoring, "reward-0", ("score:t0:1.1",), ("score:t0:1.1",)),
+    Claim("a group to score", scoring, "reward-0", ("score:t0:1.9",), ("score:t0:1.9",)),
+    Claim("completions that were thrown away", scoring, "reward-0", ("score:t0:1.1",), ()),
     Claim("a group that is not generated", scoring, "reward-0", ("score:t1:1.1",), ()),
-    Claim("one score twice", scoring, "reward-0", ("score:t0:1.1", "score:t0:1.2"), ("score:t0:1.1",)),
+    Claim("one score twice", scoring, "reward-0", ("score:t0:1.8", "score:t0:1.9"), ("score:t0:1.8",)),
     Claim("a step that is sealed", training, "policy-0", ("train:1:1.1",), ("train:1:1.1",)),
     Claim("a step that is not", training, "policy-0", ("train:2:1.1",), ()),
     Claim(

@@ -129,7 +129,7 @@ def empties_rollouts(script: Script) -> list[str]:
 
 
 def supervised() -> Script:
-    script = Script(num_steps=0, num_sft_steps=1)
+    script = Script(num_steps=0, num_supervised_steps=1)
     script.joins("policy-0")
     return script
 

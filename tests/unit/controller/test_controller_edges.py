@@ -113,7 +113,7 @@ def test_a_rollout_that_hangs_over_an_offer_holds_no_publication_up() -> None:
 
 
 def test_an_operator_cannot_want_what_a_run_of_supervised_steps_never_does() -> None:
-    script = Script(num_sft_steps=1, num_steps=0)
+    script = Script(num_supervised_steps=1, num_steps=0)
     script.joins("policy-0")
     [reply] = script.hears("operator-0", wire.RequestEvaluation(request="a"))
     assert reply.startswith("operator-0 <- no: ")

@@ -8,6 +8,8 @@ from transcript import Script
 from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
 from starling.controller.core.evaluation import num_pinned, pass_at
+from starling.controller.core.events import Write
+from starling.controller.core.groups import GroupState
 
 
 def evaluating(*rollouts: str, **changes: int) -> Script:
@@ -77,6 +79,20 @@ def test_an_evaluation_whose_version_nobody_holds_any_more_moves_to_the_newest()
     lines = script.loses(bound)
     assert "(evaluation_moved )" in lines
     assert f"{other} <- generate:e2:0 held0 >= v1" in lines
+
+
+def test_the_tokens_of_an_evaluation_are_not_kept() -> None:
+    script = evaluating()
+    script.finishes("generate:t0:0")
+    script.generates("rollout-0", "generate:e0:0", num=1)
+    assert script.state.evaluation is not None
+    (held_out,) = script.state.evaluation.within(GroupState.GENERATED)
+    assert held_out.buffers == ()
+    (write,) = [command for command in script.commands if isinstance(command, Write)]
+    assert write.payload == ()
+    trained = script.state.ledger.get(0)
+    assert trained is not None
+    assert [len(buffer) for buffer in trained.buffers] == [4, 8, 8, 8]
 
 
 def test_an_evaluation_has_a_deadline() -> None:

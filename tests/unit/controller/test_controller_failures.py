@@ -74,7 +74,7 @@ def test_a_group_of_another_size_is_generated_again(num: int) -> None:
 
 
 def test_a_group_with_too_old_a_token_is_generated_again() -> None:
-    script = Script(num_sft_steps=1)
+    script = Script(num_supervised_steps=1)
     script.joins("policy-0")
     script.trains(1)
     for name in ("rollout-0", "reward-0"):
@@ -110,7 +110,7 @@ def test_one_good_group_starts_the_count_of_discards_anew() -> None:
     script.makes_groups(5)
     for n in range(6, 11):
         script.fails("rollout-0", f"generate:t{n}:0")
-    assert script.state.phase == "grpo"
+    assert script.state.phase == "rl"
 
 
 # --- replicas that vanish ------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ HELLO = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True
         (
             "controller-1",
             {"role": "controller"},
-            "a controller does not join a run; a replica is a policy, a rollout or a reward",
+            "a controller does not join a run; a replica is a policy, a rollout, a reward or a teacher",
         ),
     ],
 )

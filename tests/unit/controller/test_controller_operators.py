@@ -17,9 +17,9 @@ from starling.controller.core.explain import explain, waits, why
 VALUES: dict[str, tuple[list[float], list[float]]] = {
     "policy.optimizer.learning_rate": ([1e-7, 1.0], [0.0, -1e-6]),
     "policy.optimizer.max_grad_norm": ([0.0, 1.5], [-0.1]),
-    "policy.grpo.kl_coefficient": ([0.0, 0.04], [-0.01]),
-    "policy.grpo.clip_low": ([0.2, 1.0], [0.0, 1.1]),
-    "policy.grpo.clip_high": ([0.28, 3.0], [0.0]),
+    "policy.algorithm.kl_coefficient": ([0.0, 0.04], [-0.01]),
+    "policy.algorithm.clip_low": ([0.2, 1.0], [0.0, 1.1]),
+    "policy.algorithm.clip_high": ([0.28, 3.0], [0.0]),
     "sampling.temperature": ([0.1, 2.0], [0.0, -1.0]),
     "sampling.top_p": ([0.5, 1.0], [0.0, 1.01]),
     "sampling.top_k": ([0, 50, 50.0], [-1, 1.5]),
@@ -81,9 +81,9 @@ def test_a_change_is_in_force_from_the_first_step_that_nobody_has_begun() -> Non
     script.begins(slots=4)
     for step, story in enumerate((lambda: None, lambda: script.makes_groups(0), lambda: script.trains(1)), start=1):
         story()
-        said = change(script, "policy.grpo.clip_low", step / 10, str(step))
+        said = change(script, "policy.algorithm.clip_low", step / 10, str(step))
         wanted = 1 if step == 1 else 2
-        assert said[-1] == f"operator-0 <- yes: policy.grpo.clip_low = {step / 10:g} from step {wanted} on"
+        assert said[-1] == f"operator-0 <- yes: policy.algorithm.clip_low = {step / 10:g} from step {wanted} on"
 
 
 def test_more_slots_are_used_at_once() -> None:
@@ -193,7 +193,7 @@ def test_the_status_says_who_has_what() -> None:
     change(script, "rl.max_tries", 3)
     [said] = script.hears("operator-0", wire.Ask(request="r", about="status"))
     assert said.split("\n") == [
-        "operator-0 <- yes: grpo: version 0 of 2, published 0, saved 0; controller's incarnation 1",
+        "operator-0 <- yes: rl: version 0 of 2, published 0, saved 0; controller's incarnation 1",
         "groups: 0 waiting, 2 leased, 0 generated, 0 scored, 0 sealed",
         "waits for the groups of step 1: 2 being generated, 0 being scored, 0 scored of 2",
         "set: rl.max_tries = 3",

@@ -15,14 +15,14 @@ from transcript import Script, Stream
 
 from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
+from starling.controller.core.groups import Groups, GroupState
 from starling.controller.core.leases import Lease
-from starling.controller.core.ledger import Groups, GroupState
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import GroupGenerated, Kept, Record, StepCommitted, StepSealed
+from starling.controller.core.records import GroupGenerated, GroupTaught, Kept, Record, StepCommitted, StepSealed
 from starling.controller.core.state import State
 from starling.sim.weights import encoded_layout, encoded_offer, offer_of
 
-NAMES = ("policy-0", "policy-1", "rollout-0", "rollout-1", "reward-0")
+NAMES = ("policy-0", "policy-1", "rollout-0", "rollout-1", "reward-0", "teacher-0")
 SETTINGS = (
     ("policy.optimizer.learning_rate", 1e-4),
     ("sampling.temperature", 0.5),
@@ -36,7 +36,7 @@ ACTIONS = ("answer",) * 12 + ("stop", "fail", "lose", "join", "join", "set", "ev
 stories = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 999)), max_size=60)
 plans = st.fixed_dictionaries(
     {
-        "num_sft_steps": st.sampled_from((0, 0, 1)),
+        "num_supervised_steps": st.sampled_from((0, 0, 1)),
         "num_steps": st.integers(1, 4),
         "prompts_per_step": st.integers(1, 3),
         "max_staleness": st.integers(0, 2),
@@ -44,6 +44,10 @@ plans = st.fixed_dictionaries(
         "evaluate_at_start": st.booleans(),
         "evaluate_every": st.integers(0, 2),
         "save_every": st.integers(0, 2),
+        "dynamic_sampling": st.booleans(),
+        "num_teachers": st.integers(0, 1),
+        "begin_version": st.sampled_from((0, 0, 1)),
+        "begin_prompt": st.sampled_from((0, 0, 5)),
     }
 )
 
@@ -86,11 +90,11 @@ class Story(Script):
             pid=1,
             num_slots=3,
             version=self.state.saved_step if role == "policy" else -1,
-            has_layout=role != "reward",
-            serves=role != "reward",
+            has_layout=role in ("policy", "rollout"),
+            serves=role in ("policy", "rollout"),
             shares_steps=True,
         )
-        self.says(name, hello, *(() if role == "reward" else (encoded_layout(name),)))
+        self.says(name, hello, *((encoded_layout(name),) if hello.has_layout else ()))
 
     def says(self, name: str, message: wire.Up, *buffers: bytes) -> None:
         """`name`, in its present incarnation, says `message`."""
@@ -116,7 +120,7 @@ class Story(Script):
     def answers(self, lease: Lease, number: int, *, well: bool) -> None:
         """Whoever has `lease` has done the work, or has failed where that does not end the run."""
         name, subject = lease.peer, lease_subject(lease.id)
-        if not well and lease.kind in ("generate", "score", "adopt"):
+        if not well and lease.kind in ("generate", "score", "teach", "adopt"):
             reason = wire.LeaseFailed(lease=lease.id, status=wire.Status.INFRA_LOST, reason="x", fatal=number % 4 == 0)
             self.says(name, reason)
             return
@@ -127,8 +131,11 @@ class Story(Script):
                 group = self.state.group_of(lease.id)
                 assert group is not None
                 num = len(group[1].trajectories)
-                rewards = tuple(float((number + i) % 2) for i in range(num))
+                rewards = tuple(float((number + i) % 2 * (number % 3 > 0)) for i in range(num))
                 self.says(name, wire.GroupScored(lease=lease.id, rewards=rewards, statuses=(wire.Status.OK,) * num))
+            case "teach":
+                meta = wire.TensorMeta(dtype="float32", shape=(2,), nbytes=8, name="teacher_logprobs")
+                self.says(name, wire.TokensScored(lease=lease.id, tensors=(meta,)), lease.id.encode()[-8:])
             case "train":
                 self.says(name, wire.StepTrained(lease=lease.id, step=int(subject), metrics={}))
             case "publish":
@@ -173,7 +180,7 @@ def read_back(script: Script) -> list[Kept]:
     kept = []
     for write in script.journal:
         record = msgspec.msgpack.decode(msgspec.msgpack.encode(write.record), type=Record)  # type: ignore[arg-type]
-        gone = isinstance(record, GroupGenerated) and record.key in trained
+        gone = isinstance(record, GroupGenerated | GroupTaught) and record.key in trained
         kept.append(Kept(record, () if gone else write.payload))
     return kept
 
@@ -197,6 +204,7 @@ def groups_of(book: Groups, num_committed: int) -> dict[int, Any]:
             group.tries,
             group.trajectories if state is not GroupState.WAITING else (),
             group.rewards if state is not GroupState.WAITING else (),
+            (group.taught, group.generated_by) if state is not GroupState.WAITING else (),
             group.buffers if state is not GroupState.WAITING and group.purpose == "train" and not trained else (),
             group.temperature if state is not GroupState.WAITING else 0.0,
         )
@@ -210,8 +218,10 @@ def known(state: State) -> dict[str, Any]:
         "version": state.version,
         "published": state.rounds.version,
         "roots": state.rounds.roots,
-        "saved": state.saved_step,
+        "saved": (state.saved_step, state.kept_from),
+        "metrics": state.known_metrics(),
         "groups": groups_of(ledger, state.version),
+        "filtered": (ledger.num_filtered, ledger.num_filtered_in_a_row, tuple(ledger.passed(state.version + 1))),
         "counts": (ledger.num_admitted, ledger.num_discarded, ledger.num_sealed, ledger.num_trained_groups),
         "free_slots": ledger.free_slots(),
         "ranks": {group.ordinal: ledger.rank(group) for group in ledger.live()},
@@ -255,7 +265,8 @@ def test_what_is_restored_waits_to_be_claimed(plan: dict[str, Any], story: list[
     script.tell(story)
     state = restored(script)
     books: list[Groups] = [state.ledger] + ([state.evaluation] if state.evaluation is not None else [])
-    assert not any(group.state is GroupState.LEASED or group.scoring for book in books for group in book.live())
+    assert not any(group.state is GroupState.LEASED for book in books for group in book.live())
+    assert not any(group.scoring or group.teaching for book in books for group in book.live())
     for book in books:
         waiting = [group.ordinal for group in book.within(GroupState.WAITING)]
         first = book.next_waiting()

@@ -167,24 +167,24 @@ def test_once_begun_one_replica_of_each_role_is_enough() -> None:
 
 
 def test_supervised_steps_come_first_and_need_the_policy_alone() -> None:
-    script = Script(num_sft_steps=2, examples_per_step=2)
+    script = Script(num_supervised_steps=2, examples_per_step=2)
     assert script.joins("policy-0")[-1] == "policy-0 <- train:1:0 sft0 sft1"
     (command,) = [send.message for send in script.sent if isinstance(send.message, wire.TrainStep)]
     assert (command.num_steps, command.ordinal, command.groups) == (2, 1, ())
     assert script.controller.waiting_for == "the policy to train step 1"
     assert script.trains(1) == ["policy-0 <- release train:1:0", "(step 1)", "policy-0 <- train:2:0 sft2 sft3"]
     assert script.trains(2) == ["policy-0 <- release train:2:0", "(step 2)", "policy-0 <- publish:2:0"]
-    assert script.state.phase == "grpo"
+    assert script.state.phase == "rl"
 
 
 def test_a_run_of_supervised_steps_alone_ends_with_its_checkpoint() -> None:
-    script = Script(num_sft_steps=1, num_steps=0)
+    script = Script(num_supervised_steps=1, num_steps=0)
     script.joins("policy-0")
     assert script.trains(1) == ["policy-0 <- release train:1:0", "(step 1)", "policy-0 <- checkpoint:1:0"]
 
 
 def test_the_orders_of_a_step_say_all_that_the_replicas_need() -> None:
-    script = Script(num_sft_steps=0, seed=3)
+    script = Script(num_supervised_steps=0, seed=3)
     script.begins()
     first, second = [send.message for send in script.sent if isinstance(send.message, wire.GenerateGroup)]
     assert (first.purpose, first.num_completions, first.min_version) == ("train", 2, 0)
@@ -399,4 +399,4 @@ def test_a_step_tells_its_rewards_and_how_stale_its_groups_are() -> None:
     notes = [c for c in script.commands if getattr(c, "kind", "") == "step"]
     assert notes[0].fields["staleness_max"] == 1
     assert notes[0].fields["reward_mean"] == 0.5
-    assert notes[0].fields["phase"] == "grpo"
+    assert notes[0].fields["phase"] == "rl"

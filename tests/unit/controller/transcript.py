@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -24,9 +25,10 @@ from starling.controller.core.events import (
     Ticked,
     Write,
 )
+from starling.controller.core.handle_groups import TAUGHT
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
-from starling.controller.core.records import GroupGenerated, GroupScored, Kept, StepSealed
+from starling.controller.core.records import GroupGenerated, GroupScored, GroupTaught, Kept, StepSealed
 from starling.sim.weights import encoded_layout, encoded_offer, offer_of
 
 SMALL = RunPlan(
@@ -169,14 +171,15 @@ class Script:
     def joins(self, name: str, *, slots: int = 2, epoch: int = 1, version: int = 0) -> list[str]:
         """`name` says hello as it should."""
         role: Any = name.rpartition("-")[0]
-        layout = () if role == "reward" else (encoded_layout(name),)
+        has_layout = role in ("policy", "rollout")
+        layout = (encoded_layout(name),) if has_layout else ()
         hello = wire.Hello(
             role=role,
             host="h",
             pid=1,
             num_slots=0 if role == "policy" else slots,
             version=version if role == "policy" else -1,
-            has_layout=role != "reward",
+            has_layout=has_layout,
         )
         return self.hears(name, hello, *layout, epoch=epoch)
 
@@ -227,6 +230,19 @@ class Script:
         statuses = tuple(wire.Status.OK if r is not None else wire.Status.REWARD_ERROR for r in rewards)
         return self.hears(name, wire.GroupScored(lease=lease, rewards=rewards, statuses=statuses))
 
+    def teaches(
+        self, lease: str, *, name: str = "teacher-0", num_tokens: int = 2, k: int = 0, names: tuple[str, ...] = TAUGHT
+    ) -> list[str]:
+        """The teacher has scored the tokens of a group; `k`: it tells so many of the likeliest besides."""
+        kinds = (("float32", (num_tokens,)), ("int32", (num_tokens, k)), ("float32", (num_tokens, k)))
+        tensors = tuple(
+            wire.TensorMeta(dtype=kind, shape=shape, nbytes=4 * math.prod(shape), name=tensor)
+            for tensor, (kind, shape) in zip(names, kinds if k else kinds[:1], strict=False)
+        )
+        # What stands for the log-probabilities says whose they are.
+        buffers = tuple(bytes([position + 1] * meta.nbytes) for position, meta in enumerate(tensors))
+        return self.hears(name, wire.TokensScored(lease=lease, tensors=tensors), *buffers)
+
     def trains(self, step: int, attempt: int = 0, *, name: str = "policy-0", epoch: int = 1) -> list[str]:
         """The policy has made a step."""
         trained = wire.StepTrained(lease=f"train:{step}:{attempt}", step=step, metrics={})
@@ -245,9 +261,9 @@ class Script:
         [sealed] = [w.record for w in self.journal if isinstance(w.record, StepSealed) and w.record.step == step]
         found = []
         for ordinal in sealed.ordinals:
-            for kind in (GroupGenerated, GroupScored):
-                last = [w for w in self.journal if isinstance(w.record, kind) and w.record.key == f"t{ordinal}"][-1]
-                found.append(Kept(last.record, last.payload))
+            for kind in (GroupGenerated, GroupTaught, GroupScored):
+                told = [w for w in self.journal if isinstance(w.record, kind) and w.record.key == f"t{ordinal}"]
+                found += [Kept(last.record, last.payload) for last in told[-1:]]
         return tuple(found)
 
     def finishes(self, *leases: str, version: int = 0) -> list[str]:
@@ -280,7 +296,10 @@ class Script:
     def begins(self, *rollouts: str, slots: int = 2) -> list[str]:
         """Everybody joins, version 0 is published and adopted; returns the last answer."""
         self.joins("policy-0")
-        self.joins("reward-0", slots=8)
+        if self.plan.num_rewards:
+            self.joins("reward-0", slots=8)
+        for number in range(self.plan.num_teachers):
+            self.joins(f"teacher-{number}", slots=8)
         for name in rollouts or ("rollout-0",):
             self.joins(name, slots=slots)
         lines = self.publishes(0)

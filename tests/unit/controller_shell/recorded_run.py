@@ -17,7 +17,7 @@ PLAN = RunPlan(
     seed=0,
     sampling=wire.Sampling(max_tokens=4),
     eval_sampling=wire.Sampling(max_tokens=4, temperature=0.0),
-    num_sft_steps=1,
+    num_supervised_steps=1,
     num_steps=2,
     prompts_per_step=2,
     group_size=2,

@@ -26,6 +26,7 @@ from starling.controller.core.records import (
     GroupGenerated,
     GroupReturned,
     GroupScored,
+    GroupTaught,
     Kept,
     RunBegun,
     StepCommitted,
@@ -46,6 +47,13 @@ def generated(key: str, content: str) -> Kept:
     return Kept(GroupGenerated(key=key, trajectories=(trajectory,), tensors=tensors), payload)
 
 
+def taught(key: str, content: str) -> Kept:
+    """Return what a teacher makes of that group."""
+    payload = (content.encode(), content.encode() * 3)
+    tensors = tuple(TensorMeta(dtype="uint8", shape=(len(buffer),), nbytes=len(buffer)) for buffer in payload)
+    return Kept(GroupTaught(key=key, tensors=tensors), payload)
+
+
 def scored(key: str, reward: float = 1.0) -> Kept:
     """Return the score of that group."""
     return Kept(GroupScored(key=key, rewards=(reward,)))
@@ -57,7 +65,9 @@ def sealed(step: int, *ordinals: int) -> Kept:
 
 
 def light(kept: Kept) -> Kept:
-    """Return a generated group as it is read when nobody needs its contents."""
+    """Return what came of a group as it is read when nobody needs its contents."""
+    if isinstance(kept.record, GroupTaught):
+        return Kept(kept.record)
     assert isinstance(kept.record, GroupGenerated)
     trajectories = tuple(replace(t, text="") for t in kept.record.trajectories)
     return Kept(replace(kept.record, trajectories=trajectories))
@@ -119,13 +129,27 @@ def test_fetch_follows_the_order_of_the_step_and_takes_the_last_generation(path:
         assert journal.fetch(8) == ()
 
 
+def test_what_a_teacher_made_of_a_group_is_kept_as_long_as_the_group(path: Path) -> None:
+    whole = (generated("t0", "a"), taught("t0", "of a"), scored("t0"))
+    with contextlib.closing(Journal(path)) as journal:
+        write(journal, *whole)
+        assert tuple(journal.read()) == whole
+        write(journal, sealed(1, 0), Kept(StepCommitted(step=1)))
+        assert list(journal.read())[:2] == [light(whole[0]), light(whole[1])]
+        assert journal.fetch(1) == whole
+        journal.prune(1)
+        journal.commit()
+        assert journal.fetch(1) == ()
+    assert num_contents(path) == 0
+
+
 @pytest.mark.parametrize(
     "end", [GroupReturned(key="t0", tries=1), GroupDiscarded(key="t0", prompt="p", reason="r")], ids=["back", "gone"]
 )
 def test_contents_of_a_group_that_was_thrown_away_go_at_once(path: Path, end: GroupReturned | GroupDiscarded) -> None:
     with contextlib.closing(Journal(path)) as journal:
-        write(journal, generated("t0", "a"), Kept(end))
-        assert list(journal.read()) == [light(generated("t0", "a")), Kept(end)]
+        write(journal, generated("t0", "a"), taught("t0", "b"), Kept(end))
+        assert list(journal.read()) == [light(generated("t0", "a")), light(taught("t0", "b")), Kept(end)]
     assert num_contents(path) == 0
 
 
@@ -209,17 +233,19 @@ class Model:
         durable = self.kept[: self.num_durable]
         committed = max((k.record.step for k in durable if isinstance(k.record, StepCommitted)), default=-1)
         steps = {f"t{n}": k.record.step for k in durable if isinstance(k.record, StepSealed) for n in k.record.ordinals}
-        current: dict[str, int] = {}
+        current: dict[str, list[int]] = {}
         for i, k in enumerate(durable):
             match k.record:
                 case GroupGenerated(key=key):
-                    current[key] = i
+                    current[key] = [i]
+                case GroupTaught(key=key):
+                    current[key].append(i)
                 case GroupReturned(key=key) | GroupDiscarded(key=key):
                     current.pop(key, None)
-        whole = {i for key, i in current.items() if steps.get(key, committed + 1) > max(committed, self.durable_pruned)}
-        return [
-            light(k) if isinstance(k.record, GroupGenerated) and i not in whole else k for i, k in enumerate(durable)
-        ]
+        last = max(committed, self.durable_pruned)
+        whole = {i for key, both in current.items() if steps.get(key, committed + 1) > last for i in both}
+        heavy = GroupGenerated | GroupTaught
+        return [light(k) if isinstance(k.record, heavy) and i not in whole else k for i, k in enumerate(durable)]
 
     def fetch(self, step: int) -> tuple[Kept, ...]:
         """Return the groups of a step."""
@@ -229,8 +255,10 @@ class Model:
             return ()
         out = []
         for n in found[0].ordinals:
-            for type_ in (GroupGenerated, GroupScored):
-                out.append([k for k in durable if isinstance(k.record, type_) and k.record.key == f"t{n}"][-1])
+            mine = [(i, k) for i, k in enumerate(durable) if getattr(k.record, "key", "") == f"t{n}"]
+            first = max(i for i, k in mine if isinstance(k.record, GroupGenerated))
+            for type_ in (GroupGenerated, GroupTaught, GroupScored):
+                out += [k for i, k in mine if isinstance(k.record, type_) and i >= first]
         return tuple(out)
 
 
@@ -263,16 +291,23 @@ def test_any_run_reads_as_the_list_that_it_is(rng: random.Random, length: int) -
             journal.close()
 
 
+KINDS = ("generate", "generate", "teach", "score", "score", "return", "seal", "commit", "prune", "other")
+
+
 def a_run(rng: random.Random, length: int) -> Iterator[Kept | int]:
     """Yield records as a controller would write them, and integers for steps up to which is pruned."""
     waiting, scoring, ready = list(range(40)), [], []
     sealed_step = committed = 0
+    untaught: list[int] = []
     tries = dict.fromkeys(waiting, 0)
     for i in range(length):
-        match rng.choice(["generate", "generate", "score", "score", "return", "seal", "commit", "prune", "other"]):
+        match rng.choice(KINDS):
             case "generate" if waiting:
                 scoring.append(waiting.pop(rng.randrange(len(waiting))))
+                untaught.append(scoring[-1])
                 yield generated(f"t{scoring[-1]}", f"text {i}" * rng.choice((0, 1, 1000)))
+            case "teach" if untaught:
+                yield taught(f"t{untaught.pop()}", f"lesson {i}" * rng.choice((0, 1, 500)))
             case "score" if scoring:
                 ready.append(scoring.pop(rng.randrange(len(scoring))))
                 yield scored(f"t{ready[-1]}", rng.random())
@@ -280,10 +315,12 @@ def a_run(rng: random.Random, length: int) -> Iterator[Kept | int]:
                 pool = scoring if scoring and (not ready or rng.random() < 0.5) else ready
                 waiting.append(pool.pop())
                 tries[waiting[-1]] += 1
+                untaught = [ordinal for ordinal in untaught if ordinal != waiting[-1]]
                 yield Kept(GroupReturned(key=f"t{waiting[-1]}", tries=tries[waiting[-1]]))
             case "seal" if ready and sealed_step == committed:
                 sealed_step += 1
                 taken, ready = ready[:3], ready[3:]
+                untaught = [ordinal for ordinal in untaught if ordinal not in taken]
                 yield sealed(sealed_step, *rng.sample(taken, len(taken)))
             case "commit" if committed < sealed_step:
                 committed += 1
@@ -398,7 +435,7 @@ def test_a_journal_of_another_version_is_refused(path: Path) -> None:
     Journal(path).close()
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA user_version = 9")
-    with pytest.raises(ConfigError, match="version 9 and this Starling has version 1; take the run up"):
+    with pytest.raises(ConfigError, match="version 9 and this Starling has version 2; take the run up"):
         Journal(path)
 
 

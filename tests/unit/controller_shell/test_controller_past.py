@@ -57,11 +57,11 @@ def test_steps_that_are_not_in_the_metrics_are_told_again() -> None:
     records = [
         Kept(StepCommitted(step=1, metrics={"phase": "sft", "loss": 2.0})),
         Kept(StepSealed(step=2, ordinals=(0,), prompts=("p0",))),
-        Kept(StepCommitted(step=2, metrics={"phase": "grpo", "loss": 1.0})),
+        Kept(StepCommitted(step=2, metrics={"phase": "rl", "loss": 1.0})),
         Kept(StepSealed(step=3, ordinals=(1,), prompts=("p1",))),
     ]
     assert list(lost_lines(records, {1})) == [
-        {"kind": "step", "step": 2, "phase": "grpo", "loss": 1.0},
+        {"kind": "step", "step": 2, "phase": "rl", "loss": 1.0},
         {"kind": "trained", "step": 2, "prompts": ("p0",)},
     ]
     assert [line["step"] for line in lost_lines(records, set())] == [1, 2, 2]

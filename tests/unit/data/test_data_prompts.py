@@ -48,6 +48,8 @@ def stream(num_rows: int, *, shuffle: bool = True, seed: int = 0) -> PromptSourc
             "",
         ),
         ({"question": "Why?"}, {"format": "Q: {question}\n"}, (), "Q: Why?\n"),
+        ({"question": "Why?", "hint": ""}, {"format": "{hint}{question}"}, (), "Why?"),
+        ({}, {"format": "Say something."}, (), "Say something."),
         ({"a": 2, "b": {"c": [5]}}, {"format": "{a:03}{{{b[c][0]}}}"}, (), "002{5}"),
     ],
 )
@@ -76,6 +78,9 @@ def test_metadata_holds_the_chosen_columns_and_what_the_source_adds() -> None:
         ({"question": "Why?"}, {"format": "{question[word]}"}, "does not fit format"),
         ({"question": {"a": 1}}, {"format": "{question[word]}"}, "does not fit format .*KeyError"),
         ({"question": ""}, {"format": "{question}"}, "gives an empty prompt"),
+        ({"question": ""}, {"format": "Q: {question}"}, "gives an empty prompt"),
+        ({"question": None}, {"format": "Q: {question}"}, "has nothing in 'question', which format names"),
+        ({"question": {"word": None}}, {"format": "{question[word]}>"}, r"has nothing in 'question\[word\]'"),
         ({"question": ""}, {}, "holds '': give a text or a list"),
         ({"question": None}, {}, "holds None: give a text"),
         ({"question": []}, {}, r"holds \[\]: give a text"),

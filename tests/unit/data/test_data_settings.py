@@ -38,3 +38,8 @@ def test_every_field_is_described_and_frozen() -> None:
     assert all(field.description for field in DataSettings.model_fields.values())
     with pytest.raises(ValidationError, match="frozen"):
         settings.source = "other.jsonl"
+
+
+def test_plain_text_has_no_place_for_images() -> None:
+    with pytest.raises(ValidationError, match="format makes plain text, and images"):
+        DataSettings(source="rows.jsonl", format="{question}", image_column="image")

@@ -16,6 +16,7 @@ class Faults:
     """Each message takes its own time, up to 2 s, and may overtake others."""
     rollout_crash_every_s: float = 0.0
     reward_crash_every_s: float = 0.0
+    teacher_crash_every_s: float = 0.0
     policy_crash_every_s: float = 0.0
     controller_crash_every_s: float = 0.0
     silent_deaths: float = 0.0
@@ -31,6 +32,8 @@ class Faults:
     stragglers: float = 0.0
     """Share of the replicas that work ten times more slowly than others."""
     scorer_failures: float = 0.0
+    teacher_failures: float = 0.0
+    """Share of the groups that a teacher cannot score."""
     pull_failures: float = 0.0
     torn: float = 0.0
     """Share of the switches after which the engine holds something else."""
@@ -46,6 +49,7 @@ MIXES: Final[dict[str, Faults]] = {
     "crashes": Faults(
         rollout_crash_every_s=2.0,
         reward_crash_every_s=5.0,
+        teacher_crash_every_s=4.0,
         policy_crash_every_s=8.0,
         silent_deaths=0.2,
         join_every_s=8.0,
@@ -65,6 +69,7 @@ EVERYTHING: Final = Faults(
     reorder=True,
     rollout_crash_every_s=5.0,
     reward_crash_every_s=15.0,
+    teacher_crash_every_s=12.0,
     policy_crash_every_s=20.0,
     controller_crash_every_s=12.0,
     silent_deaths=0.3,
@@ -74,6 +79,7 @@ EVERYTHING: Final = Faults(
     wish_every_s=10.0,
     stragglers=0.1,
     scorer_failures=0.05,
+    teacher_failures=0.03,
     pull_failures=0.1,
     torn=0.05,
 )

@@ -8,7 +8,7 @@ from typing import Final
 from starling.common.ids import LEASE_KINDS, lease_kind
 from starling.controller.core.events import Command, Finish, Note
 from starling.controller.core.explain import explain
-from starling.controller.core.ledger import Groups, GroupState
+from starling.controller.core.groups import Groups, GroupState
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.state import State
 from starling.sim.errors import demand
@@ -78,14 +78,17 @@ class Invariants:
     def _ledger(self) -> None:
         ledger = self.state.ledger
         demand(ledger.num_live <= self._max_live, f"{ledger.num_live} groups live, {self._max_live} may")
-        accounted = ledger.num_live + ledger.num_trained_groups + ledger.num_discarded
+        num_gone = ledger.num_discarded + ledger.num_filtered
+        accounted = ledger.num_live + ledger.num_trained_groups + num_gone
         demand(ledger.num_admitted == accounted, f"{ledger.num_admitted} groups were admitted, {accounted} are known")
 
     def _books(self) -> None:
         """Every live group is in one state, and who works on it holds a lease for it."""
         state, leases = self.state, Counter[str]()
         for member in state.membership.members.values():
-            leases.update(lease.rpartition(":")[0] for lease in state.leases.of(member.name, "generate", "score"))
+            leases.update(
+                lease.rpartition(":")[0] for lease in state.leases.of(member.name, "generate", "score", "teach")
+            )
         demand(all(num == 1 for num in leases.values()), f"work was dealt twice: {leases}")
         wanted = set[str]()
         books: list[Groups] = [state.ledger] + ([state.evaluation] if state.evaluation is not None else [])
@@ -104,7 +107,7 @@ class Invariants:
         for member in state.membership.members.values():
             if member.role == "policy":
                 continue
-            kind = "generate" if member.role == "rollout" else "score"
+            kind = {"rollout": "generate", "reward": "score", "teacher": "teach"}[member.role]
             num = len(state.leases.of(member.name, kind))
             demand(num <= member.num_slots, f"{member.name} has {num} leases and {member.num_slots} slots")
             demand(len(state.leases.of(member.name, "adopt")) <= 1, f"{member.name} adopts twice at a time")
@@ -133,9 +136,10 @@ def _wanted(book: Groups) -> set[str]:
         seen[group.state] += 1
         if group.state is GroupState.LEASED:
             wanted.add(f"generate:{group.key}")
-        elif group.scoring:
-            demand(group.state is GroupState.GENERATED, f"a group is scored while {group.state}")
-            wanted.add(f"score:{group.key}")
+        for kind, lease in (("score", group.scoring), ("teach", group.teaching)):
+            if lease:
+                demand(group.state is GroupState.GENERATED, f"{group.key} has {lease} while it is {group.state}")
+                wanted.add(f"{kind}:{group.key}")
     for group_state in GroupState:
         num = book.count(group_state)
         demand(num == seen[group_state], f"{num} groups are counted as {group_state}, {seen[group_state]} are")

@@ -9,7 +9,15 @@ from typing import Final
 import msgspec
 
 from starling.controller.core.events import Buffers
-from starling.controller.core.records import GroupGenerated, GroupScored, Kept, Record, StepCommitted, StepSealed
+from starling.controller.core.records import (
+    GroupGenerated,
+    GroupScored,
+    GroupTaught,
+    Kept,
+    Record,
+    StepCommitted,
+    StepSealed,
+)
 from starling.sim.clock import Clock
 from starling.sim.errors import demand
 
@@ -64,22 +72,25 @@ class Journal:
         kept = []
         for encoded, payload in zip(self._records, self._payloads, strict=True):
             record = _decoder.decode(encoded)
-            omitted = isinstance(record, GroupGenerated) and record.key in gone
+            omitted = isinstance(record, GroupGenerated | GroupTaught) and record.key in gone
             kept.append(Kept(record, () if omitted else payload))
         return kept
 
     def fetch(self, step: int) -> tuple[Kept, ...]:
-        """Return the completions and rewards of a committed step, in the order of its groups."""
+        """Return what came of each group of a committed step, in the order of the groups."""
         demand(step in self._done, f"step {step} is fetched, which was not committed")
         demand(step > self._pruned, f"step {step} is fetched, and the payload up to step {self._pruned} is deleted")
-        numbers = [book[f"t{n}"] for n in self._sealed.get(step, ()) for book in (self._generated, self._scored)]
+        keys, books = [f"t{n}" for n in self._sealed.get(step, ())], (self._generated, self._taught, self._scored)
+        numbers = [book[key] for key in keys for book in books if key in book]
         return tuple(Kept(_decoder.decode(self._records[n]), self._payloads[n]) for n in numbers)
 
     def prune(self, step: int) -> None:
         """Delete the payload of the steps up to `step`."""
         for done in range(self._pruned + 1, step + 1):
             for ordinal in self._sealed.get(done, ()):
-                self._payloads[self._generated[f"t{ordinal}"]] = ()
+                for book in (self._generated, self._taught):
+                    if f"t{ordinal}" in book:
+                        self._payloads[book[f"t{ordinal}"]] = ()
         self._pruned = max(self._pruned, step)
 
     def _commit(self) -> None:
@@ -99,6 +110,7 @@ class Journal:
     def _index(self) -> None:
         """Find out which records make up which step."""
         self._generated: dict[str, int] = {}
+        self._taught: dict[str, int] = {}
         self._scored: dict[str, int] = {}
         self._sealed: dict[int, tuple[int, ...]] = {}
         self._done: set[int] = set()
@@ -109,6 +121,8 @@ class Journal:
         match record:
             case GroupGenerated(key=key):
                 self._generated[key] = number
+            case GroupTaught(key=key):
+                self._taught[key] = number
             case GroupScored(key=key):
                 self._scored[key] = number
             case StepSealed(step=step, ordinals=ordinals):

@@ -17,7 +17,7 @@ PATIENCE_S: Final = 120.0
 """No answer takes longer, whatever goes wrong, while the run goes on."""
 CHANGES: Final = (
     ("policy.optimizer.learning_rate", (1e-6, 2e-6, 1e-5)),
-    ("policy.grpo.clip_high", (0.2, 0.28)),
+    ("policy.algorithm.clip_high", (0.2, 0.28)),
     ("sampling.temperature", (0.8, 1.0, 1.2)),
     ("evaluation.every", (0.0, 1.0, 3.0)),
     ("controller.save_every", (1.0, 2.0, 0.0)),

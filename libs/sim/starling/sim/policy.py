@@ -16,7 +16,7 @@ from starling.common.wire import messages as wire
 from starling.policy.core.progress import Progress
 from starling.sim.collective import Piece, Share
 from starling.sim.errors import demand
-from starling.sim.promises import check_tokens
+from starling.sim.promises import buffers_by_group, check_tokens
 from starling.sim.replica import Buffers, Replica
 from starling.sim.rollout import adopted
 from starling.sim.weights import checked_plan, encoded_offer, offer_of
@@ -264,8 +264,7 @@ def _pieces(message: wire.TrainStep, buffers: Buffers) -> dict[str, Piece]:
     if message.examples:
         return {example.id: Piece(example.text.encode()) for example in message.examples}
     pieces = {}
-    for position, group in enumerate(message.groups):
-        of_group = buffers[position * 4 : position * 4 + 4]
+    for group, of_group in buffers_by_group(message, buffers):
         temperature = group.temperature or message.temperature
         content = b"".join((*of_group, repr((temperature, group.trajectories)).encode()))
         stale = tuple(staleness(message.step, trajectory.oldest_version) for trajectory in group.trajectories)

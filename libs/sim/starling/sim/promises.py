@@ -8,12 +8,16 @@
 | a version exists once, bit for bit         | the digest of each policy after each step            |
 | staleness within the bound                 | each token of each step                              |
 | trained as it was drawn                    | the temperature of each group of each step           |
+| nothing is trained without its teacher     | what it makes of the very tokens, in each step       |
+| each group of a step teaches, if so wanted | the rewards of each, and of each that is set aside    |
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
+from typing import Final
 
 from starling.common.ids import lease_kind, lease_subject
 from starling.common.wire import messages as wire
@@ -22,6 +26,10 @@ from starling.controller.core.events import Command, Event, Received, Send, Writ
 from starling.controller.core.plan import RunPlan
 from starling.sim.errors import demand
 from starling.sim.journal import Journal
+from starling.sim.teacher import view_of
+
+RESULTS: Final = (wire.GroupGenerated, wire.GroupScored, wire.TokensScored)
+"""What becomes of a group, as its replicas say it."""
 
 
 class Promises:
@@ -52,8 +60,12 @@ class Promises:
         self.discarded: set[int] = set()
         self._kept: dict[str, int] = {}
         """Number of the record that says so of `generate:<key>`, `score:<key>` and `train:<step>`."""
-        self._results: dict[str, str] = {}
-        """By lease, what its answer was written down as; only those whose lease was not released yet."""
+        self._results: dict[str, int] = {}
+        """By lease, the number of the record of its answer; only those whose lease was not released yet."""
+        self._rests: dict[str, int] = {}
+        """By lease, the number of the record that its command rests on."""
+        self._deciding: tuple[str, str] = ("", "")
+        """The lease of the answer in hand, and what its record says."""
         self._changes: set[str] = set()
         self._next_ordinal = 0
         self._evaluations: list[records.EvaluationOpened] = []
@@ -62,16 +74,21 @@ class Promises:
 
     def decided(self, event: Event, commands: list[Command]) -> None:
         """The controller took in a result: note by which record it will be kept, before that is written."""
-        if isinstance(event, Received) and isinstance(event.message, wire.GroupGenerated | wire.GroupScored):
+        self._deciding = ("", "")
+        if isinstance(event, Received) and isinstance(event.message, RESULTS):
             lease = event.message.lease
-            what = f"{lease_kind(lease)}:{lease_subject(lease)}"
-            if any(isinstance(command, Write) and _what(command.record) == what for command in commands):
-                self._results[lease] = what
+            self._deciding = (lease, f"{lease_kind(lease)}:{lease_subject(lease)}")
+        for command in commands:
+            if isinstance(command, Write) and isinstance(command.record, records.GroupDiscarded):
+                self._check_filtered(command.record, event)
 
     # --- records ---------------------------------------------------------------------------------------------------
 
     def written(self, record: records.Record, number: int) -> None:
         """A record is written, as the `number`-th from 0."""
+        lease, what = self._deciding
+        if lease and _what(record) == what:
+            self._results[lease], self._deciding = number, ("", "")
         match record:
             case records.GroupsOpened(first=first, num=num):
                 demand(first == self.num_opened, f"prompts from {first} on are opened after {self.num_opened}")
@@ -84,10 +101,18 @@ class Promises:
                 demand(f"generate:{key}" in self._kept, f"group {key} was scored before it was generated")
                 demand(f"score:{key}" not in self._kept, f"group {key} was scored twice")
                 self._kept[f"score:{key}"] = number
+            case records.GroupTaught(key=key):
+                demand(f"generate:{key}" in self._kept, f"group {key} was taught before it was generated")
+                demand(f"teach:{key}" not in self._kept, f"group {key} was taught twice")
+                self._kept[f"teach:{key}"] = number
             case records.GroupReturned(key=key):
                 self._drop(key)
-            case records.GroupDiscarded(key=key):
-                self._drop(key)
+            case records.GroupDiscarded(key=key, filtered=filtered):
+                if filtered:  # it is whole, and nothing of it will ever be wanted again
+                    for what in ("generate", "score", "teach"):
+                        self._kept.setdefault(f"{what}:{key}", number)
+                else:
+                    self._drop(key)
                 if key.startswith("t"):
                     self.discarded.add(int(key[1:]))
             case records.StepSealed():
@@ -104,8 +129,8 @@ class Promises:
                 self._evaluations.append(record)
 
     def _drop(self, key: str) -> None:
-        self._kept.pop(f"generate:{key}", None)
-        self._kept.pop(f"score:{key}", None)
+        for what in ("generate", "score", "teach"):
+            self._kept.pop(f"{what}:{key}", None)
 
     def _seal(self, record: records.StepSealed, number: int) -> None:
         expected: list[int] = []
@@ -118,8 +143,19 @@ class Promises:
         demand(record.step not in self.sealed, f"step {record.step} was sealed twice")
         for ordinal in expected:
             demand(f"score:t{ordinal}" in self._kept, f"step {record.step} was sealed without the score of t{ordinal}")
+            taught = not self._plan.is_taught or f"teach:t{ordinal}" in self._kept
+            demand(taught, f"step {record.step} was sealed before a teacher had seen t{ordinal}")
         self.sealed[record.step] = record.prompts
         self._kept[f"train:{record.step}"] = number
+
+    def _check_filtered(self, record: records.GroupDiscarded, event: Event) -> None:
+        if not record.filtered:
+            return
+        demand(self._plan.dynamic_sampling, f"{record.prompt} was set aside, and nobody wanted that")
+        assert isinstance(event, Received)
+        scored = event.message
+        equal = isinstance(scored, wire.GroupScored) and len(set(scored.rewards)) == 1 and None not in scored.rewards
+        demand(equal, f"{record.prompt} was set aside, and its rewards differ")
 
     def _check_evaluation(self, key: str, trajectories: tuple[wire.TrajectoryMeta, ...]) -> None:
         if not key.startswith("e"):
@@ -133,10 +169,14 @@ class Promises:
     def asked(self, send: Send) -> None:
         """The controller decided to say something; it may have to wait until it is said."""
         match send.message:
-            case wire.GenerateGroup(lease=lease) | wire.ScoreGroup(lease=lease):
+            case wire.GenerateGroup(lease=lease) | wire.ScoreGroup(lease=lease) | wire.ScoreTokens(lease=lease):
                 what = f"{lease_kind(lease)}:{lease_subject(lease)}"
                 demand(what not in self._kept, f"{what} is asked for again, though it was finished")
-            case wire.TrainStep(step=step, replayed=replayed):
+                if not isinstance(send.message, wire.GenerateGroup):
+                    self._rest(lease, f"generate:{lease_subject(lease)}")
+            case wire.TrainStep(lease=lease, step=step, replayed=replayed, groups=groups):
+                if groups:
+                    self._rest(lease, f"train:{step}")
                 made = step <= self.committed
                 demand(replayed == made, f"step {step} is dealt as if it were {'not ' * made}made before")
             case _:
@@ -145,26 +185,28 @@ class Promises:
     def sent(self, send: Send) -> None:
         """A command leaves the controller: all that it rests on must be on disk."""
         match send.message:
-            case wire.ScoreGroup(lease=lease):
-                self._demand_durable(f"generate:{lease_subject(lease)}", lease)
+            case wire.ScoreGroup(lease=lease) | wire.ScoreTokens(lease=lease):
+                self._demand_on_disk(self._rests[lease], lease)
             case wire.TrainStep(lease=lease, step=step, groups=groups) if groups:
-                self._demand_durable(f"train:{step}", lease)
+                self._demand_on_disk(self._rests[lease], lease)
                 known = set(self.sealed.get(step, ()))
                 demand(not known or {g.prompt_id for g in groups} <= known, f"step {step} has groups of another")
             case wire.Release(leases=leases):
                 for lease in leases:
-                    result = self._results.pop(lease, None)
-                    if result is not None:
-                        self._demand_durable(result, lease)
+                    self._rests.pop(lease, None)
+                    self._demand_on_disk(self._results.pop(lease, -1), lease)
             case _:
                 pass
 
-    def _demand_durable(self, what: str, lease: str) -> None:
-        if self._journal is None or not self._journal.num_records:
-            return
-        number = self._kept.get(what)
-        durable = number is not None and number < self._journal.num_durable
-        demand(durable, f"{lease} was sent or released before {what} was on disk")
+    def _rest(self, lease: str, what: str) -> None:
+        """Note by which record it is known that `what` is done, on which a command rests."""
+        demand(what in self._kept, f"{lease} is asked for, and {what} was not written")
+        self._rests.setdefault(lease, self._kept[what])
+
+    def _demand_on_disk(self, number: int, lease: str) -> None:
+        assert self._journal is not None, "a controller has begun"
+        durable = number < self._journal.num_durable
+        demand(durable, f"{lease} was sent or released before record {number}, which it rests on, was on disk")
 
     # --- what is done ----------------------------------------------------------------------------------------------
 
@@ -190,7 +232,7 @@ class Promises:
         plan = self._plan
         prompts = sorted(unordered, key=lambda prompt: int(prompt.rpartition("/")[2]))
         self.trained_prompts[step] = prompts
-        if step <= plan.num_sft_steps:
+        if step <= plan.num_supervised_steps:
             first = (step - 1) * plan.examples_per_step
             wanted = [f"sft/{first + i}" for i in range(plan.examples_per_step)]
             demand(prompts == wanted, f"supervised step {step} was of {prompts}")
@@ -204,7 +246,7 @@ class Promises:
         """The run is over after `num_steps` steps: is everything trained, once, in order?"""
         plan = self._plan
         demand(sorted(self.trained_prompts) == list(range(1, num_steps + 1)), f"steps {sorted(self.trained_prompts)}")
-        steps = range(plan.num_sft_steps + 1, num_steps + 1)
+        steps = range(plan.num_supervised_steps + 1, num_steps + 1)
         prompts = [prompt for step in steps for prompt in self.trained_prompts[step]]
         numbers = [int(prompt.rpartition("/")[2]) for prompt in prompts]
         kept = [n for n in range(max(numbers, default=-1) + 1) if n not in self.discarded]
@@ -219,23 +261,39 @@ def _what(record: records.Record) -> str:
     match record:
         case records.GroupGenerated(key=key):
             return f"generate:{key}"
-        case records.GroupScored(key=key):
+        case records.GroupScored(key=key) | records.GroupDiscarded(key=key, filtered=True):
             return f"score:{key}"
+        case records.GroupTaught(key=key):
+            return f"teach:{key}"
         case _:
             return ""
 
 
 def check_tokens(plan: RunPlan, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> None:
-    """Look at every group that a policy is to train: how old its tokens are, and how they were drawn."""
-    for position, group in enumerate(message.groups):
+    """Look at every group that a policy is to train: how old its tokens are, how they were drawn, and if taught."""
+    for group, (prompt, tokens, logprobs, encoded, *others) in buffers_by_group(message, buffers):
         demand(len(group.trajectories) == plan.group_size, f"{group.prompt_id} is not whole")
-        (drawn_at,) = struct.unpack_from("<f", buffers[position * 4 + 2])
+        teaches = len({trajectory.reward for trajectory in group.trajectories}) > 1
+        demand(teaches or not plan.dynamic_sampling, f"{group.prompt_id} teaches nothing: its rewards are equal")
+        (drawn_at,) = struct.unpack_from("<f", logprobs)
         temperature = group.temperature or message.temperature
         same = math.isclose(drawn_at, temperature, rel_tol=1e-6)
         demand(same, f"{group.prompt_id} was drawn at temperature {drawn_at:g} and is trained at {temperature:g}")
-        encoded = buffers[position * 4 + 3]
         versions = struct.unpack(f"<{len(encoded) // 4}i", encoded)
         demand(bool(versions), f"{group.prompt_id} has no tokens")
         stale = message.step - 1 - min(versions)
         demand(stale <= plan.max_staleness, f"{group.prompt_id} is {stale} versions stale in step {message.step}")
         demand(max(versions) < message.step, f"{group.prompt_id} was sampled by a version yet to be made")
+        taught = [view_of(prompt, tokens)] if plan.is_taught else []
+        demand(others == taught, f"{group.prompt_id} is trained without what its teacher makes of these tokens")
+
+
+def buffers_by_group(
+    message: wire.TrainStep, buffers: tuple[bytes, ...]
+) -> Iterator[tuple[wire.TrainGroup, tuple[bytes, ...]]]:
+    """Yield each group of a step with its buffers."""
+    begin = 0
+    for group in message.groups:
+        end = begin + len(group.tensors)
+        yield group, buffers[begin:end]
+        begin = end

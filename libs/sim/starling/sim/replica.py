@@ -57,7 +57,7 @@ class Replica:
         self.world.clock.after(self.world.plan.heartbeat_s if self.welcomed else HELLO_EVERY_S, self.begin)
 
     def _say_hello(self) -> None:
-        has_layout = self.role != "reward"
+        has_layout = self.role in ("policy", "rollout")
         hello = wire.Hello(
             role=self.role,
             host=f"host-{sum(self.name.encode()) % NUM_HOSTS}",
@@ -65,7 +65,7 @@ class Replica:
             num_slots=self.num_slots,
             version=self.version,
             has_layout=has_layout,
-            serves=self.role != "reward",
+            serves=has_layout,
             shares_steps=self.role == "policy",
         )
         self.say(hello, (encoded_layout(self.name),) if has_layout else ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +18,11 @@ WIDTH: Final = 90
 SLOTS: Final = 4
 """Most groups that a replica of a random scenario works on at a time."""
 
+DYNAMIC: Final = 0.4
+"""Share of the random scenarios that set groups aside from which nothing can be learnt."""
+TAUGHT: Final = 0.4
+"""Share of the random scenarios that have teachers."""
+
 
 @dataclass(frozen=True)
 class Fleet:
@@ -26,6 +31,7 @@ class Fleet:
     num_policies: int = 1
     num_rollouts: int = 1
     num_rewards: int = 1
+    num_teachers: int = 0
     num_slots: int = 0
     """Groups that each works on at a time; 0 to draw it for each."""
 
@@ -38,6 +44,8 @@ class Work:
     """Mean length of a completion. The lengths have a heavy tail, up to 8 times as much."""
     token_s: float = 0.05
     score_s: float = 0.05
+    """For one completion."""
+    teach_s: float = 0.03
     """For one completion."""
     step_s: float = 0.2
     """For one step, by one policy; several share it."""
@@ -83,7 +91,7 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
         seed=seed,
         sampling=Sampling(max_tokens=64),
         eval_sampling=Sampling(max_tokens=64, temperature=0.0),
-        num_sft_steps=rng.choice((0, 0, 2)),
+        num_supervised_steps=rng.choice((0, 0, 2)),
         examples_per_step=rng.randint(2, 4),
         num_steps=rng.randint(3, 6),
         prompts_per_step=max(fleet.num_rollouts * SLOTS // 16, rng.randint(1, 4)),
@@ -100,9 +108,23 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
         num_rewards=rng.randint(1, fleet.num_rewards),
         heartbeat_s=pace,
         lease_s=6.0 * pace,
+        dynamic_sampling=rng.random() < DYNAMIC,
+        filter_limit=1000,
     )
+    if rng.random() < TAUGHT:
+        fleet, plan = _taught(rng, fleet, plan)
     patience_s = 900.0 * pace
     return Scenario(seed, plan, fleet, slowed(ALL[faults], pace), work, patience_s=patience_s)
+
+
+def _taught(rng: random.Random, fleet: Fleet, plan: RunPlan) -> tuple[Fleet, RunPlan]:
+    """Return the same with teachers; where nothing needs rewards, perhaps with nobody who gives them."""
+    num = rng.randint(1, max(2, fleet.num_rewards))
+    fleet, plan = replace(fleet, num_teachers=num), replace(plan, num_teachers=rng.randint(1, num))
+    evaluates = plan.evaluate_at_start or plan.evaluate_at_end or plan.evaluate_every
+    if evaluates or plan.dynamic_sampling or rng.random() < 0.5:
+        return fleet, plan
+    return replace(fleet, num_rewards=0), replace(plan, num_rewards=0)
 
 
 def slowed(faults: Faults, pace: float) -> Faults:

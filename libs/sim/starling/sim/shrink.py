@@ -71,15 +71,16 @@ def simplifications(scenario: Scenario) -> Iterator[Scenario]:
         if getattr(faults, field.name) != field.default:
             without: dict[str, Any] = {field.name: field.default}
             yield replace(scenario, faults=replace(faults, **without))
-    for name in ("num_rollouts", "num_rewards", "num_policies"):
+    for name in ("num_rollouts", "num_rewards", "num_policies", "num_teachers"):
         for num in _smaller(getattr(fleet, name), 1):
             wanted = {name: min(num, getattr(plan, name))} if hasattr(plan, name) else {}
             yield replace(scenario, fleet=replace(fleet, **{name: num}), plan=replace(plan, **wanted))
     if fleet.num_slots != 1:
         yield replace(scenario, fleet=replace(fleet, num_slots=1))
     leasts = {
-        "num_steps": 1, "num_sft_steps": 0, "prompts_per_step": 1, "examples_per_step": 1, "group_size": 1,
+        "num_steps": 1, "num_supervised_steps": 0, "prompts_per_step": 1, "examples_per_step": 1, "group_size": 1,
         "max_staleness": 0, "evaluate_at_start": 0, "evaluate_at_end": 0, "evaluate_every": 0, "save_every": 0,
+        "dynamic_sampling": 0,
     }  # fmt: skip
     for name, least in leasts.items():
         value = getattr(plan, name, least)

@@ -25,7 +25,9 @@ from starling.sim.replica import Frames, Replica
 from starling.sim.reward import Reward
 from starling.sim.rollout import Rollout
 from starling.sim.scenario import SLOTS, Scenario
+from starling.sim.teacher import Teacher
 
+ROLES = ("policy", "rollout", "reward", "teacher")
 RESTART_S = 3.0
 """Most seconds until a dead replica is started again."""
 REPLACED = 0.2
@@ -59,11 +61,16 @@ class World:
         """Digest of each state that a policy saved, by version."""
         self.steps: list[StepSeen] = []
         """Steps of reinforcement learning, each as it was first made."""
-        self.busy_s: dict[str, float] = {"policy": 0.0, "rollout": 0.0, "reward": 0.0}
+        self.busy_s: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         """Seconds of work by role; of a rollout, of each of its slots."""
-        self._born: dict[str, int] = {"policy": 0, "rollout": 0, "reward": 0}
+        self._born: dict[str, int] = dict.fromkeys(ROLES, 0)
+        self._joining = [role for role in ROLES if self._is_wanted(role)]
+        """The roles that the run has."""
         self._stopped = False
         self.host = Host(self)
+
+    def _is_wanted(self, role: str) -> bool:
+        return role in ROLES[:2] or (self.plan.num_rewards if role == "reward" else self.plan.num_teachers) > 0
 
     @property
     def now(self) -> float:
@@ -131,12 +138,10 @@ class World:
 
     def _start_fleet(self) -> None:
         fleet = self.scenario.fleet
-        for _ in range(fleet.num_policies):
-            self._start("policy")
-        for _ in range(fleet.num_rollouts):
-            self._start("rollout")
-        for _ in range(fleet.num_rewards):
-            self._start("reward")
+        numbers = (fleet.num_policies, fleet.num_rollouts, fleet.num_rewards, fleet.num_teachers)
+        for role, num in zip(ROLES, numbers, strict=True):
+            for _ in range(num):
+                self._start(role)
 
     def _start(self, role: str, name: str = "", epoch: int = 1) -> None:
         """Start a replica, under the next free name of its role if none is given."""
@@ -149,8 +154,10 @@ class World:
             replica = Policy(self, name, epoch)
         elif role == "rollout":
             replica = Rollout(self, name, epoch, num_slots)
-        else:
+        elif role == "reward":
             replica = Reward(self, name, epoch, num_slots)
+        else:
+            replica = Teacher(self, name, epoch, num_slots)
         self.replicas[name] = replica
         self.clock.after(self.plan.heartbeat_s * self.rng.random(), replica.begin)
 
@@ -163,6 +170,7 @@ class World:
         faults = self.faults
         self._every(faults.rollout_crash_every_s, lambda: self._crash("rollout"))
         self._every(faults.reward_crash_every_s, lambda: self._crash("reward"))
+        self._every(faults.teacher_crash_every_s, lambda: self._crash("teacher"))
         self._every(faults.policy_crash_every_s, lambda: self._crash("policy"))
         self._every(faults.controller_crash_every_s, self.host.crash)
         self._every(faults.partition_every_s, self._part)
@@ -199,7 +207,7 @@ class World:
 
     def _part(self) -> None:
         """Cut some replicas off from the controller for a while; what they do among each other goes on."""
-        names = self._alive("policy", "rollout", "reward")
+        names = self._alive(*ROLES)
         chosen = [name for name in names if self.rng.random() < self.rng.choice((0.1, 0.3, 1.0))]
         self.network.part(chosen)
         if self.rng.random() >= self.faults.silent_deaths:
@@ -208,12 +216,15 @@ class World:
         self.clock.after(2 * self.plan.lease_s * self.rng.random() ** 2, self.network.heal, chosen)
 
     def _join(self) -> None:
-        self._start(self.rng.choice(("rollout", "reward", "policy")))
+        self._start(self.rng.choice(self._joining))
 
     def _leave(self) -> None:
         """Let a replica go, if its role has more than the run needs to begin."""
-        needed = {"policy": self.plan.num_policies, "rollout": self.plan.num_rollouts, "reward": self.plan.num_rewards}
-        role = self.rng.choice(list(needed))
+        plan = self.plan
+        needed = dict(
+            zip(ROLES, (plan.num_policies, plan.num_rollouts, plan.num_rewards, plan.num_teachers), strict=True)
+        )
+        role = self.rng.choice(self._joining)
         names = self._alive(role)
         if len(names) > needed[role]:
             self.replicas[self.rng.choice(names)].leave("it is needed elsewhere")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from starling.common.settings import Section, ServiceSettings
 from starling.common.wire.messages import Sampling
 from starling.controller.core.plan import RunPlan
 from starling.controller.data.settings import DataSettings
 
+PREFERENCE_KINDS = ("dpo", "reward_model")
+"""The kinds of run that learn from pairs of a chosen and a rejected response."""
+
 
 class SamplingSettings(Section):
     """How rollouts draw tokens in training."""
 
     max_tokens: int = Field(default=256, ge=1)
-    """Most tokens of one completion."""
+    """Most tokens of one completion. The room that its prompt leaves in `rollout.max_model_len` may end it before;
+    either way it counts as truncated."""
     temperature: float = Field(default=1.0, ge=0)
     """Divisor of the logits."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -35,11 +39,23 @@ class SftSettings(Section):
     """Supervised steps: the whole run when `run.kind = "sft"`, else a warm-up before reinforcement learning."""
 
     num_steps: int = Field(default=0, ge=0)
-    """Supervised optimizer steps."""
+    """Supervised steps, each of which makes one version."""
     examples_per_step: int = Field(default=32, ge=1)
     """Examples of one step."""
     data: DataSettings | None = None
     """The examples; without it, those of [data]."""
+
+
+class PreferenceSettings(Section):
+    """Steps that learn from pairs of responses: the whole run when `run.kind` is "dpo" or "reward_model"."""
+
+    num_steps: int = Field(default=0, ge=0)
+    """Optimizer steps."""
+    examples_per_step: int = Field(default=32, ge=1)
+    """Pairs of one step."""
+    data: DataSettings | None = None
+    """The pairs, chosen in its `reference_column` and rejected in its `rejected_column`; without it, those of
+    [data]."""
 
 
 class RlSettings(Section):
@@ -49,12 +65,27 @@ class RlSettings(Section):
     """Optimizer steps."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Groups that one step trains."""
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = 8
     """Completions of one prompt."""
     max_staleness: int = Field(default=1, ge=0)
     """Most versions that a trained token may be behind the weights that it trains; 0 is synchronous training."""
     max_tries: int = Field(default=2, ge=0)
     """How often a group is generated again when a scorer fails, before its prompt is dropped."""
+    dynamic_sampling: bool = False
+    """Set groups aside whose rewards are all equal, and generate for the next prompts instead, until each step has
+    `prompts_per_step` groups that teach something (DAPO, arXiv:2503.14476, equation 11)."""
+    filter_limit: int = Field(default=0, ge=0)
+    """The run fails when so many groups in a row were set aside; 0 for ten times `prompts_per_step`."""
+
+    @field_validator("group_size")
+    @classmethod
+    def _comparable(cls, group_size: int) -> int:
+        if group_size < 2:
+            raise ValueError(
+                f"{group_size} is too few: a completion is judged against the others of its group, so a group of one "
+                "teaches nothing; set at least 2"
+            )
+        return group_size
 
 
 class EvaluationSettings(Section):
@@ -83,14 +114,39 @@ class DeadlineSettings(Section):
     """One group of completions."""
     score_s: float = Field(default=900.0, gt=0)
     """The rewards of one group."""
+    teach_s: float = Field(default=900.0, gt=0)
+    """What a teacher makes of one group."""
     train_s: float = Field(default=7200.0, gt=0)
-    """One optimizer step."""
+    """One step, however many optimizer updates it makes."""
     publish_s: float = Field(default=900.0, gt=0)
     """Putting a version on offer."""
     adopt_s: float = Field(default=900.0, gt=0)
     """Pulling a version and switching to it."""
     save_s: float = Field(default=3600.0, gt=0)
     """Writing a checkpoint or a state."""
+
+
+class LoggingSettings(Section):
+    """What people see of a run besides `metrics.jsonl`; see `docs/metrics.md`."""
+
+    loggers: tuple[str, ...] = ()
+    """Where metrics go too: `tensorboard`, `wandb`, `trackio`, or your own `module:name` or `path/to/file.py:name`."""
+    project: str = "starling"
+    """Under which wandb and trackio keep the run."""
+    offline: bool = False
+    """Let wandb keep its records in the run's folder, for `wandb sync` to send later."""
+    queue_steps: int = Field(default=1000, ge=1)
+    """Most steps that wait for a slow logger; what comes beyond is dropped, counted, and told."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """A logger that takes longer for one step hangs, and gets no more."""
+    close_s: float = Field(default=30.0, gt=0)
+    """How long the end of the run waits for what loggers still have to write."""
+    samples_per_step: int = Field(default=4, ge=0, le=1000)
+    """Completions of a step that go to `samples.jsonl` and the loggers, with prompt and rewards; 0 for none."""
+    samples_every: int = Field(default=1, ge=1)
+    """Only of every so-manieth step."""
+    samples_mb: int = Field(default=64, ge=1)
+    """Most MiB of `samples.jsonl` and its predecessor `samples.old.jsonl` together."""
 
 
 class ControllerSettings(Section):
@@ -100,8 +156,11 @@ class ControllerSettings(Section):
     """Policy replicas that must have joined before training begins."""
     num_rollouts: int = Field(default=1, ge=1)
     """Rollout replicas that must have joined before reinforcement learning begins."""
-    num_rewards: int = Field(default=1, ge=1)
-    """Reward replicas that must have joined before reinforcement learning begins."""
+    num_rewards: int = Field(default=1, ge=0)
+    """Reward replicas that must have joined before reinforcement learning begins; 0 where nothing scores, and teachers
+    are all that the policy learns from."""
+    num_teachers: int = Field(default=0, ge=0)
+    """Teachers that must have joined before reinforcement learning begins; 0 for a run without."""
     start_s: float = Field(default=120.0, gt=0)
     """How long the run waits for a role that has too few replicas, before it fails."""
     drain_s: float = Field(default=15.0, gt=0)
@@ -110,6 +169,10 @@ class ControllerSettings(Section):
     """How long an orderly stop may take (the step in hand, its publication, the checkpoint) before the run fails."""
     save_every: int = Field(default=20, ge=0)
     """Steps between two saved states of the policy, from which it continues after a crash; 0 saves only at a stop."""
+    begin_version: int = Field(default=0, ge=0)
+    """The version of the state that the run continues from; `starling run --from` sets it."""
+    begin_prompt: int = Field(default=0, ge=0)
+    """Position in the data that goes with it."""
     save_rest_s: float = Field(default=10.0, ge=0)
     """Least seconds between two saved states, where steps are short."""
     journal_s: float = Field(default=60.0, gt=0)
@@ -125,45 +188,96 @@ class ControllerProcess(ServiceSettings):
 
     data: DataSettings
     sft: SftSettings = SftSettings()
+    preference: PreferenceSettings = PreferenceSettings()
     rl: RlSettings = RlSettings()
     sampling: SamplingSettings = SamplingSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     controller: ControllerSettings = ControllerSettings()
+    logging: LoggingSettings = LoggingSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.run.kind == "sft" and self.sft.num_steps == 0:
-            raise ValueError("sft.num_steps = 0, but run.kind = 'sft' makes nothing but supervised steps; set it")
+        self._check_kind()
+        if self.controller.num_rewards == 0:
+            if self.run.kind == "rl" and self.controller.num_teachers == 0:
+                raise ValueError("controller.num_rewards = 0 leaves nothing to learn from; set it, or have teachers")
+            self._check_unscored()
         if (self.evaluation.at_start or self.evaluation.at_end or self.evaluation.every) and self.data.held_out == 0:
             raise ValueError("data.held_out = 0 leaves nothing to evaluate on; set it, or turn evaluation off")
         return self
 
+    def _check_kind(self) -> None:
+        """Each kind of run has the steps that it is named for, and no others that would silently not be made."""
+        kind, evaluation = self.run.kind, self.evaluation
+        if kind == "sft" and self.sft.num_steps == 0:
+            raise ValueError("sft.num_steps = 0, but run.kind = 'sft' makes nothing but supervised steps; set it")
+        if kind in PREFERENCE_KINDS and self.preference.num_steps == 0:
+            raise ValueError(f"preference.num_steps = 0, but run.kind = '{kind}' makes nothing but such steps; set it")
+        if kind in PREFERENCE_KINDS and self.sft.num_steps:
+            raise ValueError(
+                f"sft.num_steps = {self.sft.num_steps}, but run.kind = '{kind}' makes no steps of [sft]; make them in "
+                "a run of their own, and begin this one from its checkpoint"
+            )
+        if kind not in PREFERENCE_KINDS and self.preference.num_steps:
+            raise ValueError(
+                f"preference.num_steps = {self.preference.num_steps}, but run.kind = '{kind}' learns from no pairs; "
+                "set run.kind to 'dpo' or 'reward_model', or remove [preference]"
+            )
+        if kind == "reward_model" and (evaluation.at_start or evaluation.at_end or evaluation.every):
+            raise ValueError(
+                "[evaluation] is on, but run.kind = 'reward_model' trains a model that generates nothing; turn it off"
+            )
+
+    def _check_unscored(self) -> None:
+        """A run in which nothing scores learns from its teachers, and from nothing that needs rewards."""
+        evaluation = self.evaluation
+        if self.rl.dynamic_sampling:
+            raise ValueError(
+                "rl.dynamic_sampling = true compares rewards, and nothing scores in this run; have scorers, or turn it "
+                "off"
+            )
+        if evaluation.at_start or evaluation.at_end or evaluation.every:
+            raise ValueError("[evaluation] is on, and nothing scores in this run; have scorers, or turn it off")
+
+    @property
+    def examples(self) -> SftSettings | PreferenceSettings:
+        """The section that the steps of examples follow."""
+        return self.preference if self.run.kind in PREFERENCE_KINDS else self.sft
+
     def plan(self) -> RunPlan:
         """Return the numbers that the core decides by."""
-        grpo = self.run.kind == "grpo"
+        reinforces = self.run.kind == "rl"
         greedy = {"temperature": self.evaluation.temperature, "top_p": 1.0, "top_k": 0}
         return RunPlan(
             seed=self.run.seed,
             sampling=self.sampling.to_wire(),
             eval_sampling=self.sampling.model_copy(update=greedy).to_wire(),
-            num_sft_steps=self.sft.num_steps,
-            examples_per_step=self.sft.examples_per_step,
-            num_steps=self.rl.num_steps if grpo else 0,
+            objective="sft" if self.run.kind == "rl" else self.run.kind,
+            num_supervised_steps=self.examples.num_steps,
+            examples_per_step=self.examples.examples_per_step,
+            num_steps=self.rl.num_steps if reinforces else 0,
             prompts_per_step=self.rl.prompts_per_step,
             group_size=self.rl.group_size,
             max_staleness=self.rl.max_staleness,
             max_tries=self.rl.max_tries,
+            dynamic_sampling=self.rl.dynamic_sampling,
+            filter_limit=self.rl.filter_limit,
             evaluate_at_start=self.evaluation.at_start,
             evaluate_at_end=self.evaluation.at_end,
             evaluate_every=self.evaluation.every,
             eval_share=self.evaluation.share,
             evaluation_s=self.evaluation.timeout_s,
+            samples_per_step=self.logging.samples_per_step,
+            samples_every=self.logging.samples_every,
             save_every=self.controller.save_every,
             save_rest_s=self.controller.save_rest_s,
+            begin_version=self.controller.begin_version,
+            begin_prompt=self.controller.begin_prompt,
             num_policies=self.controller.num_policies,
             eval_completions=self.evaluation.num_completions,
             num_rollouts=self.controller.num_rollouts,
             num_rewards=self.controller.num_rewards,
+            num_teachers=self.controller.num_teachers,
             heartbeat_s=self.network.heartbeat_s,
             lease_s=self.network.lease_s,
             start_s=self.controller.start_s,

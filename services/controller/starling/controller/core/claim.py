@@ -6,11 +6,12 @@ moment. What does not fit any more is to be forgotten by whoever has it.
 
 from __future__ import annotations
 
-from starling.common.ids import LEASE_KINDS, lease_incarnation, lease_kind, lease_subject
+from starling.common.ids import LEASE_KINDS, lease_incarnation, lease_kind, lease_order, lease_subject
+from starling.controller.core.due import Due
 from starling.controller.core.finish import Stage
-from starling.controller.core.ledger import GroupState
+from starling.controller.core.groups import Group, GroupState, wants_scores, wants_teacher
 from starling.controller.core.membership import Member
-from starling.controller.core.state import Due, State
+from starling.controller.core.state import State
 from starling.controller.core.steps import Step
 
 
@@ -28,7 +29,9 @@ def claim(state: State, member: Member, lease: str) -> bool:
         case "generate", "rollout":
             fits = _generate(state, member, subject)
         case "score", "reward":
-            fits = _score(state, member, subject)
+            fits = _score(state, member, lease)
+        case "teach", "teacher":
+            fits = _teach(state, member, lease)
         case "train", "policy":
             fits = _train(state, member, subject, lease)
         case "publish", _:
@@ -66,14 +69,29 @@ def _generate(state: State, member: Member, subject: str) -> bool:
     return True
 
 
-def _score(state: State, member: Member, subject: str) -> bool:
-    found = state.find(subject)
-    if found is None or found[1].state is not GroupState.GENERATED or found[1].scoring:
+def _score(state: State, member: Member, lease: str) -> bool:
+    found = state.group_of(lease)
+    if found is None or not wants_scores(found[1]) or not _is_of_these_completions(found[1], lease):
         return False
     if state.leases.num(member.name, "score") >= member.num_slots:
         return False
-    found[1].scoring = True
+    found[1].scoring = lease
     return True
+
+
+def _teach(state: State, member: Member, lease: str) -> bool:
+    found = state.group_of(lease)
+    if found is None or not found[0].is_taught or not wants_teacher(found[1]):
+        return False
+    if state.leases.num(member.name, "teach") >= member.num_slots or not _is_of_these_completions(found[1], lease):
+        return False
+    found[1].teaching = lease
+    return True
+
+
+def _is_of_these_completions(group: Group, lease: str) -> bool:
+    """Say whether `lease` is about the completions that the group has, and not about some that were thrown away."""
+    return lease_order(lease) > lease_order(group.generated_by)
 
 
 def _train(state: State, member: Member, subject: str, lease: str) -> bool:
@@ -82,7 +100,7 @@ def _train(state: State, member: Member, subject: str, lease: str) -> bool:
         return False
     step = int(subject)
     if step == state.version + 1:
-        dealt = step <= state.plan.num_sft_steps or bool(state.ledger.sealed(step))
+        dealt = step <= state.plan.num_supervised_steps or bool(state.ledger.sealed(step))
         if not dealt or state.step is not None:
             return False
         state.step = Step(step, shares={member.name: lease})

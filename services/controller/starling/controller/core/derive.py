@@ -10,6 +10,7 @@
 | `admit`     | prompts                        | a slot, freed when a step publishes                |
 | `dispatch`  | waiting groups                 | a rollout with a slot whose version is new enough  |
 | `score`     | generated groups               | a reward replica with a slot                       |
+| `teach`     | generated groups               | a teacher with a slot, in a run that has teachers   |
 | `train`     | scored groups, oldest first    | all groups of the step, and the order to publish   |
 | `end`       | the last step                  | evaluation, checkpoint, every replica's farewell   |
 
@@ -21,17 +22,19 @@ from __future__ import annotations
 
 import msgspec
 
+from starling.common.ids import Role
 from starling.common.wire import messages as wire
 from starling.controller.core.derive_end import end, save
 from starling.controller.core.derive_evaluation import evaluate
 from starling.controller.core.derive_steps import commit, train
 from starling.controller.core.derive_weights import adopt, catch_up, publish
+from starling.controller.core.due import Due
 from starling.controller.core.finish import Stage
-from starling.controller.core.ledger import Group, Groups, GroupState
+from starling.controller.core.groups import Group, Groups, GroupState
 from starling.controller.core.membership import Member
 from starling.controller.core.plan import draw_seed
 from starling.controller.core.records import GroupsOpened
-from starling.controller.core.state import Due, State
+from starling.controller.core.state import State
 
 
 def advance(state: State) -> None:
@@ -65,6 +68,7 @@ def _walk(state: State, due: int) -> None:
         dispatch(state)
     if due & Due.SCORE:
         score(state)
+        teach(state)
     if due & Due.TRAIN:
         save(state)
         train(state)
@@ -110,12 +114,24 @@ def score(state: State) -> None:
             _score(state, member, group)
 
 
+def teach(state: State) -> None:
+    """Give generated groups to teachers, whether they are scored yet or not."""
+    while (group := state.ledger.next_to_teach()) is not None:
+        member = state.free_teachers.least_busy()
+        if member is None:
+            return
+        _teach(state, member, group)
+
+
 def _may_generate(state: State) -> bool:
     """Say whether training groups may be generated: all first replicas are there, and nobody wants to stop."""
     if state.ending.stopping or state.rounds.version < 0:
         return False
     members, plan = state.membership, state.plan
-    full = members.num("rollout") >= plan.num_rollouts and members.num("reward") >= plan.num_rewards
+    wanted: dict[Role, int] = {
+        "rollout": plan.num_rollouts, "reward": plan.num_rewards, "teacher": plan.num_teachers
+    }  # fmt: skip
+    full = all(members.num(role) >= num for role, num in wanted.items())
     state.has_generated = state.has_generated or full
     return state.has_generated
 
@@ -142,13 +158,29 @@ def _generate(state: State, member: Member, book: Groups, group: Group, min_vers
 
 def _score(state: State, member: Member, group: Group) -> None:
     assert group.state is GroupState.GENERATED
-    group.scoring = True
     completions = tuple(
         wire.CompletionText(text=t.text, status=t.status, num_tokens=t.num_tokens) for t in group.trajectories
     )
-    state.grant(
+    group.scoring = state.grant(
         member,
         "score",
         group.key,
         lambda lease: wire.ScoreGroup(lease=lease, prompt=group.prompt, completions=completions),
+    )
+
+
+def _teach(state: State, member: Member, group: Group) -> None:
+    assert group.state is GroupState.GENERATED
+    group.teaching = state.grant(
+        member,
+        "teach",
+        group.key,
+        lambda lease: wire.ScoreTokens(
+            lease=lease,
+            prompt_id=group.prompt.id,
+            lengths=tuple(t.num_tokens for t in group.trajectories),
+            temperature=group.temperature,
+            tensors=group.tensors[:2],
+        ),
+        group.buffers[:2],
     )

@@ -7,7 +7,7 @@ import functools
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Finish
 from starling.controller.core.finish import Stage
-from starling.controller.core.ledger import GroupState
+from starling.controller.core.groups import GroupState
 from starling.controller.core.records import RunEnded, RunStopped
 from starling.controller.core.state import State
 
@@ -31,7 +31,10 @@ def end(state: State) -> None:
 
 
 def save(state: State) -> None:
-    """Have a policy save a state to continue from, every so many steps, before it is dealt the next one."""
+    """Have a policy save a state to continue from, every so many steps, before it is dealt the next one.
+
+    It takes the state in the order in which it is told, and writes it while it makes further steps.
+    """
     every = int(state.setting("controller.save_every", state.plan.save_every))
     due = every and state.version // every * every > state.saved_step and state.version < state.plan.last_step
     due = due and state.now >= state.saved_at + state.plan.save_rest_s
@@ -43,7 +46,7 @@ def save(state: State) -> None:
 def _grant_save(state: State) -> None:
     version, policies = state.version, state.current_policies()
     if policies and state.now >= state.save_after:
-        command = functools.partial(wire.SaveCheckpoint, step=version, state=True)
+        command = functools.partial(wire.SaveCheckpoint, step=version, state=True, metrics=state.known_metrics())
         state.grant(policies[0], "save", version, lambda lease: command(lease=lease))
 
 

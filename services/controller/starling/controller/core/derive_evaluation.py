@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
+from starling.controller.core.due import Due
 from starling.controller.core.evaluation import Evaluation, num_pinned
 from starling.controller.core.finish import Stage
 from starling.controller.core.membership import Member
 from starling.controller.core.records import EvaluationClosed, EvaluationOpened, EvaluationRequested
-from starling.controller.core.state import Due, State
+from starling.controller.core.state import State
 
 
 def evaluate(state: State, *, everybody: bool) -> None:
@@ -38,6 +39,7 @@ def close(state: State, evaluation: Evaluation) -> None:
     summary = evaluation.summary()
     state.note("evaluation", **summary)
     state.write(EvaluationClosed(number=evaluation.number, summary=summary))
+    state.knows(summary, "eval/")
     state.evaluated[evaluation.cause] = evaluation.version
     state.evaluation = None
     for name in sorted(evaluation.pinned):
@@ -60,7 +62,7 @@ def open_next(state: State) -> None:
 def due_cause(state: State) -> str | None:
     """Return why the newest published version is to be evaluated now, or None."""
     plan, version, evaluated = state.plan, state.rounds.version, state.evaluated
-    if version < plan.num_sft_steps or version < 0:
+    if version < plan.num_supervised_steps or version < 0:
         return None
     if plan.evaluate_at_start and "start" not in evaluated:
         return "start"
@@ -68,9 +70,11 @@ def due_cause(state: State) -> str | None:
         return "end"
     every = int(state.setting("evaluation.every", plan.evaluate_every))
     if every:
-        latest = plan.num_sft_steps + (version - plan.num_sft_steps) // every * every
+        latest = plan.num_supervised_steps + (version - plan.num_supervised_steps) // every * every
         skipped = latest == plan.last_step and plan.evaluate_at_end
-        if latest > max(plan.num_sft_steps, evaluated.get("step", -1)) and not skipped:
+        # What the run begins with, the run that made it has evaluated.
+        begun = max(plan.num_supervised_steps, plan.begin_version)
+        if latest > max(begun, evaluated.get("step", -1)) and not skipped:
             return "step"
     return "request" if state.requested else None
 

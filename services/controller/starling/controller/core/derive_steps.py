@@ -5,11 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from starling.common.wire import messages as wire
+from starling.controller.core import alarms
+from starling.controller.core.due import Due
 from starling.controller.core.events import Buffers
-from starling.controller.core.ledger import Group
+from starling.controller.core.groups import Group
 from starling.controller.core.membership import Member
+from starling.controller.core.metrics import filtered_metrics, sealed_metrics
 from starling.controller.core.records import StepCommitted, StepSealed
-from starling.controller.core.state import Due, State
+from starling.controller.core.samples import choose, row
+from starling.controller.core.state import State
 from starling.controller.core.steps import Step, buffers_of, share_of, train_group
 
 
@@ -27,14 +31,23 @@ def commit(state: State) -> None:
         state.note("dealt_again", step=step.number)
         return
     state.version, state.num_broken = step.number, 0
-    phase = "sft" if step.number <= state.plan.num_sft_steps else "grpo"
-    metrics = {**_mean(list(step.metrics.values())), **state.ledger.sealed_metrics(step.number)}
+    phase = state.plan.phase(step.number)
+    metrics = {**_mean(list(step.metrics.values())), **sealed_metrics(state.ledger, step.number)}
+    if state.plan.dynamic_sampling:
+        metrics |= filtered_metrics(state.ledger, step.number)
+    before, state.alarms = state.alarms, alarms.alarms_after(step, state.alarms)
     changed = {f"set/{key}": value for key, value in state.changes.as_of(step.number).items()}
-    told = {"phase": phase, **metrics, **changed}
+    told = {"phase": phase, **metrics, **changed, **alarms.told(state.alarms)}
+    state.knows(told)
     state.write(StepCommitted(step=step.number, metrics=told))
     state.note("step", step=step.number, **told)
-    if phase == "grpo":
-        state.note("trained", step=step.number, prompts=[g.prompt.id for g in state.ledger.sealed(step.number)])
+    alarms.tell(state, step.number, before)
+    if phase == "rl":
+        groups = state.ledger.sealed(step.number)
+        state.note("trained", step=step.number, prompts=[group.prompt.id for group in groups])
+        if state.plan.samples_per_step and step.number % state.plan.samples_every == 0:
+            chosen = choose(groups, state.plan.samples_per_step, seed=state.plan.seed, step=step.number)
+            state.note("samples", step=step.number, rows=[row(group, index) for group, index in chosen])
 
 
 def train(state: State) -> None:
@@ -46,14 +59,14 @@ def train(state: State) -> None:
     policies, plan, step = state.current_policies(), state.plan, state.version + 1
     if state.step is not None or not policies or step > plan.last_step:
         return
-    if any(state.leases.num(member.name, "save") or not member.told for member in policies):
+    if not all(member.told for member in policies):
         return
     if not state.has_begun and state.membership.num("policy") < plan.num_policies:
         return
     behind = [member for member in state.membership.of("policy") if member.version < state.version]
     if behind:
         return  # they take over the weights of this version, and are then members of the next step
-    if step <= plan.num_sft_steps:
+    if step <= plan.num_supervised_steps:
         if not state.ending.stopping:
             _deal_examples(state, policies, step)
         return
@@ -75,10 +88,11 @@ def train(state: State) -> None:
 def deal_again(state: State, policy: Member, step: int, groups: list[Group]) -> None:
     """Have one policy make a step once more that was committed before."""
     command = msgspec.structs.replace(_command(state, step), replayed=True)
-    if step <= state.plan.num_sft_steps:
+    if step <= state.plan.num_supervised_steps:
         command = msgspec.structs.replace(command, examples=_examples(state, step))
     else:
-        command = msgspec.structs.replace(command, groups=tuple(train_group(group) for group in groups))
+        trained = tuple(train_group(group) for group in groups)
+        command = msgspec.structs.replace(command, groups=trained, next_prompt=_next_prompt(groups))
     _deal(state, policy, command, buffers_of(groups))
 
 
@@ -117,6 +131,7 @@ def _deal_groups(state: State, policies: list[Member], step: int, groups: list[G
             replica=index,
             num_replicas=len(policies),
             num_groups=len(groups) if len(policies) > 1 else 0,
+            next_prompt=_next_prompt(groups),
         )
         state.step.shares[member.name] = _deal(state, member, command, buffers_of(share))
 
@@ -132,17 +147,26 @@ def _examples(state: State, step: int) -> tuple[wire.Prompt, ...]:
     return tuple(state.examples.prompt((step - 1) * num + i) for i in range(num))
 
 
+def _next_prompt(groups: list[Group]) -> int:
+    """Return the position after the last prompt of a step: steps take groups in order, so none before it is left."""
+    return max(group.ordinal for group in groups) + 1
+
+
 def _command(state: State, step: int) -> wire.TrainStep:
     """Return what all replicas are told alike of a step."""
     plan = state.plan
-    supervised = step <= plan.num_sft_steps
+    supervised = step <= plan.num_supervised_steps
     return wire.TrainStep(
         lease="",
         step=step,
         temperature=1.0 if supervised else plan.sampling.temperature or 1.0,  # each group says its own
-        num_steps=plan.num_sft_steps if supervised else plan.num_steps,
-        ordinal=step if supervised else step - plan.num_sft_steps,
+        max_tokens=0
+        if supervised
+        else int(state.changes.as_of(step).get("sampling.max_tokens", plan.sampling.max_tokens)),
+        num_steps=plan.num_supervised_steps if supervised else plan.num_steps,
+        ordinal=step if supervised else step - plan.num_supervised_steps,
         settings={} if supervised else state.changes.of_policy(step),
+        objective=plan.objective if supervised and plan.objective != "sft" else "",
     )
 
 

@@ -7,16 +7,16 @@ import functools
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.controller.core.derive_steps import deal_again
-from starling.controller.core.ledger import Group
+from starling.controller.core.groups import Group
 from starling.controller.core.membership import Member
-from starling.controller.core.records import GroupGenerated, GroupScored, Kept
+from starling.controller.core.records import GroupGenerated, GroupScored, GroupTaught, Kept
 from starling.controller.core.state import State
 
 
 def publish(state: State) -> None:
     """Have a policy offer a version that rollouts need."""
     version = state.version
-    due = state.plan.needs_rollouts and version >= state.plan.num_sft_steps and version > state.rounds.version
+    due = state.plan.needs_rollouts and version >= state.plan.num_supervised_steps and version > state.rounds.version
     if not due or state.is_publishing():
         return
     for member in state.current_policies():
@@ -133,7 +133,7 @@ def _replay(state: State, policy: Member, step: int) -> None:
     """Have a policy make `step` again, of the groups that the journal has of it."""
     if step <= state.kept_from:
         state.evict(policy, too_old(state, policy.name, policy.version))
-    elif step <= state.plan.num_sft_steps:
+    elif step <= state.plan.num_supervised_steps:
         deal_again(state, policy, step, [])
     elif state.fetched is not None and state.fetched[0] == step:
         groups = groups_of(state, state.fetched[1])
@@ -168,6 +168,9 @@ def groups_of(state: State, records: tuple[Kept, ...]) -> list[Group]:
                 group = groups[key] = Group(ordinal, state.prompts.prompt(ordinal), "train")
                 group.trajectories, group.tensors, group.buffers = trajectories, tensors, kept.payload
                 group.temperature = temperature
+            case GroupTaught(key=key, tensors=tensors) if key in groups:
+                group = groups[key]
+                group.tensors, group.buffers = (*group.tensors, *tensors), (*group.buffers, *kept.payload)
             case GroupScored(key=key, rewards=rewards) if key in groups:
                 groups[key].rewards = rewards
     return [group for group in groups.values() if group.rewards and len(group.buffers) == len(group.tensors)]

@@ -30,9 +30,9 @@ DYNAMIC: dict[str, Dynamic] = {
     for setting in (
         Dynamic("policy.optimizer.learning_rate", lambda v: v > 0, "greater than 0", of_policy=True),
         Dynamic("policy.optimizer.max_grad_norm", lambda v: v >= 0, "0 or more", of_policy=True),
-        Dynamic("policy.grpo.kl_coefficient", lambda v: v >= 0, "0 or more", of_policy=True),
-        Dynamic("policy.grpo.clip_low", lambda v: 0 < v <= 1, "greater than 0 and at most 1", of_policy=True),
-        Dynamic("policy.grpo.clip_high", lambda v: v > 0, "greater than 0", of_policy=True),
+        Dynamic("policy.algorithm.kl_coefficient", lambda v: v >= 0, "0 or more", of_policy=True),
+        Dynamic("policy.algorithm.clip_low", lambda v: 0 < v <= 1, "greater than 0 and at most 1", of_policy=True),
+        Dynamic("policy.algorithm.clip_high", lambda v: v > 0, "greater than 0", of_policy=True),
         Dynamic("sampling.temperature", lambda v: v > 0, "greater than 0"),
         Dynamic("sampling.top_p", lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
         Dynamic("sampling.top_k", lambda v: v >= 0, "a whole number, 0 or more", is_whole=True),

@@ -13,7 +13,7 @@ from typing import Any
 
 from starling.common.wire.messages import USABLE, Prompt
 from starling.controller.core.free import Free
-from starling.controller.core.ledger import Group, Groups, GroupState
+from starling.controller.core.groups import Group, Groups, GroupState
 from starling.controller.core.membership import Member
 
 TASK = "task"

@@ -8,8 +8,9 @@ from typing import Any
 from starling.common.ids import LEASE_KINDS, Role, lease_subject
 from starling.common.wire.messages import LeaseProgress
 from starling.controller.core.finish import Stage
-from starling.controller.core.ledger import GONE, GroupState
+from starling.controller.core.groups import GONE, GroupState
 from starling.controller.core.membership import Member
+from starling.controller.core.plan import RunPlan
 from starling.controller.core.state import State
 
 MAX_DROPS = 3
@@ -17,6 +18,7 @@ MAX_DROPS = 3
 WORK = {
     "generate": ("group", "groups", "to generate"),
     "score": ("group", "groups", "to score"),
+    "teach": ("group", "groups", "to teach"),
     "train": ("step", "steps", "to train"),
     "publish": ("version", "versions", "to publish"),
     "adopt": ("version", "versions", "to adopt"),
@@ -41,7 +43,7 @@ def explain(state: State) -> str:
         return f"{behind[0].name} to catch up: it holds version {behind[0].version} of {state.version}"
     if leases.has("train"):
         return f"the policy to train step {state.version + 1}"
-    if leases.has("save"):
+    if leases.has("save") and _ends(state):
         return f"the policy to save its state of version {state.version}"
     if leases.has("publish"):
         return f"the policy to publish version {state.rounds.asked}"
@@ -56,9 +58,14 @@ def explain(state: State) -> str:
         return f"a replica that offers version {state.rounds.version} to {', '.join(sorted(state.behind)[:3])}"
     return (
         f"the groups of step {state.version + 1}: {ledger.count(GroupState.LEASED)} being generated, "
-        f"{ledger.count(GroupState.GENERATED)} being scored, {ledger.count(GroupState.SCORED)} scored of "
+        f"{ledger.count(GroupState.GENERATED)} being {_scoring(plan)}, {ledger.count(GroupState.SCORED)} scored of "
         f"{plan.prompts_per_step}"
     )
+
+
+def _scoring(plan: RunPlan) -> str:
+    """Say what is done with the groups that have their completions."""
+    return " and ".join(["scored"] * (plan.num_rewards > 0) + ["taught"] * plan.is_taught)
 
 
 def pull_of(state: State, member: Member) -> tuple[int, LeaseProgress] | None:
@@ -88,11 +95,14 @@ def missing_role(state: State) -> str | None:
     if not generates_more(state):
         return None
     begun = state.has_generated
-    wanted: dict[Role, int] = {"rollout": 1 if begun else plan.num_rollouts, "reward": 1 if begun else plan.num_rewards}
-    for role in wanted:
+    first: dict[Role, int] = {"rollout": plan.num_rollouts, "reward": plan.num_rewards}
+    if state.ledger.num_sealed < plan.num_steps:
+        first["teacher"] = plan.num_teachers
+    for role, wanted in first.items():
+        wanted = min(wanted, 1) if begun else wanted
         num = members.num(role)
-        if num < wanted[role]:
-            return f"needs {wanted[role]} {role} replica{'s' * (wanted[role] > 1)}, has {num}"
+        if num < wanted:
+            return f"needs {wanted} {role} replica{'s' * (wanted > 1)}, has {num}"
     return None
 
 
@@ -101,7 +111,7 @@ def generates_more(state: State) -> bool:
     plan, evaluated = state.plan, state.evaluated
     if state.ending.stage is not Stage.RUNNING or state.ending.stopping:
         return False
-    if not plan.needs_rollouts or state.version < plan.num_sft_steps:
+    if not plan.needs_rollouts or state.version < plan.num_supervised_steps:
         return False
     at_start = plan.evaluate_at_start and "start" not in evaluated
     at_end = plan.evaluate_at_end and "end" not in evaluated
@@ -122,6 +132,13 @@ def overdue(state: State) -> str | None:
         )
     if state.drops_in_a_row >= MAX_DROPS * state.plan.prompts_per_step:
         return f"the last {state.drops_in_a_row} groups were all discarded; the last one, {state.last_drop}"
+    num_filtered = state.ledger.num_filtered_in_a_row
+    if num_filtered >= state.plan.most_filtered:
+        return (
+            f"the last {num_filtered} groups were all set aside, because the rewards of each were equal, and "
+            "rl.filter_limit allows no more; give prompts that the model sometimes solves, raise rl.group_size or "
+            "rl.filter_limit, or set rl.dynamic_sampling = false"
+        )
     if state.ending.stopping and now > state.ending.deadline:
         return f"the run did not stop in order within {state.plan.stop_s:g} s; it waits for {explain(state)}"
     return None
@@ -139,8 +156,9 @@ def status(state: State) -> tuple[str, dict[str, Any]]:
         "published": state.rounds.version,
         "saved": state.saved_step,
         "groups": groups,
-        "num_trained": state.ledger.num_trained_groups,
+        "num_trained": state.ledger.num_trained_groups - state.plan.begin_prompt,
         "num_discarded": state.ledger.num_discarded,
+        "num_filtered": state.ledger.num_filtered,
         "evaluating": None if state.evaluation is None else state.evaluation.version,
         "settings": state.changes.all(),
         "waiting_for": explain(state),
@@ -198,12 +216,19 @@ def waits(state: State) -> list[dict[str, Any]]:
     for name, member in sorted(state.membership.members.items()):
         leases = state.leases.all_of(name)
         for kind, num in Counter(lease.kind for lease in leases).items():
+            if kind == "save" and not _ends(state):
+                continue  # the steps go on meanwhile; if they do not, the policy says so
             oldest = min((lease for lease in leases if lease.kind == kind), key=lambda lease: lease.begun_at)
             one, many, verb = WORK[kind]
             what = f"{num} {many if num > 1 else one} {verb}, the oldest {lease_subject(oldest.id)}"
             found.append(_wait("controller", what, name, state.now - oldest.begun_at, oldest.deadline - state.now))
         found += [_wait(name, wait.what, wait.on, wait.since_s, wait.seconds_left) for wait in member.waits]
     return found
+
+
+def _ends(state: State) -> bool:
+    """Say whether no further step is wanted, so that the end waits for what is being saved."""
+    return state.version >= state.plan.last_step or bool(state.ending.stopping)
 
 
 def _wait(owner: str, what: str, on: str, since_s: float, seconds_left: float) -> dict[str, Any]:

@@ -5,28 +5,26 @@ from __future__ import annotations
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.controller.core.claim import claim
+from starling.controller.core.due import Due
 from starling.controller.core.events import Received
 from starling.controller.core.finish import Stage
-from starling.controller.core.ledger import Group, Groups, GroupState
+from starling.controller.core.handle_groups import generated, retry, scored, taught
 from starling.controller.core.membership import Member
 from starling.controller.core.operators import operator_said
 from starling.controller.core.records import (
     CheckpointWritten,
-    GroupDiscarded,
-    GroupGenerated,
-    GroupReturned,
-    GroupScored,
     MemberJoined,
     VersionAdopted,
     VersionPublished,
 )
-from starling.controller.core.state import Due, State
+from starling.controller.core.state import State
 from starling.controller.core.steps import Step
 from starling.weightsync.layout import decode_layout
 
 Result = (
     wire.GroupGenerated
     | wire.GroupScored
+    | wire.TokensScored
     | wire.StepTrained
     | wire.WeightsPublished
     | wire.WeightsAdopted
@@ -35,8 +33,6 @@ Result = (
 )
 
 
-TENSORS = ("prompt", "tokens", "logprobs", "versions")
-"""The buffers of a group, in order."""
 MAX_BROKEN = 16
 """So many failures to make a step together, without a step that was made between them, fail the run."""
 SAVE_AGAIN_S = 15.0
@@ -107,7 +103,7 @@ def hello(state: State, event: Received, message: wire.Hello) -> None:
     state.welcome(member)
     if member.role == "rollout":
         state.holds(member, member.version)
-    elif member.role == "reward":
+    elif member.role in ("reward", "teacher"):
         state.update_free(member)
     else:
         version, member.version = member.version, min(member.version, state.version)
@@ -128,7 +124,7 @@ def foreign(state: State, version: int) -> str | None:
 
 def is_dealt(state: State, step: int) -> bool:
     """Say whether a policy can have been told to make `step`, the next one."""
-    return step <= state.plan.num_sft_steps or bool(state.ledger.sealed(step))
+    return step <= state.plan.num_supervised_steps or bool(state.ledger.sealed(step))
 
 
 def heartbeat(state: State, member: Member, message: wire.Heartbeat) -> None:
@@ -195,10 +191,13 @@ def result(state: State, member: Member, message: Result, event: Received) -> No
             generated(state, message, event)
         case wire.GroupScored():
             scored(state, message)
-        case wire.StepTrained(step=step, metrics=metrics):
+        case wire.TokensScored():
+            taught(state, message, event)
+        case wire.StepTrained(step=step, metrics=metrics, alarms=alarms):
             if state.step is not None and state.step.number == step:
                 state.step.shares.pop(member.name, None)
                 state.step.metrics[member.name] = metrics
+                state.step.alarms |= {alarm.name: alarm for alarm in alarms}
             policy_has(state, member, step)
             state.due |= Due.ALL
         case wire.WeightsPublished():
@@ -209,47 +208,6 @@ def result(state: State, member: Member, message: Result, event: Received) -> No
             saved(state, member, message)
         case wire.LeaseFailed():
             failed(state, member, message)
-
-
-def generated(state: State, message: wire.GroupGenerated, event: Received) -> None:
-    """A group has its completions: keep them, unless they are not what was asked for."""
-    state.due |= Due.SCORE | Due.DISPATCH
-    found = state.group_of(message.lease)
-    if found is None:
-        return
-    groups, group = found
-    versions = [t.oldest_version for t in message.trajectories]
-    wanted = state.num_completions(group.purpose)
-    if len(message.trajectories) != wanted or len(message.tensors) != len(TENSORS):
-        retry(state, groups, group, f"{len(message.trajectories)} completions came instead of {wanted}")
-    elif min(versions) < group.min_version:
-        retry(state, groups, group, f"a token is of version {min(versions)}, older than {group.min_version}")
-    elif group.purpose == "evaluate" and any(t.newest_version != group.min_version for t in message.trajectories):
-        retry(state, groups, group, f"a token is of another version than {group.min_version}")
-    else:
-        if message.temperature >= 0:  # a controller that took the work over did not ask for it
-            group.temperature = message.temperature
-        groups.generated(group, message.trajectories, message.tensors, event.buffers)
-        record = GroupGenerated(
-            key=group.key, trajectories=message.trajectories, tensors=message.tensors, temperature=group.temperature
-        )
-        state.write(record, event.buffers if group.purpose == "train" else ())
-
-
-def scored(state: State, message: wire.GroupScored) -> None:
-    """A group has its rewards, or some scorer failed."""
-    state.due |= Due.SCORE | Due.TRAIN | Due.EVALUATE
-    found = state.group_of(message.lease)
-    if found is None:
-        return
-    groups, group = found
-    usable = all(status in wire.USABLE for status in message.statuses)
-    if usable and len(message.rewards) == len(group.trajectories) and None not in message.rewards:
-        groups.scored(group, message.rewards, message.components)
-        state.write(GroupScored(key=group.key, rewards=message.rewards, components=message.components))
-        state.drops_in_a_row = 0
-    else:
-        retry(state, groups, group, "; ".join(message.problems[:3]) or "a scorer gave no reward")
 
 
 def published(state: State, member: Member, message: wire.WeightsPublished, event: Received) -> None:
@@ -358,16 +316,3 @@ def failed(state: State, member: Member, message: wire.LeaseFailed) -> None:
         state.save_after = state.now + SAVE_AGAIN_S
     elif kind in ("train", "publish", "checkpoint"):
         state.ending.fail(f"{member.name} could not {kind}: {message.reason}", state.now)
-
-
-def retry(state: State, groups: Groups, group: Group, reason: str, *, hopeless: bool = False) -> None:
-    """Generate a group again, or discard it."""
-    groups.retry(group, hopeless=hopeless)
-    state.due |= Due.DISPATCH | Due.ADMIT | Due.TRAIN | Due.EVALUATE
-    if group.state is GroupState.DISCARDED:
-        state.drops_in_a_row += 1
-        state.last_drop = f"prompt {group.prompt.id}: {reason}"
-        state.write(GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason))
-    else:
-        state.write(GroupReturned(key=group.key, tries=group.tries))
-    state.note(str(group.state), prompt=group.prompt.id, tries=group.tries, reason=reason)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from starling.common.wire.messages import Prompt
 from starling.controller.core.derive import advance
+from starling.controller.core.due import Due
 from starling.controller.core.events import Command, Event, Fetched, PeerLost, Prompts, Received, StopRequested, Ticked
 from starling.controller.core.explain import explain, overdue
 from starling.controller.core.finish import Stage
@@ -18,7 +19,7 @@ from starling.controller.core.handle import received
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import Kept
 from starling.controller.core.restore import restore
-from starling.controller.core.state import Due, State
+from starling.controller.core.state import State
 
 AWAITED_HEARTBEATS = 3
 """For so many heartbeats a controller that begins again waits for those who may hold work."""

@@ -11,7 +11,7 @@ from starling.weightsync.layout import Layout
 
 KEPT_GONE = 4096
 """Of so many replicas that are gone it is known what they were."""
-REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward")
+REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Membership:
     def refusal(self, name: str, epoch: int, hello: Hello) -> str | None:
         """Say why this replica may not join, or None when it may."""
         if hello.role not in REPLICA_ROLES:
-            return f"a {hello.role} does not join a run; a replica is a policy, a rollout or a reward"
+            return f"a {hello.role} does not join a run; a replica is a policy, a rollout, a reward or a teacher"
         if name.rpartition("-")[0] != hello.role:
             return f"{name} is no name of a {hello.role}; it must be {hello.role}-<number>"
         banned = self._banned.get(name)
@@ -88,7 +88,7 @@ class Membership:
             )
         if hello.role in ("policy", "rollout") and not hello.has_layout:
             return f"{name} did not say how it lays out its weights"
-        if hello.role in ("rollout", "reward") and hello.num_slots < 1:
+        if hello.role in ("rollout", "reward", "teacher") and hello.num_slots < 1:
             return f"{name} offers {hello.num_slots} slots; it needs at least 1"
         return None
 

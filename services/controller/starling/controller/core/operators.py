@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from starling.common.wire import messages as wire
 from starling.controller.core import derive_evaluation
+from starling.controller.core.due import Due
 from starling.controller.core.dynamic import check
 from starling.controller.core.explain import explain, status, why
 from starling.controller.core.finish import Stage
 from starling.controller.core.records import SettingChanged, StopAsked
-from starling.controller.core.state import Due, State
+from starling.controller.core.state import State
 
 
 def operator_said(state: State, sender: str, message: wire.OperatorUp) -> None:
@@ -34,6 +35,7 @@ def _answer(state: State, message: wire.OperatorUp) -> tuple[str, dict[str, obje
                 raise ValueError("the run is ending; nothing more is evaluated")
             if not state.plan.needs_rollouts:
                 raise ValueError("this run generates nothing; set evaluation.at_end = true in its recipe")
+            _demand_scorers(state)
             if not state.held_out:
                 raise ValueError("this run has no held-out prompts; set data.held_out in the recipe")
             return derive_evaluation.request(state, message), {}
@@ -41,6 +43,13 @@ def _answer(state: State, message: wire.OperatorUp) -> tuple[str, dict[str, obje
             _stop(state, reason)
             return explain(state), {}
     raise AssertionError(f"an operator does not say {message!r}")
+
+
+def _demand_scorers(state: State) -> None:
+    if not state.plan.num_rewards:
+        raise ValueError(
+            "nothing scores in this run, so nothing can be evaluated; set [[reward.scorers]] in its recipe"
+        )
 
 
 def _stop(state: State, reason: str) -> None:
@@ -53,9 +62,11 @@ def _stop(state: State, reason: str) -> None:
 
 def _change(state: State, message: wire.ChangeSetting) -> str:
     value = check(message.key, message.value)
+    if message.key == "evaluation.every" and value:
+        _demand_scorers(state)
     begun = state.step.number if state.step is not None else state.version
     # Supervised steps are as the recipe says: nobody can tell which of them were dealt before a change.
-    step = max(begun, state.plan.num_sft_steps + state.ledger.num_sealed) + 1
+    step = max(begun, state.plan.num_supervised_steps + state.ledger.num_sealed) + 1
     if message.request not in state.changes.requests:
         state.write(SettingChanged(key=message.key, value=value, step=step, request=message.request))
         state.change(message.key, value, step, message.request)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from starling.common.ids import LeaseKind, Purpose
+from starling.common.ids import LeaseKind, Objective, Purpose
 from starling.common.wire.messages import Sampling
 
 RESUMED_WITH: tuple[str, ...] = (
     "seed",
-    "num_sft_steps",
+    "objective",
+    "num_supervised_steps",
     "examples_per_step",
     "prompts_per_step",
     "group_size",
+    "begin_version",
+    "begin_prompt",
+    "is_taught",
 )
 """What may not differ when a run is taken up again: its journal means something else by other values."""
+
+FILTER_LIMIT = 10
+"""Steps' worth of groups that may be set aside in a row, where the recipe does not say."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,10 @@ class RunPlan:
     seed: int
     sampling: Sampling
     eval_sampling: Sampling
-    num_sft_steps: int = 0
+    objective: Objective = "sft"
+    """What the supervised steps teach."""
+    num_supervised_steps: int = 0
+    """Steps that learn from examples: the first of the run."""
     examples_per_step: int = 1
     num_steps: int = 0
     """Steps of reinforcement learning, after the supervised ones."""
@@ -32,6 +42,10 @@ class RunPlan:
     group_size: int = 1
     max_staleness: int = 1
     max_tries: int = 2
+    dynamic_sampling: bool = False
+    """Set groups aside whose rewards are all equal, and take the next prompts in their place."""
+    filter_limit: int = 0
+    """The run fails after so many of them in a row; 0 for ten times `prompts_per_step`."""
     evaluate_at_start: bool = False
     evaluate_at_end: bool = False
     evaluate_every: int = 0
@@ -43,10 +57,21 @@ class RunPlan:
     """Steps between two saved states of the policy; 0 saves none but at a stop."""
     save_rest_s: float = 0.0
     """Least seconds between two of them, for steps that are shorter than it takes to save."""
+    samples_per_step: int = 0
+    """Completions of each step that people are shown; 0 for none."""
+    samples_every: int = 1
+    """Only of every so-manieth step."""
+    begin_version: int = 0
+    """The version that the run begins with: more than 0 when it goes on from a state of another one."""
+    begin_prompt: int = 0
+    """Position in the data of the first prompt that it trains."""
     num_policies: int = 1
     """Policy, and below rollout and reward replicas, that must have joined before reinforcement learning begins."""
     num_rollouts: int = 1
     num_rewards: int = 1
+    """0 for a run in which nothing scores: it has teachers, and all rewards are 0."""
+    num_teachers: int = 0
+    """Teachers that must have joined; 0 for a run without."""
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
     start_s: float = 120.0
@@ -55,9 +80,10 @@ class RunPlan:
     """How long an orderly stop may take before the run fails: the step in hand, its publication, the checkpoint."""
     drain_s: float = 15.0
     generate_s: float = 3600.0
-    """How long a replica may work on one group, below on scoring one, on a step, and so on, before the work is taken
-    from it: whoever heartbeats all the while and never answers hangs."""
+    """How long a replica may work on one group, below on scoring and on teaching one, on a step, and so on, before the
+    work is taken from it: whoever heartbeats all the while and never answers hangs."""
     score_s: float = 900.0
+    teach_s: float = 900.0
     train_s: float = 7200.0
     publish_s: float = 900.0
     adopt_s: float = 900.0
@@ -68,11 +94,25 @@ class RunPlan:
     @property
     def last_step(self) -> int:
         """The version that the last step makes."""
-        return self.num_sft_steps + self.num_steps
+        return self.num_supervised_steps + self.num_steps
+
+    @property
+    def is_taught(self) -> bool:
+        """Say whether teachers see the groups of every step."""
+        return self.num_teachers > 0
+
+    @property
+    def most_filtered(self) -> int:
+        """How many groups may be set aside in a row."""
+        return self.filter_limit or FILTER_LIMIT * self.prompts_per_step
 
     def num_completions(self, purpose: Purpose) -> int:
         """Return how many completions a group of this purpose has."""
         return self.group_size if purpose == "train" else self.eval_completions
+
+    def phase(self, step: int) -> str:
+        """Return what `step` is one of: sft, dpo, reward_model or rl."""
+        return self.objective if step <= self.num_supervised_steps else "rl"
 
     @property
     def needs_rollouts(self) -> bool:
@@ -86,6 +126,8 @@ class RunPlan:
                 return self.generate_s
             case "score":
                 return self.score_s
+            case "teach":
+                return self.teach_s
             case "train":
                 return self.train_s
             case "publish":

@@ -11,8 +11,9 @@ A record is written, and on disk, before anything that follows from it is said t
 | `GroupsOpened`      | positions of the data that are groups now        | the end                    |
 | `GroupGenerated`    | completions, with their payload                  | two saved states cover its step |
 | `GroupScored`       | rewards                                          | as above                   |
+| `GroupTaught`       | what a teacher makes of a group, with its payload | as above                  |
 | `GroupReturned`     | completions were thrown away; how often by now   | as above                   |
-| `GroupDiscarded`    | a prompt that is given up                        | the end                    |
+| `GroupDiscarded`    | a prompt that is given up, or filtered out       | the end                    |
 | `StepSealed`        | which groups a step trains                       | the end                    |
 | `StepCommitted`     | the step is made: its version exists             | the end                    |
 | `VersionPublished`  | a version was on offer, and its root             | the end                    |
@@ -84,6 +85,15 @@ class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_gener
     tensors: tuple[TensorMeta, ...]
     temperature: float = 1.0
     """Divisor of the logits under which they were sampled."""
+    lease: str = ""
+    """Under which they were generated."""
+
+
+class GroupTaught(msgspec.Struct, frozen=True, kw_only=True, tag="group_taught"):
+    """A group has its teacher's log-probabilities; payload: their tensors. It is kept as long as that of its group."""
+
+    key: str
+    tensors: tuple[TensorMeta, ...]
 
 
 class GroupScored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored"):
@@ -107,6 +117,10 @@ class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag="group_disca
     key: str
     prompt: str
     reason: str
+    filtered: bool = False
+    """It was whole, and is set aside because all its rewards are equal."""
+    reward: float = 0.0
+    """What they are then."""
 
 
 class StepSealed(msgspec.Struct, frozen=True, kw_only=True, tag="step_sealed"):
@@ -216,6 +230,7 @@ Record = (
     | GroupsOpened
     | GroupGenerated
     | GroupScored
+    | GroupTaught
     | GroupReturned
     | GroupDiscarded
     | StepSealed

@@ -9,11 +9,16 @@ from collections.abc import Iterable
 
 from starling.common.wire.messages import RequestEvaluation
 from starling.controller.core import records
+from starling.controller.core.alarms import as_told
 from starling.controller.core.evaluation import Evaluation
+from starling.controller.core.events import Buffers
 from starling.controller.core.finish import Stage
-from starling.controller.core.ledger import GroupState
 from starling.controller.core.records import Kept
 from starling.controller.core.state import State
+
+OfGroup = (
+    records.GroupGenerated | records.GroupScored | records.GroupTaught | records.GroupReturned | records.GroupDiscarded
+)
 
 
 def restore(state: State, past: Iterable[Kept]) -> None:
@@ -39,13 +44,12 @@ def _apply(state: State, kept: Kept) -> None:
         case records.StepSealed(step=step, ordinals=ordinals):
             groups = [state.ledger.get(ordinal) for ordinal in ordinals]
             state.ledger.take(step, [group for group in groups if group is not None])
-        case records.StepCommitted(step=step):
+        case records.StepCommitted(step=step, metrics=metrics):
             state.version = step
+            state.alarms = as_told(metrics)
+            state.knows(metrics)
         case records.VersionPublished(version=version, root=root):
-            before = state.rounds.version
-            state.rounds.note(version, root)
-            for step in range(before + 1, version + 1):
-                state.ledger.trained(step)
+            _publish(state, version, root)
         case records.SettingChanged(key=key, value=value, step=step, request=request):
             state.change(key, value, step, request)
         case records.CheckpointWritten(step=step, state=True):
@@ -61,15 +65,25 @@ def _apply(state: State, kept: Kept) -> None:
             state.ending.stage, state.ending.told = Stage.DRAINING, True
         case records.EvaluationOpened() as opened:
             _open(state, opened)
-        case records.EvaluationClosed(number=number, summary=summary):
-            evaluation = state.evaluation
-            if evaluation is not None and evaluation.number == number:
-                state.evaluated[evaluation.cause] = int(summary["version"])
-                state.evaluation = None
-        case records.GroupGenerated() | records.GroupScored() | records.GroupReturned() | records.GroupDiscarded():
-            _group(state, kept)
+        case records.EvaluationClosed() as closed:
+            _close(state, closed)
+        case (
+            records.GroupGenerated()
+            | records.GroupScored()
+            | records.GroupTaught()
+            | records.GroupReturned()
+            | records.GroupDiscarded()
+        ) as record:
+            _group(state, record, kept.payload)
         case _:
             pass  # what is only told to whoever reads the journal
+
+
+def _publish(state: State, version: int, root: str) -> None:
+    before = state.rounds.version
+    state.rounds.note(version, root)
+    for step in range(before + 1, version + 1):
+        state.ledger.trained(step)
 
 
 def _open(state: State, opened: records.EvaluationOpened) -> None:
@@ -89,25 +103,31 @@ def _open(state: State, opened: records.EvaluationOpened) -> None:
     state.num_evaluations, state.num_eval_groups = opened.number, state.evaluation.num_admitted
 
 
-def _group(state: State, kept: Kept) -> None:
-    record = kept.record
-    assert isinstance(
-        record, records.GroupGenerated | records.GroupScored | records.GroupReturned | records.GroupDiscarded
-    )
+def _close(state: State, closed: records.EvaluationClosed) -> None:
+    evaluation = state.evaluation
+    if evaluation is not None and evaluation.number == closed.number:
+        state.evaluated[evaluation.cause] = int(closed.summary["version"])
+        state.knows(closed.summary, "eval/")
+        state.evaluation = None
+
+
+def _group(state: State, record: OfGroup, payload: Buffers) -> None:
     found = state.find(record.key)
     if found is None:
         return  # of an evaluation that is over, or given up
     groups, group = found
     match record:
-        case records.GroupGenerated(trajectories=trajectories, tensors=tensors, temperature=temperature):
-            group.temperature = temperature
+        case records.GroupGenerated(trajectories=trajectories, tensors=tensors, lease=lease):
+            group.temperature = record.temperature
             state.has_generated = state.has_generated or group.purpose == "train"
-            groups.generated(group, trajectories, tensors, kept.payload)
+            groups.generated(group, trajectories, tensors, payload, lease)
         case records.GroupScored(rewards=rewards, components=components):
             groups.scored(group, rewards, components)
+        case records.GroupTaught(tensors=tensors):
+            groups.taught(group, tensors, payload)
         case records.GroupReturned(tries=tries):
-            group.tries, group.trajectories, group.tensors, group.buffers = tries, (), (), ()
-            group.scoring = False
-            groups.move(group, GroupState.WAITING)
+            groups.again(group, tries)
+        case records.GroupDiscarded(filtered=True, reward=reward):
+            state.ledger.filter(group, reward)
         case records.GroupDiscarded():
             groups.discard(group)

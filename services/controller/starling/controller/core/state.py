@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from starling.common.ids import LeaseKind, Purpose, lease_id, lease_kind, lease_subject
 from starling.common.wire import messages as wire
+from starling.controller.core.due import Due
 from starling.controller.core.dynamic import DYNAMIC, Changes
 from starling.controller.core.evaluation import Evaluation, slots_of
 from starling.controller.core.events import Buffers, Command, Fetch, Note, Prompts, Prune, Send, Write
 from starling.controller.core.finish import Ending, Stage
 from starling.controller.core.free import Free
+from starling.controller.core.groups import Group, Groups
 from starling.controller.core.leases import Leases
-from starling.controller.core.ledger import Group, Groups, Ledger
+from starling.controller.core.ledger import Ledger
 from starling.controller.core.membership import Member, Membership
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import Kept, MemberLeft, Record
 from starling.controller.core.rounds import Rounds
 from starling.controller.core.steps import Step
-
-
-class Due:
-    """What may follow from an event, as bits. To derive one in vain costs time only; every tick derives them all.
-
-    Plain numbers: an operation on members of an enumeration takes longer than most of what they decide about.
-    """
-
-    NOTHING: Final = 0
-    EVALUATE: Final = 1
-    PUBLISH: Final = 2
-    CATCH_UP: Final = 4
-    ADOPT: Final = 8
-    ADMIT: Final = 16
-    DISPATCH: Final = 32
-    SCORE: Final = 64
-    TRAIN: Final = 128
-    END: Final = 256
-    BIND: Final = 512
-    ALL: Final = 1023
 
 
 class State:
@@ -68,8 +50,10 @@ class State:
             prompts_per_step=plan.prompts_per_step,
             max_staleness=plan.max_staleness,
             max_tries=plan.max_tries,
+            is_taught=plan.is_taught,
         )
-        self.version = 0
+        self.ledger.begin(max(0, plan.begin_version - plan.num_supervised_steps), plan.begin_prompt)
+        self.version = plan.begin_version
         """The newest version that exists: how many steps were made."""
         self.step: Step | None = None
         """The step in hand, which makes the next version."""
@@ -78,16 +62,18 @@ class State:
         self.fetching = -1
         """The step whose records are on their way from the journal; -1 for none."""
         self.fetched: tuple[int, tuple[Kept, ...]] | None = None
-        self.saved_step = 0
+        self.alarms: dict[str, wire.Alarm] = {}
+        """Those that are on as of the last step that was made, by name."""
+        self.saved_step = plan.begin_version
         """The newest version that a policy could continue from."""
-        self.kept_from = 0
+        self.kept_from = plan.begin_version
         """The journal keeps what the steps after this version were made of: it is the saved state before the newest, so
         that a policy which finds that one damaged can begin from the other."""
         self.saved_at = float("-inf")
         """When a state was saved last, by this incarnation of the controller."""
         self.save_after = 0.0
         """Not before then is a state to be saved again, after a failure."""
-        self.free_rollouts, self.free_rewards = Free(), Free()
+        self.free_rollouts, self.free_rewards, self.free_teachers = Free(), Free(), Free()
         self.holders: dict[tuple[int, str], dict[str, None]] = {}
         """Rollouts by the version that they hold and their host."""
         self.behind: dict[str, None] = {}
@@ -110,6 +96,9 @@ class State:
         self.idle_since = 0.0
         self.failing_since: dict[str, float] = {}
         """Since when a replica has failed to take over or to offer weights, again and again."""
+        self._metrics: dict[str, float] = {}
+        """What was measured of the newest step, and below in the newest evaluation that is over."""
+        self._eval_metrics: dict[str, float] = {}
         self.has_generated = False
         """Some group has been given to a rollout: the run does with fewer replicas than it began with."""
         self.drops_in_a_row = 0
@@ -127,19 +116,31 @@ class State:
         if step > self.saved_step:
             self.kept_from, self.saved_step = self.saved_step, step
 
+    def knows(self, told: Mapping[str, Any], prefix: str = "") -> None:
+        """Keep the numbers of what was told of a step or, with a `prefix` to their names, of an evaluation."""
+        numbers = {f"{prefix}{name}": float(value) for name, value in told.items() if type(value) in (int, float)}
+        if prefix:
+            self._eval_metrics = numbers
+        else:
+            self._metrics = numbers
+
+    def known_metrics(self) -> dict[str, float]:
+        """Return what is known of the newest version."""
+        return {**self._metrics, **self._eval_metrics}
+
     # --- what the run is like --------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
-        """What the run is doing: sft, grpo, or how it ends."""
+        """What the run is doing: sft, dpo, reward_model or rl, or how it ends."""
         if self.ending.stage is not Stage.RUNNING:
             return str(self.ending.stage)
-        return "sft" if self.version < self.plan.num_sft_steps else "grpo"
+        return self.plan.phase(min(self.version + 1, self.plan.last_step))
 
     @property
     def has_begun(self) -> bool:
         """Say whether a step was dealt ever: from then on one replica of each role is enough."""
-        return self.version > 0 or self.step is not None or self.ledger.num_sealed > 0
+        return self.version > self.plan.begin_version or self.step is not None or self.ledger.has_sealed
 
     def current_policies(self) -> list[Member]:
         """Return the policies that hold the newest version, and so can make the next step."""
@@ -161,10 +162,10 @@ class State:
         """Return the oldest version that may sample for a live group.
 
         The published version is the base of rank 0's step, so rank r's step has the base ``published + r // P``, of
-        which at most `max_staleness` may be missing.
+        which at most `max_staleness` may be missing. No version is older than the first that this run publishes.
         """
         base = self.rounds.version + self.ledger.rank(group) // self.plan.prompts_per_step
-        return max(self.plan.num_sft_steps, base - self.ledger.max_staleness)
+        return max(self.plan.num_supervised_steps, self.plan.begin_version, base - self.ledger.max_staleness)
 
     # --- ways to act -----------------------------------------------------------------------------------------------
 
@@ -231,6 +232,8 @@ class State:
             return
         if member.role == "reward":
             self.free_rewards.put(member, self.leases.num(member.name, "score"))
+        elif member.role == "teacher":
+            self.free_teachers.put(member, self.leases.num(member.name, "teach"))
         elif member.role == "rollout" and kind in ("", "generate"):
             busy = self.leases.num(member.name, "generate")
             self.free_rollouts.put(member, busy)
@@ -248,8 +251,8 @@ class State:
         evaluation.free.put(member, num if busy < member.num_slots else slots, slots)
 
     def group_of(self, lease: str) -> tuple[Groups, Group] | None:
-        """Return the group that a generate or score lease is about, and the book that it is in."""
-        if lease_kind(lease) not in ("generate", "score"):
+        """Return the group that a generate, score or teach lease is about, and the book that it is in."""
+        if lease_kind(lease) not in ("generate", "score", "teach"):
             return None
         return self.find(lease_subject(lease))
 
@@ -343,6 +346,7 @@ class State:
             self._let_go(member)
         self.free_rollouts.drop(member)
         self.free_rewards.drop(member)
+        self.free_teachers.drop(member)
         if self.evaluation is not None:
             self.evaluation.free.drop(member)
             self.evaluation.pinned.discard(name)
@@ -376,9 +380,9 @@ class State:
     def requeue(self, dropped: list[str]) -> None:
         """Put the groups of these leases back to where they were before."""
         for lease in dropped:
-            found = self.group_of(lease)
-            if found is not None:
+            found, kind = self.group_of(lease), lease_kind(lease)
+            if found is not None and kind is not None:
                 groups, group = found
-                groups.requeue(group)
+                groups.requeue(group, kind)
         if dropped:
             self.due |= Due.DISPATCH | Due.SCORE

@@ -15,7 +15,7 @@ from typing import Any
 
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Buffers
-from starling.controller.core.ledger import Group
+from starling.controller.core.groups import Group
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Step:
     broken: bool = False
     """A replica is gone that had a share: whoever waits for it waits in vain."""
     metrics: dict[str, Any] = field(default_factory=dict)
+    alarms: dict[str, wire.Alarm] = field(default_factory=dict)
+    """Those that are on, by name, as the policies say that made it."""
 
     @property
     def is_made(self) -> bool:

@@ -12,16 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from random import Random
 from string import Formatter
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import ChatMessage, Prompt
+from starling.common.wire.messages import ChatMessage, Media, Prompt
+from starling.controller.data.media import text_of_parts, with_media
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.sources import Row, load_rows, nearest
 
 _HELD_OUT_SEED: Final = "starling/held-out"
+
+Needs = Literal["prompt", "response", "pair"]
+"""What a row must have besides its prompt: nothing, a response to learn, or a chosen and a rejected one."""
 
 
 class PromptSource:
@@ -69,8 +73,8 @@ class PromptSource:
         return order
 
 
-def load_prompts(settings: DataSettings) -> PromptSource:
-    """Read a dataset and make its stream of prompts.
+def load_prompts(settings: DataSettings, needs: Needs = "prompt") -> PromptSource:
+    """Read a dataset and make its stream of prompts, each with what it `needs`.
 
     A training row that asks the same as a held-out row is left out of training.
     Errors: `ConfigError` for a source or a row that cannot be used, and when nothing is left to train.
@@ -81,7 +85,7 @@ def load_prompts(settings: DataSettings) -> PromptSource:
             f"held_out = {settings.held_out} leaves nothing to train of the {len(rows)} rows of "
             f"{settings.source!r}: make it smaller"
         )
-    prompts = [make_prompt(row, number, settings) for number, row in enumerate(rows)]
+    prompts = [make_prompt(row, number, settings, needs) for number, row in enumerate(rows)]
     order = list(range(len(prompts)))
     Random(_HELD_OUT_SEED).shuffle(order)
     held_out = {row: prompts[row] for row in sorted(order[len(order) - settings.held_out :])}
@@ -97,22 +101,45 @@ def load_prompts(settings: DataSettings) -> PromptSource:
     return PromptSource(train, held_out, shuffle=settings.shuffle, seed=settings.seed)
 
 
-def make_prompt(row: Row | Prompt, number: int, settings: DataSettings) -> Prompt:
+def make_prompt(row: Row | Prompt, number: int, settings: DataSettings, needs: Needs = "prompt") -> Prompt:
     """Make the prompt of row `number` (counted from 0): plain text by `settings.format`, else a conversation.
 
-    Errors: `ConfigError` when a column is missing or holds something that is no prompt, reference or metadata.
+    Errors: `ConfigError` when a column is missing or holds something that is no prompt, response or metadata, and when
+    the row lacks what it `needs`.
     """
-    if isinstance(row, Prompt):
-        if not row.messages and not row.text:
-            raise ConfigError(f"row {number} of {settings.source!r} is a Prompt without messages and text: set one")
-        return row
     where = f"row {number} of {settings.source!r}"
+    prompt = row if isinstance(row, Prompt) else _prompt_of(row, number, where, settings, needs)
+    if not prompt.messages and not prompt.text:
+        raise ConfigError(f"{where} is a Prompt without messages and text: set one")
+    if needs != "prompt" and not prompt.reference:
+        raise ConfigError(f"{where} has no response to learn: {_remedy('reference', settings.reference_column)}")
+    if needs == "pair" and not prompt.rejected:
+        raise ConfigError(f"{where} has no rejected response: {_remedy('rejected', settings.rejected_column)}")
+    return prompt
+
+
+def _remedy(field: str, column: str) -> str:
+    """Say how a row gets what it lacks."""
+    if not column:
+        return f"name its column in {field}_column, or set {field} if the rows are Prompts"
+    return f"put a text into its column {column!r}, or leave the row out"
+
+
+def _prompt_of(row: Row, number: int, where: str, settings: DataSettings, needs: Needs) -> Prompt:
+    is_response = needs != "prompt"
+    messages = () if settings.format else _conversation(row, where, settings)
+    for setting in ("image_column", "video_column"):
+        if name := getattr(settings, setting):
+            _column(row, name, where, setting)
+    messages, media = with_media(messages, row.columns, where, settings)
     return Prompt(
         id=f"row/{number}",
         text=_fill_format(row, where, settings.format) if settings.format else "",
-        messages=() if settings.format else _conversation(row, where, settings),
-        reference=_reference(row, where, settings.reference_column),
+        messages=messages,
+        reference=_reference(row, where, settings.reference_column, is_response=is_response),
         metadata={**row.metadata, **_chosen_metadata(row, where, settings.metadata_columns)},
+        rejected=_response(row, where, settings.rejected_column, "rejected_column") if needs == "pair" else "",
+        media=media,
     )
 
 
@@ -125,16 +152,20 @@ def _column(row: Row, name: str, where: str, setting: str) -> Any:
 
 
 def _fill_format(row: Row, where: str, format_: str) -> str:
-    for _, name, _, _ in Formatter().parse(format_):
-        if name is not None:
-            _column(row, name.replace("[", ".").partition(".")[0], where, "format")
+    names = [name for _, name, _, _ in Formatter().parse(format_) if name is not None]
+    for name in names:
+        _column(row, name.replace("[", ".").partition(".")[0], where, "format")
     try:
+        values = {name: Formatter().get_field(name, (), row.columns)[0] for name in names}
         text = format_.format_map(row.columns)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{where} does not fit format = {format_!r} ({type(error).__name__}: {error}): correct the format"
         ) from None
-    if not text:
+    for name, value in values.items():
+        if value is None:  # "None" would be trained as if it were the question
+            raise ConfigError(f"{where} has nothing in {name!r}, which format names: give the row a text, or remove it")
+    if not text or (values and all(value == "" for value in values.values())):
         raise ConfigError(f"{where} gives an empty prompt by format = {format_!r}: correct the row or the format")
     return text
 
@@ -158,20 +189,49 @@ def _conversation(row: Row, where: str, settings: DataSettings) -> tuple[ChatMes
 def _message(item: object, where: str) -> ChatMessage:
     if isinstance(item, Mapping):
         role, content = item.get("role"), item.get("content")
+        if isinstance(content, list | tuple):
+            content = text_of_parts(content)
         if isinstance(role, str) and isinstance(content, str):
             return ChatMessage(role=role, content=content)
-    raise ConfigError(f"{where} holds the message {item!r:.60}: a message has a role and a content, both texts")
+    raise ConfigError(
+        f"{where} holds the message {item!r:.60}: a message has a role and a content, both texts, "
+        "or a content of parts (text, image, video)"
+    )
 
 
-def _reference(row: Row, where: str, name: str) -> str:
+def _reference(row: Row, where: str, name: str, *, is_response: bool) -> str:
     if not name:
         return ""
+    if is_response:
+        return _response(row, where, name, "reference_column")
     value = _column(row, name, where, 'reference_column (empty: "" for none)')
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     raise ConfigError(
         f"column {name!r} of {where} holds {value!r:.60}: a reference is a text or a number; hand anything else to "
         "the scorers by metadata_columns"
+    )
+
+
+def _response(row: Row, where: str, name: str, setting: str) -> str:
+    """Return what an assistant said: a text, or the content of the last message of a conversation. Empty for none."""
+    if not name:
+        return ""
+    value = _column(row, name, where, setting)
+    if value is None or value == []:
+        return ""
+    if isinstance(value, list | tuple):
+        last = _message(value[-1], f"column {name!r} of {where}")
+        if last.role != "assistant":
+            raise ConfigError(
+                f"column {name!r} of {where} ends with a message of the {last.role}: a response is the assistant's"
+            )
+        return last.content
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    raise ConfigError(
+        f"column {name!r} of {where} holds {value!r:.60}: a response is a text, or a list of messages that ends with "
+        "the assistant's"
     )
 
 
@@ -190,6 +250,6 @@ def _named(prompt: Prompt, id_: str) -> Prompt:
     return msgspec.structs.replace(prompt, id=id_)
 
 
-def _question(prompt: Prompt) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _question(prompt: Prompt) -> tuple[str, tuple[ChatMessage, ...], tuple[Media, ...]]:
     """Return what two prompts have in common that ask the same."""
-    return prompt.text, tuple((message.role, message.content) for message in prompt.messages)
+    return prompt.text, prompt.messages, prompt.media

@@ -29,9 +29,20 @@ class DataSettings(BaseModel):
     prompt_column: str = "question"
     """Column of the prompt: a text, which becomes a user message, or a list of {role, content} messages."""
     reference_column: str = "answer"
-    """Column of the reference answer; empty when the rows have none."""
+    """Column of the reference answer, or of the response to learn (the better one of two); empty when the rows have
+    none."""
+    rejected_column: str = ""
+    """Column of the worse of two responses, where preferences are learnt. A response is a text, or a list of messages
+    that ends with the assistant's."""
     metadata_columns: tuple[str, ...] = ()
     """Columns that the scorers get besides, as the prompt's metadata."""
+    image_column: str = ""
+    """Column of the images, one or a list: paths (relative ones begin beside the dataset's file), data URLs, bytes, or
+    what the library `datasets` makes of images. They stand where the prompt says `<image>`, else before its text."""
+    video_column: str = ""
+    """Column of the videos, likewise, at `<video>`: animated images, or folders of frames in the order of names."""
+    video_fps: float = Field(default=0.0, ge=0.0)
+    """Frames a second of the videos; 0 for not known, which counts as 2."""
     system: str = ""
     """Text of a system message put before each conversation that has none; empty for no system message."""
     format: str = ""
@@ -54,6 +65,8 @@ class DataSettings(BaseModel):
                 f"system = {self.system!r} is a chat message, but format makes plain text: "
                 "put the text into format, or remove one of the two"
             )
+        if self.format and (self.image_column or self.video_column):
+            raise ValueError("format makes plain text, and images and videos stand in conversations: use prompt_column")
         try:
             fields = [name for _, name, _, _ in Formatter().parse(self.format) if name is not None]
         except ValueError as error:

@@ -158,7 +158,40 @@ def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> 
         ) from None
     if limit is not None:
         loaded = loaded.select(range(min(limit, len(loaded))))
-    return [Row(row) for row in loaded]
+    for column, feature in dict(loaded.features).items():
+        if (undecoded := _undecoded(feature)) is not None:
+            loaded = loaded.cast_column(column, undecoded)
+    shown = settings.image_column
+    try:
+        return [Row({**row, shown: _embedded(row[shown])} if shown in row else row) for row in loaded]
+    except (OSError, ImportError) as error:  # the library decodes videos, sound and images within structures
+        raise ConfigError(
+            f"a row of the Hugging Face dataset {name!r} cannot be read ({_first_line(error)}): install what it asks "
+            "for, or give a dataset without that column"
+        ) from None
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return how a column of images, or of lists of them, is read as the files that they are; None for any other.
+
+    Nobody here looks at an image, and what was compressed once would grow tenfold.
+    """
+    import datasets
+
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+        return datasets.List(datasets.Image(decode=False), length=feature.length)
+    return None
+
+
+def _embedded(value: Any) -> Any:
+    """Return the images of a row with their bytes: where the library keeps its files, no rollout may look."""
+    if isinstance(value, list):
+        return [_embedded(item) for item in value]
+    if not isinstance(value, Mapping) or value.get("bytes") or not value.get("path"):
+        return value
+    return {**value, "bytes": Path(value["path"]).read_bytes()}
 
 
 # --- reasoning-gym -------------------------------------------------------------------------------------------------

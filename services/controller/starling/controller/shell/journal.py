@@ -8,8 +8,8 @@ disk. See docs/decisions/0009-journal.md for why it is made this way. Tables:
 | table      | holds                                                                                              |
 |------------|----------------------------------------------------------------------------------------------------|
 | `records`  | every record, in order; of a generated group without the texts of its completions                   |
-| `contents` | of each generated group that may be needed again: part 0 the whole record, then its payload          |
-| `groups`   | where the contents of a group are, its score, and the step that takes it                             |
+| `contents` | of each generated or taught group that may be needed again: part 0 the whole record, then its payload |
+| `groups`   | where the contents of a group are, its teacher's, its score, and the step that takes it              |
 | `adopted`  | the newest `VersionAdopted` of each replica; the older ones go                                       |
 | `marks`    | `committed`: the last step made; `pruned`: up to which step a policy has a state, so contents may go |
 
@@ -36,6 +36,7 @@ from starling.controller.core.records import (
     GroupGenerated,
     GroupReturned,
     GroupScored,
+    GroupTaught,
     Kept,
     Record,
     StepCommitted,
@@ -43,7 +44,7 @@ from starling.controller.core.records import (
     VersionAdopted,
 )
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the tables and of the records' encoding."""
 APPLICATION: Final = 0x53544C4E
 """Marks a SQLite file as one of ours."""
@@ -61,8 +62,8 @@ READ_AT_ONCE: Final = 512
 _SCHEMA: Final = (
     "CREATE TABLE records (seq INTEGER PRIMARY KEY, body BLOB NOT NULL)",
     "CREATE TABLE contents (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",
-    "CREATE TABLE groups (key TEXT PRIMARY KEY, generated INTEGER NOT NULL, scored INTEGER, step INTEGER, rank INTEGER)"
-    " WITHOUT ROWID",
+    "CREATE TABLE groups (key TEXT PRIMARY KEY, generated INTEGER NOT NULL, taught INTEGER, scored INTEGER, "
+    "step INTEGER, rank INTEGER) WITHOUT ROWID",
     "CREATE INDEX groups_of_step ON groups (step, rank)",
     "CREATE TABLE adopted (name TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE TABLE marks (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
@@ -108,14 +109,16 @@ class Journal:
         self._forget()
 
     def append(self, record: Record, payload: Buffers = ()) -> None:
-        """Add `record`; only a `GroupGenerated` has a payload. It is durable once `commit` has returned."""
-        assert not payload or isinstance(record, GroupGenerated), f"{type(record).__name__} has no payload"
+        """Add `record`; only what comes of a group has a payload. It is durable once `commit` has returned."""
+        has_contents = isinstance(record, GroupGenerated | GroupTaught)
+        assert not payload or has_contents, f"{type(record).__name__} has no payload"
         self._seq += 1
         body = _encoder.encode(record)
-        if isinstance(record, GroupGenerated):
+        if has_contents:
             # Inserted as they are: one row for each buffer spares the copy that joining them would be.
             first = self._seq << _PARTS
             self._contents += [(first + part, buffer) for part, buffer in enumerate((body, *payload))]
+        if isinstance(record, GroupGenerated):
             body = _encoder.encode(_without_texts(record))
         self._records.append((self._seq, body))
         self._operations += _operations(self._seq, record)
@@ -160,7 +163,8 @@ class Journal:
         return _read(self.path, self._db)
 
     def fetch(self, step: int) -> tuple[Kept, ...]:
-        """Return what `step` was made of: of each group its last `GroupGenerated`, whole, and its `GroupScored`.
+        """Return what `step` was made of: of each group its last `GroupGenerated` and `GroupTaught`, whole, and its
+        `GroupScored`.
 
         The groups come in the order of `StepSealed.ordinals`. Empty when the step has no groups, or is pruned.
         Raises ConfigError when the file is damaged.
@@ -169,10 +173,11 @@ class Journal:
             if step <= _marks(self._db)["pruned"]:
                 return ()
             kept: list[Kept] = []
-            rows = self._db.execute("SELECT generated, scored FROM groups WHERE step = ? ORDER BY rank", (step,))
-            for generated, scored in rows.fetchall():
+            query = "SELECT generated, taught, scored FROM groups WHERE step = ? ORDER BY rank"
+            for generated, taught, scored in self._db.execute(query, (step,)).fetchall():
                 body = self._db.execute("SELECT body FROM records WHERE seq = ?", (scored,)).fetchone()[0]
-                kept += [_whole(self._db, generated), Kept(_decoder.decode(body))]
+                kept += [_whole(self._db, seq) for seq in (generated, taught) if seq is not None]
+                kept.append(Kept(_decoder.decode(body)))
             return tuple(kept)
 
     def close(self) -> None:
@@ -242,6 +247,8 @@ def _operations(seq: int, record: Record) -> list[Operation]:
             return _drop(key)  # nobody trains it, and its texts were for the scorers
         case GroupScored(key=key):
             return [("UPDATE groups SET scored = ? WHERE key = ?", (seq, key))]
+        case GroupTaught(key=key):
+            return [("UPDATE groups SET taught = ? WHERE key = ?", (seq, key))]
         case GroupReturned(key=key) | GroupDiscarded(key=key):
             return _drop(key)
         case StepSealed(step=step, ordinals=ordinals):
@@ -261,11 +268,12 @@ def _operations(seq: int, record: Record) -> list[Operation]:
 
 def _drop(key: str) -> list[Operation]:
     """Delete the contents of a group, if it has any."""
-    contents = (
-        f"DELETE FROM contents WHERE id >= (SELECT generated << {_PARTS} FROM groups WHERE key = ?1)"
-        f" AND id < (SELECT (generated + 1) << {_PARTS} FROM groups WHERE key = ?1)"
-    )
-    return [(contents, (key,)), ("DELETE FROM groups WHERE key = ?", (key,))]
+    contents = [
+        f"DELETE FROM contents WHERE id >= (SELECT {which} << {_PARTS} FROM groups WHERE key = ?1)"
+        f" AND id < (SELECT ({which} + 1) << {_PARTS} FROM groups WHERE key = ?1)"
+        for which in ("generated", "taught")
+    ]
+    return [*((one, (key,)) for one in contents), ("DELETE FROM groups WHERE key = ?", (key,))]
 
 
 def _raise_mark(name: str, step: int) -> Operation:
@@ -282,8 +290,8 @@ def _without_texts(record: GroupGenerated) -> GroupGenerated:
 
 def _read(path: Path, db: sqlite3.Connection) -> Iterator[Kept]:
     with _explained(path):
-        wanted = "SELECT generated FROM groups WHERE step IS NULL OR step > ?"
-        whole = {seq for (seq,) in db.execute(wanted, (_marks(db)["committed"],))}
+        wanted = "SELECT generated, taught FROM groups WHERE step IS NULL OR step > ?"
+        whole = {seq for both in db.execute(wanted, (_marks(db)["committed"],)) for seq in both}
     last = 0
     while True:
         with _explained(path):
@@ -299,7 +307,7 @@ def _read(path: Path, db: sqlite3.Connection) -> Iterator[Kept]:
 
 
 def _whole(db: sqlite3.Connection, seq: int) -> Kept:
-    """Return a generated group with its texts and its payload."""
+    """Return what came of a group, with its texts and its payload."""
     query = "SELECT body FROM contents WHERE id >= ? AND id < ? ORDER BY id"
     body, *payload = [row[0] for row in db.execute(query, (seq << _PARTS, (seq + 1) << _PARTS))]
     return Kept(_decoder.decode(body), tuple(payload))

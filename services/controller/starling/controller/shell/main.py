@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -30,13 +31,17 @@ from starling.controller.core.events import (
     Ticked,
 )
 from starling.controller.core.machine import Controller
-from starling.controller.data.prompts import PromptSource, load_prompts
-from starling.controller.settings import ControllerProcess
+from starling.controller.data.prompts import Needs, PromptSource, load_prompts
+from starling.controller.settings import PREFERENCE_KINDS, ControllerProcess
 from starling.controller.shell.durable import Durable
 from starling.controller.shell.journal import Journal
 from starling.controller.shell.lines import Lines
+from starling.controller.shell.loggers.fanout import Fanout
+from starling.controller.shell.loggers.fanout import makers as logger_makers
+from starling.controller.shell.loggers.logger import RunInfo
 from starling.controller.shell.past import JOURNAL, lost_lines, take_up
 from starling.controller.shell.recorder import Recorder, RecordingPrompts
+from starling.controller.shell.samples import Samples
 from starling.controller.shell.status import History, snapshot
 from starling.controller.shell.ticks import Ticks
 from starling.controller.shell.timelines import Timelines
@@ -46,7 +51,7 @@ log = structlog.get_logger(__name__)
 METRICS = "metrics.jsonl"
 MAX_TOGETHER = 256
 """Events whose records one transaction may hold, and after which the clock is looked at."""
-QUIET_NOTES = frozenset({"step", "trained", "published", "adopted", "offered", "state"})
+QUIET_NOTES = frozenset({"step", "trained", "published", "adopted", "offered", "state", "filtered"})
 """Notes that come with every step: recorded, and shown on the screen, but not logged."""
 
 
@@ -64,6 +69,7 @@ class Shell:
         """
         network = settings.network
         self._settings, self._folder = settings, arguments.folder
+        makers = logger_makers(settings.logging.loggers, run_info(settings, arguments.folder))
         self._plan = settings.plan()
         self._journal = Journal(self._folder / JOURNAL)
         try:
@@ -81,6 +87,8 @@ class Shell:
         told = self._history.read(self._folder / METRICS)
         for line in lost_lines(self._past.records, told):
             self._metrics.write(json.dumps({"time": round(time.time(), 4), **line}))
+        self._samples = Samples(self._folder, settings.logging.samples_mb << 20)
+        self._loggers = Fanout(makers, settings.logging, self._folder, self._past.records)
         self._timelines = Timelines(self._folder)
         self._finish: Finish | None = None
         patience_s = settings.controller.journal_s
@@ -102,6 +110,9 @@ class Shell:
         finally:
             self.hub.close()
             self._journal.close()
+            for lost in self._loggers.close():
+                self._write_line("logger", lost)
+            self._samples.close()
             self._metrics.close()
             if self._recorder is not None:
                 self._recorder.close()
@@ -146,6 +157,8 @@ class Shell:
                 self._take(controller, Ticked(time.monotonic()), "tick")
                 self._show(controller)
                 self._metrics.flush()
+                self._samples.flush()
+                self._loggers.look()
             self._settle(controller)
         self._show(controller)
 
@@ -194,18 +207,26 @@ class Shell:
                 self.hub.release(peer, leases)
             case Send(peer=peer, message=message, buffers=buffers):
                 self.hub.send(peer, message, cause=cause, buffers=buffers)
+            case Note(kind="samples" as kind, fields=fields):
+                self._samples.write(fields["step"], fields["rows"])
+                self._loggers.note(kind, fields)
             case Note(kind=kind, fields=fields):
                 self._history.note(kind, fields)
-                line = {"time": round(time.time(), 4), "kind": kind, **fields}
-                self._metrics.write(json.dumps(line))
-                self._timelines.note(line)
+                self._timelines.note(self._write_line(kind, fields))
+                self._loggers.note(kind, fields)
                 if kind not in QUIET_NOTES:
-                    log.info(kind, **fields)
+                    (log.warning if kind == "alarm" else log.info)(kind, **fields)
             case Fetch(step=step):
                 self._fetched.append(Fetched(time.monotonic(), step, self._journal.fetch(step)))
             case Finish():
                 self._finish = command
                 log.info("finished", ok=command.ok, reason=command.reason)
+
+    def _write_line(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Add a line to metrics.jsonl, and return it."""
+        line = {"time": round(time.time(), 4), "kind": kind, **fields}
+        self._metrics.write(json.dumps(line))
+        return line
 
     def _stalled(self, left_s: float) -> None:
         """The disk of the journal is full: say so to whoever looks, since nothing else can be said."""
@@ -220,10 +241,27 @@ class Shell:
         self.hub.publish(msgspec.msgpack.encode(view))
 
 
+def run_info(settings: ControllerProcess, folder: Path) -> RunInfo:
+    """Return what loggers know of the run."""
+    return RunInfo(
+        id=settings.run.id,
+        name=settings.run.name,
+        folder=folder,
+        project=settings.logging.project,
+        offline=settings.logging.offline,
+        settings=settings.model_dump(mode="json"),
+    )
+
+
 def load_data(settings: ControllerProcess) -> tuple[PromptSource, PromptSource, list[Prompt]]:
     """Return the prompts to train on, the supervised examples, and the held-out prompts."""
-    prompts = load_prompts(settings.data)
-    examples = load_prompts(settings.sft.data) if settings.sft.data is not None else prompts
+    needs: Needs = "prompt"
+    if settings.examples.num_steps:
+        needs = "pair" if settings.run.kind in PREFERENCE_KINDS else "response"
+    if settings.examples.data is None:
+        prompts = examples = load_prompts(settings.data, needs)
+    else:
+        prompts, examples = load_prompts(settings.data), load_prompts(settings.examples.data, needs)
     return prompts, examples, prompts.held_out_prompts()
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from starling.common.errors import ConfigError
 from starling.controller.core.plan import RESUMED_WITH, RunPlan
 from starling.controller.core.records import ControllerStarted, Kept, RunBegun, StepCommitted, StepSealed
@@ -33,7 +31,7 @@ def take_up(journal: Journal, run: str, plan: RunPlan) -> Past:
     """
     records = list(journal.read())
     begun = next((kept.record for kept in records if isinstance(kept.record, RunBegun)), None)
-    present = {name: value for name, value in msgspec.to_builtins(plan).items() if name in RESUMED_WITH}
+    present: dict[str, object] = {name: getattr(plan, name) for name in RESUMED_WITH}
     if begun is None:
         journal.append(RunBegun(run=run, plan=present))
     else:

@@ -11,7 +11,7 @@ from typing import Any
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.telemetry import ReplicaView, Snapshot
 from starling.controller.core.explain import explain, pull_of
-from starling.controller.core.ledger import GONE, GroupState
+from starling.controller.core.groups import GONE, GroupState
 from starling.controller.core.membership import Member
 from starling.controller.core.state import State
 
@@ -50,9 +50,9 @@ class History:
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         """Keep what the screen shows."""
         if kind == "step":
-            self.step = fields
-            if "reward_mean" in fields:
-                self._add_reward(fields["reward_mean"])
+            self.step = {name: value for name, value in fields.items() if name != "alarms"}
+            if "reward_mean" in fields:  # with dynamic sampling, of all that was sampled: the rest is chosen by it
+                self._add_reward(fields.get("sampled_reward_mean", fields["reward_mean"]))
         elif kind == "evaluation":
             self.evaluations.append(fields)
 
@@ -74,7 +74,7 @@ def snapshot(state: State, history: History, now: float, dropped: int) -> Snapsh
         phase=state.phase,
         version=state.version,
         last_step=state.plan.last_step,
-        num_sft_steps=state.plan.num_sft_steps,
+        num_supervised_steps=state.plan.num_supervised_steps,
         elapsed_s=now - history.started,
         waiting_for=explain(state),
         groups={str(s): state.ledger.count(s) for s in GroupState if s not in GONE},
@@ -84,6 +84,7 @@ def snapshot(state: State, history: History, now: float, dropped: int) -> Snapsh
         curve=tuple(history.curve),
         evaluations=tuple(history.evaluations),
         dropped=dropped,
+        alarms=tuple(map(str, state.alarms.values())),
     )
 
 

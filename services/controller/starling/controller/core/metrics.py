@@ -1,0 +1,49 @@
+"""What the groups of a step say of themselves, beside what the policies measure."""
+
+from __future__ import annotations
+
+from starling.algo.staleness import staleness
+from starling.common.wire.messages import Status
+from starling.controller.core.ledger import Ledger
+
+
+def filtered_metrics(ledger: Ledger, step: int) -> dict[str, float]:
+    """Return how many groups were passed over for those of a step in training, their share, and the reward of both.
+
+    The reward of what is trained says little of the model: the groups that it always solves are not among them.
+    """
+    passed, sealed = ledger.passed(step), ledger.sealed(step)
+    if not sealed:
+        return {}
+    num = len(passed) + len(sealed)
+    kept = [sum(r for r in group.rewards if r is not None) / len(group.rewards) for group in sealed]
+    return {
+        "num_filtered": len(passed),
+        "filtered_share": len(passed) / num,
+        "sampled_reward_mean": (sum(passed) + sum(kept)) / num,
+    }
+
+
+def sealed_metrics(ledger: Ledger, step: int) -> dict[str, float]:
+    """Return what the groups of a step in training say of themselves; nothing for a supervised step."""
+    sealed = ledger.sealed(step)
+    if not sealed:
+        return {}
+    rewards = [r for group in sealed for r in group.rewards if r is not None]
+    trajectories = [t for group in sealed for t in group.trajectories]
+    stale = [staleness(step, t.oldest_version) for t in trajectories]
+    metrics = {
+        "reward_mean": sum(rewards) / len(rewards),
+        "reward_max": max(rewards),
+        "reward_min": min(rewards),
+        "completion_tokens_mean": sum(t.num_tokens for t in trajectories) / len(trajectories),
+        "completion_tokens_max": max(t.num_tokens for t in trajectories),
+        "truncated_share": sum(t.status is Status.TRUNCATED for t in trajectories) / len(trajectories),
+        "staleness_mean": sum(stale) / len(stale),
+        "staleness_max": max(stale),
+        "num_discarded": ledger.num_discarded,
+    }
+    for name in sorted({name for group in sealed for name in group.components}):
+        values = [v for group in sealed for v in group.components.get(name, ()) if v is not None]
+        metrics[f"score/{name}"] = sum(values) / max(1, len(values))
+    return metrics

@@ -1,0 +1,128 @@
+"""A run that goes on from a state of another one, and what a policy is told for the states that it saves."""
+
+from __future__ import annotations
+
+import pytest
+from transcript import Script
+
+from starling.common.wire import messages as wire
+from starling.controller.core.explain import status, waits
+from starling.controller.core.groups import GroupState
+
+
+def begins_at(version: int, prompt: int, **changes: int) -> Script:
+    """Return a run whose policy has joined with a state of `version`."""
+    script = Script(begin_version=version, begin_prompt=prompt, **changes)
+    script.joins("policy-0", version=version)
+    script.joins("rollout-0")
+    script.joins("reward-0")
+    return script
+
+
+def told(script: Script, kind: type) -> list[wire.Down]:
+    """Return what the last event made it tell the policy of this kind."""
+    return [send.message for send in script.sent if isinstance(send.message, kind)]
+
+
+def test_it_goes_on_with_the_next_step_and_the_next_prompt() -> None:
+    script = begins_at(3, 7, num_steps=5, prompts_per_step=2, max_staleness=0)
+    script.publishes(3)
+    script.adopts("rollout-0", 3)
+    assert script.state.version == 3
+    assert "rollout-0 <- generate:t7:0 train7 >= v3" in script.log
+    assert "rollout-0 <- generate:t8:0 train8 >= v3" in script.log
+    for ordinal in (7, 8):
+        script.generates("rollout-0", f"generate:t{ordinal}:0", version=3)
+        script.scores(f"score:t{ordinal}:0")
+    assert "policy-0 <- train:4:0 train7 train8" in script.log
+    (step,) = told(script, wire.TrainStep)
+    assert isinstance(step, wire.TrainStep)
+    assert (step.ordinal, step.next_prompt) == (4, 9)
+    script.trains(4)
+    assert script.state.version == 4
+
+
+def test_it_makes_as_many_steps_as_are_left() -> None:
+    script = begins_at(3, 7, num_steps=5, prompts_per_step=2, max_staleness=3)
+    assert script.state.ledger.free_slots() == 0
+    assert script.state.ledger.num_admitted == 7 + 2 * 2, "of two steps"
+
+
+def test_supervised_steps_go_on_too() -> None:
+    script = begins_at(2, 0, num_supervised_steps=4, num_steps=1, prompts_per_step=1)
+    script.beats("policy-0", version=2)
+    assert any(line.startswith("policy-0 <- train:3:0 sft") for line in script.log), script.log
+
+
+def test_who_does_not_hold_that_version_cannot_be_brought_to_it() -> None:
+    script = Script(begin_version=3, begin_prompt=7, num_steps=5)
+    lines = script.joins("policy-0", version=0)
+    assert "policy-0 is at version 0, and the journal keeps only what came after version 3" in lines[-1]
+
+
+def test_it_waits_for_all_that_the_recipe_starts() -> None:
+    script = begins_at(3, 7, num_steps=5, num_rollouts=2)
+    assert not script.state.has_begun
+
+
+@pytest.mark.parametrize("discards", [False, True])
+def test_the_next_prompt_is_the_one_after_the_last_that_was_trained(discards: bool) -> None:
+    script = Script(num_steps=2, prompts_per_step=1, max_staleness=0, max_tries=0)
+    script.begins()
+    if discards:
+        script.fails("rollout-0", "generate:t0:0", "no", fatal=True)
+    script.makes_groups(int(discards))
+    steps = [s.message for s in script.sent if isinstance(s.message, wire.TrainStep)]
+    assert [step.next_prompt for step in steps] == [1 + discards]
+
+
+def test_what_is_known_of_a_version_is_told_with_the_order_to_save_it() -> None:
+    script = Script(num_steps=3, save_every=1, prompts_per_step=1)
+    script.begins()
+    script.makes_groups(0)
+    trained = wire.StepTrained(lease="train:1:0", step=1, metrics={"loss": 0.5, "num_tokens": 7})
+    script.hears("policy-0", trained)
+    (save,) = told(script, wire.SaveCheckpoint)
+    assert isinstance(save, wire.SaveCheckpoint)
+    assert save.state
+    assert save.metrics["loss"] == 0.5
+    assert save.metrics["num_tokens"] == 7.0
+    assert save.metrics["reward_mean"] == 0.5
+    assert "phase" not in save.metrics, "it is no number"
+
+
+def test_nobody_waits_for_a_state_but_the_end() -> None:
+    script = Script(num_steps=3, save_every=1, prompts_per_step=1)
+    script.begins()
+    script.makes_groups(0)
+    script.trains(1)
+    assert "policy-0 <- save:1:0" in script.log
+    assert not any("to save" in wait["what"] for wait in waits(script.state))
+    script.stops()
+    assert any("to save" in wait["what"] for wait in waits(script.state))
+
+
+def test_versions_of_the_run_before_are_not_evaluated_again() -> None:
+    script = begins_at(3, 6, num_steps=6, prompts_per_step=2, max_staleness=0, evaluate_every=2)
+    script.publishes(3)
+    script.adopts("rollout-0", 3)
+    assert script.state.evaluation is None, "version 3 is off the interval"
+    script.makes_groups(6, 7, version=3)
+    script.trains(4)
+    script.publishes(4)
+    assert script.state.evaluation is not None
+    assert script.state.evaluation.version == 4
+    again = begins_at(4, 8, num_steps=6, prompts_per_step=2, evaluate_every=2)
+    again.publishes(4)
+    assert again.state.evaluation is None, "the run that made version 4 has evaluated it"
+
+
+def test_no_group_may_have_tokens_from_before_the_run() -> None:
+    script = begins_at(3, 6, num_steps=9, prompts_per_step=1, max_staleness=2)
+    script.publishes(3)
+    assert [script.state.required_version(group) for group in script.state.ledger.within(GroupState.WAITING)] == [3] * 3
+
+
+def test_only_groups_of_this_run_are_counted() -> None:
+    script = begins_at(3, 7, num_steps=5, prompts_per_step=2, max_staleness=0)
+    assert status(script.state)[1]["num_trained"] == 0

@@ -1,0 +1,155 @@
+"""Dynamic sampling: groups from which nothing can be learnt are set aside, and each step is full all the same."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from transcript import Script, Stream
+
+from starling.controller.core.events import Note
+from starling.controller.core.groups import GroupState
+from starling.controller.core.ledger import Ledger
+from starling.controller.core.machine import Controller
+from starling.controller.core.metrics import filtered_metrics
+from starling.controller.core.records import Kept, StepCommitted
+
+
+def script(**changes: object) -> Script:
+    return Script(dynamic_sampling=True, **changes)
+
+
+def finishes(script: Script, ordinal: int, *rewards: float) -> None:
+    script.generates("rollout-0", f"generate:t{ordinal}:0")
+    script.scores(f"score:t{ordinal}:0", *rewards)
+
+
+def told(script: Script) -> dict[str, object]:
+    """Return the metrics of the step that was committed last."""
+    return [write.record.metrics for write in script.journal if isinstance(write.record, StepCommitted)][-1]
+
+
+def test_a_step_tells_what_was_passed_over_for_it() -> None:
+    run = script()
+    run.begins()
+    for ordinal, rewards in enumerate([(1, 1), (0, 1), (0, 0), (0.5, 0.5), (1, 0)]):
+        finishes(run, ordinal, *rewards)
+    run.trains(1)
+    assert told(run)["num_filtered"] == 3
+    assert told(run)["filtered_share"] == 3 / 5
+    assert told(run)["num_discarded"] == 0, "they are not lost"
+    assert told(run)["reward_mean"] == 0.5
+    assert told(run)["sampled_reward_mean"] == (1 + 0.5 + 0 + 0.5 + 0.5) / 5
+    run.publishes(1)
+    run.adopts("rollout-0", 1)
+    for ordinal in (5, 6):
+        run.generates("rollout-0", f"generate:t{ordinal}:0", 1)
+        run.scores(f"score:t{ordinal}:0")
+    run.trains(2)
+    assert told(run)["num_filtered"] == told(run)["filtered_share"] == 0
+
+
+def test_a_controller_that_begins_again_tells_the_same() -> None:
+    run = script()
+    run.begins()
+    for ordinal, rewards in enumerate([(1, 1), (0, 1), (0, 0), (1, 0)]):
+        finishes(run, ordinal, *rewards)
+    past = [Kept(write.record, write.payload) for write in run.journal]
+    again = Controller(run.plan, Stream("train"), Stream("sft"), run.held_out, past=past, incarnation=2).state.ledger
+    ledger = run.state.ledger
+    assert (
+        filtered_metrics(again, 1)
+        == filtered_metrics(ledger, 1)
+        == {
+            "num_filtered": 2,
+            "filtered_share": 0.5,
+            "sampled_reward_mean": 0.5,
+        }
+    )
+    assert again.num_filtered_in_a_row == ledger.num_filtered_in_a_row == 0
+    assert again.free_slots() == ledger.free_slots()
+
+
+def test_without_it_equal_rewards_are_trained() -> None:
+    run = Script()
+    run.begins()
+    for ordinal in (0, 1):
+        finishes(run, ordinal, 1, 1)
+    run.trains(1)
+    assert "num_filtered" not in told(run)
+    assert told(run)["reward_mean"] == 1
+
+
+def test_an_evaluation_keeps_equal_rewards() -> None:
+    run = script(evaluate_at_start=True)
+    run.begins(slots=8)
+    for ordinal in (0, 1):
+        run.generates("rollout-0", f"generate:e{ordinal}:0", num=1)
+        run.scores(f"score:e{ordinal}:0", 1.0)
+    assert run.state.evaluated == {"start": 0}
+
+
+def test_only_so_many_are_set_aside_in_a_row() -> None:
+    run = script(filter_limit=3)
+    run.begins()
+    for ordinal, rewards in enumerate([(1, 1), (0, 0), (0, 1), (0, 0), (0, 0)]):
+        finishes(run, ordinal, *rewards)
+    assert not any("failed" in line or "drain" in line for line in run.waits(1))
+    finishes(run, 5, 0, 0)
+    [line] = [line for line in run.waits(1) if line.startswith("policy-0 <- drain")]
+    assert "the last 3 groups were all set aside" in line
+    assert "rl.filter_limit" in line
+
+
+def test_the_default_limit_is_ten_steps_worth() -> None:
+    assert script().plan.most_filtered == 20
+    assert script(filter_limit=7).plan.most_filtered == 7
+
+
+def test_it_is_noted_with_the_reward_that_all_have() -> None:
+    run = script()
+    run.begins()
+    finishes(run, 0, 0.25, 0.25)
+    [note] = [command for command in run.commands if isinstance(command, Note) and command.kind == "filtered"]
+    assert note.fields == {"prompt": "train0", "reward": 0.25}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.sampled_from(["keep", "filter", "discard"])), max_size=60),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+def test_every_step_is_full_and_nothing_is_out_of_order(
+    outcomes: list[tuple[int, str]], prompts_per_step: int, max_staleness: int
+) -> None:
+    """Whatever ends first and how: steps take the kept groups in order, and slots bound what is live."""
+    ledger = Ledger(num_steps=4, prompts_per_step=prompts_per_step, max_staleness=max_staleness, max_tries=0)
+    prompts, kept, filtered, passed = Stream("train"), [], [], 0
+    for chosen, outcome in outcomes:
+        for _ in range(ledger.free_slots()):
+            ledger.lease(ledger.admit(prompts.prompt(ledger.num_admitted)), 0)
+        under_way = ledger.within(GroupState.LEASED)
+        assert ledger.num_live <= ledger.num_slots
+        if not under_way:
+            break  # the last step is full
+        group = under_way[chosen % len(under_way)]
+        ranks = {other.ordinal: ledger.rank(other) for other in ledger.live()}
+        if outcome == "discard":
+            ledger.discard(group)
+        else:
+            ledger.generated(group, (), (), ())
+            ledger.scored(group, (0.0, 1.0), {}) if outcome == "keep" else ledger.filter(group, 0.5)
+            (kept if outcome == "keep" else filtered).append(group.ordinal)
+        assert all(ledger.rank(other) <= ranks[other.ordinal] for other in ledger.live()), "a place only moves forward"
+        step = ledger.num_sealed + 1
+        for sealed in ledger.seal(step):
+            assert sealed.ordinal in kept
+            kept.remove(sealed.ordinal)
+            assert not kept or sealed.ordinal < min(kept)
+        if ledger.num_sealed == step:
+            assert len(ledger.sealed(step)) == prompts_per_step
+            last = ledger.sealed(step)[-1].ordinal
+            num = sum(ordinal < last for ordinal in filtered) - passed
+            passed += num
+            assert len(ledger.passed(step)) == num
+            ledger.trained(step)
+    assert ledger.num_admitted == ledger.num_live + ledger.num_trained_groups + ledger.num_discarded + len(filtered)

@@ -1,0 +1,105 @@
+"""The completions that people are shown: which ones, and how much of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from transcript import Script
+
+from starling.common.wire.messages import ChatMessage, Prompt, Status, TrajectoryMeta
+from starling.controller.core.events import Note
+from starling.controller.core.groups import Group
+from starling.controller.core.samples import MOST_CHARACTERS, choose, row, shortened, text_of
+
+
+def group(ordinal: int, num: int) -> Group:
+    """Return a scored group of `num` completions."""
+    made = Group(ordinal, Prompt(id=f"p{ordinal}", text="2 + 2 ="), "train")
+    made.trajectories = tuple(
+        TrajectoryMeta(status=Status.OK, num_tokens=index, text=f"{index}", oldest_version=3, newest_version=4)
+        for index in range(num)
+    )
+    made.rewards, made.components = (0.5,) * num, {"exact": (1.0,) * num, "short": (None,) * num}
+    return made
+
+
+@given(
+    sizes=st.lists(st.integers(0, 4), max_size=6),
+    num=st.integers(0, 8),
+    seed=st.integers(0, 2**40),
+    step=st.integers(1, 10**6),
+)
+def test_what_is_chosen(sizes: list[int], num: int, seed: int, step: int) -> None:
+    """Different completions that exist, in order, no more than asked for, and the same ones every time."""
+    groups = [group(ordinal, size) for ordinal, size in enumerate(sizes)]
+    chosen = choose(groups, num, seed=seed, step=step)
+    places = [(one.ordinal, index) for one, index in chosen]
+    assert places == sorted(set(places))
+    assert len(places) <= min(num, sum(sizes))
+    assert all(index < sizes[ordinal] for ordinal, index in places)
+    assert [(one.ordinal, index) for one, index in choose(groups, num, seed=seed, step=step)] == places
+    if num and sizes and all(sizes):
+        assert places
+
+
+def test_steps_and_seeds_choose_differently() -> None:
+    """Of a thousand completions four are the same in two steps about never; every completion has its chance."""
+    groups = [group(ordinal, 10) for ordinal in range(100)]
+    found = [
+        tuple((one.ordinal, index) for one, index in choose(groups, 4, seed=seed, step=step))
+        for seed in range(2)
+        for step in range(20)
+    ]
+    assert len(set(found)) == 40
+    assert all(len(chosen) == 4 for chosen in found)
+    few = [group(0, 2), group(1, 2)]
+    seen = {(one.ordinal, index) for step in range(30) for one, index in choose(few, 1, seed=0, step=step)}
+    assert len(seen) == 4
+
+
+def test_a_row_is_what_a_scorer_would_ask_for() -> None:
+    """Texts, reward with its components, status, length, versions."""
+    assert row(group(7, 2), 1) == {
+        "prompt_id": "p7",
+        "prompt": "2 + 2 =",
+        "completion": "1",
+        "reward": 0.5,
+        "score/exact": 1.0,
+        "score/short": None,
+        "status": "ok",
+        "num_tokens": 1,
+        "oldest_version": 3,
+        "newest_version": 4,
+    }
+
+
+def test_a_conversation_is_shown_with_its_roles() -> None:
+    """As there is no template at the controller."""
+    messages = (ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="Why?"))
+    assert text_of(Prompt(id="p", messages=messages)) == "system: Be brief.\nuser: Why?"
+
+
+@given(st.text(max_size=3 * MOST_CHARACTERS))
+def test_long_texts_lose_their_middle(text: str) -> None:
+    """Both ends stay, for the start has the task and the end has the answer."""
+    short = shortened(text)
+    assert len(short) <= MOST_CHARACTERS + 50
+    assert short[:100] == text[:100]
+    assert short[-100:] == text[-100:]
+    assert len(text) > MOST_CHARACTERS or short == text
+
+
+def test_samples_follow_every_so_manieth_step() -> None:
+    """One note with the step's rows; none where the recipe wants none."""
+    for every, wanted in ((1, [1, 2]), (2, [2])):
+        script, noted = Script(samples_per_step=3, samples_every=every), []
+        script.begins()
+        for step in (1, 2):
+            script.makes_groups(2 * step - 2, 2 * step - 1, version=step - 1)
+            script.trains(step)
+            noted += [c.fields for c in script.commands if isinstance(c, Note) and c.kind == "samples"]
+            script.publishes(step)
+            script.adopts("rollout-0", step)
+        assert [fields["step"] for fields in noted] == wanted
+        assert all(len(fields["rows"]) == 3 for fields in noted)
+        assert noted[0]["rows"][0]["completion"] == "y"

@@ -1,0 +1,140 @@
+"""Teachers: every group of a step has been seen by one, whoever else has worked on it in between."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from transcript import TAUGHT, Script
+
+from starling.common.wire import messages as wire
+from starling.controller.core.groups import GroupState
+from starling.controller.core.plan import RunPlan
+
+
+def script(**changes: object) -> Script:
+    run = Script(**{"num_teachers": 1, "prompts_per_step": 1, **changes})
+    run.begins()
+    return run
+
+
+def dealt(run: Script) -> tuple[wire.TrainStep, tuple[bytes, ...]]:
+    """Return the step that was dealt last, with its buffers."""
+    [send] = [send for send in run.sent if isinstance(send.message, wire.TrainStep)]
+    assert isinstance(send.message, wire.TrainStep)
+    return send.message, tuple(bytes(buffer) for buffer in send.buffers)
+
+
+@pytest.mark.parametrize("order", itertools.permutations(["score", "teach"]))
+def test_a_group_is_trained_with_what_its_teacher_makes_of_it(order: tuple[str, str]) -> None:
+    run = script()
+    run.generates("rollout-0", "generate:t0:0")
+    does: dict[str, Callable[[], list[str]]] = {
+        "score": lambda: run.scores("score:t0:0"),
+        "teach": lambda: run.teaches("teach:t0:0", k=2),
+    }
+    first, second = order
+    assert not any("train" in line for line in does[first]())
+    assert run.state.ledger.count(GroupState.GENERATED) == 1
+    assert "policy-0 <- train:1:0 train0" in does[second]()
+    command, buffers = dealt(run)
+    [group] = command.groups
+    assert [tensor.name for tensor in group.tensors] == ["", "", "", "", *TAUGHT]
+    assert [tensor.nbytes for tensor in group.tensors] == [len(buffer) for buffer in buffers]
+    assert [buffer[:1] for buffer in buffers[4:]] == [b"\1", b"\2", b"\3"]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 0.0]
+
+
+def test_a_teacher_gets_the_ids_and_the_temperature_and_nothing_else() -> None:
+    run = script(sampling=wire.Sampling(max_tokens=4, temperature=0.5))
+    run.generates("rollout-0", "generate:t0:0")
+    [send] = [send for send in run.sent if isinstance(send.message, wire.ScoreTokens)]
+    assert isinstance(send.message, wire.ScoreTokens)
+    assert (send.message.prompt_id, send.message.lengths, send.message.temperature) == ("train0", (1, 1), 0.5)
+    assert [tensor.dtype for tensor in send.message.tensors] == ["int32", "int32"]
+    assert [len(buffer) for buffer in send.buffers] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"num_tokens": 3}, "its teacher told teacher_logprobs (3,), and it has 2 tokens"),
+        ({"names": ("logits",)}, "its teacher told logits (2,), and it has 2 tokens"),
+        ({"names": ()}, "its teacher told nothing, and it has 2 tokens"),
+    ],
+)
+def test_an_answer_that_is_none_throws_the_completions_away(told: dict[str, int], reason: str) -> None:
+    run = script(max_tries=0)
+    run.generates("rollout-0", "generate:t0:0")
+    run.teaches("teach:t0:0", **told)  # type: ignore[arg-type]
+    assert run.state.last_drop == f"prompt train0: {reason}"
+    assert "reward-0 <- release score:t0:0" in run.sent_lines(), "nobody wants its rewards any more"
+
+
+def test_a_prompt_with_images_cannot_be_taught() -> None:
+    run = script()
+    tensor = wire.TensorMeta(dtype="int32", shape=(2,), nbytes=8)
+    meta = wire.TrajectoryMeta(status=wire.Status.OK, num_tokens=1, text="y", oldest_version=0, newest_version=0)
+    pixels = wire.TensorMeta(dtype="float32", shape=(2,), nbytes=8, name="pixel_values")
+    run.hears(
+        "rollout-0",
+        wire.GroupGenerated(lease="generate:t0:0", trajectories=(meta,) * 2, tensors=(*(tensor,) * 4, pixels)),
+        *(bytes(8),) * 5,
+    )
+    assert run.state.last_drop == "prompt train0: its prompt has more than tokens, and a teacher reads nothing else"
+
+
+def test_a_group_that_is_set_aside_is_taken_from_its_teacher() -> None:
+    run = script(dynamic_sampling=True)
+    run.generates("rollout-0", "generate:t0:0")
+    assert "teacher-0 <- release teach:t0:0" in run.scores("score:t0:0", 1.0, 1.0)
+    assert run.teaches("teach:t0:0") == ["teacher-0 <- release teach:t0:0"], "late, and about nothing"
+    assert not run.state.leases.has("teach")
+
+
+def test_an_evaluation_needs_no_teacher() -> None:
+    run = Script(num_teachers=1, evaluate_at_start=True)
+    run.begins(slots=8)
+    for ordinal in (0, 1):
+        run.generates("rollout-0", f"generate:e{ordinal}:0", num=1)
+        assert not any("teach:e" in line for line in run.sent_lines())
+        run.scores(f"score:e{ordinal}:0", 1.0)
+    assert run.state.evaluated == {"start": 0}
+
+
+def test_a_run_without_scorers_trains_rewards_of_zero() -> None:
+    run = script(num_rewards=0)
+    run.generates("rollout-0", "generate:t0:0")
+    run.teaches("teach:t0:0")
+    command, _ = dealt(run)
+    assert [trajectory.reward for trajectory in command.groups[0].trajectories] == [0.0, 0.0]
+
+
+def test_the_run_waits_for_its_teachers_and_fails_without() -> None:
+    run = Script(num_teachers=2, start_s=5.0)
+    run.begins()
+    run.leaves("teacher-1")
+    assert run.controller.waiting_for.startswith("the groups of step 1"), "one will do once it has begun"
+    run.leaves("teacher-0")
+    assert run.controller.waiting_for == "needs 1 teacher replica, has 0"
+    run.waits(1)
+    for name in ("policy-0", "reward-0", "rollout-0"):
+        run.beats(name, version=0)
+    lines = run.waits(6)
+    assert any("the run needs 1 teacher replica, has 0, for 5 s" in line for line in lines)
+
+
+def test_when_all_is_sealed_no_teacher_is_missed() -> None:
+    run = script(num_steps=1)
+    run.generates("rollout-0", "generate:t0:0")
+    run.scores("score:t0:0")
+    run.teaches("teach:t0:0")
+    run.leaves("teacher-0")
+    assert run.controller.waiting_for == "the policy to train step 1"
+
+
+def test_a_plan_knows_whether_it_has_teachers() -> None:
+    plan = RunPlan(seed=0, sampling=wire.Sampling(max_tokens=1), eval_sampling=wire.Sampling(max_tokens=1))
+    assert not plan.is_taught
+    assert plan.patience_s("teach") == plan.teach_s

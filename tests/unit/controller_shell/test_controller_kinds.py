@@ -1,0 +1,77 @@
+"""The kinds of run: what each makes of its sections, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from starling.common.errors import ConfigError
+from starling.controller.settings import ControllerProcess
+from starling.controller.shell.main import load_data
+
+UNSCORED = {"num_rewards": 0, "num_teachers": 1}
+PAIRS = {"num_steps": 5, "examples_per_step": 3}
+
+
+def settings(kind: str, source: str = "rows.jsonl", **sections: Any) -> ControllerProcess:
+    data = {"source": source, "reference_column": "chosen", "rejected_column": "rejected"}
+    return ControllerProcess.model_validate({"run": {"kind": kind}, "data": data, **sections})
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+def test_a_run_of_preferences_makes_its_steps_and_no_others(kind: str) -> None:
+    plan = settings(kind, preference=PAIRS).plan()
+    assert (plan.objective, plan.num_supervised_steps, plan.examples_per_step) == (kind, 5, 3)
+    assert (plan.num_steps, plan.last_step) == (0, 5)
+    assert not plan.needs_rollouts
+    assert plan.phase(1) == plan.phase(5) == kind
+
+
+def test_reinforcement_begins_with_supervised_steps() -> None:
+    plan = settings("rl", sft={"num_steps": 2}, rl={"num_steps": 3}).plan()
+    assert [plan.phase(step) for step in (1, 2, 3)] == ["sft", "sft", "rl"]
+    assert plan.last_step == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "complaint"),
+    [
+        ("dpo", {}, "preference.num_steps = 0, but run.kind = 'dpo'"),
+        ("reward_model", {}, "preference.num_steps = 0, but run.kind = 'reward_model'"),
+        ("dpo", {"preference": PAIRS, "sft": {"num_steps": 4}}, "sft.num_steps = 4, but run.kind = 'dpo'"),
+        ("rl", {"preference": PAIRS}, "preference.num_steps = 5, but run.kind = 'rl' learns from no pairs"),
+        ("sft", {"preference": PAIRS, "sft": {"num_steps": 4}}, "run.kind = 'sft' learns from no pairs"),
+        ("rl", {"controller": {"num_rewards": 0}}, "controller.num_rewards = 0 leaves nothing to learn from"),
+        ("rl", {"controller": UNSCORED, "rl": {"dynamic_sampling": True}}, "compares rewards, and nothing scores"),
+        ("rl", {"controller": UNSCORED, "evaluation": {"every": 1}}, "is on, and nothing scores in this run"),
+        ("reward_model", {"preference": PAIRS, "evaluation": {"every": 2}}, "trains a model that generates nothing"),
+    ],
+)
+def test_steps_that_would_not_be_made_are_refused(kind: str, sections: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        settings(kind, **sections)
+
+
+ROW = {"question": "Why?", "chosen": "So."}
+
+
+def test_the_data_must_have_what_the_steps_need(tmp_path: Path) -> None:
+    pairs, answers = tmp_path / "pairs.jsonl", tmp_path / "answers.jsonl"
+    pairs.write_text(json.dumps({**ROW, "rejected": "No."}))
+    answers.write_text(json.dumps({**ROW, "rejected": ""}))
+    prompts, examples, _ = load_data(settings("dpo", str(pairs), preference=PAIRS))
+    assert prompts is examples
+    assert examples.prompt(0).rejected == "No."
+    with pytest.raises(ConfigError, match=r"row 0 of .* has no rejected response"):
+        load_data(settings("dpo", str(answers), preference=PAIRS))
+    of_its_own = {"source": str(pairs), "reference_column": "chosen", "rejected_column": "rejected"}
+    _, examples, _ = load_data(settings("dpo", str(answers), preference={**PAIRS, "data": of_its_own}))
+    assert examples.prompt(0).rejected == "No."
+    assert load_data(settings("sft", str(answers), sft={"num_steps": 1}))[1].prompt(0).reference == "So."
+    answers.write_text(json.dumps({**ROW, "chosen": None}))
+    with pytest.raises(ConfigError, match=r"row 0 of .* has no response to learn"):
+        load_data(settings("sft", str(answers), sft={"num_steps": 1}))
