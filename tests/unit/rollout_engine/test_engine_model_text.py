@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import drain, make_engine, make_model, request
+from tiny_models import CONTEXT, drain, make_engine, make_model, request
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from starling.algo.text import decode, encode_prompt
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt
-from starling.rollout.engine.model import build_model, end_token_ids, live_tensors
+from starling.rollout.engine.model import build_model, end_token_ids, live_tensors, trained_length
 from starling.rollout.engine.transformers import TransformersEngine
 
 torch.set_num_threads(1)
@@ -112,6 +112,14 @@ def test_a_model_that_cannot_be_decoded_is_refused() -> None:
         TransformersEngine(model, eos_token_ids=(), max_model_len=64)
 
 
+@pytest.mark.parametrize(("family", "limit"), [("qwen3", CONTEXT), ("mistral_all_sliding", 5), ("gpt2", CONTEXT)])
+def test_nothing_is_sampled_that_cannot_be_trained(family: str, limit: int) -> None:
+    config = make_model(family).config
+    assert [trained_length(config, wanted) for wanted in (None, limit - 1, limit)] == [limit, limit - 1, limit]
+    with pytest.raises(ConfigError, match=rf"max_model_len = {limit + 1} is more than the {limit} tokens .* lower it"):
+        trained_length(config, limit + 1)
+
+
 # --- text ---------------------------------------------------------------------------------------------------------
 
 
@@ -128,6 +136,13 @@ def test_a_conversation_without_a_template_is_a_clear_error() -> None:
     prompt = Prompt(id="train/0/1", messages=(ChatMessage(role="u", content="ab"),))
     with pytest.raises(ConfigError, match=r"'train/0/1' is a conversation .* no chat template"):
         encode_prompt(make_tokenizer(None), prompt)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ messages[7].content }}", "{% if %}"])
+def test_a_template_that_refuses_a_conversation_is_a_clear_error(template: str) -> None:
+    prompt = Prompt(id="train/0/1", messages=(ChatMessage(role="u", content="ab"),))
+    with pytest.raises(ConfigError, match=r"template cannot write prompt 'train/0/1' \(\w+: .+\); change the prompt"):
+        encode_prompt(make_tokenizer(template), prompt)
 
 
 def test_decode_skips_special_tokens() -> None:

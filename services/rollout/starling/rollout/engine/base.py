@@ -8,8 +8,8 @@ the affair of `starling.algo.text`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ class GroupRequest:
     num_completions: int
     """Completions to sample; at most the engine's `max_rows`."""
     sampling: Sampling
+    tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What the model takes of the prompt's images and videos, and where its tokens stand, as `TrainGroup` names them;
+    empty for a prompt of text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class GroupResult:
     lease: str
     prompt_ids: npt.NDArray[np.int32]
     completions: tuple[Completion, ...]
+    tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Those of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,8 @@ class Engine(Protocol):
 
         Raises:
             RequestError: the group cannot be generated (empty prompt, a token id outside the vocabulary, a prompt that
-                leaves no room in the context, impossible sampling, a lease that the engine already holds).
+                leaves no room in the context, images that its placeholders do not fit, impossible sampling, a lease
+                that the engine already holds).
         """
         ...
 

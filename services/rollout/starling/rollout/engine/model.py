@@ -6,22 +6,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
+from starling.algo.architecture import auto_class, most_tokens, remedy
 from starling.common.errors import ConfigError
+from starling.common.settings import LoraSettings
+from starling.weightsync.layouts.adapters import add_adapters, travelling
 
 
-def build_model(path: str | Path, *, dtype: str, device: str = "auto", weights: bool) -> torch.nn.Module:
-    """Build the causal language model described in folder `path`, ready to generate.
+def build_model(
+    path: str | Path,
+    *,
+    dtype: str,
+    device: str = "auto",
+    weights: bool,
+    lora: LoraSettings | None = None,
+    trust_remote_code: bool = False,
+) -> torch.nn.Module:
+    """Build the language model described in folder `path`, with its vision where it has it, ready to generate.
 
     Args:
         path: a folder with `config.json` and, where `weights`, the weight files.
         dtype: element type of the weights, by its name in torch.
         device: where they live; ``auto`` takes a GPU where there is one.
         weights: load them; otherwise they are initialised at random, to be overwritten by the policy's.
+        lora: the adapters to put into it. They stay apart from the weights, which are loaded: merged ones would be
+            rounded to the element type of the weights, and an adoption would have to compute instead of copy.
+        trust_remote_code: run Python code that lies in the folder.
 
     Raises:
-        ConfigError: the folder, its configuration or its weights are missing or unreadable.
+        ConfigError: the folder, its configuration or its weights are missing or unreadable, or not made for `lora`.
     """
     folder, element = Path(path), getattr(torch, dtype)
     if device == "auto":
@@ -32,27 +46,32 @@ def build_model(path: str | Path, *, dtype: str, device: str = "auto", weights: 
         raise ConfigError(f"model folder {str(path)!r} has no config.json; give a folder in Hugging Face form")
     model: torch.nn.Module
     try:
-        if weights:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=element, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        auto = auto_class(config)
+        if weights or lora is not None:
+            model = auto.from_pretrained(
+                folder, config=config, dtype=element, local_files_only=True, trust_remote_code=trust_remote_code
+            )
         else:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
             with torch.device(device):
-                model = AutoModelForCausalLM.from_config(config, dtype=element)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).split("\n", 1)[0].rstrip(".")
+                model = auto.from_config(config, dtype=element, trust_remote_code=trust_remote_code)
+    except Exception as error:  # The folder is the user's, and its loaders and its own code raise anything.
+        reason = str(error).split("\n", 1)[0].rstrip(".") + remedy(folder, trust_remote_code)
         raise ConfigError(f"model folder {str(path)!r} cannot be loaded: {reason}") from error
+    if lora is not None:
+        add_adapters(model, lora, seed=0)  # the policy's take their place
     return model.to(device).eval().requires_grad_(False)
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of `model` by name, each tied tensor once.
 
-    The names are those of `model.named_parameters()`, as the policy lists them.
+    The names are those of `model.named_parameters()`, as the policy lists them; of an adapted model those of adapters.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     saved = model.state_dict().keys()
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-    return tensors
+    return travelling(model, tensors)
 
 
 def end_token_ids(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
@@ -73,3 +92,20 @@ def context_length(config: Any) -> int | None:
     """Return the most positions that the configuration declares, or None where it declares none."""
     declared = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(declared) if declared else None
+
+
+def trained_length(config: Any, wanted: int | None) -> int | None:
+    """Return the most tokens of a sequence that is to be trained: `wanted`, else what the model allows.
+
+    Raises:
+        ConfigError: `wanted` is more than the policy could train.
+    """
+    limit = most_tokens(config)
+    if wanted is None or limit is None:
+        return wanted or limit
+    if wanted > limit:
+        raise ConfigError(
+            f"rollout.max_model_len = {wanted} is more than the {limit} tokens of a sequence that the policy can train "
+            "(the model's context, or the window that its layers attend to): lower it"
+        )
+    return wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from starling.rollout.engine.base import GroupRequest, RequestError
 
@@ -35,3 +36,26 @@ def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, ma
         raise RequestError(f"{lease}: top_p is {sampling.top_p}; give a number above 0, at most 1")
     if sampling.top_k < 0:
         raise RequestError(f"{lease}: top_k is {sampling.top_k}; give 0 to keep all, or a positive number")
+
+
+def check_tensors(request: GroupRequest, placeholders: Mapping[str, int], cells_per_token: int) -> None:
+    """Raise a `RequestError` unless the prompt has a placeholder token for each token's worth of its images.
+
+    The model would refuse the whole batch otherwise, or put one prompt's images into another's.
+
+    Args:
+        request: with the token ids and the grids.
+        placeholders: the token that stands for a part of what each grid describes; empty for a model of text.
+        cells_per_token: patches that the model merges into one token.
+    """
+    if request.tensors and not placeholders:
+        raise RequestError(f"{request.lease}: the prompt has images or videos and the model takes text alone")
+    for name, token in placeholders.items():
+        grids = request.tensors.get(name)
+        wanted = 0 if grids is None else int(grids.prod(axis=1).sum()) // cells_per_token
+        found = request.prompt_ids.count(token)
+        if wanted != found:
+            raise RequestError(
+                f"{request.lease}: the prompt has {found} placeholder tokens {token} where {name} describes {wanted}; "
+                "leave the model's own image tokens out of the text"
+            )

@@ -21,7 +21,7 @@ ROW: Final = np.dtype(
         ("group", np.int64),  # number of the group in the engine
         ("index", np.int64),  # of the completion in its group
         ("slot", np.int64),  # line of the transcript, the row's own while it runs
-        ("position", np.int64),  # tokens in the cache: the position of `last` in the sequence
+        ("position", np.int64),  # of `last` in the sequence, as the model counts them
         ("length", np.int64),  # tokens sampled
         ("budget", np.int64),  # most tokens to sample
         ("last", np.int64),  # newest token, not yet in the cache
@@ -55,7 +55,18 @@ class Group:
     def result(self) -> GroupResult:
         """Return the completions of a group that has ended."""
         completions = tuple(self.done[index] for index in range(self.request.num_completions))
-        return GroupResult(self.request.lease, np.array(self.request.prompt_ids, np.int32), completions)
+        prompt_ids = np.array(self.request.prompt_ids, np.int32)
+        return GroupResult(self.request.lease, prompt_ids, completions, self.request.tensors)
+
+
+def last_position(request: GroupRequest) -> int:
+    """Return the position of the prompt's last token; what is sampled counts on from there.
+
+    It is not the number of tokens: those of an image stand side by side. Nor is it the greatest position: the times of
+    a long video run ahead of the text behind it.
+    """
+    positions = request.tensors.get("position_ids")
+    return len(request.prompt_ids) - 1 if positions is None else int(positions[:, -1].max())
 
 
 class RunningRows:
@@ -81,7 +92,7 @@ class RunningRows:
         for name, values in (
             ("group", [group.number for group in groups]),
             # The first sampled token, once drawn, stands right behind the prompt.
-            ("position", [len(group.request.prompt_ids) - 1 for group in groups]),
+            ("position", [last_position(group.request) for group in groups]),
             ("budget", [group.budget for group in groups]),
             ("temperature", [group.request.sampling.temperature for group in groups]),
             ("top_p", [group.request.sampling.top_p for group in groups]),

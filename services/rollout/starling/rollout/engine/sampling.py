@@ -82,13 +82,16 @@ def sampling_rows(
     )
 
 
-def draw(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor, never: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverting its distribution function.
 
     Args:
         logits: [rows, vocabulary], any floating dtype.
         rows: how each row is sampled.
         uniform: float64 [rows], in [0, 1).
+        never: int64 [tokens], which are not drawn, as if truncated.
 
     Returns:
         Token ids, int64 [rows], and log-probabilities over the whole (untruncated) vocabulary, float32 [rows].
@@ -97,10 +100,14 @@ def draw(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> tup
     if rows.temperature is not None:
         scaled = scaled / rows.temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
+    if never is not None and rows.greedy is not None:
+        logits = logits.index_fill(-1, never, -torch.inf)
     if rows.all_greedy:
         tokens = logits.argmax(dim=-1)
     else:
         probs = logprobs.exp()
+        if never is not None:
+            probs.index_fill_(-1, never, 0.0)
         if rows.truncated is not None:
             assert rows.top_p is not None
             assert rows.top_k is not None

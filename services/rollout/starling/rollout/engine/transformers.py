@@ -1,5 +1,8 @@
 """The embedded engine: any Hugging Face causal language model that takes explicit positions, on any torch device.
 
+Vision-language models of the Qwen family are prefilled with the pixels of a prompt's images and three-dimensional
+positions; from there on a row is like any other, with positions that count on from the prompt's last.
+
 Batching is continuous. A prompt is prefilled once per group and its keys and values are shared out to the group's
 rows; rows of different lengths then decode together, one token per step, and leave as soon as they end.
 """
@@ -22,10 +25,12 @@ from starling.common.wire.messages import Status
 from starling.rollout.engine.attention import GROUPED_DECODE, use_grouped_decode
 from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult, RequestError
 from starling.rollout.engine.cache import RowCache
+from starling.rollout.engine.lora import keep_lengths
 from starling.rollout.engine.model import context_length, live_tensors
-from starling.rollout.engine.request import check_request
+from starling.rollout.engine.request import check_request, check_tensors
 from starling.rollout.engine.rows import Group, RunningRows
 from starling.rollout.engine.sampling import SamplingRows, draw, sampling_rows, uniforms
+from starling.rollout.engine.vision import cells_per_token, placeholders
 
 PREFILL_TOKENS: Final = 4096
 """Most tokens, padding included, of prompts prefilled together: bounds the mask's memory and the pause."""
@@ -70,11 +75,17 @@ class TransformersEngine:
             raise ConfigError(f"max_model_len is {length}; give at least 2, a prompt token and a sampled one")
         use_grouped_decode(model)
         self._model = model
+        self._kept_lengths = keep_lengths(model)
         first = next(model.parameters())
         self._device, self._dtype = first.device, first.dtype
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._eos_token_ids = tuple(int(token) for token in eos_token_ids)
+        self._placeholders = placeholders(model.config)
+        self._cells_per_token = cells_per_token(model.config)
+        # A sampled placeholder would ask for an image that is not there, in the trainer if not here.
+        never = sorted(self._placeholders.values())
+        self._never = torch.tensor(never, device=self._device) if never else None
         self._max_rows, self._max_model_len = max_rows, length
         self._exclusive = exclusive
         self._version = version
@@ -115,6 +126,8 @@ class TransformersEngine:
     def set_version(self, version: int) -> None:
         """Name the weights that are in place now; the cache is kept."""
         self._version = version
+        for kept in self._kept_lengths:
+            kept.forget()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the live weights by Hugging Face name, tied ones once."""
@@ -127,6 +140,7 @@ class TransformersEngine:
             RequestError: the group cannot be generated as asked.
         """
         check_request(request, self._vocab_size, self._max_model_len, self._max_rows)
+        check_tensors(request, self._placeholders, self._cells_per_token)
         if request.lease in self._leases:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
         budget = min(request.sampling.max_tokens, self._max_model_len - len(request.prompt_ids))
@@ -201,15 +215,15 @@ class TransformersEngine:
         for line, group in zip(ids, groups, strict=True):
             line[columns - len(group.request.prompt_ids) :] = group.request.prompt_ids
         starts = columns - lengths
-        positions = np.maximum(np.arange(columns) - starts[:, None], 0)
         prefilled = DynamicCache()
         extra = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
         logits = self._model(
             input_ids=self._to_device(ids),
-            position_ids=self._to_device(positions),
+            position_ids=self._to_device(_positions(groups, starts, columns)),
             attention_mask=self._prefill_mask(starts, columns) if starts.any() else None,
             past_key_values=prefilled,
             use_cache=True,
+            **{name: self._to_device(array) for name, array in _pixels(groups).items()},
             **extra,
         ).logits
         which = np.repeat(np.arange(len(groups)), counts)
@@ -251,7 +265,7 @@ class TransformersEngine:
         if self._sampling is None:
             self._sampling = sampling_rows(table["temperature"], table["top_p"], table["top_k"], self._device)
         uniform = self._to_device(uniforms(table["key"], table["length"]))
-        tokens, logprobs = draw(logits, self._sampling, uniform)
+        tokens, logprobs = draw(logits, self._sampling, uniform, self._never)
         # One copy to the host is one wait for the device; float64 holds both exactly.
         host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
         stopped, spent = self._rows.record(host[0].astype(np.int64), host[1], self._version)
@@ -296,6 +310,28 @@ class TransformersEngine:
 
     def _to_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _positions(groups: Sequence[Group], starts: npt.NDArray[np.int64], columns: int) -> npt.NDArray[np.int64]:
+    """Return the positions of prompts aligned right: [prompts, columns]; with images [3, prompts, columns]."""
+    positions: npt.NDArray[np.int64] = np.maximum(np.arange(columns) - starts[:, None], 0)
+    if not any(group.request.tensors for group in groups):
+        return positions
+    positions = np.repeat(positions[None], 3, axis=0)
+    for row, group in enumerate(groups):
+        if group.request.tensors:
+            positions[:, row, starts[row] :] = group.request.tensors["position_ids"]
+    return positions
+
+
+def _pixels(groups: Sequence[Group]) -> dict[str, npt.NDArray[Any]]:
+    """Return what the model takes of all images and videos, in the order of the prompts, as it looks for them."""
+    named: dict[str, list[npt.NDArray[Any]]] = {}
+    for group in groups:
+        for name, array in group.request.tensors.items():
+            if name != "position_ids":
+                named.setdefault(name, []).append(array)
+    return {name: np.concatenate(arrays) for name, arrays in named.items()}
 
 
 def _last(logits: torch.Tensor) -> torch.Tensor:

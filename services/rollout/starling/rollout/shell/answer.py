@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 def answer_of(
     result: GroupResult, decode: Callable[[Sequence[int]], str], temperature: float = -1.0
 ) -> tuple[GroupGenerated, tuple[bytes, ...]]:
-    """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions.
+    """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions, and by name
+    what its images and videos need.
 
     `temperature` is that of the request; -1 where it is not known.
     """
     completions = result.completions
-    arrays: list[npt.NDArray[Any]] = [
-        result.prompt_ids.astype(np.int32, copy=False),
-        np.concatenate([c.token_ids for c in completions]),
-        np.concatenate([c.logprobs for c in completions]),
-        np.concatenate([c.versions for c in completions]),
+    arrays: list[tuple[str, npt.NDArray[Any]]] = [
+        ("", result.prompt_ids.astype(np.int32, copy=False)),
+        ("", np.concatenate([c.token_ids for c in completions])),
+        ("", np.concatenate([c.logprobs for c in completions])),
+        ("", np.concatenate([c.versions for c in completions])),
+        *result.tensors.items(),
     ]
     trajectories = tuple(
         TrajectoryMeta(
@@ -40,9 +42,9 @@ def answer_of(
         )
         for c in completions
     )
-    tensors = tuple(TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes) for a in arrays)
+    tensors = tuple(TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes, name=name) for name, a in arrays)
     generated = GroupGenerated(lease=result.lease, trajectories=trajectories, tensors=tensors, temperature=temperature)
-    return generated, tuple(a.tobytes() for a in arrays)
+    return generated, tuple(a.tobytes() for _, a in arrays)
 
 
 def progress_of(progress: Progress) -> LeaseProgress:

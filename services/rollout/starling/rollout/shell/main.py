@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from starling.algo.text import decode, encode_prompt
+from starling.algo.text import decode
 from starling.common.errors import StarlingError
 from starling.common.net.link import Command, Ended, GivenUp, Link
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
@@ -25,9 +26,13 @@ from starling.common.service import (
 )
 from starling.common.wire import messages as wire
 from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Publish, Pull, Rollout, Switch
-from starling.rollout.settings import RolloutProcess
+from starling.rollout.settings import RolloutProcess, RolloutSettings
 from starling.rollout.shell.answer import answer_of, progress_of
+from starling.rollout.shell.preparation import Preparation, Prepared
 from starling.rollout.shell.serving import Serving
+
+if TYPE_CHECKING:
+    from starling.rollout.engine.transformers import TransformersEngine
 
 log = structlog.get_logger(__name__)
 
@@ -56,28 +61,36 @@ class Shell:
     """One rollout replica of one rank."""
 
     def __init__(self, settings: RolloutProcess, arguments: ServiceArguments) -> None:
-        """Build the model without weights: they come from the policy. Raises ConfigError when it cannot be built."""
-        path = check_model_folder(settings.model.path, weights=False)
+        """Build the model. Its weights come from the policy; only what is below adapters it loads.
+
+        Raises:
+            ConfigError: it cannot be built.
+        """
+        lora = settings.model.lora
+        path = check_model_folder(settings.model.path, weights=lora is not None)
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
-        from starling.rollout.engine.model import build_model, end_token_ids
-        from starling.rollout.engine.transformers import TransformersEngine
+        from starling.rollout.engine.model import build_model
+        from starling.rollout.engine.vision import PromptEncoder
         from starling.weightsync.execute.pull import Puller
         from starling.weightsync.layout import encode
+        from starling.weightsync.layouts.adapters import base_of
         from starling.weightsync.layouts.modules import layout_of
 
         self._settings = settings
-        model = build_model(path, dtype=settings.model.dtype, device=settings.model.device, weights=False)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self._engine = TransformersEngine(
-            model,
-            eos_token_ids=end_token_ids(self._tokenizer, path),
-            max_rows=settings.rollout.max_rows,
-            max_model_len=settings.rollout.max_model_len,
-            exclusive=settings.rollout.exclusive,
+        trusted = settings.model.trust_remote_code
+        model = build_model(
+            path,
+            dtype=settings.model.dtype,
+            device=settings.model.device,
+            weights=False,
+            lora=lora,
+            trust_remote_code=trusted,
         )
-        layout = layout_of(self._engine.tensors(), arguments.name)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+        self._engine = _make_engine(model, self._tokenizer, path, settings.rollout)
+        layout = layout_of(self._engine.tensors(), arguments.name, base=base_of(model, lora))
         self._puller = Puller(layout, digests=settings.weights.digests)
         self._offers: dict[str, Any] = {}
         self._temperatures: dict[str, float] = {}
@@ -85,15 +98,9 @@ class Shell:
         self._core = Rollout(pull_s=settings.rollout.pull_timeout_s, version_s=settings.rollout.version_timeout_s)
         self._pulls = ThreadPoolExecutor(1, thread_name_prefix="pull")
         self._closing = threading.Event()
-        hello = wire.Hello(
-            role="rollout",
-            host=host_name(),
-            pid=os.getpid(),
-            num_slots=settings.rollout.num_slots,
-            has_layout=True,
-            serves=True,
-        )
-        self._link = Link(link_settings(arguments, settings), hello, (encode(layout),))
+        self._link = Link(link_settings(arguments, settings), _hello(settings.rollout), (encode(layout),))
+        encoder = PromptEncoder(model, self._tokenizer, path, max_media_bytes=settings.rollout.max_media_bytes)
+        self._preparation = Preparation(encoder.encode, self._link.put, settings.rollout.media_timeout_s)
         self._serving = Serving(layout, settings, self._link.answer, self._link.put, self._changed)
         self._num_tokens, self._gauged_at, self._told_at = 0, time.monotonic(), float("-inf")
         self._last_pull = Pulled("", None)
@@ -106,7 +113,7 @@ class Shell:
         reason, ended = "its service failed", False
         try:
             while not stop and not ended:
-                inbound = self._link.receive(0.0 if self._core.may_generate else IDLE_S)
+                inbound = self._link.receive(0.0 if self._may_generate else IDLE_S)
                 while inbound is not None and not ended:
                     if isinstance(inbound, Ended):
                         reason, ended = inbound.reason, True
@@ -114,7 +121,7 @@ class Shell:
                             raise inbound.error
                     self._act(self._decide(inbound))
                     inbound = self._link.receive(0.0)
-                if self._core.may_generate and not ended:
+                if self._may_generate and not ended:
                     self._generate()
                 self._look()
             if stop:
@@ -124,8 +131,14 @@ class Shell:
             self._closing.set()  # ends a pull, for which the puller would wait
             self._link.close(reason)
             self._pulls.shutdown(wait=False, cancel_futures=True)
+            self._preparation.close()
             self._puller.close()
             self._serving.close()
+
+    @property
+    def _may_generate(self) -> bool:
+        """The engine may sample, and has what to sample: not all that it was given may be prepared yet."""
+        return self._core.may_generate and bool(self._engine.num_running or self._engine.num_waiting)
 
     def _changed(self) -> None:
         """Look at once, when another thread has news for the heartbeats."""
@@ -139,7 +152,11 @@ class Shell:
             return
         self._told_at = now
         self._act(self._core.tick(now))
-        self._link.report(offered=self._serving.offered, waits=(*self._core.waits(now), *self._serving.waits(now)))
+        for lease, reason in self._preparation.expire(now):
+            self._core.finished(lease)
+            self._fail(lease, reason)
+        waits = (*self._core.waits(now), *self._preparation.waits(now), *self._serving.waits(now))
+        self._link.report(offered=self._serving.offered, waits=waits)
 
     def _decide(self, inbound: Any) -> list[Action]:
         match inbound:
@@ -149,6 +166,10 @@ class Shell:
                 return self._core.adopt(message, buffers) if self._link.work(message.lease) else []
             case Command(message=wire.PublishWeights() as message):
                 return self._core.publish(message) if self._link.work(message.lease) else []
+            case Prepared():
+                if self._preparation.take(inbound.message.lease):
+                    self._begin(inbound)
+                return []
             case Pulled():
                 self._last_pull = inbound
                 return self._core.pulled(inbound.lease, inbound.problem)
@@ -166,7 +187,9 @@ class Shell:
         for action in actions:
             match action:
                 case Generate(message=message):
-                    self._begin(message)
+                    prepared = self._preparation.begin(message)
+                    if prepared is not None:
+                        self._begin(prepared)
                 case Pull(message=message, buffers=buffers):
                     self._pull(message, buffers)
                 case Switch(lease=lease):
@@ -174,17 +197,22 @@ class Shell:
                 case Publish(message=message):
                     self._publish(message)
                 case Forget(lease=lease):
+                    self._preparation.forget(lease)
                     self._engine.cancel(lease)
                     self._temperatures.pop(lease, None)
                 case Fail(lease=lease, reason=reason):
                     self._fail(lease, reason)
 
-    def _begin(self, message: wire.GenerateGroup) -> None:
-        from starling.rollout.engine.base import GroupRequest
+    def _begin(self, prepared: Prepared) -> None:
+        from starling.rollout.engine.base import GroupRequest, RequestError
 
+        message = prepared.message
         try:
-            ids = encode_prompt(self._tokenizer, message.prompt)
-            self._engine.add(GroupRequest(message.lease, ids, message.num_completions, message.sampling))
+            if prepared.problem is not None:
+                raise RequestError(prepared.problem)
+            self._engine.add(
+                GroupRequest(message.lease, prepared.ids, message.num_completions, message.sampling, prepared.tensors)
+            )
             self._temperatures[message.lease] = message.sampling.temperature
         except StarlingError as error:
             # The prompt is at fault, not this replica: no other would do better.
@@ -281,6 +309,30 @@ class Shell:
         log.warning("failed", lease=lease, reason=reason)
         failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason=reason, fatal=fatal)
         self._link.answer(lease, failed)
+
+
+def _make_engine(model: Any, tokenizer: Any, path: Path, settings: RolloutSettings) -> TransformersEngine:
+    from starling.rollout.engine.model import end_token_ids, trained_length
+    from starling.rollout.engine.transformers import TransformersEngine
+
+    return TransformersEngine(
+        model,
+        eos_token_ids=end_token_ids(tokenizer, path),
+        max_rows=settings.max_rows,
+        max_model_len=trained_length(model.config, settings.max_model_len),
+        exclusive=settings.exclusive,
+    )
+
+
+def _hello(settings: RolloutSettings) -> wire.Hello:
+    return wire.Hello(
+        role="rollout",
+        host=host_name(),
+        pid=os.getpid(),
+        num_slots=settings.num_slots,
+        has_layout=True,
+        serves=True,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,138 @@
+"""The teacher process: the tokens of others in, their log-probabilities out. Its weights never change."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+
+from starling.common.net.link import Command, Ended, GivenUp, Link
+from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
+from starling.common.service import (
+    ServiceArguments,
+    check_model_folder,
+    host_name,
+    link_settings,
+    serve,
+)
+from starling.common.wire import messages as wire
+from starling.rollout.settings import TeacherProcess
+
+if TYPE_CHECKING:
+    from starling.rollout.engine.teacher import TokenScores
+
+log = structlog.get_logger(__name__)
+
+IDLE_S = 0.5
+GAUGE_EVERY_S = 0.5
+
+
+class Shell:
+    """One teacher of one rank."""
+
+    def __init__(self, settings: TeacherProcess, arguments: ServiceArguments) -> None:
+        """Load the model. Raises ConfigError when it cannot be loaded, or reads tokens otherwise than the policy."""
+        teacher = settings.teacher
+        path = check_model_folder(teacher.path, weights=True, key="teacher.path")
+        student = check_model_folder(settings.model.path, weights=False)
+        # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
+        from starling.rollout.engine.model import build_model
+        from starling.rollout.engine.teacher import TokenScorer, shared_ids
+
+        num_ids = shared_ids(path, student, trust_remote_code=settings.model.trust_remote_code)
+        model: Any = build_model(path, dtype=teacher.dtype, device=teacher.device, weights=True)
+        self._scorer = TokenScorer(
+            model, tokens_per_forward=teacher.tokens_per_forward, top_k=teacher.top_k, num_ids=num_ids
+        )
+        hello = wire.Hello(role="teacher", host=host_name(), pid=os.getpid(), num_slots=teacher.num_slots)
+        self._link = Link(link_settings(arguments, settings), hello)
+        self._queue: dict[str, Command] = {}
+        """What is to be scored, by lease, in the order in which it came."""
+        self._num_tokens, self._gauged_at = 0, time.monotonic()
+        log.info("ready", model=str(path), top_k=teacher.top_k)
+
+    def run(self, stop: StopSignal) -> None:
+        """Serve until the controller says that nothing more will come."""
+        stop.install(self._link.wake)
+        self._link.start()
+        reason = "its service failed"
+        try:
+            ended = self._serve(stop)
+            reason = f"stopped by {stop.name}" if ended is None else ended.reason
+        finally:
+            end_within(STOP_S)
+            self._link.close(reason)
+        if ended is not None and ended.error is not None:
+            raise ended.error
+
+    def _serve(self, stop: StopSignal) -> Ended | None:
+        """Take in what has come, score one group, and so on. Returns how the line ended, or None after `stop`."""
+        while not stop:
+            inbound = self._link.receive(0.0 if self._queue else IDLE_S)
+            while inbound is not None:
+                match inbound:
+                    case Command(message=wire.ScoreTokens() as message):
+                        self._queue[message.lease] = inbound
+                    case GivenUp(leases=leases):
+                        for lease in leases:
+                            self._queue.pop(lease, None)
+                    case Ended():
+                        return inbound
+                    case _:
+                        raise AssertionError(f"a teacher is not sent {inbound!r}")
+                inbound = self._link.receive(0.0)
+            if self._queue:
+                self._score(self._queue.pop(next(iter(self._queue))))
+            self._gauge()
+        return None
+
+    def _score(self, command: Command) -> None:
+        from starling.rollout.engine.teacher import TokensError
+
+        message = command.message
+        assert isinstance(message, wire.ScoreTokens)
+        if not self._link.work(message.lease):
+            return
+        prompt_ids, token_ids = (np.frombuffer(buffer, np.int32) for buffer in command.buffers)
+        try:
+            scores = self._scorer.score(prompt_ids, token_ids, message.lengths, message.temperature)
+        except TokensError as error:
+            # The tokens are at fault, not this teacher: no other would do better.
+            reason = f"prompt {message.prompt_id}: {error}"
+            log.warning("failed", lease=message.lease, reason=reason)
+            failed = wire.LeaseFailed(lease=message.lease, status=wire.Status.INFRA_LOST, reason=reason, fatal=True)
+            self._link.answer(message.lease, failed)
+            return
+        self._num_tokens += len(token_ids)
+        self._link.answer(message.lease, *answer_of(message.lease, scores))
+
+    def _gauge(self) -> None:
+        elapsed = time.monotonic() - self._gauged_at
+        if elapsed >= GAUGE_EVERY_S:
+            self._link.report(gauges={"tokens_per_s": self._num_tokens / elapsed, "queue_depth": len(self._queue)})
+            self._num_tokens, self._gauged_at = 0, time.monotonic()
+
+
+def answer_of(lease: str, scores: TokenScores) -> tuple[wire.TokensScored, tuple[bytes, ...]]:
+    """Return the message for `scores`, and its buffers; without the likeliest tokens where there are none."""
+    arrays: dict[str, Any] = {"teacher_logprobs": scores.logprobs}
+    if scores.top_ids.shape[1]:
+        arrays |= {"teacher_top_ids": scores.top_ids, "teacher_top_logprobs": scores.top_logprobs}
+    tensors = tuple(
+        wire.TensorMeta(dtype=array.dtype.name, shape=array.shape, nbytes=array.nbytes, name=name)
+        for name, array in arrays.items()
+    )
+    return wire.TokensScored(lease=lease, tensors=tensors), tuple(array.tobytes() for array in arrays.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a teacher."""
+    return serve("teacher", TeacherProcess, Shell, argv)
+
+
+if __name__ == "__main__":
+    end_process(main())

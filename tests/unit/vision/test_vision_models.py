@@ -1,0 +1,52 @@
+"""Vision-language models out of folders: the same model for policy and rollout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_vision import FAMILIES, make_config, make_model, write_folder
+
+from starling.algo.architecture import auto_class
+from starling.policy.train.model import count_parameters, load_model, longest_sequence, pair_cost, tensors
+from starling.rollout.engine.model import build_model, live_tensors
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_services_make_the_same_model_of_a_folder(tmp_path: Path, family: str) -> None:
+    write_folder(tmp_path, family)
+    policy = tensors(load_model(tmp_path))
+    rollout = live_tensors(build_model(tmp_path, dtype="float32", device="cpu", weights=True))
+    empty = live_tensors(build_model(tmp_path, dtype="float32", device="cpu", weights=False))
+    assert policy.keys() == rollout.keys() == empty.keys()
+    assert any(".visual." in name for name in policy)
+    assert "lm_head.weight" not in policy, "it is tied"
+    for name, parameter in make_model(family).named_parameters():
+        assert torch.equal(policy[name], parameter)
+        assert torch.equal(rollout[name], parameter)
+        assert empty[name].shape == parameter.shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_of_a_model_are_those_of_its_text(family: str) -> None:
+    model = make_model(family)
+    assert longest_sequence(model) == 512
+    assert pair_cost(model) == pytest.approx(1 / (6 * 32))
+    assert count_parameters(model.config.to_dict()) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_class_follows_from_the_configuration() -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config
+
+    assert auto_class(Qwen3Config()) is AutoModelForCausalLM
+    for family in FAMILIES:
+        assert auto_class(make_config(family)) is AutoModelForImageTextToText
+        assert auto_class(make_config(family).text_config) is AutoModelForCausalLM
+    own = Qwen3Config()
+    own.auto_map = {"AutoModelForImageTextToText": "modeling.Own"}
+    assert auto_class(own) is AutoModelForImageTextToText
+    own.auto_map["AutoModelForCausalLM"] = "modeling.OwnText"
+    assert auto_class(own) is AutoModelForCausalLM
