@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vocabulary import VOCABULARY
 
 from starling.policy.train.groups import Group
 
-VOCABULARY = 31
-
 
 def _tiny(kind: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes: Any) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-    configs = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+    configs = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "qwen2": Qwen2Config, "llama": LlamaConfig}
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -32,6 +31,8 @@ def _tiny(kind: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes: A
     } | changes
     if kind == "qwen2":
         del settings["head_dim"]
+    if kind == "qwen3_moe":
+        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(configs[kind](**settings)).eval()

@@ -15,10 +15,11 @@ from torch import Tensor
 from starling.algo.packing import Microbatch
 from starling.common.errors import ConfigError
 from starling.policy.train.batch import Batch, Prompted, check_lengths, lay_out, to_tensors
-from starling.policy.train.forward import token_logprobs, trained_logits
+from starling.policy.train.logprobs import token_logprobs
 
 torch.set_num_threads(1)
 
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SHAPES = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=6
 )
@@ -47,7 +48,7 @@ def packed_logprobs(model: Any, batch: Batch, token_ids: np.ndarray[Any, Any]) -
     for microbatch in batch.plan:
         inputs = to_tensors(batch, microbatch, token_ids)
         with torch.no_grad():
-            logprobs, _ = token_logprobs(trained_logits(model, inputs), inputs.targets)
+            logprobs, _ = token_logprobs(model, inputs, chunk_tokens=16)
         result[torch.from_numpy(inputs.tokens)] = logprobs
     return result
 
@@ -58,8 +59,7 @@ def plain_logprobs(model: Any, prompted: list[Prompted], token_ids: np.ndarray[A
     for item in prompted:
         for start, stop in item.spans:
             ids = torch.from_numpy(np.concatenate([item.prompt_ids, token_ids[start:stop]]).astype(np.int64))[None]
-            with torch.no_grad():
-                logits = model(ids).logits[0, len(item.prompt_ids) - 1 : -1]
+            logits = model(ids).logits[0, len(item.prompt_ids) - 1 : -1]
             parts.append(logits.log_softmax(-1).gather(-1, ids[0, len(item.prompt_ids) :, None])[:, 0])
     return torch.cat(parts)
 
@@ -104,7 +104,7 @@ def test_every_cell_sees_at_least_itself(shapes: list[tuple[int, list[int]]], sh
         assert (mask[:, later] == torch.finfo(mask.dtype).min).all()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("budget", [40, 10_000])
@@ -114,18 +114,46 @@ def test_packed_equals_one_sequence_at_a_time(
     model = tiny(kind, tied=tied)
     prompted, token_ids = sequences([(5, [3, 1, 7, 4]), (1, [2]), (9, [8, 8, 1]), (2, [30])])
     batch = lay_out(prompted, budget, share_prompts=share)
-    expected = plain_logprobs(model, prompted, token_ids)
+    with torch.no_grad():
+        expected = plain_logprobs(model, prompted, token_ids)
     torch.testing.assert_close(packed_logprobs(model, batch, token_ids), expected, rtol=2e-6, atol=1e-6)
     everything = one_row(prompted)
     torch.testing.assert_close(packed_logprobs(model, everything, token_ids), expected, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("budget", [60, 10_000])
+def test_gradients_of_packed_sequences_are_those_of_each_alone(
+    tiny: Callable[..., Any], kind: str, tied: bool, budget: int
+) -> None:
+    # Weights of the usual size: wider ones make the gradients themselves more sensitive to rounding than 2e-6.
+    model = tiny(kind, tied=tied, initializer_range=0.05)
+    prompted, token_ids = sequences([(5, [3, 1, 7, 4]), (1, [2]), (9, [8, 8, 1]), (2, [30])])
+    weights = torch.from_numpy(np.random.default_rng(1).standard_normal(len(token_ids))).float()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def gradients(*parts: Tensor) -> list[Tensor]:
+        each = [torch.autograd.grad(part, parameters) for part in parts]
+        return [torch.stack(found).sum(dim=0) for found in zip(*each, strict=True)]
+
+    alone = gradients((plain_logprobs(model, prompted, token_ids) * weights).sum())
+    batch, parts = lay_out(prompted, budget), []
+    for microbatch in batch.plan:
+        inputs = to_tensors(batch, microbatch, token_ids)
+        logprobs, _ = token_logprobs(model, inputs, chunk_tokens=16)
+        parts.append((logprobs * weights[torch.from_numpy(inputs.tokens)]).sum())
+    for name, found, expected in zip(names, gradients(*parts), alone, strict=True):
+        assert torch.linalg.vector_norm(found - expected) <= 2e-6 * torch.linalg.vector_norm(expected), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("lengths", [[5, 6], [40, 70]])
 def test_changing_one_sequence_leaves_the_others_bitwise_unchanged(
-    tiny: Callable[..., Any], attention: str, lengths: list[int]
+    tiny: Callable[..., Any], kind: str, attention: str, lengths: list[int]
 ) -> None:
-    model = tiny()
+    model = tiny(kind)
     model.set_attn_implementation(attention)
     prompted, token_ids = sequences([(4, lengths), (3, lengths), (6, [9])])
     batch = one_row(prompted)

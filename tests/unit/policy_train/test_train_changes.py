@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from states_on_disk import resume, save
 
 from starling.common.errors import ConfigError
-from starling.policy.settings import CHANGEABLE, GrpoSettings, OptimizerSettings, PolicySettings, SftSettings, changed
+from starling.policy.settings.algorithm import AlgorithmSettings
+from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.settings.policy import CHANGEABLE, PolicySettings, changed
+from starling.policy.settings.supervised import SftSettings
 from starling.policy.train.groups import Example
 from starling.policy.train.learner import Learner
 
@@ -25,9 +29,9 @@ def settings(**changes: float) -> PolicySettings:
     """Return a recipe's settings, with the last parts of their keys instead of the defaults."""
     optimizer = {"learning_rate": 3e-3, "warmup_steps": 2, "schedule": "cosine", "max_grad_norm": 0.5}
     optimizer |= {key: value for key, value in changes.items() if key in optimizer}
-    grpo = {key: value for key, value in changes.items() if key not in optimizer}
+    algorithm = {key: value for key, value in changes.items() if key not in optimizer}
     made = OptimizerSettings(**optimizer)
-    return PolicySettings(optimizer=made, sft=SftSettings(optimizer=made), grpo=GrpoSettings(**grpo))
+    return PolicySettings(optimizer=made, sft=SftSettings(optimizer=made), algorithm=AlgorithmSettings(**algorithm))
 
 
 def reinforce(learner: Learner, make_groups: Make, step: int, **changes: float) -> dict[str, float]:
@@ -49,9 +53,9 @@ CHANGES = [
     ("optimizer.learning_rate", 1e-2),
     ("optimizer.max_grad_norm", 0.01),
     ("optimizer.max_grad_norm", 0.0),
-    ("grpo.clip_low", 0.95),
-    ("grpo.clip_high", 3.0),
-    ("grpo.kl_coefficient", 0.3),
+    ("algorithm.clip_low", 0.95),
+    ("algorithm.clip_high", 3.0),
+    ("algorithm.kl_coefficient", 0.3),
 ]
 
 
@@ -64,9 +68,9 @@ def test_a_change_is_as_if_the_recipe_had_said_so(
     for step in range(1, first):
         reinforce(learner, make_groups, step)
         reinforce(plain, make_groups, step)
-    learner.save(tmp_path, first - 1)
+    save(learner, tmp_path, first - 1)
     recipe = Learner(lambda: tiny(), settings(**{key.rpartition(".")[2]: value}))
-    recipe.resume(tmp_path)
+    resume(recipe, tmp_path)
     for step in (first, first + 1):
         told = reinforce(learner, make_groups, step, **{key.replace(".", "__"): value})
         assert told == reinforce(recipe, make_groups, step)
@@ -88,11 +92,11 @@ def test_a_change_lasts_as_long_as_the_steps_say_so(tiny: Make, make_groups: Mak
 def test_a_kl_term_may_go_and_come_back(tiny: Make, make_groups: Make) -> None:
     learner, other = (Learner(lambda: tiny(), settings(kl_coefficient=0.1)) for _ in range(2))
     without = Learner(lambda: tiny(), settings())
-    told = reinforce(learner, make_groups, 1, grpo__kl_coefficient=0.0)
+    told = reinforce(learner, make_groups, 1, algorithm__kl_coefficient=0.0)
     assert told == reinforce(without, make_groups, 1)
     assert same(learner, without)
     back = reinforce(learner, make_groups, 2)
-    reinforce(other, make_groups, 1, grpo__kl_coefficient=0.0)
+    reinforce(other, make_groups, 1, algorithm__kl_coefficient=0.0)
     assert back == reinforce(other, make_groups, 2)
     assert back["kl_reference"] > 0.0
 
@@ -103,13 +107,13 @@ def test_a_reference_that_nobody_kept_is_refused_and_changes_nothing(
     learner = Learner(lambda: tiny(), settings())
     supervise(learner, make_groups, 1, {})
     reinforce(learner, make_groups, 2)
-    learner.save(tmp_path, 2)
+    save(learner, tmp_path, 2)
     before = {name: tensor.clone() for name, tensor in learner.tensors.items()}
     resumed = Learner(lambda: tiny(), settings())
-    resumed.resume(tmp_path)
+    resume(resumed, tmp_path)
     for tried in (learner, resumed):
         with pytest.raises(ConfigError, match=r"kl_coefficient = 0\.5 needs version 1 as its reference"):
-            reinforce(tried, make_groups, 3, grpo__kl_coefficient=0.5)
+            reinforce(tried, make_groups, 3, algorithm__kl_coefficient=0.5)
         assert all(torch.equal(tensor, before[name]) for name, tensor in tried.tensors.items())
     assert reinforce(learner, make_groups, 3) == reinforce(resumed, make_groups, 3)
 
@@ -132,8 +136,8 @@ def test_each_kind_of_steps_has_its_own_rate(tiny: Make, make_groups: Make) -> N
         ("policy.tokens_per_microbatch", 9.0, "policy.tokens_per_microbatch = 9 cannot be changed from one step"),
         ("sampling.temperature", 0.5, "sampling.temperature = 0.5 cannot be changed from one step"),
         ("policy.optimizer.learning_rate", -1.0, "policy.optimizer.learning_rate = -1.0: Input should be greater than"),
-        ("policy.grpo.clip_low", 1.5, "policy.grpo.clip_low = 1.5: Input should be less than or equal to 1"),
-        ("policy.grpo.kl_coefficient", float("nan"), "policy.grpo.kl_coefficient = nan: "),
+        ("policy.algorithm.clip_low", 1.5, "policy.algorithm.clip_low = 1.5: Input should be less than or equal to 1"),
+        ("policy.algorithm.kl_coefficient", float("nan"), "policy.algorithm.kl_coefficient = nan: "),
     ],
 )
 def test_what_cannot_be_changed_is_refused(
@@ -151,5 +155,5 @@ def test_every_key_that_may_change_is_one_of_the_settings() -> None:
     one = changed(settings(), dict.fromkeys(CHANGEABLE, 0.5))
     assert (one.optimizer.learning_rate, one.optimizer.max_grad_norm) == (0.5, 0.5)
     assert (one.sft.optimizer.learning_rate, one.sft.optimizer.max_grad_norm) == (0.5, 0.5)
-    assert (one.grpo.clip_low, one.grpo.clip_high, one.grpo.kl_coefficient) == (0.5, 0.5, 0.5)
+    assert (one.algorithm.clip_low, one.algorithm.clip_high, one.algorithm.kl_coefficient) == (0.5, 0.5, 0.5)
     assert changed(settings(), {}) == settings()

@@ -79,3 +79,52 @@ def test_a_group_needs_a_prompt_and_a_reward_per_completion() -> None:
         Group(prompt[:0], ids, logprobs, versions, (2, 3), (1.0, 0.0), "p")
     with pytest.raises(ConfigError, match="2 completions but 1 rewards"):
         Group(prompt, ids, logprobs, versions, (2, 3), (1.0,), "p")
+
+
+PIXELS = {
+    "pixel_values": np.arange(12, dtype=np.float32).reshape(4, 3),
+    "image_grid_thw": np.array([[1, 2, 2]], dtype=np.int64),
+    "position_ids": np.array([[0, 1, 2]] * 3, dtype=np.int32),
+}
+
+
+def with_pixels(pixels: dict[str, np.ndarray[Any, Any]]) -> tuple[TrainGroup, list[memoryview]]:
+    described = tuple(
+        TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes, name=name) for name, a in pixels.items()
+    )
+    group = message()
+    frames = buffers() + [memoryview(array.tobytes()) for array in pixels.values()]
+    return msgspec.structs.replace(group, tensors=group.tensors + described), frames
+
+
+def test_images_come_behind_the_four_tensors_by_name() -> None:
+    shown, frames = with_pixels(PIXELS)
+    plain, first, last = groups_from_wire([message(), shown, message()], [*buffers(), *frames, *buffers()])
+    assert plain.extra == last.extra == {}
+    assert {name: array.tolist() for name, array in first.extra.items()} == {
+        name: array.tolist() for name, array in PIXELS.items()
+    }
+    assert first.extra["pixel_values"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"depth": PIXELS["pixel_values"]}, "has a tensor 'depth' and can only have pixel_values, "),
+        ({"pixel_values": PIXELS["pixel_values"][:3]}, "has 3 rows of pixel_values where image_grid_thw describes 4"),
+        ({"video_grid_thw": PIXELS["image_grid_thw"]}, "has 0 rows of pixel_values_videos where .* describes 4"),
+        ({"position_ids": PIXELS["position_ids"][:, :2]}, r"position_ids \[3, 2\] instead of \[3, 3\]"),
+        ({"pixel_values": PIXELS["pixel_values"].ravel()}, "expected 2 dimensions of float32"),
+        ({"image_grid_thw": PIXELS["image_grid_thw"][:, :2]}, r"has grids \[1, 2\] instead of three columns"),
+    ],
+)
+def test_images_that_are_not_what_they_should_be(changes: dict[str, np.ndarray[Any, Any]], complaint: str) -> None:
+    shown, frames = with_pixels({**PIXELS, **changes})
+    with pytest.raises(WireError, match=complaint):
+        groups_from_wire([shown], frames)
+
+
+def test_images_need_positions() -> None:
+    shown, frames = with_pixels({name: array for name, array in PIXELS.items() if name != "position_ids"})
+    with pytest.raises(WireError, match=r"position_ids none instead of \[3, 3\]"):
+        groups_from_wire([shown], frames)

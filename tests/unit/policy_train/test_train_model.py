@@ -14,6 +14,7 @@ import torch
 
 from starling.common.errors import ConfigError
 from starling.policy.train.checkpoint import save_hf
+from starling.policy.train.companions import Companions
 from starling.policy.train.model import frozen_copy, load_model, longest_sequence, tensors
 
 torch.set_num_threads(1)
@@ -50,6 +51,18 @@ def test_a_saved_model_loads_equal(tiny: Callable[..., Any], tmp_path: Path, tie
         assert torch.equal(model(ids).logits, theirs(ids).logits)
     assert equal(load_model(folder), model)
     assert [path.name for path in folder.parent.iterdir()] == ["step-1"]
+
+
+def test_an_export_of_a_vision_model_says_how_images_are_read(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "preprocessor_config.json").write_text('{"patch_size": 4}', encoding="utf-8")
+    (source / "notes.txt").write_text("no part of a model", encoding="utf-8")
+    folder = tmp_path / "step-1"
+    save_hf(tiny(), Companions(Words(), source), folder)
+    assert (folder / "preprocessor_config.json").read_text(encoding="utf-8") == '{"patch_size": 4}'
+    assert (folder / "words.txt").exists()
+    assert not (folder / "notes.txt").exists()
 
 
 def test_saving_again_replaces_everything(tiny: Callable[..., Any], tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from starling.common.errors import ConfigError
-from starling.policy.settings import OptimizerSettings, PolicySettings, SftSettings
+from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.settings.supervised import SftSettings
 from starling.policy.train.groups import Example
 from starling.policy.train.sft import SftTrainer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 import subprocess
@@ -11,17 +12,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from states_on_disk import resume, save
 from structlog.testing import capture_logs
 from torch import Tensor
 
 from starling.common.errors import ConfigError
-from starling.policy.settings import GrpoSettings, OptimizerSettings, PolicySettings, SftSettings
+from starling.policy.settings.algorithm import AlgorithmSettings
+from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.settings.supervised import SftSettings
 from starling.policy.train.groups import Example, Group
+from starling.policy.train.header import Found, State, find, seal
 from starling.policy.train.learner import Learner
-from starling.policy.train.state import newest_state
+from starling.policy.train.parts import Parts
+from starling.policy.train.state import SavedState
+from starling.policy.train.storage import Storage
+from starling.weightsync.offer import digest_of
 
 torch.set_num_threads(1)
 
@@ -36,7 +46,7 @@ def settings(kl: float) -> PolicySettings:
     return PolicySettings(
         optimizer=optimizer,
         sft=SftSettings(optimizer=optimizer),
-        grpo=GrpoSettings(kl_coefficient=kl),
+        algorithm=AlgorithmSettings(kl_coefficient=kl),
         tokens_per_microbatch=40,
     )
 
@@ -63,14 +73,17 @@ class Course:
         return learner.reinforce(groups, step=step, num_steps=NUM_GRPO, temperature=0.9, changes=told)
 
 
+def found_in(folder: Path) -> Found:
+    return find(str(folder))
+
+
 def held(learner: Learner) -> dict[str, Tensor]:
     """Return copies of all tensors that a step changes, and the counters."""
     found = {name: tensor.clone() for name, tensor in learner.tensors.items()}
     if learner.trainer is not None:
         descent = learner.trainer.descent
         found["num_steps"] = torch.tensor(descent.num_steps)
-        for number, fields in descent.optimizer.state_dict()["state"].items():
-            found |= {f"{number}.{field}": value.clone() for field, value in fields.items()}
+        found |= {name: value.clone() for name, value in descent.state_tensors().items()}
     return found
 
 
@@ -86,10 +99,10 @@ def test_what_continues_makes_the_same_bits(
     course, last = Course(tiny, make_groups, kl), NUM_SFT + NUM_GRPO
     whole = course.learner()
     course.take(whole, 1, saved_at)
-    whole.save(tmp_path, saved_at)
+    save(whole, tmp_path, saved_at)
     metrics = course.take(whole, saved_at + 1, last)
     again = course.learner()
-    assert again.resume(tmp_path) == saved_at
+    assert resume(again, tmp_path) == saved_at
     assert course.take(again, saved_at + 1, last) == metrics
     assert same(held(again), held(whole))
 
@@ -109,9 +122,9 @@ def test_a_state_of_a_state_is_one_of_the_whole_run(tiny: Make, make_groups: Mak
     course = Course(tiny, make_groups, kl)
     for step in range(1, NUM_SFT + NUM_GRPO + 1):
         learner = course.learner()
-        assert learner.resume(tmp_path / "parts") == step - 1
+        assert resume(learner, tmp_path / "parts") == step - 1
         course.step(learner, step)
-        learner.save(tmp_path / "parts", step)
+        save(learner, tmp_path / "parts", step)
     whole = course.learner()
     course.take(whole, 1, NUM_SFT + NUM_GRPO)
     assert same(held(learner), held(whole))
@@ -123,10 +136,10 @@ def test_the_reference_of_a_run_without_supervised_steps_is_loaded_again(
     course = Course(tiny, make_groups, 0.05, num_sft=0)
     whole = course.learner()
     course.take(whole, 1, 2)
-    path = whole.save(tmp_path, 2)
-    assert not (path / "reference.safetensors").exists(), "it is the initial model"
+    path = save(whole, tmp_path, 2)
+    assert not SavedState.of(found_in(path)).has("reference/"), "it is the initial model"
     again = course.learner()
-    again.resume(tmp_path)
+    resume(again, tmp_path)
     assert course.take(whole, 3, 4) == course.take(again, 3, 4)
     assert same(held(again), held(whole))
 
@@ -134,13 +147,13 @@ def test_the_reference_of_a_run_without_supervised_steps_is_loaded_again(
 def test_random_numbers_go_on(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
     learner = Course(tiny, make_groups, 0.0).learner()
     np.random.standard_normal()
-    learner.save(tmp_path, 0)
+    save(learner, tmp_path, 0)
 
     def drawn() -> tuple[float, float, float, float]:
         return random.gauss(), float(np.random.standard_normal()), float(np.random.random()), float(torch.rand(()))
 
     expected = drawn()
-    learner.resume(tmp_path)
+    resume(learner, tmp_path)
     assert drawn() == expected
 
 
@@ -149,9 +162,9 @@ def test_the_newest_two_stay(tiny: Make, make_groups: Make, tmp_path: Path) -> N
     learner = course.learner()
     (tmp_path / ".version-1.saving-abc").mkdir()
     for version in (2, 4, 9, 10):
-        learner.save(tmp_path, version)
+        save(learner, tmp_path, version)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-9"]
-    learner.save(tmp_path, 10)
+    save(learner, tmp_path, 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-9"]
 
 
@@ -170,10 +183,7 @@ def empty(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, cut, empty, Path.unlink])
-@pytest.mark.parametrize(
-    "name",
-    ["state.json", "weights.safetensors", "optimizer.safetensors", "reference.safetensors", "random.safetensors"],
-)
+@pytest.mark.parametrize("name", ["state.json", "parts/.metadata", "parts/__0_0.distcp"])
 def test_a_damaged_state_is_skipped(
     tiny: Make, make_groups: Make, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
@@ -181,11 +191,11 @@ def test_a_damaged_state_is_skipped(
     learner = course.learner()
     for step in (1, 2, 3):
         course.step(learner, step)
-        path = learner.save(tmp_path, step)
+        path = save(learner, tmp_path, step)
     damage(path / name)
     again = course.learner()
     with capture_logs() as lines:
-        assert again.resume(tmp_path) == 2
+        assert resume(again, tmp_path) == 2
     assert [line["state"] for line in lines] == [str(path)]
     course.step(again, 3)
     assert same(held(again), held(learner))
@@ -193,21 +203,19 @@ def test_a_damaged_state_is_skipped(
 
 def test_a_state_under_the_name_of_another_is_skipped(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
     learner = Course(tiny, make_groups, 0.0).learner()
-    path = learner.save(tmp_path, 3)
+    path = save(learner, tmp_path, 3)
     shutil.copytree(path, tmp_path / "version-7")
-    found = newest_state(tmp_path)
-    assert found is not None
-    assert found.state.version == 3
+    assert found_in(tmp_path).state.version == 3
 
 
 def test_nothing_saved_is_version_0(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
     course = Course(tiny, make_groups, 0.0)
     learner = course.learner()
     before = held(learner)
-    assert learner.resume(tmp_path / "nowhere") == 0
+    assert resume(learner, tmp_path / "nowhere") == 0
     (tmp_path / "version-3").mkdir()
     (tmp_path / "version-x").mkdir()
-    assert learner.resume(tmp_path) == 0
+    assert resume(learner, tmp_path) == 0
     assert same(held(learner), before)
 
 
@@ -223,36 +231,71 @@ def test_nothing_saved_is_version_0(tiny: Make, make_groups: Make, tmp_path: Pat
 def test_a_state_of_another_model_is_refused(
     tiny: Make, make_groups: Make, tmp_path: Path, other: dict[str, Any], difference: str
 ) -> None:
-    path = Learner(lambda: tiny(tied=False), settings(0.0)).save(tmp_path, 5)
+    path = save(Learner(lambda: tiny(tied=False), settings(0.0)), tmp_path, 5)
     learner = Learner(lambda: tiny(**({"tied": False} | other)), settings(0.0))
     with pytest.raises(ConfigError, match=f"{path} is of another model: .*{difference}; give the model of that run"):
-        learner.resume(tmp_path)
+        resume(learner, tmp_path)
 
 
-def test_nothing_is_pickled(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
+def test_what_a_state_says(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
     course = Course(tiny, make_groups, 0.05)
     learner = course.learner()
     course.take(learner, 1, NUM_SFT + 1)
-    path = learner.save(tmp_path, NUM_SFT + 1)
-    assert {file.name for file in path.iterdir()} == {
-        "state.json",
-        *(f"{name}.safetensors" for name in ("weights", "optimizer", "reference", "random")),
-    }
+    learner.next_prompt = 17
+    path = save(learner, tmp_path, NUM_SFT + 1)
     told = json.loads((path / "state.json").read_text())["state"]
-    assert told["trainer"] == {"kind": "grpo", "num_steps": 1, "total_steps": NUM_GRPO, "begun_at": NUM_SFT}
-    for file in path.glob("*.safetensors"):
-        size = int.from_bytes(file.read_bytes()[:8], "little")
-        assert json.loads(file.read_bytes()[8 : 8 + size])
+    assert told["trainer"] == {"kind": "rl", "num_steps": 1, "total_steps": NUM_GRPO, "begun_at": NUM_SFT}
+    assert told["next_prompt"] == 17
+    assert told["metrics"]["loss"] == learner.metrics["loss"]
+    assert set(told["digests"]) == {file.name for file in (path / "parts").iterdir()}
+    sections = {name.partition("/")[0] for name in Parts(Storage(str(path)).fs, f"{path}/parts").shapes()}
+    assert sections == {"weights", "trainer", "reference", "random"}
+
+
+def test_equal_states_are_equal_files(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
+    digests = []
+    for name in ("one", "other"):
+        course = Course(tiny, make_groups, 0.0, num_sft=0)
+        learner = course.learner()
+        course.take(learner, 1, 2)
+        torch.manual_seed(0)
+        digests.append(json.loads((save(learner, tmp_path / name, 2) / "state.json").read_text())["state"]["digests"])
+    assert digests[0] == digests[1]
+
+
+class Harmful:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self._file,))
+
+
+def test_an_index_cannot_run_code(tiny: Make, tmp_path: Path) -> None:
+    learner = Learner(lambda: tiny(), settings(0.0))
+    path = save(learner, tmp_path / "states", 1)
+    index = path / "parts" / ".metadata"
+    index.write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
+    header = json.loads((path / "state.json").read_text())["state"]
+    header["digests"][".metadata"] = digest_of(index.read_bytes())
+    (path / "state.json").write_bytes(seal(msgspec.convert(header, State)))
+    with pytest.raises(ConfigError, match=r"cannot be read \(it names pathlib\.Path\.touch, which is no part"):
+        resume(learner, tmp_path / "states")
+    assert not (tmp_path / "harm").exists()
 
 
 ENDLESS = """
 import itertools, sys
-from pathlib import Path
 import torch
-from starling.policy.train.state import save_state
-model = torch.nn.Linear(1000, 500)
+from starling.policy.train.state import HostCopy, Progress, States, named, take_state
+from starling.policy.train.storage import Storage
+from starling.weightsync.offer import digest_of
+model, states = torch.nn.Linear(1000, 500), States(Storage(sys.argv[1]))
 for version in itertools.count(1):
-    save_state(Path(sys.argv[1]), version, model, None)
+    tensors = named("weights/", dict(model.named_parameters()))
+    states.write(take_state(Progress(run="r", version=version), tensors, torch.device("cpu"), HostCopy()))
     print(version, flush=True)
 """
 
@@ -266,25 +309,27 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path: Path, num: int) -> 
                 process.kill()
         last = int(line)
     with capture_logs() as lines:
-        found = newest_state(tmp_path)
-    assert found is not None
+        found = found_in(tmp_path)
     assert found.state.version in (last, last + 1), "the one after may have got its name, and not yet said so"
     assert lines == [], "nothing that has a name is damaged"
-    found.restore_weights(torch.nn.Linear(1000, 500))
+    SavedState.of(found).restore("weights/", dict(torch.nn.Linear(1000, 500).named_parameters()))
 
 
 FULL_DISK = """
 import resource, sys
-from pathlib import Path
 import torch
 from starling.common.errors import ConfigError
-from starling.policy.train.state import save_state
-model = torch.nn.Linear(64, 64)
-folder = Path(sys.argv[1])
-save_state(folder, 1, model, None)
+from starling.policy.train.state import HostCopy, Progress, States, named, take_state
+from starling.policy.train.storage import Storage
+from starling.weightsync.offer import digest_of
+model, states = torch.nn.Linear(64, 64), States(Storage(sys.argv[1]))
+def write(version):
+    tensors = named("weights/", dict(model.named_parameters()))
+    states.write(take_state(Progress(run="r", version=version), tensors, torch.device("cpu"), HostCopy()))
+write(1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 try:
-    save_state(folder, 2, model, None)
+    write(2)
 except ConfigError as error:
     print(error)
 """
@@ -294,6 +339,6 @@ def test_a_full_disk_is_told_and_leaves_the_state_before(tmp_path: Path) -> None
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
     )
-    assert f"{tmp_path / 'version-2'} cannot be written" in done.stdout
+    assert f"{tmp_path / 'version-2'} cannot be written (File too large)" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["version-1"]
-    assert newest_state(tmp_path) is not None
+    assert found_in(tmp_path).state.version == 1

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from starling.common.errors import ConfigError
-from starling.policy.settings import GrpoSettings, OptimizerSettings, PolicySettings
+from starling.policy.settings.algorithm import AlgorithmSettings
+from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.groups import Group
 from starling.policy.train.model import tensors
-from starling.policy.train.step import GrpoTrainer
+from starling.policy.train.step import RlTrainer
 
 torch.set_num_threads(1)
 
@@ -26,7 +28,8 @@ RAGGED = [(6, [4, 9, 1, 3]), (1, [2, 2, 7, 5]), (11, [1, 1, 1, 12])]
 
 def settings(**changes: Any) -> PolicySettings:
     optimizer = OptimizerSettings(learning_rate=1e-3, max_grad_norm=0.0)
-    return PolicySettings(**({"optimizer": optimizer} | changes))
+    algorithm = AlgorithmSettings(aggregate="token_mean")
+    return PolicySettings(**({"optimizer": optimizer, "algorithm": algorithm} | changes))
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -83,9 +86,9 @@ def test_loss_and_gradients_equal_the_plain_reference(
         plain, groups, low=low, high=high, temperature=temperature, beta=beta, reference=other if beta else None
     )
     expected.backward()  # type: ignore[no-untyped-call]
-    grpo = GrpoSettings(clip_low=low, clip_high=high, kl_coefficient=beta)
-    chosen = settings(grpo=grpo, tokens_per_microbatch=budget)
-    trainer = GrpoTrainer(model, chosen, total_steps=1, reference=other)
+    algorithm = AlgorithmSettings(aggregate="token_mean", clip_low=low, clip_high=high, kl_coefficient=beta)
+    chosen = settings(algorithm=algorithm, tokens_per_microbatch=budget)
+    trainer = RlTrainer(model, chosen, total_steps=1, reference=other)
     metrics = trainer.step(groups, step=1, temperature=temperature)
     assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-6)
     wanted, found = gradients(plain), gradients(model)
@@ -102,8 +105,8 @@ def test_groups_that_were_drawn_at_several_temperatures_each_count_at_their_own(
     groups = [replace(group, temperature=value) for group, value in zip(make_groups(RAGGED), own, strict=True)]
     expected = reference_loss(plain, groups, low=0.2, high=0.2, temperature=0.75, beta=0.01, reference=other)
     expected.backward()  # type: ignore[no-untyped-call]
-    grpo = GrpoSettings(clip_low=0.2, clip_high=0.2, kl_coefficient=0.01)
-    trainer = GrpoTrainer(model, settings(grpo=grpo, tokens_per_microbatch=30), total_steps=1, reference=other)
+    algorithm = AlgorithmSettings(aggregate="token_mean", clip_low=0.2, clip_high=0.2, kl_coefficient=0.01)
+    trainer = RlTrainer(model, settings(algorithm=algorithm, tokens_per_microbatch=30), total_steps=1, reference=other)
     metrics = trainer.step(groups, step=1, temperature=0.75)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=2e-6)
     for name, gradient in gradients(plain).items():
@@ -120,7 +123,7 @@ def test_microbatches_accumulate_to_the_gradient_of_one_batch(
     for budget in (10_000, 60, 25, 1):
         model = tiny(kind)
         chosen = settings(tokens_per_microbatch=budget, share_prompts=share)
-        metrics = GrpoTrainer(model, chosen, total_steps=1).step(groups, step=1)
+        metrics = RlTrainer(model, chosen, total_steps=1).step(groups, step=1)
         results.append((metrics, gradients(model)))
     whole_metrics, whole = results[0]
     assert whole_metrics["num_microbatches"] == 1.0
@@ -146,8 +149,8 @@ def test_leaving_out_completions_without_advantage_changes_no_gradient(
     found = {}
     for skip in (True, False):
         model = tiny()
-        chosen = settings(grpo=GrpoSettings(skip_zero_advantage=skip))
-        found[skip] = GrpoTrainer(model, chosen, total_steps=1).step(groups, step=1), gradients(model)
+        chosen = settings(algorithm=AlgorithmSettings(aggregate="token_mean", skip_zero_advantage=skip))
+        found[skip] = RlTrainer(model, chosen, total_steps=1).step(groups, step=1), gradients(model)
     assert found[True][0]["num_trained_tokens"] == found[False][0]["num_trained_tokens"] - 9
     assert found[True][0]["num_tokens"] == found[False][0]["num_tokens"]
     assert found[True][0]["loss"] == pytest.approx(found[False][0]["loss"], abs=1e-6)
@@ -165,7 +168,9 @@ def test_a_step_of_equal_rewards_moves_by_momentum_alone(
         for g in groups
     ]
     model = tiny()
-    trainer = GrpoTrainer(model, settings(grpo=GrpoSettings(skip_zero_advantage=skip)), total_steps=2)
+    trainer = RlTrainer(
+        model, settings(algorithm=AlgorithmSettings(aggregate="token_mean", skip_zero_advantage=skip)), total_steps=2
+    )
     start = {name: tensor.clone() for name, tensor in tensors(model).items()}
     metrics = trainer.step(equal, step=1)
     assert metrics["grad_norm"] == 0.0
@@ -184,8 +189,10 @@ def test_three_steps_are_bitwise_reproducible(
     runs = []
     for _ in range(2):
         model = tiny()
-        chosen = settings(tokens_per_microbatch=40, grpo=GrpoSettings(kl_coefficient=0.01))
-        trainer = GrpoTrainer(model, chosen, total_steps=3)
+        chosen = settings(
+            tokens_per_microbatch=40, algorithm=AlgorithmSettings(aggregate="token_mean", kl_coefficient=0.01)
+        )
+        trainer = RlTrainer(model, chosen, total_steps=3)
         metrics = [trainer.step(make_groups(RAGGED, seed=s), step=s) for s in (1, 2, 3)]
         runs.append((metrics, {name: tensor.clone() for name, tensor in tensors(model).items()}))
     assert runs[0][0] == runs[1][0]
@@ -206,7 +213,7 @@ def test_on_policy_log_probabilities_show_no_mismatch(
                 logprobs = (model(ids).logits[0, len(g.prompt_ids) - 1 : -1] / 0.8).log_softmax(-1)
             parts.append(logprobs.gather(-1, ids[0, len(g.prompt_ids) :, None])[:, 0].numpy())
         groups.append(Group(g.prompt_ids, g.completion_ids, np.concatenate(parts), g.versions, g.lengths, g.rewards))
-    metrics = GrpoTrainer(model, settings(), total_steps=1).step(groups, step=3, temperature=0.8)
+    metrics = RlTrainer(model, settings(), total_steps=1).step(groups, step=3, temperature=0.8)
     assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-10)
     assert metrics["mismatch_max"] < 1e-5
     assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
@@ -221,10 +228,10 @@ def test_staleness_counts_from_the_oldest_token_and_excludes_from_the_mismatch(
     versions = g.versions.copy()
     versions[0] = 4
     groups = [Group(g.prompt_ids, g.completion_ids, g.logprobs, versions, g.lengths, g.rewards)]
-    metrics = GrpoTrainer(tiny(), settings(), total_steps=1).step(groups, step=7)
+    metrics = RlTrainer(tiny(), settings(), total_steps=1).step(groups, step=7)
     assert (metrics["staleness_max"], metrics["staleness_mean"]) == (2.0, 1.0)
     assert metrics["mismatch_max"] > 0.0
-    stale = GrpoTrainer(tiny(), settings(), total_steps=1).step(groups, step=9)
+    stale = RlTrainer(tiny(), settings(), total_steps=1).step(groups, step=9)
     assert (stale["staleness_max"], stale["staleness_mean"]) == (4.0, 3.0)
     assert "mismatch_kl" not in stale
 
@@ -235,7 +242,7 @@ def test_empty_completions_count_for_the_baseline_only(
     plain, model = tiny(), tiny()
     groups = make_groups([(4, [5, 0, 3]), (2, [0, 1, 4])])
     reference_loss(plain, groups, low=0.2, high=0.2, temperature=1.0, beta=0.0, reference=None).backward()  # type: ignore[no-untyped-call]
-    metrics = GrpoTrainer(model, settings(), total_steps=1).step(groups, step=1)
+    metrics = RlTrainer(model, settings(), total_steps=1).step(groups, step=1)
     assert metrics["num_sequences"] == 6.0
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-5, atol=1e-6)
@@ -243,7 +250,7 @@ def test_empty_completions_count_for_the_baseline_only(
 
 def test_a_bandit_learns_the_rewarded_token(tiny: Callable[..., Any]) -> None:
     model = tiny(initializer_range=0.02)
-    trainer = GrpoTrainer(model, settings(optimizer=OptimizerSettings(learning_rate=1e-2)), total_steps=30)
+    trainer = RlTrainer(model, settings(optimizer=OptimizerSettings(learning_rate=1e-2)), total_steps=30)
     prompt, chosen = np.array([1, 2, 3], dtype=np.int32), 7
     generator = torch.Generator().manual_seed(0)
 
@@ -276,13 +283,13 @@ def test_weights_that_are_not_finite_skip_the_step(
     with torch.no_grad():
         model.model.norm.weight[3] = bad
     before = {name: tensor.clone() for name, tensor in tensors(model).items()}
-    metrics = GrpoTrainer(model, settings(), total_steps=1).step(make_groups([(4, [5, 3])]), step=1)
+    metrics = RlTrainer(model, settings(), total_steps=1).step(make_groups([(4, [5, 3])]), step=1)
     assert metrics["skipped_step"] == 1.0
     assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in tensors(model).items())
 
 
 def test_bad_steps_are_refused(tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]) -> None:
-    trainer = GrpoTrainer(tiny(max_position_embeddings=16), settings(), total_steps=1)
+    trainer = RlTrainer(tiny(max_position_embeddings=16), settings(), total_steps=1)
     groups = make_groups([(4, [5, 3])])
     with pytest.raises(ConfigError, match="temperature is 0"):
         trainer.step(groups, step=1, temperature=0.0)

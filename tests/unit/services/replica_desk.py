@@ -48,6 +48,10 @@ class Desk:
         self.send(name, wire.Welcome(heartbeat_s=0.05, lease_s=60.0))
         return heard
 
+    def called(self) -> bool:
+        """Say whether anybody has sent anything that was not taken in yet; who has ended sends no more."""
+        return bool(self._socket.poll(0))
+
     def send(self, name: str, message: wire.Down, buffers: tuple[bytes, ...] = ()) -> None:
         self._seq += 1
         envelope = wire.Envelope(protocol=wire.PROTOCOL_VERSION, run=RUN, sender="controller", epoch=1, seq=self._seq)
@@ -108,7 +112,8 @@ class Desk:
 def replica(desk: Desk, name: str, folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """A process of the role that `name` begins with; killed at the end if it has not ended."""
     role = name.partition("-")[0]
-    command = [sys.executable, "-m", f"starling.{role}.shell.main", "--name", name, "--controller", desk.address]
+    module = "starling.rollout.shell.teacher" if role == "teacher" else f"starling.{role}.shell.main"
+    command = [sys.executable, "-m", module, "--name", name, "--controller", desk.address]
     command += ["--dir", str(folder), "--run.id", RUN, "--network.curve", "false", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:

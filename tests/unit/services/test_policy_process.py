@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from replica_desk import Desk, ended, replica
+from replica_desk import DEADLINE_S, Desk, ended, replica
 
 from starling.common.wire import messages as wire
 from starling.weightsync.offer import decode_offer
@@ -19,7 +20,7 @@ NUM_SFT, LAST = 2, 6
 FLAGS = (
     *("--policy.init", "random", "--policy.transport", "local", "--model.device", "cpu"),
     *("--policy.optimizer.learning-rate", "0.003", "--policy.optimizer.schedule", "cosine"),
-    *("--policy.sft.optimizer.learning-rate", "0.003", "--policy.grpo.kl-coefficient", "0.05"),
+    *("--policy.sft.optimizer.learning-rate", "0.003", "--policy.algorithm.kl-coefficient", "0.05"),
 )
 
 
@@ -53,11 +54,14 @@ def step_of(lease: str, step: int, **fields: Any) -> tuple[wire.TrainStep, tuple
 
 
 def train(desk: Desk, step: int, **fields: Any) -> dict[str, float]:
-    """Have a step made, and return its metrics but for the time that it took."""
+    """Have a step made, and return its metrics but for those of time."""
     message, buffers = step_of(desk.lease("train"), step, **fields)
     trained, _ = desk.ask("policy-0", message, wire.StepTrained, buffers)
     assert trained.step == step
-    return {name: value for name, value in trained.metrics.items() if name != "train_s"}
+    shares = [value for name, value in trained.metrics.items() if name.startswith("time/") and name.endswith("_share")]
+    assert math.isclose(math.fsum(shares), 1.0, rel_tol=1e-12)
+    timed = ("train_s", "tokens_per_s", "tflops")
+    return {name: v for name, v in trained.metrics.items() if name not in timed and not name.startswith("time/")}
 
 
 def save(desk: Desk, step: int) -> dict[str, str]:
@@ -138,3 +142,26 @@ def test_what_a_policy_says_to_orders(desk: Desk, model: Path, tmp_path: Path) -
         assert train(desk, 2, settings={"policy.sft.optimizer.learning_rate": 0.5})["learning_rate"] == 0.5
         policy.terminate()
         assert ended(policy) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--policy.algorithm.name", "grop"), "there is no algorithm 'grop': give one of grpo, "),
+        (
+            ("--policy.sft.optimizer.no-decay", '["lm_hed"]'),
+            "policy.sft.optimizer.no_decay has 'lm_hed', which matches no trainable parameter; ",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_told_before_the_policy_joins(
+    desk: Desk, model: Path, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    with replica(desk, "policy-0", tmp_path, "--model.path", str(model), *FLAGS, *flags) as policy:
+        _, errors = policy.communicate(timeout=DEADLINE_S)
+    sentence = errors.splitlines()[-1]
+    assert sentence.startswith("starling policy-0: ")
+    assert said in sentence
+    assert "Traceback" not in errors
+    assert policy.returncode == 2
+    assert not desk.called()

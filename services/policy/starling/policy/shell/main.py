@@ -7,19 +7,19 @@ Publishing a version stops it for the copy into a snapshot; the offer follows fr
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import structlog
+from pydantic import model_validator
 
-from starling.algo.text import encode_prompt, encode_response
-from starling.common.errors import ConfigError, StarlingError
+from starling.common.errors import ConfigError, StarlingError, WeightsError
 from starling.common.net.link import Command, Ended, GivenUp, Link
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
 from starling.common.service import (
@@ -32,14 +32,19 @@ from starling.common.service import (
 from starling.common.settings import ModelSettings, ServiceSettings, WeightsSettings
 from starling.common.wire import messages as wire
 from starling.policy.core.progress import Order, Progress
-from starling.policy.settings import PolicySettings
+from starling.policy.settings.policy import PolicySettings, check_adapters
+from starling.policy.train.broken import StepBrokenError
 from starling.weightsync.execute.offers import Offers, failure_of
+
+if TYPE_CHECKING:  # they import torch, see `Shell`
+    from starling.policy.shell.saving import Saving
+    from starling.policy.train.learner import Learner
+    from starling.weightsync.execute.publish import Publisher
+    from starling.weightsync.layout import Layout
 
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
-STATES = "states"
-"""Where in the run's folder the states are from which a policy goes on."""
 
 
 class PolicyProcess(ServiceSettings):
@@ -49,42 +54,44 @@ class PolicyProcess(ServiceSettings):
     weights: WeightsSettings = WeightsSettings()
     policy: PolicySettings = PolicySettings()
 
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        check_adapters(self.model, self.policy)
+        return self
+
 
 class Shell:
     """One policy replica of one rank."""
 
     def __init__(self, settings: PolicyProcess, arguments: ServiceArguments) -> None:
         """Load the model and what was saved of it, and prepare its publication. Raises ConfigError when it cannot."""
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a wish to save: until all is loaded there is nothing to save
         path = check_model_folder(settings.model.path, weights=settings.policy.init == "pretrained")
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
-        from starling.policy.train.learner import Learner
-        from starling.policy.train.state import seed_random
-        from starling.weightsync.execute.publish import Publisher
+        from starling.policy.train.watch import StepWatch
         from starling.weightsync.layout import encode
+        from starling.weightsync.layouts.adapters import base_of
         from starling.weightsync.layouts.modules import layout_of
 
-        self._settings, self._folder = settings, arguments.folder
-        seed_random(settings.run.seed)
-        self._learner = Learner(partial(_load, path, settings), settings.policy)
-        version = self._learner.resume(self._folder / STATES)
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
-        layout = layout_of(self._learner.tensors, arguments.name)
-        self._publisher = Publisher(
-            layout,
-            transport=settings.policy.transport,
-            host=settings.network.host,
-            read_timeout_s=settings.policy.publish_timeout_s,
-            digests=settings.weights.digests,
-            delta_versions=settings.policy.delta_versions,
-        )
+        self._settings = settings
+        self._learner = begin_learner(path, settings)
+        self._clock = self._learner.clock
+        self._watch = StepWatch(self._learner.tensors, self._clock, self._learner.model.device, settings.policy)
+        self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings.model.trust_remote_code)
+        self._saving = self._begin_saving(path, arguments.folder)
+        version = self._saving.resume()
+        base = base_of(self._learner.model, settings.model.lora)
+        layout = layout_of(self._learner.tensors, arguments.name, base=base)
+        self._publisher = self._begin_publishing(layout)
         self._progress = Progress(version=version)
         hello = wire.Hello(
             role="policy", host=host_name(), pid=os.getpid(), version=version, has_layout=True, serves=True
         )
         self._link = Link(link_settings(arguments, settings), hello, (encode(layout),))
-        self._offers = Offers(self._link.answer, self._link.put, self._tell)
+        self._offers = Offers(self._answer_offer, self._link.put, self._tell)
+        self._saving.connect(self._link.answer, self._link.put, self._tell)
         self._copying_since: float | None = None
         self._telling = threading.Lock()
         log.info(
@@ -94,18 +101,49 @@ class Shell:
             transport=settings.policy.transport,
         )
 
+    def _begin_saving(self, model: Path, folder: Path) -> Saving:
+        """Prepare to save what becomes of the model in the folder `model`; the run's own is `folder`."""
+        from starling.policy.shell.saving import Saving
+        from starling.policy.train.companions import Companions
+
+        lora = self._settings.model.lora
+        return Saving(
+            self._learner,
+            Companions(self._tokenizer, model),
+            self._settings.policy.saving,
+            self._settings.run.id,
+            folder,
+            merged=lora is not None and lora.merged,
+        )
+
+    def _begin_publishing(self, layout: Layout) -> Publisher:
+        from starling.weightsync.execute.publish import Publisher
+
+        settings = self._settings
+        return Publisher(
+            layout,
+            transport=settings.policy.transport,
+            host=settings.network.host,
+            read_timeout_s=settings.policy.publish_timeout_s,
+            digests=settings.weights.digests,
+            delta_versions=settings.policy.delta_versions,
+        )
+
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller says that nothing more will come."""
         stop.install(self._link.wake)
+        self._saving.listen(self._link.wake)
         self._link.start()
         reason = "its service failed"
         try:
             while not stop:
-                inbound = self._link.receive(IDLE_S)
+                with self._clock.within("wait_data"):
+                    inbound = self._link.receive(IDLE_S)
                 if isinstance(inbound, Ended):
                     reason = inbound.reason
                     if inbound.error is not None:
                         raise inbound.error
+                    self._saving.finish()
                     return
                 if isinstance(inbound, Command):
                     self._take(inbound)
@@ -115,9 +153,15 @@ class Shell:
                     self._progress.give_up(inbound.leases)  # but a step cannot be given up half-way
                 else:
                     assert inbound is None, inbound
+                self._saving.keep_wish(self._progress.version)
                 self._expire()
                 self._tell()
             reason = f"stopped by {stop.name}"
+            self._saving.leave(self._progress.version)
+        except StepBrokenError as error:
+            reason = f"its weights are no version any more ({error}): the newest state is where to go on from"
+            self._saving.finish()
+            raise WeightsError(reason) from error  # not a ConfigError, after which nobody would start it again
         finally:
             end_within(STOP_S)
             self._link.close(reason)
@@ -148,7 +192,7 @@ class Shell:
         """Let the next heartbeats say what is on offer and what is waited for. Any thread may call it."""
         with self._telling:
             now = time.monotonic()
-            waits = [*self._progress.waits(now), *self._offers.waits(now)]
+            waits = [*self._progress.waits(now), *self._offers.waits(now), *self._saving.waits(now)]
             if self._copying_since is not None:
                 since_s, limit_s = now - self._copying_since, self._settings.policy.publish_timeout_s
                 left_s = max(0.0, limit_s - since_s)
@@ -169,31 +213,37 @@ class Shell:
                 case wire.PublishWeights():
                     self._publish(message)
                 case wire.SaveCheckpoint():
-                    self._link.answer(message.lease, self._save(message))
+                    with self._clock.within("checkpoint"):
+                        self._saving.save(message)
+        except StepBrokenError:
+            raise  # no answer: the step is made again, by who begins from the newest state
         except StarlingError as error:
             self._link.answer(message.lease, failure_of(message.lease, error, self._progress.version))
 
     def _train(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> wire.StepTrained:
-        begin = time.perf_counter()
-        metrics = self._supervise(message) if message.examples else self._reinforce(message, buffers)
-        metrics["train_s"] = time.perf_counter() - begin
+        self._watch.begin()
+        made = self._supervise(message) if message.examples else self._reinforce(message, buffers)
+        metrics, alarms = self._watch.end(message.step, made)
         self._progress.version = message.step
-        self._link.report(
-            version=message.step, gauges={"tokens_per_s": metrics["num_tokens"] / max(metrics["train_s"], 1e-9)}
-        )
-        return wire.StepTrained(lease=message.lease, step=message.step, metrics=metrics)
+        self._learner.next_prompt = max(self._learner.next_prompt, message.next_prompt)
+        with self._clock.within("checkpoint"):
+            self._saving.export_if_due(message.step)
+        self._link.report(version=message.step, gauges={"tokens_per_s": metrics.get("tokens_per_s", 0.0)})
+        return wire.StepTrained(lease=message.lease, step=message.step, metrics=metrics, alarms=alarms)
 
     def _supervise(self, message: wire.TrainStep) -> dict[str, float]:
-        from starling.policy.train.groups import Example
+        from starling.policy.train.examples import examples_of, pairs_of
 
-        examples = [
-            Example(
-                np.array(encode_prompt(self._tokenizer, example), dtype=np.int32),
-                np.array(encode_response(self._tokenizer, example), dtype=np.int32),
-                example.id,
+        if message.objective in ("dpo", "reward_model"):
+            pairs = pairs_of(self._tokenizer, message.examples)
+            return self._learner.prefer(
+                pairs,
+                objective=message.objective,
+                step=message.step,
+                num_steps=message.num_steps,
+                changes=message.settings,
             )
-            for example in message.examples
-        ]
+        examples = examples_of(self._tokenizer, message.examples)
         return self._learner.supervise(examples, num_steps=message.num_steps, changes=message.settings)
 
     def _reinforce(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> dict[str, float]:
@@ -204,44 +254,73 @@ class Shell:
             step=message.step,
             num_steps=message.num_steps,
             temperature=message.temperature,
+            max_tokens=message.max_tokens,
             changes=message.settings,
         )
 
     def _publish(self, message: wire.PublishWeights) -> None:
         if self._offers.again(message.lease, message.version):
             return
+        self._learner.check_whole()
         self._copying_since = time.monotonic()
         self._tell()
         try:
-            publication = self._publisher.snapshot(message.version, self._learner.tensors)
+            with self._clock.within("publish_exposed"):
+                publication = self._publisher.snapshot(message.version, self._learner.tensors)
         finally:
             self._copying_since = None
         self._progress.published = message.version
         self._offers.send(message.lease, publication)
 
-    def _save(self, message: wire.SaveCheckpoint) -> wire.CheckpointSaved:
-        from starling.policy.train.checkpoint import save_hf
-
-        if message.state:
-            folder = self._learner.save(self._folder / STATES, message.step)
-        else:
-            folder = self._folder / "checkpoints" / f"step-{message.step}"
-            save_hf(self._learner.model, self._tokenizer, folder)
-        return wire.CheckpointSaved(lease=message.lease, step=message.step, path=str(folder), state=message.state)
+    def _answer_offer(self, lease: str, message: wire.Up, buffers: tuple[bytes, ...]) -> None:
+        """Tell how an offer went, in the thread that made it while training went on."""
+        if isinstance(message, wire.WeightsPublished):
+            self._clock.hide(message.offer_s)
+        self._link.answer(lease, message, buffers)
 
 
-def _load(path: Path, settings: PolicyProcess) -> Any:
-    """Load version 0 of the model."""
-    from starling.policy.train.model import load_model, place
+def begin_learner(path: Path, settings: PolicyProcess) -> Learner:
+    """Return what learns from version 0 of the model in the folder `path`. Raises ConfigError when it cannot."""
+    from starling.policy.train.check import check
+    from starling.policy.train.learner import Learner
+    from starling.policy.train.objective import check_objective
+    from starling.policy.train.state import seed_random
+
+    if settings.run.kind == "rl":
+        check_objective(settings.policy.algorithm)
+    seed_random(settings.run.seed)
+    learner = Learner(partial(load_version_0, path, settings), settings.policy)
+    check(learner.model, settings.policy, settings.run.kind)
+    return learner
+
+
+def load_version_0(path: Path, settings: PolicyProcess) -> Any:
+    """Load version 0 of the model in the folder `path`. Raises ConfigError."""
+    from starling.policy.train.liger import use_liger
+    from starling.policy.train.lora import load_adapters
+    from starling.policy.train.memory import prepare
+    from starling.policy.train.model import freeze, load_model, place
+    from starling.weightsync.layouts.adapters import add_adapters
 
     model = load_model(
         path,
         init=settings.policy.init,
         seed=settings.run.seed,
         dtype=settings.model.dtype,
-        trust_remote_code=settings.policy.trust_remote_code,
+        trust_remote_code=settings.model.trust_remote_code,
+        scores=settings.run.kind == "reward_model",
     )
-    return place(model, settings.model.device)
+    lora = settings.model.lora
+    if lora is not None:
+        add_adapters(model, lora, seed=settings.run.seed)
+        if lora.adapter:
+            load_adapters(model, Path(lora.adapter))
+    freeze(model, settings.policy.frozen)
+    model = place(model, settings.model.device)
+    if settings.policy.liger:
+        use_liger(model)
+    prepare(model, settings.policy.memory)
+    return model
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,8 @@ what `starling.algo.packing` puts into rows: with several completions the prompt
 A completion sees its prompt and itself, never its siblings nor another block, so each sequence is computed as if it
 were alone. Legend of shapes: R rows, L row length, N trained tokens of the microbatch, T of the step.
 
+The images of a prompt come with each of its blocks, in the order in which the model meets their tokens: row by row.
+
 The last token of a completion predicts nothing and is therefore no input: a block has prompt + sum(completion - 1)
 cells.
 """
@@ -12,8 +14,9 @@ cells.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from starling.algo import packing
 from starling.common.errors import ConfigError
-from starling.policy.train.groups import IntArray
+from starling.policy.train.groups import POSITIONS, IntArray
 
 Index = npt.NDArray[np.int64]
 
@@ -33,6 +36,8 @@ class Prompted:
 
     prompt_ids: IntArray
     spans: tuple[tuple[int, int], ...]
+    extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What the model takes of the prompt's images, and their positions; see `Group`."""
 
     @property
     def num_cells(self) -> int:
@@ -49,6 +54,11 @@ class Batch:
     padding_waste: float
     """Share of cells without a token."""
 
+    @property
+    def lengths(self) -> list[int]:
+        """Cells of each block: none attends to another's."""
+        return [block.num_cells for block in self.blocks]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
@@ -57,7 +67,7 @@ class Inputs:
     input_ids: Tensor
     """int64 [R, L]; 0 where a cell is empty."""
     position_ids: Tensor
-    """int64 [R, L]; from 0 in each sequence."""
+    """int64 [R, L], from 0 in each sequence; [3, R, L] (time, height, width) where a prompt has images."""
     attention_mask: Tensor
     """[R or 1, 1, L, L], added to the attention scores: 0 where a cell may be seen, else the least finite number."""
     source: Tensor
@@ -66,6 +76,8 @@ class Inputs:
     """int64 [N]: the trained tokens."""
     tokens: Index
     """int64 [N], on the CPU: where each trained token lies among the step's T tokens."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """What the model takes besides, by the names of its arguments: the pixels of all prompts, end to end."""
 
 
 def check_lengths(prompted: Sequence[Prompted], longest: int | None) -> None:
@@ -88,17 +100,29 @@ def lay_out(
     tokens_per_microbatch: int,
     *,
     share_prompts: bool = True,
+    together: bool = False,
     pair_cost: float = packing.PAIR_COST,
 ) -> Batch:
     """Divide the step's completions over blocks, rows and microbatches, at the least cost.
 
     With `share_prompts` the completions of a prompt are tried 1, 2, 4, ... and all to a block. Sharing saves the cells
-    of prompts; longer blocks cost more attention. See `starling.algo.packing.plan_microbatches` for the cost.
+    of prompts; longer blocks cost more attention. See `starling.algo.packing.plan_microbatches` for the cost. A prompt
+    with images, which cost most, is always shared by as many as the budget allows. With `together` all of a prompt's
+    completions are in one block, whatever that costs: a loss compares them.
     """
-    most = max((len(item.spans) for item in prompted), default=1) if share_prompts else 1
+    most = max((len(item.spans) for item in prompted), default=1) if share_prompts or together else 1
+    sizes = {most} if together else {min(2**power, most) for power in range(most.bit_length() + 1)}
     best: tuple[float, Batch] | None = None
-    for size in sorted({min(2**power, most) for power in range(most.bit_length() + 1)}):
-        blocks = tuple(block for item in prompted for block in _split(item, size))
+    for size in sorted(sizes):
+        blocks = tuple(
+            block
+            for item in prompted
+            for block in (
+                _shared(item, tokens_per_microbatch)
+                if item.extra and share_prompts and not together
+                else _split(item, size)
+            )
+        )
         lengths = [block.num_cells for block in blocks]
         if best is not None and max(lengths) > tokens_per_microbatch:
             break  # Sharing must not make a block that exceeds the budget.
@@ -127,23 +151,22 @@ def to_tensors(
         device: where the model is.
     """
     shape = (len(microbatch.rows), microbatch.row_tokens)
-    pieces, segments, spans = _segments(batch, microbatch, token_ids)
+    pieces, segments, spans, seen = _segments(batch, microbatch, token_ids)
     cells = _ranges(segments.cell, segments.length)
     ids = np.zeros(shape[0] * shape[1], dtype=np.int64)
     ids[cells] = np.concatenate(pieces)
-    positions = np.zeros_like(ids)
-    positions[cells] = _ranges(segments.position, segments.length)
     tokens = _ranges(spans.start, spans.length)
     source = _ranges(spans.cell - 1, spans.length)
     # The first token of a completion is predicted by its prompt's last cell, wherever the completion itself lies.
     source[np.cumsum(spans.length) - spans.length] = spans.prompt_end
     return Inputs(
         input_ids=torch.from_numpy(ids).view(shape).to(device),
-        position_ids=torch.from_numpy(positions).view(shape).to(device),
+        position_ids=torch.from_numpy(_positions(segments, cells, shape, seen)).to(device),
         attention_mask=_attention_mask(segments, cells, shape, dtype).to(device),
         source=torch.from_numpy(source).to(device),
         targets=torch.from_numpy(token_ids[tokens].astype(np.int64)).to(device),
         tokens=tokens,
+        extra={name: torch.from_numpy(array).to(device) for name, array in _joined(seen).items()},
     )
 
 
@@ -169,12 +192,17 @@ class _Spans:
     prompt_end: Index
 
 
+_Seen = tuple[int, Prompted]
+"""A block with images, and its first cell."""
+
+
 def _segments(
     batch: Batch, microbatch: packing.Microbatch, token_ids: IntArray
-) -> tuple[list[IntArray], _Segments, _Spans]:
+) -> tuple[list[IntArray], _Segments, _Spans, list[_Seen]]:
     pieces: list[IntArray] = []
     segments: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int, int, int]] = []
+    seen: list[_Seen] = []
     for row, indices in enumerate(microbatch.rows):
         cell = row * microbatch.row_tokens
         for index in indices:
@@ -182,14 +210,40 @@ def _segments(
             prompt, width = len(segments), len(block.prompt_ids)
             pieces.append(block.prompt_ids)
             segments.append((cell, width, 0, prompt))
+            after = width
+            if block.extra:
+                seen.append((cell, block))
+                after = int(block.extra[POSITIONS][:, -1].max()) + 1
             cell += width
             prompt_end = cell - 1
             for start, stop in block.spans:
                 pieces.append(token_ids[start : stop - 1])
-                segments.append((cell, stop - start - 1, width, prompt))
+                segments.append((cell, stop - start - 1, after, prompt))
                 spans.append((start, stop - start, cell, prompt_end))
                 cell += stop - start - 1
-    return pieces, _Segments(*_columns(segments)), _Spans(*_columns(spans))
+    return pieces, _Segments(*_columns(segments)), _Spans(*_columns(spans)), seen
+
+
+def _positions(segments: _Segments, cells: Index, shape: tuple[int, int], seen: Sequence[_Seen]) -> Index:
+    """Return the positions of all cells: [R, L], or [3, R, L] with images."""
+    positions = np.zeros(shape[0] * shape[1], dtype=np.int64)
+    positions[cells] = _ranges(segments.position, segments.length)
+    if not seen:
+        return positions.reshape(shape)
+    positions = np.repeat(positions[None], 3, axis=0)
+    for cell, block in seen:
+        positions[:, cell : cell + len(block.prompt_ids)] = block.extra[POSITIONS]
+    return positions.reshape(3, *shape)
+
+
+def _joined(seen: Sequence[_Seen]) -> dict[str, npt.NDArray[Any]]:
+    """Return the pixels and grids of all blocks, end to end."""
+    named: dict[str, list[npt.NDArray[Any]]] = {}
+    for _, block in seen:
+        for name, array in block.extra.items():
+            if name != POSITIONS:
+                named.setdefault(name, []).append(array)
+    return {name: np.concatenate(arrays) for name, arrays in named.items()}
 
 
 def _columns(rows: list[tuple[int, int, int, int]]) -> list[Index]:
@@ -222,4 +276,13 @@ def _split(item: Prompted, size: int) -> list[Prompted]:
     """Cut the completions of a prompt into the fewest blocks of at most `size`, as evenly as can be."""
     count = -(-len(item.spans) // size)
     bounds = [len(item.spans) * part // count for part in range(count + 1)]
-    return [Prompted(item.prompt_ids, item.spans[start:stop]) for start, stop in itertools.pairwise(bounds)]
+    return [Prompted(item.prompt_ids, item.spans[start:stop], item.extra) for start, stop in itertools.pairwise(bounds)]
+
+
+def _shared(item: Prompted, budget: int) -> list[Prompted]:
+    """Cut the completions of a prompt into the fewest blocks that keep the budget, one each where none does."""
+    for size in range(len(item.spans), 1, -1):
+        blocks = _split(item, size)
+        if max(block.num_cells for block in blocks) <= budget:
+            return blocks
+    return _split(item, 1)

@@ -1,28 +1,29 @@
-"""Write a folder, such as a model in Hugging Face form, so that a crash never leaves half of one."""
+"""Write a model in Hugging Face form: what `transformers` loads, and whoever serves or evaluates it."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from safetensors import SafetensorError
+from torch import Tensor
 
-from starling.common.errors import ConfigError
+from starling.policy.train.folder import whole_folder
+from starling.policy.train.lora import save_adapters
+from starling.policy.train.storage import Storage
+from starling.weightsync.layouts.adapters import is_adapted, is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 else:
     PreTrainedModel = torch.nn.Module
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+SHARD_MB = 5000
+"""Most MiB of one file of weights, where nobody says otherwise."""
+_LAST = "config.json"
+"""Without this file a folder is no model: it is sent last to where a folder cannot come into being at once."""
 
 
 class Saveable(Protocol):
@@ -32,81 +33,69 @@ class Saveable(Protocol):
         """Write the files of `self` into `save_directory`."""
 
 
-def save_hf(model: PreTrainedModel, tokenizer: Saveable | None, folder: Path) -> None:
+def save_hf(
+    model: PreTrainedModel,
+    tokenizer: Saveable | None,
+    folder: Path,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    shard_mb: int = SHARD_MB,
+) -> None:
     """Write `model` and `tokenizer` into `folder`, all or nothing.
+
+    Args:
+        model: tells the architecture; its weights, too, without `weights`.
+        tokenizer: written beside it.
+        folder: replaced, if it is there.
+        weights: by the names of `starling.policy.train.model.tensors`; copies, while `model` goes on. Of a model with
+            adapters those alone, which peft reads, or all merged.
+        shard_mb: most MiB of one file of weights.
 
     Raises:
         ConfigError: as `whole_folder`.
     """
     with whole_folder(folder) as temporary:
-        model.save_pretrained(str(temporary))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(temporary))
+        _write(model, tokenizer, temporary, weights, shard_mb)
 
 
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Lend a folder to write into that becomes `folder` at the end, all or nothing.
+def export_hf(
+    model: PreTrainedModel,
+    tokenizer: Saveable | None,
+    storage: Storage,
+    name: str,
+    *,
+    weights: Mapping[str, Tensor],
+    shard_mb: int = SHARD_MB,
+) -> str:
+    """Write the folder `name` of `storage` as `save_hf` does. Returns where it is.
 
-    Everything goes into a folder beside it and reaches the disk before that takes the name `folder`. A checkpoint of
-    that name stays whole until then and is replaced in one operation where the file system can exchange two names
-    (Linux), else by two renames. What an earlier crash left beside `folder` is removed.
+    Elsewhere than on a local disk the files are written to a temporary folder first, then sent; ``config.json`` is the
+    last, and of a folder that is replaced the first to go. So what has that file is whole.
 
     Raises:
-        ConfigError: the file system refuses: no space, no permission, or `folder` is a file.
+        ConfigError: it cannot be written.
     """
-    folder = folder.absolute()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"the checkpoint {folder} is a file: remove it or choose another folder")
-        for leftover in folder.parent.glob(f".{folder.name}.saving-*"):
-            shutil.rmtree(leftover)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.saving-", dir=folder.parent))
-        try:
-            temporary.chmod(0o755)
-            yield temporary
-            _sync_tree(temporary)
-            _replace(temporary, folder)
-            _sync(folder.parent)
-        finally:
-            # Gone when all went well; the previous checkpoint after an exchange; else what was written so far.
-            shutil.rmtree(temporary, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # the latter is how safetensors tells of a full disk
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ConfigError(
-            f"the checkpoint {folder} cannot be written ({reason}): free space or choose another folder"
-        ) from error
+    with storage.explained("written", name):  # a tokenizer tells of a full disk by an exception that is no OSError
+        if storage.is_local:
+            save_hf(model, tokenizer, Path(storage.path(name)), weights=weights, shard_mb=shard_mb)
+        else:
+            with tempfile.TemporaryDirectory(prefix="starling-export-") as temporary:
+                _write(model, tokenizer, Path(temporary), weights, shard_mb)
+                storage.send(Path(temporary), name, last=_LAST)
+    return storage.url(name)
 
 
-def _replace(new: Path, folder: Path) -> None:
-    if not folder.exists():
-        new.rename(folder)
-    elif not _exchange(new, folder):
-        old = new.with_name(f"{new.name}.old")
-        folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one operation; False where the system or the file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    result = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
-    return bool(result == 0)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write(
+    model: PreTrainedModel,
+    tokenizer: Saveable | None,
+    folder: Path,
+    weights: Mapping[str, Tensor] | None,
+    shard_mb: int,
+) -> None:
+    if is_adapted(model) and (weights is None or all(map(is_adapter, weights))):
+        save_adapters(model, folder, weights)
+    else:
+        state = None if weights is None else dict(weights)
+        model.save_pretrained(str(folder), state_dict=state, max_shard_size=f"{shard_mb}MB")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))

@@ -1,90 +1,223 @@
-"""Stop 6 of the walk, credit: scored groups become the trained tokens of a step."""
+"""Stop 6 of the walk, credit: scored groups become trained tokens, each with an advantage and a weight."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from starling.algo.advantage import Scale, group_relative
+from starling.algo.loss.aggregate import token_weights
+from starling.algo.packing import balance
 from starling.algo.staleness import staleness
 from starling.common.errors import ConfigError
-from starling.policy.train.batch import Prompted
-from starling.policy.train.groups import FloatArray, Group, IntArray
+from starling.policy.train.batch import Index, Prompted
+from starling.policy.train.groups import FloatArray, Group, IntArray, Taught
+from starling.policy.train.objective import Objective
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Credited:
-    """The trained tokens of a step, T of them, each with its advantage."""
+    """The trained tokens of one update, T of them in S completions that lie end to end."""
 
     prompted: tuple[Prompted, ...]
     """Which of the T tokens are completions of which prompt."""
     token_ids: IntArray
     """[T]."""
-    old_logprobs: FloatArray
+    rollout_logprobs: FloatArray
     """Log-probabilities when they were sampled, [T]."""
     advantages: FloatArray
     """[T]."""
+    weights: FloatArray
+    """Share of each token in the update's loss, [T]."""
     fresh: FloatArray
     """1 for tokens whose whole completion was sampled by the version that is trained now, else 0; [T]."""
+    sequence: Index
+    """int64 [T]: the completion that holds each token."""
+    versions: IntArray
+    """Weight version that sampled each token, [T]."""
     temperatures: FloatArray | None
     """Divisor of the logits under which each was sampled, [T]; None where all are those of the step."""
-    num_tokens: int
-    """Tokens of all completions, left out or not: the denominator of the step's mean."""
-    metrics: dict[str, float]
-    """What is known before the forward pass."""
+    taught: Taught | None = None
+    """What a teacher says of each, where there is one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """The groups of a step with what was found out about all of them together."""
+
+    groups: tuple[Group, ...]
+    advantages: tuple[list[float], ...]
+    """Of each completion of each group."""
+    ages: tuple[list[float], ...]
+    """Staleness of each completion of each group."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest completion."""
+        return max(length for group in self.groups for length in group.lengths)
+
+    def split(self, count: int) -> list[Scored]:
+        """Cut into `count` parts, the numbers of groups differing by at most one; fewer where there are fewer groups.
+
+        The parts have nearly equally many tokens: where every token of an update weighs the same, it then weighs nearly
+        the same in the whole step. Which group is in which part follows from the lengths alone.
+        """
+        num_tokens = [float(len(group.completion_ids)) for group in self.groups]
+        parts = balance(num_tokens, min(count, len(self.groups)), equal_sizes=True)
+        return [
+            Scored(
+                tuple(self.groups[index] for index in part),
+                tuple(self.advantages[index] for index in part),
+                tuple(self.ages[index] for index in part),
+            )
+            for part in parts
+        ]
+
+
+def score(groups: Sequence[Group], objective: Objective, *, step: int) -> Scored:
+    """Find the advantages and ages of the completions of `groups` in step `step`.
+
+    Raises:
+        ConfigError: there is no token, a reward or log-probability is not finite, or the advantage function fails or
+            gives something else than a finite number per completion.
+    """
+    if not sum(len(group.completion_ids) for group in groups):
+        raise ConfigError(f"step {step} has {len(groups)} groups without a token: there is nothing to train")
+    for group in groups:
+        _check(group, step)
+    advantages = _advantages(groups, objective, step)
+    return Scored(tuple(groups), advantages, tuple(_ages(group, step) for group in groups))
 
 
 def credit(
-    groups: Sequence[Group], *, step: int, scale: Scale = "std", skip_zero: bool = False, temperature: float = 1.0
+    scored: Scored, objective: Objective, *, longest: int, skip_zero: bool = False, temperature: float = 1.0
 ) -> Credited:
-    """Credit the completions of `groups` for step `step`.
+    """Lay out the trained tokens of one update.
 
     Args:
-        groups: scored.
-        step: the version to make; ages count from it.
-        scale: see `starling.algo.advantage.group_relative`.
-        skip_zero: leave out completions whose advantage is exactly 0.
+        scored: its groups.
+        objective: says which completions count, and how much.
+        longest: tokens by which the aggregate ``constant`` divides, where the objective has no number for it.
+        skip_zero: leave out completions whose advantage is exactly 0; they count in the mean all the same.
         temperature: of groups that do not say theirs.
-
-    Raises:
-        ConfigError: there is no token, or a reward or log-probability is not finite.
     """
-    num_tokens = sum(len(group.completion_ids) for group in groups)
-    if not num_tokens:
-        raise ConfigError(f"step {step} has {len(groups)} groups without a token: there is nothing to train")
-    advantages = [_advantages(group, scale) for group in groups]
-    ages = [_ages(group, step) for group in groups]
+    groups = scored.groups
     lengths = [length for group in groups for length in group.lengths]
-    flat_advantages, flat_ages = _flat(advantages), _flat(ages)
-    trained = [not (skip_zero and advantage == 0.0) for advantage in flat_advantages]
+    advantages, ages = _flat(scored.advantages), _flat(scored.ages)
+    counted = [not (objective.mask_truncated and cut) for group in groups for cut in group.truncated]
+    trained = [
+        bool(length) and counts and not (skip_zero and advantage == 0.0)
+        for length, counts, advantage in zip(lengths, counted, advantages, strict=True)
+    ]
+    counted_lengths = [length if counts else 0 for length, counts in zip(lengths, counted, strict=True)]
+    weights = token_weights(
+        counted_lengths,
+        objective.aggregate,
+        num_tokens=max(1, sum(counted_lengths)),
+        num_sequences=max(1, sum(counted)),
+        constant=objective.aggregate_tokens or longest,
+    )
     chosen = np.repeat(np.array(trained), lengths)
     own = [group.temperature or temperature for group in groups]
     drawn = [value for value, group in zip(own, groups, strict=True) for _ in group.lengths]
+    kept = [length for length, taken in zip(lengths, trained, strict=True) if taken]
     return Credited(
         prompted=_prompted(groups, trained),
         token_ids=np.concatenate([group.completion_ids for group in groups])[chosen],
-        old_logprobs=np.concatenate([group.logprobs for group in groups])[chosen],
-        advantages=_per_token(flat_advantages, lengths)[chosen],
-        fresh=_per_token([float(age == 0) for age in flat_ages], lengths)[chosen],
+        rollout_logprobs=np.concatenate([group.logprobs for group in groups])[chosen],
+        advantages=_per_token(advantages, lengths)[chosen],
+        weights=_per_token(weights.tolist(), lengths)[chosen],
+        fresh=_per_token([float(age == 0) for age in ages], lengths)[chosen],
+        sequence=np.repeat(np.arange(len(kept), dtype=np.int64), kept),
+        versions=np.concatenate([group.versions for group in groups])[chosen],
         temperatures=None if set(own) == {temperature} else _per_token(drawn, lengths)[chosen],
-        num_tokens=num_tokens,
-        metrics=_metrics(groups, flat_advantages, flat_ages, num_tokens, int(chosen.sum())),
+        taught=_taught(groups, chosen),
     )
 
 
-def _advantages(group: Group, scale: Scale) -> list[float]:
+def _taught(groups: Sequence[Group], chosen: npt.NDArray[np.bool_]) -> Taught | None:
+    """Put together what a teacher says of the chosen tokens. Raises ConfigError when it speaks of some groups only."""
+    known = [group.taught for group in groups if group.taught is not None]
+    if not known:
+        return None
+    if len(known) != len(groups) or len({one.top_ids is None for one in known}) > 1:
+        silent = next((group.prompt_id for group in groups if group.taught is None), groups[0].prompt_id)
+        raise ConfigError(
+            f"a teacher says less of group {silent!r} than of others of its step: give all to one teacher"
+        )
+    ids = [one.top_ids for one in known if one.top_ids is not None]
+    logprobs = [one.top_logprobs for one in known if one.top_logprobs is not None]
+    return Taught(
+        np.concatenate([one.logprobs for one in known])[chosen],
+        np.concatenate(ids)[chosen] if ids else None,
+        np.concatenate(logprobs)[chosen] if logprobs else None,
+    )
+
+
+def described(scored: Scored) -> dict[str, float]:
+    """Return the metrics of a step that are known before any forward pass."""
+    advantages, ages = _flat(scored.advantages), _flat(scored.ages)
+    rewards = np.array(_flat([group.rewards for group in scored.groups]))
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "zero_advantage_share": advantages.count(0.0) / len(advantages),
+        "num_tokens": float(sum(len(group.completion_ids) for group in scored.groups)),
+        "num_sequences": float(len(ages)),
+        "staleness_max": max(ages),
+        "staleness_mean": sum(ages) / len(ages),
+    }
+
+
+def _check(group: Group, step: int) -> None:
+    if len(group.versions) and int(group.versions.max()) >= step:
+        raise ConfigError(
+            f"group {group.prompt_id!r} cannot be trained: a token is of version {int(group.versions.max())}, which "
+            f"step {step} has yet to make or a later one"
+        )
     if not np.isfinite(group.logprobs).all():
         raise ConfigError(
             f"group {group.prompt_id!r} cannot be trained: a log-probability is not finite, so the rollout's weights "
             "or logits are not"
         )
+    for index, reward in enumerate(group.rewards):
+        if not np.isfinite(reward):
+            raise ConfigError(
+                f"group {group.prompt_id!r} cannot be trained: reward {index} of the group is {reward}: drop a "
+                "completion whose scoring failed"
+            )
+
+
+def _advantages(groups: Sequence[Group], objective: Objective, step: int) -> tuple[list[float], ...]:
+    """Ask the advantage function, which may be the user's own, and check what it gives."""
     try:
-        return group_relative(group.rewards, scale=scale)
-    except ValueError as error:
-        raise ConfigError(f"group {group.prompt_id!r} cannot be trained: {error}") from error
+        rows = [list(map(float, row)) for row in objective.advantage([group.rewards for group in groups])]
+    except Exception as error:  # A user's function raises anything.
+        names = ", ".join(group.prompt_id for group in groups[:3])
+        why = error if isinstance(error, ValueError) else f"its advantage function raised {error!r}"
+        raise ConfigError(f"the groups of step {step} ({names}, ...) cannot be trained: {why}") from error
+    remedy = "the advantage function of policy.algorithm must give one finite number per completion"
+    if len(rows) != len(groups):
+        raise ConfigError(f"the {len(groups)} groups of step {step} got {len(rows)} lists of advantages: {remedy}")
+    for group, row in zip(groups, rows, strict=True):
+        if len(row) != len(group.lengths):
+            raise ConfigError(
+                f"the {len(group.lengths)} completions of group {group.prompt_id!r} got {len(row)} advantages: {remedy}"
+            )
+        for index, value in enumerate(row):
+            if not math.isfinite(value):
+                raise ConfigError(
+                    f"completion {index} of group {group.prompt_id!r} got the advantage {value}: {remedy}"
+                )
+    return tuple(rows)
 
 
 def _ages(group: Group, step: int) -> list[float]:
@@ -103,29 +236,13 @@ def _prompted(groups: Sequence[Group], trained: Sequence[bool]) -> tuple[Prompte
     for group in groups:
         spans = []
         for length in group.lengths:
-            if length and trained[index]:
+            if trained[index]:
                 spans.append((kept, kept + length))
                 kept += length
             index += 1
         if spans:
-            prompted.append(Prompted(group.prompt_ids, tuple(spans)))
+            prompted.append(Prompted(group.prompt_ids, tuple(spans), group.extra))
     return tuple(prompted)
-
-
-def _metrics(
-    groups: Sequence[Group], advantages: list[float], ages: list[float], num_tokens: int, num_trained: int
-) -> dict[str, float]:
-    rewards = np.array(_flat([group.rewards for group in groups]))
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "zero_advantage_share": advantages.count(0.0) / len(advantages),
-        "num_tokens": float(num_tokens),
-        "num_trained_tokens": float(num_trained),
-        "num_sequences": float(len(ages)),
-        "staleness_max": max(ages),
-        "staleness_mean": sum(ages) / len(ages),
-    }
 
 
 def _flat(rows: Iterable[Sequence[float]]) -> list[float]:

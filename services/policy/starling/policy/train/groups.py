@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import ConfigError, WireError
-from starling.common.wire.messages import TensorMeta, TrainGroup
+from starling.common.wire.messages import Status, TensorMeta, TrainGroup
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.int32))
+
+POSITIONS: Final = "position_ids"
+_PIXELS: Final = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+_EXTRA: Final[dict[str, np.dtype[Any]]] = {
+    **{pixels: np.dtype(np.float32) for pixels in _PIXELS},
+    **{grid: np.dtype(np.int64) for grid in _PIXELS.values()},
+    POSITIONS: np.dtype(np.int32),
+}
+"""What a prompt with images has besides its tokens, as `TrainGroup` says; each has two dimensions."""
+_TAUGHT: Final[dict[str, tuple[np.dtype[Any], int]]] = {
+    "teacher_logprobs": (np.dtype(np.float32), 1),
+    "teacher_top_ids": (np.dtype(np.int32), 2),
+    "teacher_top_logprobs": (np.dtype(np.float32), 2),
+}
+"""What a teacher says, as `TokensScored` lists it: element type and dimensions."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taught:
+    """What a teacher says of the T tokens of a group."""
+
+    logprobs: FloatArray
+    """Log-probability of each token, [T]."""
+    top_ids: IntArray | None = None
+    """Its K likeliest tokens at each position, [T, K]."""
+    top_logprobs: FloatArray | None = None
+    """Their log-probabilities, [T, K]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,10 +66,24 @@ class Group:
     """Names the group in errors."""
     temperature: float = 0.0
     """Divisor of the logits under which it was sampled; 0 for that of the step."""
+    cut: tuple[bool, ...] = ()
+    """Whether each completion was cut off at its token limit; empty where none was."""
+    taught: Taught | None = None
+    """What a teacher says of its tokens, in a run that has one."""
+    extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What the model takes of the prompt's images and videos, by name, and where the prompt's tokens stand; empty for
+    a prompt of text."""
+
+    @property
+    def truncated(self) -> tuple[bool, ...]:
+        """Whether each completion was cut off at its token limit."""
+        return self.cut or (False,) * len(self.lengths)
 
     def __post_init__(self) -> None:
         _check_prompt(self.prompt_ids, self.prompt_id)
+        _check_extra(self.extra, len(self.prompt_ids), self.prompt_id)
         total = sum(self.lengths)
+        _check_taught(self.taught, total, self.prompt_id)
         sizes = (len(self.completion_ids), len(self.logprobs), len(self.versions))
         if any(size != total for size in sizes) or min(self.lengths, default=0) < 0:
             raise ConfigError(
@@ -52,6 +94,11 @@ class Group:
             raise ConfigError(
                 f"group {self.prompt_id!r} has {len(self.lengths)} completions but {len(self.rewards)} rewards: "
                 "give one reward per completion"
+            )
+        if self.cut and len(self.cut) != len(self.lengths):
+            raise ConfigError(
+                f"group {self.prompt_id!r} has {len(self.lengths)} completions and says of {len(self.cut)} whether "
+                "they were cut off: say it of each"
             )
 
 
@@ -77,7 +124,7 @@ def groups_from_wire(groups: Sequence[TrainGroup], buffers: Sequence[Any]) -> li
 
     Args:
         groups: the message's groups.
-        buffers: its frames (bytes or memoryviews) in the order of the groups, four for each.
+        buffers: its frames (bytes or memoryviews) in the order of the groups: four for each, and those that it names.
 
     Raises:
         WireError: frames are missing, left over, or not what their description says.
@@ -91,14 +138,25 @@ def groups_from_wire(groups: Sequence[TrainGroup], buffers: Sequence[Any]) -> li
 
 
 def _read(group: TrainGroup, frames: Iterator[Any]) -> Group:
-    if len(group.tensors) != len(_DTYPES):
+    if len(group.tensors) < len(_DTYPES):
         raise WireError(f"group {group.prompt_id!r} describes {len(group.tensors)} tensors instead of {len(_DTYPES)}")
-    arrays = []
-    for meta, dtype in zip(group.tensors, _DTYPES, strict=True):
+    arrays: list[npt.NDArray[Any]] = []
+    extra: dict[str, npt.NDArray[Any]] = {}
+    taught: dict[str, npt.NDArray[Any]] = {}
+    for at, meta in enumerate(group.tensors):
         frame = next(frames, None)
         if frame is None:
             raise WireError(f"group {group.prompt_id!r} lacks a buffer that it describes")
-        arrays.append(_array(group.prompt_id, meta, dtype, frame))
+        if at < len(_DTYPES):
+            arrays.append(_array(group.prompt_id, meta, _DTYPES[at], 1, frame))
+        elif meta.name in _EXTRA:
+            extra[meta.name] = _array(group.prompt_id, meta, _EXTRA[meta.name], 2, frame)
+        elif meta.name in _TAUGHT:
+            dtype, ndim = _TAUGHT[meta.name]
+            taught[meta.name] = _array(group.prompt_id, meta, dtype, ndim, frame)
+        else:
+            known = ", ".join([*_EXTRA, *_TAUGHT])
+            raise WireError(f"group {group.prompt_id!r} has a tensor {meta.name!r} and can only have {known}")
     prompt_ids, completion_ids, logprobs, versions = arrays
     try:
         return Group(
@@ -110,19 +168,64 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> Group:
             rewards=tuple(trajectory.reward for trajectory in group.trajectories),
             prompt_id=group.prompt_id,
             temperature=group.temperature,
+            cut=tuple(trajectory.status is Status.TRUNCATED for trajectory in group.trajectories),
+            taught=_taught(taught),
+            extra=extra,
         )
     except ConfigError as error:
         raise WireError(str(error)) from error
 
 
-def _array(prompt_id: str, meta: TensorMeta, dtype: np.dtype[Any], frame: Any) -> npt.NDArray[Any]:
+def _taught(found: Mapping[str, npt.NDArray[Any]]) -> Taught | None:
+    if "teacher_logprobs" not in found:
+        return None
+    return Taught(found["teacher_logprobs"], found.get("teacher_top_ids"), found.get("teacher_top_logprobs"))
+
+
+def _check_taught(taught: Taught | None, num_tokens: int, prompt_id: str) -> None:
+    if taught is None:
+        return
+    ids, logprobs = taught.top_ids, taught.top_logprobs
+    fits = len(taught.logprobs) == num_tokens and (ids is None) == (logprobs is None)
+    if ids is not None and logprobs is not None:
+        fits = fits and ids.shape == logprobs.shape and len(ids) == num_tokens
+    if not fits:
+        raise ConfigError(
+            f"group {prompt_id!r} has {num_tokens} tokens and what its teacher says is of others: "
+            f"{len(taught.logprobs)} log-probabilities, and likeliest tokens of shape "
+            f"{[None if array is None else list(array.shape) for array in (ids, logprobs)]}"
+        )
+    if not all(np.isfinite(array).all() for array in (taught.logprobs, logprobs) if array is not None):
+        raise ConfigError(f"group {prompt_id!r} cannot be trained: a log-probability of its teacher is not finite")
+
+
+def _array(prompt_id: str, meta: TensorMeta, dtype: np.dtype[Any], ndim: int, frame: Any) -> npt.NDArray[Any]:
     size_bytes = memoryview(frame).nbytes
-    if meta.dtype != dtype.name or len(meta.shape) != 1 or meta.shape[0] * dtype.itemsize != size_bytes:
+    fits = min(meta.shape, default=0) >= 0 and math.prod(meta.shape) * dtype.itemsize == size_bytes
+    if meta.dtype != dtype.name or len(meta.shape) != ndim or not fits:
         raise WireError(
             f"group {prompt_id!r} describes a tensor {meta.dtype}{list(meta.shape)} in a buffer of {size_bytes} bytes; "
-            f"expected one dimension of {dtype.name}"
+            f"expected {'one dimension' if ndim == 1 else f'{ndim} dimensions'} of {dtype.name}"
         )
-    return np.frombuffer(frame, dtype=dtype)
+    return np.frombuffer(frame, dtype=dtype).reshape(meta.shape)
+
+
+def _check_extra(extra: Mapping[str, npt.NDArray[Any]], prompt_tokens: int, prompt_id: str) -> None:
+    """Refuse images that are not what their grids describe: the model would spread them over other prompts."""
+    if not extra:
+        return
+    for pixels, grid in _PIXELS.items():
+        have = len(extra[pixels]) if pixels in extra else 0
+        if grid in extra and extra[grid].shape[1] != 3:
+            found = list(extra[grid].shape)
+            raise ConfigError(f"group {prompt_id!r} has grids {found} instead of three columns in {grid}")
+        described = int(extra[grid].prod(axis=1).sum()) if grid in extra else 0
+        if have != described:
+            raise ConfigError(f"group {prompt_id!r} has {have} rows of {pixels} where {grid} describes {described}")
+    positions = extra.get(POSITIONS)
+    if positions is None or positions.shape != (3, prompt_tokens):
+        shape = "none" if positions is None else list(positions.shape)
+        raise ConfigError(f"group {prompt_id!r} has images and {POSITIONS} {shape} instead of [3, {prompt_tokens}]")
 
 
 def _check_prompt(prompt_ids: IntArray, prompt_id: str) -> None:

@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Literal
 
+import structlog
 import torch
+from torch import Tensor
 
-from starling.policy.settings import PolicySettings, changed
+from starling.policy.settings.policy import PolicySettings, changed
+from starling.policy.train.broken import StepBrokenError
+from starling.policy.train.clock import StepClock
 from starling.policy.train.groups import Example, Group
-from starling.policy.train.model import frozen_copy, tensors
+from starling.policy.train.header import Kind, TrainerState
+from starling.policy.train.lora import export_model
+from starling.policy.train.model import tensors as model_tensors
+from starling.policy.train.pairs import Pair
+from starling.policy.train.preference import DpoTrainer, RewardModelTrainer
 from starling.policy.train.sft import SftTrainer
-from starling.policy.train.state import SavedState, Trained, TrainerState, newest_state, save_state
-from starling.policy.train.step import GrpoTrainer
+from starling.policy.train.state import (
+    REFERENCE,
+    TRAINER,
+    WEIGHTS,
+    HostCopy,
+    Progress,
+    SavedState,
+    Taken,
+    named,
+    take_state,
+)
+from starling.policy.train.step import RlTrainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 else:
     PreTrainedModel = torch.nn.Module
+
+
+log = structlog.get_logger(__name__)
+
+Trainer = SftTrainer | RlTrainer | DpoTrainer | RewardModelTrainer
+_KINDS: Final[Mapping[type[Trainer], Kind]] = {
+    SftTrainer: "sft",
+    RlTrainer: "rl",
+    DpoTrainer: "dpo",
+    RewardModelTrainer: "reward_model",
+}
 
 
 class Learner:
@@ -40,9 +69,18 @@ class Learner:
         """
         self._load, self._settings = load, settings
         self.model = load()
-        self.tensors = tensors(self.model)
+        self.tensors = model_tensors(self.model)
         """What makes up a version; changed in place by every step."""
-        self.trainer: SftTrainer | GrpoTrainer | None = None
+        self.clock = StepClock(self.model.device)
+        """Where the time of each step goes; the trainers enter their phases."""
+        self.trainer: Trainer | None = None
+        self.next_prompt = 0
+        """Position in the data of the first prompt that no step so far has trained."""
+        self.metrics: dict[str, float] = {}
+        """Of the step that made this version."""
+        self._room = HostCopy()
+        self._broken: StepBrokenError | None = None
+        """Why the weights are no version any more."""
 
     def supervise(
         self, examples: Sequence[Example], *, num_steps: int, changes: Mapping[str, float] | None = None
@@ -53,11 +91,18 @@ class Learner:
             examples: those of the step.
             num_steps: supervised steps in the whole run.
             changes: what this step does otherwise than the settings say, by key of the recipe.
+
+        Raises:
+            StepBrokenError: this step, or one before it, broke off after it had changed the weights.
+            ConfigError: it cannot be made; the weights are as they were.
         """
         settings = changed(self._settings, changes or {})
         if not isinstance(self.trainer, SftTrainer):
-            self.trainer = self._sft(num_steps)
-        return self.trainer.step(examples, settings)
+            self.trainer = self._fresh("sft", num_steps)
+            assert isinstance(self.trainer, SftTrainer)
+        self.trainer.descent.total_steps = num_steps  # of this run, which may go on from a shorter one's state
+        with self._stepping():
+            return self._made(self.trainer.step(examples, settings))
 
     def reinforce(
         self,
@@ -66,64 +111,152 @@ class Learner:
         step: int,
         num_steps: int,
         temperature: float = 1.0,
+        max_tokens: int = 0,
         changes: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """Make version `step` out of `groups`; see `GrpoTrainer.step`, and `supervise` for the rest."""
+        """Make version `step` out of `groups`; see `RlTrainer.step`, and `supervise` for the rest."""
         settings = changed(self._settings, changes or {})
-        if not isinstance(self.trainer, GrpoTrainer):
-            self.trainer = self._grpo(num_steps)
-        return self.trainer.step(groups, step=step, temperature=temperature, settings=settings)
-
-    def save(self, folder: Path, version: int) -> Path:
-        """Write all of this, as `version`, below `folder`; see `save_state`."""
-        trainer, trained = self.trainer, None
-        if trainer is not None:
-            begun_at, reference = -1, None
-            if isinstance(trainer, GrpoTrainer):
-                begun_at = trainer.begun_at
-                reference = trainer.reference if begun_at > 0 else None
-            descent = trainer.descent
-            progress = TrainerState(
-                kind="sft" if isinstance(trainer, SftTrainer) else "grpo",
-                num_steps=descent.num_steps,
-                total_steps=descent.total_steps,
-                begun_at=begun_at,
+        if not isinstance(self.trainer, RlTrainer):
+            self.trainer = self._fresh("rl", num_steps)
+            assert isinstance(self.trainer, RlTrainer)
+        self.trainer.descent.total_steps = num_steps
+        with self._stepping():
+            return self._made(
+                self.trainer.step(
+                    groups, step=step, temperature=temperature, settings=settings, longest_completion=max_tokens
+                )
             )
-            trained = Trained(progress, descent.optimizer, reference)
-        return save_state(folder, version, self.model, trained)
 
-    def resume(self, folder: Path) -> int:
-        """Take up the newest state below `folder`. Returns its version, 0 when there is none.
+    def prefer(
+        self,
+        pairs: Sequence[Pair],
+        *,
+        objective: Literal["dpo", "reward_model"],
+        step: int,
+        num_steps: int,
+        changes: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Make version `step` out of `pairs`; see `DpoTrainer.step`, `RewardModelTrainer.step`, and `supervise`."""
+        settings = changed(self._settings, changes or {})
+        if not isinstance(self.trainer, DpoTrainer | RewardModelTrainer):
+            self.trainer = self._fresh(objective, num_steps)
+            assert isinstance(self.trainer, DpoTrainer | RewardModelTrainer)
+        self.trainer.descent.total_steps = num_steps
+        with self._stepping():
+            return self._made(self.trainer.step(pairs, step=step, settings=settings))
+
+    def check_whole(self) -> None:
+        """See that the weights are a version. Raises StepBrokenError when a step broke off and left others."""
+        if self._broken is not None:
+            raise StepBrokenError(
+                f"the weights are no version since a step broke off ({self._broken}): "
+                "go on from the newest state in a fresh process"
+            ) from self._broken
+
+    def take_state(self, version: int, *, run: str = "", metrics: Mapping[str, float] | None = None) -> Taken:
+        """Take the state of this moment, as `version`: a copy in memory, which holds until the next one is taken.
+
+        Args:
+            version: of the weights.
+            run: whose state it is.
+            metrics: what is known of that version, beside what its step measured.
 
         Raises:
-            ConfigError: the state is of another model.
+            StepBrokenError: the weights are no version.
         """
-        saved = newest_state(folder)
-        if saved is None:
-            return 0
-        saved.restore_weights(self.model)
-        if saved.state.trainer is not None:
-            self._resume_trainer(saved, saved.state.trainer)
+        self.check_whole()
+        trainer, progress = self.trainer, None
+        tensors = named(WEIGHTS, self.tensors)
+        if trainer is not None:
+            reference = trainer.reference if isinstance(trainer, RlTrainer | DpoTrainer) else None
+            progress = TrainerState(
+                kind=_KINDS[type(trainer)],
+                num_steps=trainer.descent.num_steps,
+                total_steps=trainer.descent.total_steps,
+                begun_at=-1 if reference is None else reference.version,
+            )
+            tensors |= named(TRAINER, trainer.descent.state_tensors())
+            # The initial model can be loaded again.
+            if reference is not None and reference.version > 0:
+                tensors |= named(REFERENCE, reference.tensors)
+        told = Progress(
+            run=run,
+            version=version,
+            next_prompt=self.next_prompt,
+            trainer=progress,
+            metrics={**self.metrics, **(metrics or {})},
+        )
+        return take_state(told, tensors, self.model.device, self._room)
+
+    def resume(self, saved: SavedState, *, next_kind: Kind | None = None) -> int:
+        """Take up what was saved. Returns its version.
+
+        Args:
+            saved: the state.
+            next_kind: what the next step learns from, where the state is of another run. The trainer of another kind
+                is then left where it is: no step will need it, and its settings may be others in this run.
+
+        Raises:
+            ConfigError: the state is of another model, or of another optimizer.
+        """
+        saved.restore(WEIGHTS, self.tensors)
+        self.next_prompt, self.metrics = saved.state.next_prompt, saved.state.metrics
+        trainer = saved.state.trainer
+        if trainer is not None and next_kind in (None, trainer.kind):
+            self._resume_trainer(saved, trainer)
+        elif trainer is not None:
+            log.info("the optimizer of the state is not taken up", of=trainer.kind, next_step=next_kind)
         saved.restore_random(self.model.device)
         return saved.state.version
 
+    def exported(self, *, merged: bool = False) -> dict[str, Tensor]:
+        """Return a copy of what an export holds, in memory; it holds until the next copy is taken.
+
+        Of a model with adapters that is the adapters, or, with `merged`, the weights of a model without any.
+
+        Raises:
+            StepBrokenError: the weights are no version.
+        """
+        self.check_whole()
+        copies = self._room.take(named(WEIGHTS, export_model(self.model) if merged else self.tensors))
+        return {name.removeprefix(WEIGHTS): tensor for name, tensor in copies.items()}
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Let a step be made, and remember when it breaks off with the weights changed."""
+        self.check_whole()
+        try:
+            yield
+        except StepBrokenError as error:
+            self._broken = error
+            raise
+
+    def _made(self, metrics: dict[str, float]) -> dict[str, float]:
+        self.metrics = metrics
+        return dict(metrics)
+
     def _resume_trainer(self, saved: SavedState, progress: TrainerState) -> None:
-        if progress.kind == "sft":
-            self.trainer = self._sft(progress.total_steps)
-        else:
-            self.trainer = grpo = self._grpo(progress.total_steps)
-            grpo.begun_at = progress.begun_at
-            if saved.has_reference:
-                grpo.reference = frozen_copy(self.model)
-                saved.restore_reference(grpo.reference)
+        self.trainer = trainer = self._fresh(progress.kind, progress.total_steps)
+        if isinstance(trainer, RlTrainer | DpoTrainer):
+            trainer.reference.version = progress.begun_at
+            if saved.has(REFERENCE):
+                saved.restore(REFERENCE, trainer.reference.keep())
         self.trainer.descent.num_steps = progress.num_steps
-        saved.restore_optimizer(self.trainer.descent.optimizer, self.model)
+        self.trainer.descent.load_state_tensors(saved.read(TRAINER))
 
-    def _sft(self, num_steps: int) -> SftTrainer:
-        return SftTrainer(self.model, self._settings, total_steps=num_steps)
-
-    def _grpo(self, num_steps: int) -> GrpoTrainer:
-        return GrpoTrainer(self.model, self._settings, total_steps=num_steps, initial=self._reload)
+    def _fresh(self, kind: Kind, num_steps: int) -> Trainer:
+        """Return a new trainer, in place of the one in force: there may be no room for the optimizers of both."""
+        self.trainer = None
+        model, settings, clock = self.model, self._settings, self.clock
+        match kind:
+            case "sft":
+                return SftTrainer(model, settings, total_steps=num_steps, clock=clock)
+            case "dpo":
+                return DpoTrainer(model, settings, total_steps=num_steps, clock=clock, initial=self._reload)
+            case "reward_model":
+                return RewardModelTrainer(model, settings, total_steps=num_steps, clock=clock)
+            case "rl":
+                return RlTrainer(model, settings, total_steps=num_steps, clock=clock, initial=self._reload)
 
     def _reload(self) -> PreTrainedModel:
         """Load version 0 once more. Whatever that draws, the steps go on as if it had drawn nothing."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from starling.algo.architecture import auto_class, most_tokens, remedy
 from starling.common.errors import ConfigError
+from starling.weightsync.layouts.adapters import travelling
 
 if TYPE_CHECKING:
     # Importing transformers takes seconds, so this module does it when it loads a model.
@@ -28,8 +32,9 @@ def load_model(
     seed: int = 0,
     dtype: str = "float32",
     trust_remote_code: bool = False,
+    scores: bool = False,
 ) -> PreTrainedModel:
-    """Load the causal language model of a Hugging Face folder, ready to train on the CPU.
+    """Load the language model of a Hugging Face folder, with its vision where it has it, ready to train on the CPU.
 
     The model is in evaluation mode for good: dropout would make the trainer's log-probabilities differ from those of
     the rollout, and importance ratios differ from 1 for no reason.
@@ -40,35 +45,23 @@ def load_model(
         seed: decides random weights, whatever was drawn before; the global generator is left as it was.
         dtype: element type of all weights, by its name in torch.
         trust_remote_code: run Python code that lies in the folder.
+        scores: load it as a model that scores sequences with one number instead; a folder that has no layer `score`
+            gets one at random, by `seed`.
 
     Raises:
         ConfigError: the folder is missing or unusable; the text names it and the remedy.
     """
     _check_folder(folder, init)
-    element = getattr(torch, dtype)
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if init == "random":
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(config, dtype=element, trust_remote_code=trust_remote_code)
-        else:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=element,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
-            _check_complete(folder, info["missing_keys"], info["mismatched_keys"])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _load(folder, getattr(torch, dtype), trust_remote_code, drawn=init == "random", scores=scores)
     except ConfigError:
         raise
     except Exception as error:  # The folder is the user's, and its loaders raise anything.
-        raise ConfigError(f"the model in {folder} cannot be loaded: {_sentence(error)}") from error
-    return cast(PreTrainedModel, model.eval())
+        why = f"{_sentence(error)}{remedy(folder, trust_remote_code)}"
+        raise ConfigError(f"the model in {folder} cannot be loaded: {why}") from error
+    return model.eval()
 
 
 def place(model: PreTrainedModel, device: str) -> PreTrainedModel:
@@ -91,11 +84,36 @@ def count_parameters(config: dict[str, Any]) -> int:
     Args:
         config: what its ``config.json`` holds; `model_type` names the architecture.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    made = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        model = auto_class(made).from_config(made)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Make the parameters constant in whose names one of `patterns` is found.
+
+    They travel with the others all the same: a rollout needs them, and where a publisher knows what has changed since
+    the version before, they cost nothing after the first.
+
+    Raises:
+        ConfigError: a pattern that is no regular expression, or is found in no name.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        try:
+            found = [parameter for name, parameter in named.items() if re.search(pattern, name)]
+        except re.error as error:
+            raise ConfigError(f"policy.frozen has {pattern!r}, which is no regular expression: {error}") from None
+        if not found:
+            raise ConfigError(
+                f"policy.frozen has {pattern!r}, which is found in the name of no parameter; "
+                f"the first of {len(named)} is {next(iter(named))}"
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -109,9 +127,6 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 def longest_sequence(model: PreTrainedModel) -> int | None:
     """Return the most tokens of a sequence that training can take, None for no limit.
 
-    It is the context of the model or, where layers attend to a window or a chunk only, the size of that: up to it they
-    attend to everything, as the masks of packed rows say.
-
     Raises:
         ConfigError: some layers carry a state along the row, which no mask can keep from leaking between sequences.
     """
@@ -123,12 +138,7 @@ def longest_sequence(model: PreTrainedModel) -> int | None:
             f"{config.model_type} has layers that are not attention ({', '.join(sorted(others)) or 'recurrent'}): "
             "sequences packed into one row would leak through them, so choose a model of attention layers"
         )
-    limits = [getattr(config, "max_position_embeddings", None)]
-    if not kinds or "sliding_attention" in kinds:
-        limits.append(getattr(config, "sliding_window", None))
-    if "chunked_attention" in kinds:
-        limits.append(getattr(config, "attention_chunk_size", None))
-    return min((limit for limit in limits if limit), default=None)
+    return most_tokens(model.config)
 
 
 def pair_cost(model: PreTrainedModel) -> float:
@@ -140,13 +150,38 @@ def pair_cost(model: PreTrainedModel) -> float:
 def tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return what makes up a weight version: parameters and persistent buffers, by Hugging Face name.
 
-    Tied weights occur once, under the name that `named_parameters` gives them. The tensors are the model's own,
-    detached: they change with every step.
+    Of an adapted model it is what the adapters are made of: all else is the same in every version. Tied weights occur
+    once, under the name that `named_parameters` gives them. The tensors are the model's own, detached: they change with
+    every step.
     """
     saved = model.state_dict(keep_vars=True).keys()
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     named.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-    return named
+    return travelling(model, named)
+
+
+def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, drawn: bool, scores: bool) -> PreTrainedModel:
+    """Return the model of `folder`, `drawn` or read; see `load_model`. Raises what the folder's loaders raise."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if scores:
+        config.num_labels = 1
+    kind = AutoModelForSequenceClassification if scores else auto_class(config)
+    if drawn:
+        model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    else:
+        model, info = kind.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+        absent = {name for name in info["missing_keys"] if not (scores and name.startswith("score."))}
+        _check_complete(folder, absent, info["mismatched_keys"])
+    return cast(PreTrainedModel, model)
 
 
 def _check_folder(folder: Path, init: str) -> None:

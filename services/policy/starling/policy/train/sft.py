@@ -11,10 +11,13 @@ import torch
 from starling.algo.loss.aggregate import token_mean
 from starling.algo.loss.sft import sft_loss
 from starling.common.errors import ConfigError
-from starling.policy.settings import PolicySettings
+from starling.policy.core.clock import Clock, NoClock
+from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.batch import Prompted, check_lengths, lay_out, to_tensors
-from starling.policy.train.forward import token_logprobs, trained_logits
+from starling.policy.train.flops import model_cost, step_flops
 from starling.policy.train.groups import Example
+from starling.policy.train.logprobs import token_logprobs
+from starling.policy.train.memory import optimizer_device
 from starling.policy.train.model import longest_sequence, pair_cost
 from starling.policy.train.optimizer import Descent
 
@@ -27,13 +30,18 @@ else:
 class SftTrainer:
     """Trains a model on the responses of examples; the prompts are read, not learnt."""
 
-    def __init__(self, model: PreTrainedModel, settings: PolicySettings, *, total_steps: int) -> None:
-        """Start with a fresh optimizer; `model` is trained in place."""
+    def __init__(
+        self, model: PreTrainedModel, settings: PolicySettings, *, total_steps: int, clock: Clock | None = None
+    ) -> None:
+        """Start with a fresh optimizer; `model` is trained in place, and `clock` is told what the time goes into."""
         self._model = model
         self._settings = settings
         self._longest = longest_sequence(model)
         self._pair_cost = pair_cost(model)
-        self.descent = Descent(model, settings.sft.optimizer, total_steps)
+        self._clock = clock or NoClock()
+        self._cost = model_cost(model)
+        where = optimizer_device(model, settings.memory)
+        self.descent = Descent(model, settings.sft.optimizer, total_steps, where=where)
 
     def step(self, examples: Sequence[Example], settings: PolicySettings | None = None) -> dict[str, float]:
         """Make the next version out of `examples`, every response token weighing the same.
@@ -45,7 +53,7 @@ class SftTrainer:
         Returns:
             The metrics: ``loss`` (nats per response token), ``entropy`` (the same), ``grad_norm`` before clipping,
             ``max_grad_norm``, ``learning_rate``, ``skipped_step``, ``num_tokens`` (of responses), ``num_sequences``,
-            ``num_microbatches``, ``padding_waste``.
+            ``num_microbatches``, ``padding_waste``, ``model_flops``.
 
         Raises:
             ConfigError: there are no examples, or one is longer than the model's context.
@@ -65,13 +73,18 @@ class SftTrainer:
         self.descent.clear()
         parts = []
         for microbatch in batch.plan:
+            self._clock.enter("forward")
             inputs = to_tensors(batch, microbatch, token_ids, self._model.dtype, self._model.device)
-            logprobs, entropy = token_logprobs(trained_logits(self._model, inputs), inputs.targets)
+            chunk_tokens = self._settings.memory.logprob_chunk_tokens
+            logprobs, entropy = token_logprobs(self._model, inputs, chunk_tokens=chunk_tokens)
             loss = token_mean(sft_loss(logprobs), ends[-1])
+            self._clock.enter("backward")
             torch.autograd.backward(loss)
             parts.append(torch.stack([loss.detach(), entropy.sum() / ends[-1]]))
+        self._clock.enter("optimizer")
         loss_sum, entropy_sum = torch.stack(parts).sum(dim=0).tolist()
         applied = self.descent.apply(loss_sum, optimizer)
+        self._clock.enter("other")
         return {
             "loss": loss_sum,
             "entropy": entropy_sum,
@@ -83,4 +96,5 @@ class SftTrainer:
             "num_sequences": float(len(examples)),
             "num_microbatches": float(len(batch.plan)),
             "padding_waste": batch.padding_waste,
+            "model_flops": step_flops(self._cost, batch.lengths, ends[-1]),
         }

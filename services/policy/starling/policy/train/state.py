@@ -1,160 +1,216 @@
 """The saved state of a policy: all that is needed to make the next step exactly as if nothing had happened.
 
-    <dir>/states/version-<n>/
-        state.json               what follows from which step, the generators of random numbers, digests of the files
-        weights.safetensors      the version itself, by Hugging Face name
-        optimizer.safetensors    the optimizer's averages and counters, as <parameter>:<field>; with a trainer
-        reference.safetensors    the model of the KL term, where it is not the initial one
-        random.safetensors       the states of torch's generators
+    states/version-<n>/
+        state.json      what follows from which step, the generators of random numbers, digests of the files
+        parts/          tensors, as DCP writes them:
+                            weights/<Hugging Face name>     the version itself
+                            trainer/<field>:<parameter>     the optimizer's averages, master weights, averaged weights
+                            reference/<name>                the model of the KL term, where it is not the initial one
+                            random/<device>                 the states of torch's generators
 
-Nothing in it is pickled. A folder gets its name when everything in it is on disk, and a digest of each file tells later
-whether it still is what was written.
+A state is taken in one moment, into the host's memory, and written while steps go on. It is there when its `state.json`
+is, which is written last; a digest of each file tells later whether it still is what was written, before anything of it
+is read. Nothing in it is code: see `starling.policy.train.parts`.
 """
 
 from __future__ import annotations
 
-import mmap
 import random
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 import numpy as np
 import structlog
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from starling.common.errors import ConfigError
-from starling.policy.train.checkpoint import whole_folder
-from starling.policy.train.model import tensors
-from starling.weightsync.offer import digest_of
+from starling.policy.train.header import PREFIX, DamagedError, Found, State, TrainerState, read_header, seal, versions
+from starling.policy.train.parts import Parts, Shape, write_parts
+from starling.policy.train.storage import MANIFEST, Storage
 
 NUM_KEPT: Final = 2
 """States that stay: the newest, and the one before for when that is damaged."""
-_PREFIX: Final = "version-"
-_HEADER: Final = "state.json"
-_WEIGHTS, _OPTIMIZER, _REFERENCE, _RANDOM = (
-    f"{name}.safetensors" for name in ("weights", "optimizer", "reference", "random")
-)
+WEIGHTS, TRAINER, REFERENCE, RANDOM = "weights/", "trainer/", "reference/", "random/"
 
 log = structlog.get_logger(__name__)
 
 
-class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the trainer in force has come."""
+class HostCopy:
+    """Copies of tensors in the host's memory, in the same place each time, which a GPU can write to at full speed."""
 
-    kind: Literal["sft", "grpo"]
-    num_steps: int
-    """Steps that it has made: where the schedule of its learning rate is."""
-    total_steps: int
-    begun_at: int = -1
-    """The version whose weights are the reference of a KL term; -1 for none."""
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
 
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of `tensors`, in place of those that were taken before."""
+        buffers = {name: self._room(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            buffers[name].copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        self._buffers |= buffers
+        return buffers
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What `state.json` tells."""
-
-    version: int
-    trainer: TrainerState | None
-    """None before the first step."""
-    python_random: tuple[int, tuple[int, ...], float | None]
-    numpy_random: tuple[str, tuple[int, ...], int, int, float]
-    digests: dict[str, str]
-    """Of the other files, by name."""
-    form: Literal[1] = 1
-    """How all this is written."""
-
-
-class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
-    digest: str
-    state: msgspec.Raw
-
-
-class _DamagedError(Exception):
-    """A state that is not what was written."""
+    def _room(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return buffer
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trainer as a state sees it."""
+class Taken:
+    """A state that is in memory and not yet written."""
 
-    progress: TrainerState
-    optimizer: torch.optim.Optimizer
-    reference: torch.nn.Module | None
-    """Only where it is not the initial model, which can be loaded again."""
+    state: State
+    """Without `parts` and `digests`."""
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a state says beside its tensors."""
+
+    run: str
+    version: int
+    next_prompt: int = 0
+    trainer: TrainerState | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def take_state(progress: Progress, tensors: Mapping[str, Tensor], device: torch.device, room: HostCopy) -> Taken:
+    """Take the state of this moment.
+
+    Args:
+        progress: how far it has come.
+        tensors: by section and name, as they are in the files; all but the generators of random numbers.
+        device: whose generator counts.
+        room: where the copies go. They hold until it is used again.
+    """
+    state = State(
+        run=progress.run,
+        version=progress.version,
+        next_prompt=progress.next_prompt,
+        trainer=progress.trainer,
+        metrics={name: value for name, value in progress.metrics.items() if np.isfinite(value)},
+        python_random=random.getstate(),
+        numpy_random=_numpy_random(),
+        parts="",
+        digests={},
+    )
+    return Taken(state, room.take({**tensors, **_random_states(device)}))
+
+
+class States:
+    """The states of one run, each in a folder of `storage`."""
+
+    def __init__(self, storage: Storage, *, max_keep: int = NUM_KEPT, best: str = "") -> None:
+        """Keep the newest `max_keep`, and the one that is `best` by a metric (``-`` before it: least is best)."""
+        self.storage, self._max_keep = storage, max_keep
+        self._best, self._sign = best.lstrip("+-"), -1.0 if best.startswith("-") else 1.0
+
+    def write(self, taken: Taken) -> str:
+        """Write a state, then remove those that need not stay. Returns where it is, once it is durable.
+
+        Raises:
+            ConfigError: the storage refuses; the states before stay.
+        """
+        name = f"{PREFIX}{taken.state.version}"
+        with self.storage.writing(name) as draft:
+            with self.storage.explained("written", name):
+                digests = write_parts(self.storage.fs, draft.path, taken.tensors)
+            draft.manifest = seal(msgspec.structs.replace(taken.state, parts=draft.parts, digests=digests))
+        if self._best and self._best not in taken.state.metrics:
+            log.warning(
+                "this state cannot be the best: nobody told its metric",
+                state=self.storage.url(name),
+                metric=self._best,
+                told=sorted(taken.state.metrics),
+            )
+        try:
+            self._remove_old(taken.state.version)
+        except ConfigError as error:
+            log.warning("old states could not be removed", reason=str(error))
+        return self.storage.url(name)
+
+    def _remove_old(self, version: int) -> None:
+        """Remove the states up to `version` but those that stay, and what crashes left of others."""
+        names = [name for found, name in versions(self.storage) if found <= version]
+        complete = [name for name in names if MANIFEST in self.storage.names(name)]
+        stay = {*complete[: self._max_keep], *self._best_of(complete)}
+        for name in names:
+            if name not in stay:
+                self.storage.remove(name)
+
+    def _best_of(self, names: list[str]) -> list[str]:
+        """Return the name of the state whose metric is best; of equal ones the newest."""
+        values = {}
+        for name in names if self._best else ():
+            with suppress(DamagedError):
+                metrics = read_header(self.storage, name).metrics
+                if self._best in metrics:
+                    values[name] = self._sign * metrics[self._best]
+        return [max(values, key=lambda name: values[name])] if values else []
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state on disk whose files are as they were written."""
+    """A state to continue from."""
 
-    path: Path
     state: State
+    _storage: Storage
+    _parts: Parts
 
-    def restore_weights(self, model: torch.nn.Module) -> None:
-        """Put the weights into `model`, in place. Raises ConfigError when they are of another model."""
-        _restore(self.path / _WEIGHTS, model)
+    @classmethod
+    def of(cls, found: Found) -> SavedState:
+        """Return the state that was found, to be read."""
+        storage = found.storage
+        return cls(found.state, storage, Parts(storage.fs, storage.path(found.state.parts)))
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether the model of the KL term is kept here."""
-        return _REFERENCE in self.state.digests
+    def has(self, section: str, like: Callable[[str], bool] = bool) -> bool:
+        """Say whether it holds anything of a section whose name there is `like` this."""
+        return any(name.startswith(section) and like(name.removeprefix(section)) for name in self._shapes())
 
-    def restore_reference(self, model: torch.nn.Module) -> None:
-        """Put the model of the KL term into `model`, in place."""
-        _restore(self.path / _REFERENCE, model)
+    def dtype(self, section: str) -> torch.dtype:
+        """Return the element type of the first tensor of floating-point numbers in `section`."""
+        kinds = (dtype for name, (dtype, _) in self._shapes().items() if name.startswith(section))
+        return next((dtype for dtype in kinds if dtype.is_floating_point), torch.float32)
 
-    def restore_optimizer(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-        """Put the averages into `optimizer`, which trains `model` and has made no step."""
-        fields: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in load_file(self.path / _OPTIMIZER).items():
-            name, _, field = key.rpartition(":")
-            fields.setdefault(name, {})[field] = tensor
-        known = {number: fields[name] for number, name in _numbered(optimizer, model) if name in fields}
-        optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
+    def restore(self, section: str, live: Mapping[str, Tensor]) -> None:
+        """Put the tensors of `section` into `live`, in place. Raises ConfigError when they are of another model."""
+        shapes = self._shapes()
+        saved = {name.removeprefix(section): shape for name, shape in shapes.items() if name.startswith(section)}
+        difference = _difference(saved, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in live.items()})
+        if difference is not None:
+            raise ConfigError(
+                f"the state {self._storage.url()} is of another model: {difference}; "
+                "give the model of that run as model.path, or begin a run of its own"
+            )
+        with self._storage.explained("read"):
+            self._parts.read_into(named(section, live))
+
+    def read(self, section: str) -> dict[str, Tensor]:
+        """Return the tensors of `section`, on the CPU."""
+        with self._storage.explained("read"):
+            return self._parts.read(section)
+
+    def _shapes(self) -> Mapping[str, Shape]:
+        with self._storage.explained("read"):
+            return self._parts.shapes()
 
     def restore_random(self, device: torch.device) -> None:
         """Set the generators of random numbers."""
         random.setstate(self.state.python_random)
         name, keys, position, has_gauss, gauss = self.state.numpy_random
         np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        states = load_file(self.path / _RANDOM)
+        states = self.read(RANDOM)
         torch.set_rng_state(states["cpu"])
         if device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def save_state(folder: Path, version: int, model: torch.nn.Module, trained: Trained | None) -> Path:
-    """Write the state at `version` below `folder`, then remove all but the newest two. Returns where it is.
-
-    Raises:
-        ConfigError: the file system refuses.
-    """
-    path = folder / f"{_PREFIX}{version}"
-    device = next(model.parameters()).device
-    with whole_folder(path) as temporary:
-        save_file(_contiguous(tensors(model)), temporary / _WEIGHTS)
-        save_file(_random_states(device), temporary / _RANDOM)
-        if trained is not None:
-            save_file(_contiguous(_averages(trained.optimizer, model)), temporary / _OPTIMIZER)
-            if trained.reference is not None:
-                save_file(_contiguous(tensors(trained.reference)), temporary / _REFERENCE)
-        state = State(
-            version=version,
-            trainer=None if trained is None else trained.progress,
-            python_random=random.getstate(),
-            numpy_random=_numpy_random(),
-            digests={file.name: _digest(file) for file in sorted(temporary.iterdir())},
-        )
-        encoded = msgspec.json.encode(state)
-        sealed = _Sealed(digest=digest_of(encoded), state=msgspec.Raw(encoded))
-        (temporary / _HEADER).write_bytes(msgspec.json.encode(sealed))
-    _remove_old(folder, version)
-    return path
 
 
 def seed_random(seed: int) -> None:
@@ -164,91 +220,25 @@ def seed_random(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def newest_state(folder: Path) -> SavedState | None:
-    """Return the newest state below `folder` that is as it was written, None when there is none.
-
-    One that is not is told of, and left where it is.
-    """
-    for version, path in sorted(_states(folder), reverse=True):
-        try:
-            state = _read(path)
-            if state.version != version:
-                raise _DamagedError(f"it is of version {state.version}")
-        except _DamagedError as error:
-            log.warning("this saved state is damaged and not used", state=str(path), reason=str(error))
-        else:
-            return SavedState(path, state)
-    return None
+def named(section: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors` by the names that they have in a state."""
+    return {f"{section}{name}": tensor for name, tensor in tensors.items()}
 
 
-def _read(path: Path) -> State:
-    try:
-        sealed = msgspec.json.decode((path / _HEADER).read_bytes(), type=_Sealed)
-        if digest_of(bytes(sealed.state)) != sealed.digest:
-            raise _DamagedError(f"{_HEADER} is not what was written")
-        state = msgspec.json.decode(sealed.state, type=State)
-        for name, digest in state.digests.items():
-            if _digest(path / name) != digest:
-                raise _DamagedError(f"{name} is not what was written")
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise _DamagedError(str(error)) from error
-    return state
-
-
-def _digest(file: Path) -> str:
-    """Return the digest of a file that is not empty, without holding it in memory."""
-    with (
-        file.open("rb") as opened,
-        mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped,
-        memoryview(mapped) as view,
-    ):
-        return digest_of(view)
-
-
-def _restore(file: Path, model: torch.nn.Module) -> None:
-    saved, live = load_file(file), tensors(model)
-    difference = _difference(saved, live)
-    if difference is not None:
-        raise ConfigError(
-            f"the state {file.parent} is of another model: {difference}; "
-            "give the model of that run as model.path, or another folder as --dir"
-        )
-    with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(saved[name])
-
-
-def _difference(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> str | None:
+def _difference(saved: Mapping[str, Shape], live: Mapping[str, Shape]) -> str | None:
     """Say the first thing in which two sets of weights differ, but for their values."""
     for name in sorted(saved.keys() | live.keys()):
         if name not in live:
             return f"it has {name}, which this model has not"
         if name not in saved:
             return f"it has no {name}, which this model has"
-        there, here = _kind(saved[name]), _kind(live[name])
-        if there != here:
-            return f"its {name} is {there}, and this model's is {here}"
+        if saved[name] != live[name]:
+            return f"its {name} is {_kind(saved[name])}, and this model's is {_kind(live[name])}"
     return None
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _averages(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Tensor]:
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{name}:{field}": tensor
-        for number, name in _numbered(optimizer, model)
-        for field, tensor in state.get(number, {}).items()
-    }
-
-
-def _numbered(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Iterator[tuple[int, str]]:
-    """Yield each parameter's number in `optimizer`, and its name."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        yield number, names[parameter]
+def _kind(shape: Shape) -> str:
+    return f"{str(shape[0]).removeprefix('torch.')} {list(shape[1])}"
 
 
 def _numpy_random() -> tuple[str, tuple[int, ...], int, int, float]:
@@ -259,26 +249,7 @@ def _numpy_random() -> tuple[str, tuple[int, ...], int, int, float]:
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
+    states = {f"{RANDOM}cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+        states[f"{RANDOM}cuda"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def _contiguous(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in named.items()}
-
-
-def _states(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the states below `folder`, whole or not, with their versions."""
-    for path in folder.glob(f"{_PREFIX}*"):
-        number = path.name.removeprefix(_PREFIX)
-        if number.isascii() and number.isdigit():
-            yield int(number), path
-
-
-def _remove_old(folder: Path, version: int) -> None:
-    """Remove the states before the one of `version` but the newest of them, and what crashes left of others."""
-    older = sorted((found, path) for found, path in _states(folder) if found < version)
-    for path in (*(path for _, path in older[: 1 - NUM_KEPT]), *folder.glob(f".{_PREFIX}*.saving-*")):
-        shutil.rmtree(path, ignore_errors=True)

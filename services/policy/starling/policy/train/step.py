@@ -1,39 +1,62 @@
-"""Stops 6 to 8 of the walk: the groups of a step become a new weight version, by GRPO.
+"""Stops 6 to 8 of the walk: the groups of a step become a new weight version.
 
-rewards -> advantages -> microbatches -> forward and backward of each -> one optimizer step
+rewards -> advantages -> microbatches -> forward and backward of each -> one optimizer update, or several
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from starling.algo.loss.aggregate import token_mean
-from starling.algo.loss.grpo import grpo_loss
-from starling.algo.loss.kl import kl_k3
+from starling.algo.loss.correct import correct
+from starling.algo.loss.entropy import entropy_bonus
+from starling.algo.loss.kl import kl_loss
+from starling.algo.loss.positive import positive_nll
+from starling.algo.loss.terms import Terms, Tokens
 from starling.common.errors import ConfigError
-from starling.policy.settings import GrpoSettings, PolicySettings
-from starling.policy.train.batch import Inputs, check_lengths, lay_out, to_tensors
-from starling.policy.train.credit import Credited, credit
-from starling.policy.train.forward import token_logprobs, trained_logits
-from starling.policy.train.groups import Group
-from starling.policy.train.model import frozen_copy, longest_sequence, pair_cost
-from starling.policy.train.optimizer import Descent
+from starling.policy.core.clock import Clock, NoClock
+from starling.policy.settings.algorithm import AlgorithmSettings
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.batch import Batch, Index, Inputs, check_lengths, lay_out, to_tensors
+from starling.policy.train.broken import StepBrokenError
+from starling.policy.train.credit import Credited, Scored, credit, described, score
+from starling.policy.train.diagnose import effective_sample_size, mismatch, staleness_shares
+from starling.policy.train.distill import check_taught, divergence, wanted_tokens, with_teacher
+from starling.policy.train.flops import model_cost, step_flops
+from starling.policy.train.groups import FloatArray, Group
+from starling.policy.train.logprobs import token_logprobs
+from starling.policy.train.measure import Measured
+from starling.policy.train.memory import optimizer_device
+from starling.policy.train.model import longest_sequence, pair_cost
+from starling.policy.train.objective import Objective, objective_of
+from starling.policy.train.optimizer import Applied, Descent
+from starling.policy.train.reference import Reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 else:
     PreTrainedModel = torch.nn.Module
 
-_MEANS = ("entropy", "clip_fraction", "approx_kl", "kl_reference", "mismatch_kl", "loss")
-_MAXIMA = ("ratio_max", "mismatch_max")
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What one optimizer update trains."""
+
+    credited: Credited
+    batch: Batch
+    proximal: FloatArray | None = None
+    """Log-probabilities under the weights with which the step began, [T]; None where they were not computed apart."""
+    first: FloatArray | None = None
+    """Log-probabilities that its first update found, [T]."""
 
 
-class GrpoTrainer:
-    """Trains a model on scored groups, one step at a time, each token weighing the same.
+class RlTrainer:
+    """Trains a model on scored groups, one step at a time.
 
     Two trainers with equal weights, settings and groups make bitwise equal versions on a CPU with one thread.
     """
@@ -46,6 +69,7 @@ class GrpoTrainer:
         total_steps: int,
         reference: PreTrainedModel | None = None,
         initial: Callable[[], PreTrainedModel] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Start with a fresh optimizer.
 
@@ -56,16 +80,21 @@ class GrpoTrainer:
             reference: the model of the KL term; by default a copy of `model` as it is before the first step, made when
                 there is such a term.
             initial: loads version 0 again, for a KL term that comes when that is no longer what `model` holds.
+            clock: is told what the time of a step goes into.
+
+        Raises:
+            ConfigError: there is no such algorithm, or an option that it does not take.
         """
+        objective_of(settings.algorithm)
         self._model = model
         self._settings = settings
         self._longest = longest_sequence(model)
         self._pair_cost = pair_cost(model)
-        self._initial = initial
-        self.descent = Descent(model, settings.optimizer, total_steps)
-        self.reference = reference
-        self.begun_at = -1
-        """The version that its first step changed: the reference's; -1 before that step."""
+        self._clock = clock or NoClock()
+        self._cost = model_cost(model)
+        where = optimizer_device(model, settings.memory)
+        self.descent = Descent(model, settings.optimizer, total_steps, where=where)
+        self.reference = Reference(model, initial, reference)
 
     def step(
         self,
@@ -74,6 +103,7 @@ class GrpoTrainer:
         step: int,
         temperature: float = 1.0,
         settings: PolicySettings | None = None,
+        longest_completion: int = 0,
     ) -> dict[str, float]:
         """Make version `step` out of version `step - 1`.
 
@@ -82,29 +112,84 @@ class GrpoTrainer:
             step: numbers the version to make; the ages of samples count from it.
             temperature: divisor of the logits under which the completions were sampled whose group does not say it.
             settings: of this step; by default those that the trainer was made with.
+            longest_completion: most tokens that a completion could have had; 0 for the longest of the step.
 
         Returns:
-            The metrics; means over the trained tokens where not said otherwise:
-            ``loss`` (over `num_tokens`), ``entropy`` (nats), ``clip_fraction``, ``approx_kl`` and ``ratio_max`` against
-            the sampling policy, ``kl_reference`` (with a KL term); ``mismatch_kl`` and ``mismatch_max`` (k3, and
-            greatest absolute difference of log-probabilities) between rollout and trainer for completions sampled
-            wholly by version `step - 1`, where any difference is one of computation; ``grad_norm`` before clipping,
-            ``learning_rate``, ``skipped_step`` (1 when loss or gradient was not finite); of the settings
-            ``max_grad_norm``, ``clip_low``, ``clip_high`` and ``kl_coefficient``; over completions:
-            ``reward_mean``, ``reward_std``, ``zero_advantage_share``, ``staleness_max``, ``staleness_mean``;
-            ``num_tokens``, ``num_trained_tokens``, ``num_sequences``, ``num_microbatches``, ``padding_waste``.
-            What no token can tell is left out, such as ``mismatch_kl`` when every completion is stale.
+            The metrics, which `docs/metrics.md` explains. What no token can tell is left out, such as ``mismatch_kl``
+            when every completion is stale.
 
         Raises:
             ConfigError: no tokens, a reward or log-probability not finite, a sequence too long, `temperature` <= 0,
-                or a KL term whose reference nobody has any more. Then the weights are as they were.
+                an advantage or a loss of the user's that fails, or a KL term whose reference nobody has any more. Then
+                the weights are as they were.
+            StepBrokenError: a loss of the user's failed after some updates of the step: the weights are no version.
         """
         if not temperature > 0.0:
             raise ConfigError(f"temperature is {temperature}: training needs samples drawn at a temperature above 0")
         settings = settings or self._settings
-        grpo, reference = settings.grpo, self._reference_of(settings.grpo, step)
-        skip_zero = grpo.skip_zero_advantage and reference is None
-        credited = credit(groups, step=step, scale=grpo.advantage_scale, skip_zero=skip_zero, temperature=temperature)
+        algorithm, objective = settings.algorithm, objective_of(settings.algorithm)
+        if not self.descent.num_steps:
+            self.reference.begin(step - 1)
+        reference = self._reference_of(algorithm, step)
+        scored = score(groups, objective, step=step)
+        parts = [
+            self._prepare(part, settings, objective, temperature, longest_completion or scored.longest)
+            for part in scored.split(algorithm.num_minibatches)
+        ]
+        measured, applied = self._update(parts, settings, objective, temperature, reference)
+        flops = sum(step_flops(self._cost, part.batch.lengths, part.credited.num_tokens) for part in parts)
+        return {
+            **described(scored),
+            **diagnosed(parts, step),
+            **_told(measured, applied, parts),
+            **_in_force(settings, objective),
+            "model_flops": algorithm.num_passes * flops,
+        }
+
+    def _update(
+        self,
+        parts: Sequence[_Part],
+        settings: PolicySettings,
+        objective: Objective,
+        temperature: float,
+        reference: Reference | None,
+    ) -> tuple[Measured, list[Applied]]:
+        """Make the updates of a step, one of each part in each pass."""
+        updates = [part for _ in range(settings.algorithm.num_passes) for part in parts]
+        if objective.old == "proximal" and len(updates) > 1:
+            for part in parts:
+                part.proximal = self._log_probabilities(part, temperature, settings.memory.logprob_chunk_tokens)
+        measured, applied = Measured(), list[Applied]()
+        for number, part in enumerate(updates, start=1):
+            try:
+                losses = self._accumulate(part, settings, objective, temperature, reference, measured)
+            except ConfigError as error:
+                if not applied:
+                    raise
+                raise StepBrokenError(f"update {number} of {len(updates)} of a step failed: {error}") from error
+            applied.append(self._apply(losses, settings, measured, ends_step=number == len(updates)))
+        return measured, applied
+
+    def _reference_of(self, algorithm: AlgorithmSettings, step: int) -> Reference | None:
+        if not algorithm.kl_coefficient:
+            return None
+        self.reference.prepare(
+            step,
+            wanted_by=f"policy.algorithm.kl_coefficient = {algorithm.kl_coefficient:g}",
+            reset_every=algorithm.reference_reset_every,
+        )
+        return self.reference
+
+    def _prepare(
+        self, part: Scored, settings: PolicySettings, objective: Objective, temperature: float, longest: int
+    ) -> _Part:
+        algorithm = settings.algorithm
+        others = algorithm.kl_coefficient or algorithm.entropy_coefficient
+        skip_zero = algorithm.skip_zero_advantage and not others
+        skip_zero = skip_zero and all(group.taught is None for group in part.groups)
+        credited = credit(part, objective, skip_zero=skip_zero, temperature=temperature, longest=longest)
+        check_taught(credited, settings.distill)
+        credited = with_teacher(credited, settings.distill)
         check_lengths(credited.prompted, self._longest)
         batch = lay_out(
             credited.prompted,
@@ -112,91 +197,203 @@ class GrpoTrainer:
             share_prompts=settings.share_prompts,
             pair_cost=self._pair_cost,
         )
-        self.descent.clear()
-        parts = []
-        for microbatch in batch.plan:
-            inputs = to_tensors(batch, microbatch, credited.token_ids, self._model.dtype, self._model.device)
-            parts.append(self._accumulate(inputs, credited, temperature, grpo, reference))
-        measured = _summary(parts, credited, with_reference=reference is not None)
-        applied = self.descent.apply(measured["loss"], settings.optimizer)
-        return {
-            **credited.metrics,
-            **measured,
-            "grad_norm": applied.grad_norm,
-            "learning_rate": applied.learning_rate,
-            "skipped_step": float(applied.skipped),
-            "max_grad_norm": settings.optimizer.max_grad_norm,
-            "clip_low": grpo.clip_low,
-            "clip_high": grpo.clip_high,
-            "kl_coefficient": grpo.kl_coefficient,
-            "num_microbatches": float(len(batch.plan)),
-            "padding_waste": batch.padding_waste,
-        }
+        return _Part(credited, batch)
 
-    def _reference_of(self, grpo: GrpoSettings, step: int) -> PreTrainedModel | None:
-        """Return the model of the KL term: the weights that the first step found; None without such a term."""
-        if not self.descent.num_steps:
-            self.begun_at = step - 1
-        if not grpo.kl_coefficient:
-            return None
-        if self.reference is None and not self.descent.num_steps:
-            self.reference = frozen_copy(self._model)
-        elif self.reference is None and self.begun_at == 0 and self._initial is not None:
-            self.reference = self._initial()
-        elif self.reference is None:
-            raise ConfigError(
-                f"policy.grpo.kl_coefficient = {grpo.kl_coefficient:g} needs version {self.begun_at} as its reference, "
-                "with which this run began to reinforce, and nobody kept it: leave it at 0, or begin a run with it"
-            )
-        return self.reference
+    def _inputs(self, part: _Part) -> Iterator[Inputs]:
+        """Make the tensors of one microbatch at a time: masks and pixels of all could be larger than the model."""
+        for microbatch in part.batch.plan:
+            self._clock.enter("forward")
+            yield to_tensors(part.batch, microbatch, part.credited.token_ids, self._model.dtype, self._model.device)
+
+    def _log_probabilities(self, part: _Part, temperature: float, chunk_tokens: int) -> FloatArray:
+        """Return the log-probabilities of a part's tokens under the weights as they are, [T]."""
+        found = []
+        with torch.no_grad():
+            for inputs in self._inputs(part):
+                divisor = _divisor(part.credited, inputs, temperature)
+                logprobs, _ = token_logprobs(self._model, inputs, divisor, chunk_tokens=chunk_tokens)
+                found.append((inputs.tokens, logprobs))
+        self._clock.enter("other")
+        return _gathered(found, part.credited.num_tokens)
 
     def _accumulate(
         self,
-        inputs: Inputs,
-        credited: Credited,
+        part: _Part,
+        settings: PolicySettings,
+        objective: Objective,
         temperature: float,
-        grpo: GrpoSettings,
-        reference: PreTrainedModel | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Add one microbatch's gradient; return its sums (of `_MEANS`) and maxima (of `_MAXIMA`)."""
-        old_logprobs, advantages, fresh = (
-            torch.from_numpy(values[inputs.tokens]).to(inputs.targets.device)
-            for values in (credited.old_logprobs, credited.advantages, credited.fresh)
-        )
-        divisor: float | Tensor = temperature
-        if credited.temperatures is not None:
-            divisor = torch.from_numpy(credited.temperatures[inputs.tokens]).to(inputs.targets.device)
-        logprobs, entropy = token_logprobs(trained_logits(self._model, inputs), inputs.targets, divisor)
-        terms = grpo_loss(logprobs, old_logprobs, advantages, clip_low=grpo.clip_low, clip_high=grpo.clip_high)
-        losses, kl = terms.loss, torch.zeros_like(entropy)
-        if reference is not None:
-            with torch.no_grad():
-                known, _ = token_logprobs(trained_logits(reference, inputs), inputs.targets, divisor)
-            kl = kl_k3(logprobs, known)
-            losses = losses + grpo.kl_coefficient * kl
-        torch.autograd.backward(token_mean(losses, credited.num_tokens))
-        with torch.no_grad():
-            means = (entropy, terms.clipped.float(), terms.approx_kl, kl, terms.approx_kl * fresh, losses)
-            differences = (logprobs - old_logprobs).abs() * fresh
-            return (
-                torch.stack(means).sum(dim=-1),
-                torch.stack((terms.ratio, differences)).amax(dim=-1),
+        reference: Reference | None,
+        measured: Measured,
+    ) -> list[Tensor]:
+        """Add up the gradient of one update. Returns the parts of its loss."""
+        self.descent.clear()
+        losses, found, chunk_tokens = [], [], settings.memory.logprob_chunk_tokens
+        for inputs in self._inputs(part):
+            divisor = _divisor(part.credited, inputs, temperature)
+            known = None
+            if reference is not None:
+                with reference.computing() as other:
+                    known, _ = token_logprobs(other, inputs, divisor, chunk_tokens=chunk_tokens)
+            targets = wanted_tokens(part.credited, inputs, settings.distill)
+            logprobs, entropy = token_logprobs(
+                self._model,
+                inputs,
+                divisor,
+                targets=targets,
+                with_entropy_gradient=bool(settings.algorithm.entropy_coefficient),
+                chunk_tokens=chunk_tokens,
             )
+            student, logprobs = logprobs, logprobs if targets is None else logprobs[:, 0]
+            tokens, weights = _tokens(part, inputs, logprobs, objective)
+            token_losses = compose(tokens, entropy, known, settings.algorithm, objective, measured)
+            if targets is not None:
+                terms = divergence(part.credited, inputs, student[:, 1:], settings.distill)
+                measured.add(terms.metrics)
+                token_losses = token_losses + settings.distill.coefficient * terms.loss
+            loss = (token_losses * weights).sum()
+            self._clock.enter("backward")
+            torch.autograd.backward(loss)
+            losses.append(loss.detach())
+            found.append((inputs.tokens, logprobs.detach()))
+        self._clock.enter("other")
+        if part.first is None:
+            part.first = _gathered(found, part.credited.num_tokens)
+        return losses
+
+    def _apply(
+        self, losses: Sequence[Tensor], settings: PolicySettings, measured: Measured, *, ends_step: bool
+    ) -> Applied:
+        """Make one optimizer update of what was accumulated."""
+        self._clock.enter("optimizer")
+        total = torch.stack([torch.zeros((), device=self._model.device), *losses]).sum()
+        measured.add_sum("loss", total)
+        applied = self.descent.apply(float(total), settings.optimizer, ends_step=ends_step)
+        self._clock.enter("other")
+        return applied
 
 
-def _summary(parts: list[tuple[Tensor, Tensor]], credited: Credited, *, with_reference: bool) -> dict[str, float]:
-    """Read the metrics of all microbatches at once: reading each would make the device wait each time."""
-    if not parts:
-        return {"loss": 0.0}
-    sums = dict(zip(_MEANS, torch.stack([part[0] for part in parts]).sum(dim=0).tolist(), strict=True))
-    maxima = dict(zip(_MAXIMA, torch.stack([part[1] for part in parts]).amax(dim=0).tolist(), strict=True))
-    num_trained, num_fresh = len(credited.token_ids), float(credited.fresh.sum())
-    metrics = {name: sums[name] / num_trained for name in ("entropy", "clip_fraction", "approx_kl")}
-    metrics["loss"] = sums["loss"] / credited.num_tokens
-    metrics["ratio_max"] = maxima["ratio_max"]
-    if with_reference:
-        metrics["kl_reference"] = sums["kl_reference"] / num_trained
-    if num_fresh:
-        metrics["mismatch_kl"] = sums["mismatch_kl"] / num_fresh
-        metrics["mismatch_max"] = maxima["mismatch_max"]
-    return metrics
+def compose(
+    tokens: Tokens,
+    entropy: Tensor,
+    reference_logprobs: Tensor | None,
+    algorithm: AlgorithmSettings,
+    objective: Objective,
+    measured: Measured,
+) -> Tensor:
+    """Return the loss of each token, [N]: the algorithm's, corrected, and the terms that the settings add."""
+    terms = _terms(tokens, objective)
+    factor, found = correct(tokens, objective.corrections)
+    measured.add(terms.metrics | found | {"entropy": entropy})
+    losses = terms.loss * factor if objective.corrections else terms.loss
+    extra = []
+    if reference_logprobs is not None:
+        kl = kl_loss(tokens, reference_logprobs, kind=algorithm.kl_estimator)
+        extra.append((algorithm.kl_coefficient, kl))
+    if algorithm.entropy_coefficient:
+        extra.append((algorithm.entropy_coefficient, entropy_bonus(entropy)))
+    if algorithm.positive_nll_coefficient:
+        extra.append((algorithm.positive_nll_coefficient, positive_nll(tokens)))
+    for coefficient, term in extra:
+        losses = losses + coefficient * term.loss
+        measured.add({name: value for name, value in term.metrics.items() if name != "entropy"})
+    return losses
+
+
+def _terms(tokens: Tokens, objective: Objective) -> Terms:
+    """Ask the loss, which may be the user's own, and check what it gives: a mean would silently count N times."""
+    try:
+        terms = objective.loss(tokens)
+        shapes = {name: tuple(values.shape) for name, values in {"loss": terms.loss, **terms.metrics}.items()}
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # A user's function raises anything.
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise ConfigError(f"the loss function of policy.algorithm failed: {why}") from error
+    for name, shape in shapes.items():
+        if shape != tuple(tokens.logprobs.shape):
+            raise ConfigError(
+                f"the loss function of policy.algorithm gave {name!r} in the shape {list(shape)} for "
+                f"{len(tokens.logprobs)} tokens: it must give one number per token"
+            )
+    if not terms.loss.requires_grad:
+        raise ConfigError("the loss of policy.algorithm does not depend on tokens.logprobs: nothing could be learnt")
+    return terms
+
+
+def _gathered(found: Sequence[tuple[Index, Tensor]], num_tokens: int) -> FloatArray:
+    """Put the log-probabilities of all microbatches together, [T]. Last of all, for it waits for the device."""
+    gathered = np.zeros(num_tokens, dtype=np.float32)
+    for tokens, logprobs in found:
+        gathered[tokens] = logprobs.cpu().numpy()
+    return gathered
+
+
+def _divisor(credited: Credited, inputs: Inputs, temperature: float) -> float | Tensor:
+    if credited.temperatures is None:
+        return temperature
+    return torch.from_numpy(credited.temperatures[inputs.tokens]).to(inputs.targets.device)
+
+
+def _tokens(part: _Part, inputs: Inputs, logprobs: Tensor, objective: Objective) -> tuple[Tokens, Tensor]:
+    """Return what a loss takes of one microbatch, and its tokens' weights."""
+    credited, device = part.credited, inputs.targets.device
+    rollout, advantages, weights = (
+        torch.from_numpy(values[inputs.tokens]).to(device)
+        for values in (credited.rollout_logprobs, credited.advantages, credited.weights)
+    )
+    old = rollout
+    if objective.old == "proximal":
+        known = part.proximal
+        old = logprobs.detach() if known is None else torch.from_numpy(known[inputs.tokens]).to(device)
+    numbers, sequence = np.unique(credited.sequence[inputs.tokens], return_inverse=True)
+    tokens = Tokens(logprobs, old, rollout, advantages, torch.from_numpy(sequence).to(device), len(numbers))
+    return tokens, weights
+
+
+def diagnosed(parts: Sequence[_Part], step: int) -> dict[str, float]:
+    """Return how far the step's tokens are from the weights with which it began, in versions and in log-probability.
+
+    The log-probabilities of all tokens under those weights are known where the step had one update, or they were
+    computed apart; else those of the first update that had tokens. (Updates before it had a gradient of 0.)
+    """
+    known = [part for part in parts if part.credited.num_tokens] or parts[:1]
+    if any(part.proximal is None for part in parts):
+        known = known[:1]
+    trainer = np.concatenate([part.first if part.proximal is None else part.proximal for part in known])
+    rollout, fresh = (
+        np.concatenate([getattr(part.credited, name) for part in known]) for name in ("rollout_logprobs", "fresh")
+    )
+    versions = np.concatenate([part.credited.versions for part in parts])
+    lengths = [int(length) for part in known for length in np.bincount(part.credited.sequence)]
+    taught = [part.credited.taught.logprobs for part in known if part.credited.taught is not None]
+    kl = {"teacher_kl": float((rollout - np.concatenate(taught)).mean())} if taught and len(rollout) else {}
+    return {
+        **kl,
+        **mismatch(trainer, rollout, fresh),
+        **effective_sample_size(trainer, rollout, lengths),
+        **staleness_shares(step - 1 - versions),
+    }
+
+
+def _told(measured: Measured, applied: Sequence[Applied], parts: Sequence[_Part]) -> dict[str, float]:
+    found = measured.read()
+    found["loss"] = found.get("loss", 0.0) / len(applied)
+    return found | {
+        "grad_norm": sum(one.grad_norm for one in applied) / len(applied),
+        "learning_rate": applied[-1].learning_rate,
+        "skipped_step": float(any(one.skipped for one in applied)),
+        "num_updates": float(len(applied)),
+        "num_trained_tokens": float(sum(part.credited.num_tokens for part in parts)),
+        "num_microbatches": float(sum(len(part.batch.plan) for part in parts)),
+        "padding_waste": max(part.batch.padding_waste for part in parts),
+    }
+
+
+def _in_force(settings: PolicySettings, objective: Objective) -> dict[str, float]:
+    """Return the settings that operators may change, as they were for this step."""
+    bounds = {name: objective.in_force.get(name) for name in ("clip_low", "clip_high")}
+    return {
+        "max_grad_norm": settings.optimizer.max_grad_norm,
+        "kl_coefficient": settings.algorithm.kl_coefficient,
+        **{name: float(value) for name, value in bounds.items() if value is not None},
+    }

@@ -1,0 +1,1 @@
+"""The policy's settings, one section per file; `policy` holds the whole."""

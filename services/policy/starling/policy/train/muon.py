@@ -1,0 +1,101 @@
+"""Muon: the average of a matrix's gradient, with all its singular values made about 1, is what changes the matrix.
+
+Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); scaled as in "Muon is scalable for LLM
+training" (arXiv:2502.16982), so that an entry changes about as much as with AdamW. `torch.optim.Muon` does the same for
+matrices; it takes no stacks of them, as the experts of a mixture are, and computes in bfloat16 on a CPU too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+"""Of the polynomial of Newton-Schulz: steepest at 0, at the price of singular values between about 0.7 and 1.2."""
+NUM_ITERATIONS: Final = 5
+_LEAST_NORM = 1e-7
+_UPDATE_RMS = 0.2
+"""Root mean square of an update over the learning rate, which is about that of AdamW."""
+_HEADS = re.compile(r"embed|(^|\.)(lm_head|score|classifier|v_head|value_head)\.")
+_STACKS = re.compile(r"(^|\.)experts\.")
+
+
+def hidden_matrices(model: torch.nn.Module, names: Mapping[str, Tensor]) -> set[str]:
+    """Return which of `names` are matrices of hidden layers, or the stacked matrices `[E, a, b]` of experts.
+
+    Not so: embeddings and heads, whose rows belong to single tokens; vectors and biases, stacked or not; convolutions.
+    """
+    apart = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    output_embeddings: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
+    apart.add(id(getattr(output_embeddings(), "weight", None)))
+    parameters = dict(model.named_parameters())
+    return {
+        name
+        for name, tensor in names.items()
+        if (tensor.dim() == 2 or (tensor.dim() == 3 and _STACKS.search(name)))
+        and id(parameters[name]) not in apart
+        and not name.endswith("bias")
+        and not _HEADS.search(name)
+    }
+
+
+def orthogonalised(matrices: Tensor, num_iterations: int = NUM_ITERATIONS) -> Tensor:
+    """Return `matrices` with singular values about 1, by the quintic iteration of Newton and Schulz.
+
+    Args:
+        matrices: [..., a, b], each on its own; a matrix of zeros stays one.
+        num_iterations: how often to apply the polynomial.
+
+    Returns:
+        [..., a, b], float32 on a CPU and bfloat16 elsewhere, where it is exact enough and much faster.
+    """
+    a, b, c = COEFFICIENTS
+    element = torch.float32 if matrices.device.type == "cpu" else torch.bfloat16
+    x = matrices.to(element).reshape(-1, *matrices.shape[-2:])
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_LEAST_NORM)
+    for _ in range(num_iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(matrices.shape)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon of matrices [a, b] and stacks of them [E, a, b], with decoupled weight decay.
+
+    A parameter must be whole on its device: singular values are not those of a shard.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
+        """Begin with empty averages.
+
+        Args:
+            groups: ``params``, ``lr`` and ``weight_decay`` each.
+            momentum: decay rate of the average of the gradient.
+        """
+        super().__init__(groups, {"momentum": momentum})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Change every parameter that has a gradient; `closure` is not used."""
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                average = self.state[parameter]["momentum"].lerp_(gradient, 1.0 - momentum)
+                update = orthogonalised(gradient.lerp(average, momentum))  # Nesterov's look ahead
+                scale = _UPDATE_RMS * math.sqrt(max(parameter.shape[-2:]))
+                parameter.mul_(1.0 - rate * group["weight_decay"])
+                parameter.add_(update, alpha=-rate * scale)

@@ -1,0 +1,107 @@
+"""A learner that saves its state after every step, beside the next one. As a program it goes on from what is saved.
+
+It says `made N`, `saving N` and `saved N`, so that whoever listens can kill it at any of these moments.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from starling.common.wire import messages as wire
+from starling.policy.settings.algorithm import AlgorithmSettings
+from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.settings.saving import SavingSettings
+from starling.policy.settings.supervised import SftSettings
+from starling.policy.shell.saving import Saving
+from starling.policy.train.groups import Example, Group
+from starling.policy.train.learner import Learner
+
+NUM_SFT, LAST = 2, 7
+VOCABULARY = 23
+
+
+def load() -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=8, max_position_embeddings=64, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def learner() -> Learner:
+    optimizer = OptimizerSettings(learning_rate=3e-3, schedule="cosine", warmup_steps=1)
+    algorithm = AlgorithmSettings(kl_coefficient=0.05)
+    return Learner(load, PolicySettings(optimizer=optimizer, algorithm=algorithm, sft=SftSettings(optimizer=optimizer)))
+
+
+def take(learner: Learner, step: int) -> None:
+    """Make step `step`, the same each time."""
+    generator = np.random.default_rng(step)
+
+    def tokens(num: int) -> Any:
+        return generator.integers(VOCABULARY, size=num).astype(np.int32)
+
+    if step <= NUM_SFT:
+        examples = [Example(tokens(4), tokens(num), f"sft/{num}") for num in (3, 5)]
+        learner.supervise(examples, num_steps=NUM_SFT)
+        return
+    groups = [
+        Group(
+            prompt_ids=tokens(4),
+            completion_ids=tokens(9),
+            logprobs=(-3.0 + 0.3 * generator.standard_normal(9)).astype(np.float32),
+            versions=np.full(9, step - 1, dtype=np.int32),
+            lengths=(2, 4, 3),
+            rewards=tuple(generator.standard_normal(3).tolist()),
+            prompt_id=f"train/{number}",
+        )
+        for number in range(2)
+    ]
+    learner.reinforce(groups, step=step, num_steps=LAST - NUM_SFT)
+
+
+def saving_of(learner: Learner, folder: Path, say: Any = lambda line: None) -> Saving:
+    """Return what saves `learner` below `folder`."""
+
+    def answer(lease: str, message: Any, buffers: tuple[bytes, ...]) -> None:
+        assert isinstance(message, wire.CheckpointSaved), message
+        say(f"saved {message.step}")
+
+    def broken(future: Future[None]) -> None:
+        say(f"broken {future.exception()}")
+
+    tokenizer: Any = None
+    saving = Saving(learner, tokenizer, SavingSettings(), "run", folder)
+    saving.connect(answer, broken)
+    return saving
+
+
+def go_on(learner: Learner, saving: Saving, say: Any = lambda line: None) -> int:
+    """Resume, and make the steps that are left. Returns the version that it began with."""
+    begin = saving.resume()
+    for step in range(begin + 1, LAST + 1):
+        take(learner, step)
+        say(f"made {step}")
+        saving.save(wire.SaveCheckpoint(lease=f"save:{step}", step=step, state=True))
+        say(f"saving {step}")
+    saving.leave(LAST)
+    return begin
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    made = learner()
+    go_on(made, saving_of(made, Path(sys.argv[1]), say), say)

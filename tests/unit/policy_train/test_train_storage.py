@@ -1,0 +1,191 @@
+"""States in an object store: a real server of the S3 protocol, writers that are killed, stores that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from starling.common.errors import ConfigError
+from starling.policy.train.checkpoint import export_hf
+from starling.policy.train.header import Found, find, newest
+from starling.policy.train.model import tensors
+from starling.policy.train.state import HostCopy, Progress, SavedState, States, named, take_state
+from starling.policy.train.storage import Storage
+
+pytestmark = pytest.mark.slow
+
+CREDENTIALS = {"key": "testing", "secret": "testing"}
+
+
+@dataclass(frozen=True)
+class Store:
+    """A bucket, and how to reach it."""
+
+    url: str
+    options: dict[str, Any]
+
+    def storage(self, *names: str) -> Storage:
+        return Storage("/".join((self.url, *names)), self.options)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """Serve S3 from memory."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def store(endpoint: str, request: pytest.FixtureRequest) -> Store:
+    """Return a bucket of the test's own."""
+    import s3fs
+
+    options = {"endpoint_url": endpoint, **CREDENTIALS}
+    bucket = f"bucket-{abs(hash(request.node.name))}"
+    s3fs.S3FileSystem(**options).mkdir(bucket)
+    return Store(f"s3://{bucket}/prefix", options)
+
+
+def write(states: States, version: int, value: float = 0.0, **metrics: float) -> str:
+    weights = {"w": torch.full((300,), value)}
+    taken = take_state(
+        Progress(run="r", version=version, metrics=metrics), named("weights/", weights), torch.device("cpu"), HostCopy()
+    )
+    return states.write(taken)
+
+
+def value_of(found: Found | None) -> tuple[int, float]:
+    assert found is not None
+    return found.state.version, SavedState.of(found).read("weights/")["w"][0].item()
+
+
+def test_states_in_s3_are_like_those_on_a_disk(store: Store) -> None:
+    states = States(store.storage("states"), best="-loss")
+    states.storage.check()
+    assert newest(states.storage) is None
+    for version, loss in ((1, 0.1), (2, 0.9), (3, 0.8)):
+        assert write(states, version, float(version), loss=loss) == f"{store.url}/states/version-{version}"
+    assert states.storage.names() == ["version-1", "version-2", "version-3"], "the best, and the newest two"
+    assert value_of(newest(store.storage("states"))) == (3, 3.0)
+    write(states, 3, 3.5, loss=0.8)
+    assert len(states.storage.names("version-3")) == 2, "state.json and the present parts"
+    assert value_of(newest(store.storage("states"))) == (3, 3.5)
+    assert value_of(find(f"{store.url}/states/version-2", store.options)) == (2, 2.0)
+    assert value_of(find(store.url, store.options)) == (3, 3.5)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("part", ["state.json", ".metadata", "__0_0.distcp"])
+def test_a_damaged_state_in_s3_is_skipped(store: Store, part: str, damage: str) -> None:
+    states = States(store.storage("states"))
+    write(states, 1, 1.0)
+    write(states, 2, 2.0)
+    (path,) = [path for path in states.storage.fs.find(states.storage.path("version-2")) if path.endswith(part)]
+    data = bytearray(states.storage.fs.cat_file(path))
+    data[len(data) // 2] ^= 1
+    if damage == "remove":
+        states.storage.fs.rm_file(path)
+    else:
+        states.storage.fs.pipe_file(path, bytes(data if damage == "flip" else data[:-1]))
+    with capture_logs() as lines:
+        assert value_of(newest(store.storage("states"))) == (1, 1.0)
+    assert [line["state"] for line in lines] == [f"{store.url}/states/version-2"]
+
+
+ENDLESS = """
+import itertools, json, sys
+import torch
+from starling.policy.train.state import HostCopy, Progress, States, named, take_state
+from starling.policy.train.storage import Storage
+states = States(Storage(sys.argv[1], json.loads(sys.argv[2])))
+for version in itertools.count(1):
+    weights = {"w": torch.full((1_500_000,), float(version))}
+    print(version, flush=True)
+    taken = take_state(Progress(run="r", version=version), named("weights/", weights), torch.device("cpu"), HostCopy())
+    states.write(taken)
+"""
+
+
+@pytest.mark.parametrize("delay_objects", [0, 1, 3])
+def test_a_writer_killed_half_way_leaves_the_state_before(store: Store, delay_objects: int) -> None:
+    """It is killed when so many objects of its third state are there."""
+    storage = store.storage("states")
+    command = [sys.executable, "-c", ENDLESS, f"{store.url}/states", json.dumps(store.options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if int(line) == 3:
+                break
+        while process.poll() is None:
+            storage.fs.invalidate_cache()
+            if len(storage.fs.find(storage.path("version-3"))) >= delay_objects:
+                process.kill()
+                break
+        process.wait(30)
+    assert process.returncode == -9
+    with capture_logs() as lines:
+        version, value = value_of(newest(storage))
+    assert version >= 2
+    assert value == float(version)
+    unfinished = {line["reason"] for line in lines}
+    assert unfinished <= {"it has no state.json"}, "what has a manifest is whole"
+    states = States(store.storage("states"))
+    write(states, version + 1, 9.0)
+    assert value_of(newest(states.storage)) == (version + 1, 9.0)
+    assert states.storage.names() == [f"version-{version}", f"version-{version + 1}"], "nothing of it is left"
+
+
+def test_what_has_no_manifest_is_cleared_away_by_the_next_save(store: Store) -> None:
+    states = States(store.storage("states"))
+    for version in (1, 2):
+        write(states, version)
+    states.storage.fs.pipe_file(states.storage.path("version-3", "abcd", "__0_0.distcp"), b"half of it")
+    states.storage.fs.pipe_file(states.storage.path("version-2", "abcd", "__0_0.distcp"), b"of another attempt")
+    assert value_of(newest(states.storage))[0] == 2
+    write(states, 4)
+    assert states.storage.names() == ["version-2", "version-4"]
+
+
+def test_an_export_in_s3_is_a_model_with_its_configuration_last(store: Store, tiny: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, storage = tiny(), store.storage("checkpoints")
+    weights = {name: tensor.clone() for name, tensor in tensors(model).items()}
+    for _ in range(2):
+        assert export_hf(model, None, storage, "step-3", weights=weights) == f"{store.url}/checkpoints/step-3"
+    storage.fs.get(storage.path("step-3"), str(tmp_path / "model"), recursive=True)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(tensor, tensors(again)[name]) for name, tensor in weights.items())
+
+
+def test_a_bucket_that_is_not_there_is_one_sentence(store: Store) -> None:
+    with pytest.raises(ConfigError, match=r"s3://no-such-bucket/a cannot be written \(.+\): look at policy.saving"):
+        Storage("s3://no-such-bucket/a", store.options).check()
+
+
+def test_a_store_that_does_not_answer_is_one_sentence(store: Store) -> None:
+    impatient = {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {"max_attempts": 1}}}
+    storage = Storage(store.url, {**store.options, **impatient})
+    with pytest.raises(
+        ConfigError, match=rf"{store.url} cannot be written \(.+\): look at policy.saving and the storage"
+    ):
+        storage.check()
+    with pytest.raises(ConfigError, match=rf"{store.url}/version-1 cannot be written \(.+\): look at policy.saving"):
+        write(States(storage), 1)
+    with pytest.raises(ConfigError, match=rf"{store.url} cannot be listed \(.+\): look at policy.saving"):
+        newest(storage)
