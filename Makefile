@@ -57,6 +57,9 @@ bench: $(STAMP)
 	$(BIN)/python bench/weightsync_plan.py --quick
 	$(BIN)/python bench/weightsync_memory.py --quick
 	$(BIN)/python bench/weightsync_quantise.py --quick
+	$(BIN)/python bench/memory.py --quick
+	$(BIN)/python bench/train_step.py --quick
+	$(BIN)/python bench/learning.py --quick
 	$(BIN)/python bench/chaos.py --quick
 
 docs: $(STAMP)

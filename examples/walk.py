@@ -16,13 +16,14 @@ from transformers import AutoTokenizer
 from starling.algo.text import decode, encode_prompt
 from starling.cli.recipe import Recipe, load_recipe
 from starling.cli.scratch import make_model_folder
-from starling.controller.core.ledger import GroupState, Ledger
+from starling.controller.core.groups import GroupState
+from starling.controller.core.ledger import Ledger
 from starling.controller.core.plan import draw_seed
 from starling.controller.data.prompts import load_prompts
 from starling.policy.train.checkpoint import save_hf
 from starling.policy.train.groups import Group
 from starling.policy.train.model import load_model, tensors
-from starling.policy.train.step import GrpoTrainer
+from starling.policy.train.step import RlTrainer
 from starling.reward.score.scorers import resolve
 from starling.rollout.engine.base import GroupRequest, GroupResult
 from starling.rollout.engine.model import build_model, end_token_ids
@@ -49,7 +50,7 @@ def walk(recipe: Recipe, folder: Path) -> None:
     make_model_folder(recipe.model.scratch, path := folder / "model")
     tokenizer, prompts, rl = AutoTokenizer.from_pretrained(path), load_prompts(recipe.data), recipe.rl
     policy = load_model(path, init="random", seed=recipe.run.seed, dtype=recipe.model.dtype)
-    trainer = GrpoTrainer(policy, recipe.policy, total_steps=rl.num_steps)
+    trainer = RlTrainer(policy, recipe.policy, total_steps=rl.num_steps)
     engine = TransformersEngine(
         build_model(path, dtype=recipe.model.dtype, device="cpu", weights=False),
         eos_token_ids=end_token_ids(tokenizer, path),

@@ -27,6 +27,10 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no rollouts": ([*RUN, "--launch.num-rollouts", "0"], ("launch.num_rollouts = 0, but", "set at least 1")),
     "no rewards": ([*RUN, "--launch.num-rewards", "0"], ("launch.num_rewards = 0, but", "set at least 1")),
     "no such port": ([*RUN, "--network.port", "99999"], ("network.port = 99999", "65535")),
+    "a group of one": (
+        [*RUN, "--rl.group-size", "1"],
+        ("rl.group_size: 1 is too few: a completion is judged against the others of its group", "set at least 2"),
+    ),
     "a group beyond a batch": (
         [*RUN, "--rl.group-size", "300"],
         ("rl.group_size = 300 is more than rollout.max_rows = 128", "raise rollout.max_rows"),
@@ -46,6 +50,14 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no scorer": ([*RUN, "--reward.scorers", "[]"], ("No scorer is set", "add")),
     "nothing held out": ([*RUN, "--data.held-out", "0"], ("data.held_out = 0 leaves nothing to evaluate on",)),
     "two models": ([*RUN, "--model.path", "here"], ("model.path = 'here' and [model.scratch]", "remove one")),
+    "adapters of a model from nothing": (
+        [*RUN, "--model.lora.rank", "4"],
+        ("[model.scratch] has no weights that [model.lora] could adapt; give the path",),
+    ),
+    "dropout in adapters": (
+        [*RUN, "--model.lora.dropout", "0.1"],
+        ("model.lora.dropout: 0.1 would make the trainer's log-probabilities differ", "remove it"),
+    ),
     "no supervised steps": (
         [*RUN, "--run.kind", "sft", "--sft.num-steps", "0"],
         ("sft.num_steps = 0, but run.kind = 'sft'", "set it"),
@@ -122,6 +134,7 @@ def fails(folder: Path, wanted: tuple[str, ...], *flags: str) -> None:
 def test_what_the_started_processes_refuse(tmp_path: Path) -> None:
     """One sentence that names process, value and remedy; no process and no shared memory is left."""
     (tmp_path / "nothing.jsonl").write_text("")
+    (tmp_path / "gap.jsonl").write_text('{"question": "abc", "answer": "cba"}\n{"question": null, "answer": "cba"}\n')
     (tmp_path / "mine.py").write_text("def reward(completion, reference, prompt_text, metadata):\n    return 1.0\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -133,6 +146,12 @@ def test_what_the_started_processes_refuse(tmp_path: Path) -> None:
                       ["--data.source", "../nothing.jsonl"]),
             "missing": (("controller", "promts.jsonl does not exist", "nearest: prompts.jsonl"),
                         ["--data.source", "promts.jsonl"]),
+            "row": (("controller", "row 1 of '../gap.jsonl' has nothing in 'question'", "remove it"),
+                    ["--data.source", "../gap.jsonl", "--data.held-out", "0", "--evaluation.at-end", "false"]),
+            "context": (("rollout-0", "rollout.max_model_len = 25 is more than the 24 tokens", "lower it"),
+                        ["--rollout.max-model-len", "25"]),
+            "algorithm": (("policy-0", "there is no algorithm 'grop': give one of grpo, dr_grpo"),
+                          ["--policy.algorithm.name", "grop"]),
             "column": (("controller", "no column 'word'", "there are: answer, question"), ["--data.format", "{word}>"]),
             "scratch": (("model", "has no config.hidden_sice", "nearest: hidden_size"),
                         ["--model.scratch.config", "{hidden_sice = 3}"]),

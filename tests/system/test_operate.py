@@ -43,7 +43,7 @@ def test_an_operator_asks_and_changes_and_stops(tmp_path: Path) -> None:
     with run(folder) as command:
         command.until(lambda: trained(folder), "a step of reinforcement")
         state = asked(folder, "status").output
-        assert all(name in state for name in ("policy-0", "rollout-0", "reward-0", "grpo")), state
+        assert all(name in state for name in ("policy-0", "rollout-0", "reward-0", "rl")), state
         assert told(folder, "status", "runs/tiny")["ok"] is True
         assert asked(folder, "why", str(attempt(folder))).output.strip()
 
@@ -80,16 +80,16 @@ def test_an_operator_is_told_what_is_wrong(tmp_path: Path) -> None:
 
 def test_a_run_whose_machine_went_down_is_taken_up_again(tmp_path: Path) -> None:
     """Everything dies at once, as when the power fails, and a second `starling run` goes on where it was."""
-    folder = workplace(tmp_path, rl={"num_steps": 40})
+    folder = workplace(tmp_path, rl={"num_steps": 150})
     with run(folder) as command:
         command.until(lambda: len(trained(folder)) >= 12, "three steps of reinforcement")
         assert "is being run by process" in sentence(asked(folder, "run", "--resume", "runs/tiny", code=2))
         command.process.kill()
         assert command.wait() == -9
     made = num_steps(folder)
-    assert made < 43
+    assert made < 153
     asked(folder, "run", "--resume", "runs/tiny")
-    assert len(trained(folder)) == 40 * 4
+    assert len(trained(folder)) == 150 * 4
     assert set(trained(folder).values()) == {1}, "a prompt was trained twice"
-    assert checkpoints(folder)[-1] == "step-43"
+    assert checkpoints(folder)[-1] == "step-153"
     assert len(metrics(folder, "evaluation")) == 1

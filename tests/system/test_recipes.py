@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from system_runs import Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,11 +25,17 @@ def metrics(attempt: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def test_every_recipe_resolves() -> None:
+def test_every_recipe_resolves(tmp_path: Path) -> None:
+    pretrained = tmp_path / "pretrained"  # what that recipe begins with is made by another one
+    pretrained.mkdir()
+    (pretrained / "config.json").write_text("{}")
+    (pretrained / "model.safetensors").touch()
     recipes = sorted(RECIPES.glob("*.toml"))
     assert recipes
     for path in recipes:
-        assert load_recipe([path], []).run.name == path.stem
+        flags = ["--model.path", str(pretrained)] if path.stem in ("lora", "dpo", "distill") else []
+        flags += ["--teacher.path", str(pretrained)] if path.stem == "distill" else []
+        assert load_recipe([path], flags).run.name == path.stem
 
 
 def test_the_quickstart_leaves_what_it_promises(tmp_path: Path) -> None:
@@ -69,6 +76,77 @@ def test_supervised_fine_tuning_is_a_run_like_any_other(tmp_path: Path) -> None:
     assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
     assert (attempt / "checkpoints/step-80/model.safetensors").exists()
     assert {line["role"] for line in metrics(attempt, "joined")} == {"policy"}
+    pretrained = attempt / "checkpoints/step-80"
+    adapters_learn_on_top_of(pretrained, tmp_path)
+    preferences_are_learnt_on_top_of(pretrained, tmp_path)
+    a_student_learns_from_a_teacher(pretrained, tmp_path)
+
+
+def preferences_are_learnt_on_top_of(pretrained: Path, folder: Path) -> None:
+    source = f"{RECIPES / 'spelling_pairs.py'}:pairs"
+    flags = ("--model.path", str(pretrained), "--data.source", source, "--preference.num-steps", "60")
+    command = Command(folder, "run", str(RECIPES / "dpo.toml"), *flags, name="dpo")
+    assert command.wait() == 0, command.story()
+    steps = metrics(folder / "runs/dpo/attempt-1", "step")
+    assert len(steps) == 60
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-4)  # it is its own reference
+    accuracy = [step["accuracy"] for step in steps]
+    assert sum(accuracy[-10:]) / 10 > 0.75  # of pairs that it has not seen
+    assert (folder / "runs/dpo/attempt-1/checkpoints/step-60/model.safetensors").exists()
+
+
+def a_student_learns_from_a_teacher(pretrained: Path, folder: Path) -> None:
+    """The teacher prefers right spellings: it is what the pairs have made of the student."""
+    teacher = folder / "runs/dpo/attempt-1/checkpoints/step-60"
+    short = ("--rl.num-steps", "40", "--evaluation.at-start", "false", "--evaluation.at-end", "false")
+    command = Command(
+        folder,
+        "run",
+        str(RECIPES / "distill.toml"),
+        "--model.path",
+        str(pretrained),
+        "--teacher.path",
+        str(teacher),
+        *short,
+        name="distill",
+    )
+    assert command.wait() == 0, command.story()
+    steps = metrics(folder / "runs/distill/attempt-1", "step")
+    assert len(steps) == 40
+    divergence = [step["jsd"] for step in steps]
+    assert sum(divergence[-8:]) < 0.7 * sum(divergence[:8])
+    assert {line["role"] for line in metrics(folder / "runs/distill/attempt-1", "joined")} == {
+        "policy",
+        "rollout",
+        "reward",
+        "teacher",
+    }
+
+
+def adapters_learn_on_top_of(pretrained: Path, folder: Path) -> None:
+    flags = (
+        "--model.path",
+        str(pretrained),
+        "--sft.num-steps",
+        "4",
+        "--rl.num-steps",
+        "8",
+        "--evaluation.at-start",
+        "false",
+    )
+    command = Command(folder, "run", str(RECIPES / "lora.toml"), *flags, name="lora")
+    assert command.wait() == 0, command.story()
+    attempt = folder / "runs/lora/attempt-1"
+    assert len(metrics(attempt, "step")) == 12
+    adopted = metrics(attempt, "adopted")
+    assert adopted
+    saved = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(pretrained), attempt / "checkpoints/step-12", is_trainable=True
+    )
+    num_trained, num_all = saved.get_nb_trainable_parameters()
+    assert num_trained < num_all / 3
+    assert all(line["attested"] and line["size_bytes"] == 4 * num_trained for line in adopted)
+    assert not (attempt / "checkpoints/step-12/model.safetensors").exists()
 
 
 def test_smoke_keeps_its_promises(tmp_path: Path) -> None:

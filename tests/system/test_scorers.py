@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +13,20 @@ from system_runs import WORDS, checkpoints, metrics, run, sentence, together, tr
 pytestmark = pytest.mark.system
 
 MINE = """
+import math
+import os
 import time
 
-def reward(completion, reference, prompt_text, metadata, *, hangs="", raises=""):
+def reward(completion, reference, prompt_text, metadata, *, hangs="", raises="", inf="", nan_once=""):
     word = prompt_text.rstrip(">")
+    if word == inf:
+        return math.inf
+    if word == nan_once:
+        try:
+            os.mkdir("was_nan")
+            return math.nan
+        except FileExistsError:
+            pass
     if word == hangs:
         time.sleep(3600)
     if word == raises or raises == "always":
@@ -50,6 +61,55 @@ def some_prompts_are_impossible(folder: Path) -> None:
     assert checkpoints(folder) == ["step-11"]
 
 
+def rewards_are_no_numbers(folder: Path) -> None:
+    """What is once NaN is generated and scored again, and trained; what is always infinite is dropped, untrained."""
+    reward = mine(folder, nan_once=WORDS[0], inf=WORDS[1])
+    rl = {"num_steps": 3, "max_tries": 1}
+    workplace(folder, sft={"num_steps": 0}, rl=rl, reward=reward, evaluation={}, data={"held_out": 0})
+    write_prompts(folder, WORDS[:13])
+    with run(folder) as command:
+        assert command.wait() == 0, command.story()
+    assert (folder / "was_nan").is_dir()
+    (dropped,) = metrics(folder, "discarded")
+    assert (dropped["prompt"], dropped["tries"]) == ("train/0/1", 2)
+    assert "scorer 'mine.py:reward' returned inf." in dropped["reason"]
+    assert trained(folder) == {f"train/0/{row}": 1 for row in range(13) if row != 1}
+    for line in metrics(folder, "step"):
+        assert all(math.isfinite(line[name]) for name in ("reward_min", "reward_max", "loss", "grad_norm")), line
+
+
+def all_rewards_are_equal(folder: Path) -> None:
+    """Nothing can be learnt: the steps are made, no weight moves, each alarm is told once, and the run ends well."""
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text("def reward(completion, reference, prompt_text, metadata):\n    return 0.5\n")
+    scorers = {"scorers": [{"name": "mine.py:reward"}]}
+    workplace(folder, sft={"num_steps": 0}, rl={"num_steps": 7}, reward=scorers, evaluation={})
+    with run(folder) as command:
+        assert command.wait() == 0, command.story()
+    steps = metrics(folder, "step")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6, 7]
+    still = {"zero_advantage_share": 1.0, "reward_std": 0.0, "loss": 0.0, "grad_norm": 0.0, "update_norm": 0.0}
+    assert all(still.items() <= line.items() for line in steps), steps
+    alarms = [(line["name"], line["step"]) for line in metrics(folder, "alarm")]
+    assert alarms == [("weights_still", 3), ("zero_advantage", 5)]
+    assert checkpoints(folder) == ["step-7"]
+
+
+def completions_reach_the_end_of_the_context(folder: Path) -> None:
+    """They end there, as if at their token limit, are trained, and cost what a scorer takes for their length."""
+    overlong = {"name": "overlong", "options": {"max_tokens": 20, "buffer": 10}}
+    reward = {"scorers": [{"name": "prefix_match"}, overlong]}
+    sampling = {"max_tokens": 1000}
+    workplace(folder, sft={"num_steps": 0}, rl={"num_steps": 2}, sampling=sampling, reward=reward, evaluation={})
+    with run(folder) as command:
+        assert command.wait() == 0, command.story()
+    steps = metrics(folder, "step")
+    assert max(line["completion_tokens_max"] for line in steps) == 24 - len("abc>")
+    assert all(line["truncated_share"] > 0.0 for line in steps)
+    assert all(-1.0 <= line["score/overlong"] <= -line["truncated_share"] for line in steps), "-1 for each cut off"
+    assert len(trained(folder)) == 8
+
+
 def the_scorer_always_raises(folder: Path) -> None:
     workplace(folder, sft={"num_steps": 0}, evaluation={}, reward=mine(folder, raises="always"))
     with run(folder) as command:
@@ -71,5 +131,12 @@ def an_example_is_longer_than_the_context(folder: Path) -> None:
 
 
 def test_misbehaving_scorers_and_prompts(tmp_path: Path) -> None:
-    scenarios = [some_prompts_are_impossible, the_scorer_always_raises, an_example_is_longer_than_the_context]
+    scenarios = [
+        some_prompts_are_impossible,
+        rewards_are_no_numbers,
+        all_rewards_are_equal,
+        completions_reach_the_end_of_the_context,
+        the_scorer_always_raises,
+        an_example_is_longer_than_the_context,
+    ]
     together(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))

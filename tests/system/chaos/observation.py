@@ -70,10 +70,10 @@ class Observation:
         """Steps made; -1 when the controller has not told."""
         return -1 if self.snapshot is None else self.snapshot.version
 
-    def story(self, num_sft_steps: int) -> Story:
+    def story(self, num_supervised_steps: int) -> Story:
         """Read the journal, as far as it is durable."""
         records = (kept.record for kept in read_journal(self.attempt.folder / "journal.sqlite"))
-        return story_of(records, num_sft_steps)
+        return story_of(records, num_supervised_steps)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return all lines of the metrics."""

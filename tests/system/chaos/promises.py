@@ -56,8 +56,8 @@ class Story:
         return _repeated(self.trained)
 
 
-def story_of(records: Iterable[rec.Record], num_sft_steps: int) -> Story:
-    """Read a journal; supervised steps, the first `num_sft_steps`, have no groups to seal."""
+def story_of(records: Iterable[rec.Record], num_supervised_steps: int) -> Story:
+    """Read a journal; supervised steps, the first `num_supervised_steps`, have no groups to seal."""
     story, has, scored, sealed = Story(), set[str](), set[str](), set[int]()
     for record in records:
         match record:
@@ -83,7 +83,7 @@ def story_of(records: Iterable[rec.Record], num_sft_steps: int) -> Story:
                 story.sealed_unscored += [f"t{ordinal}" for ordinal in ordinals if f"t{ordinal}" not in scored]
             case rec.StepCommitted(step=step):
                 story.committed.append(step)
-                if step > num_sft_steps and step not in sealed:
+                if step > num_supervised_steps and step not in sealed:
                     story.committed_unsealed.append(step)
             case rec.EvaluationOpened(number=number):
                 story.evaluations_opened.append(number)

@@ -84,7 +84,7 @@ BAD: dict[str, tuple[list[rec.Record], str]] = {
 
 
 def test_a_good_story_keeps_every_promise() -> None:
-    story = story_of(GOOD, num_sft_steps=1)
+    story = story_of(GOOD, num_supervised_steps=1)
     assert broken(story, complete=True) == []
     assert (story.lost, story.twice, story.trained) == ([], [], [0, 1, 2, 3])
     assert disagreements(story, LINES) == []
@@ -93,19 +93,19 @@ def test_a_good_story_keeps_every_promise() -> None:
 @pytest.mark.parametrize("name", BAD)
 def test_a_broken_promise_is_seen(name: str) -> None:
     records, wanted = BAD[name]
-    found = broken(story_of(records, num_sft_steps=1), complete=True)
+    found = broken(story_of(records, num_supervised_steps=1), complete=True)
     assert any(re.search(wanted, sentence) for sentence in found), found
 
 
 def test_what_is_still_open_is_no_loss_before_the_end() -> None:
-    story = story_of(GOOD[:11], num_sft_steps=1)
+    story = story_of(GOOD[:11], num_supervised_steps=1)
     assert broken(story, complete=False, num_slots=2) == []
     assert broken(story, complete=False, num_slots=1) == ["positions [2] were passed over"]
     assert len(broken(story, complete=True)) == 2
 
 
 def test_metrics_that_tell_another_story_are_seen() -> None:
-    story = story_of(GOOD, num_sft_steps=1)
+    story = story_of(GOOD, num_supervised_steps=1)
     for lines, wanted in (
         ([*LINES, LINES[0]], "step: the metrics tell of steps [1] twice"),
         ([*LINES, {"kind": "step", "step": 4}], "step: the metrics tell of steps [4], which were never committed"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from starling.cli.report import task_table
+from starling.cli.report import alarm_rows, task_table
 
 
 def test_the_last_evaluation_is_shown_by_task() -> None:
@@ -20,6 +20,25 @@ def test_the_last_evaluation_is_shown_by_task() -> None:
     assert ["task", "prompts", "reward_mean", "pass_at_1", "pass_at_2"] in lines
     assert ["add", "3", "0.500", "0.500", "0.750"] in lines
     assert ["spell", "1"] in lines
+
+
+def test_alarms_are_told_by_kind() -> None:
+    """When each was on, with the value that turned it on and its sentence; those that are over say so."""
+    clip = {"kind": "alarm", "name": "clip", "value": 0.7, "bound": 0.5, "text": "most tokens are clipped"}
+    lines = [
+        {**clip, "step": 3},
+        {"kind": "step", "step": 4},
+        {"kind": "alarm_over", "name": "clip", "step": 6},
+        {**clip, "step": 8, "value": 0.9},
+        {"kind": "alarm", "step": 9, "name": "not_finite", "value": float("nan"), "bound": 0.0, "text": "skipped"},
+    ]
+    assert alarm_rows(lines) == [
+        ("alarm clip", "steps 3 to 5, since step 8; 0.7 against a bound of 0.5: most tokens are clipped"),
+        ("alarm not_finite", "since step 9; nan against a bound of 0: skipped"),
+    ]
+    again = [{**clip, "step": step} for step in range(1, 7)]
+    assert "since step 3, and 3 times more; " in alarm_rows(again)[0][1]
+    assert alarm_rows([]) == []
 
 
 def test_without_tasks_there_is_no_table() -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import IO
 
 from starling.cli.forks import ForkedProcess, Forks
+from starling.cli.services import SERVICES
 from starling.common.observe.process import die_with_parent
 from starling.common.settings import child_environment
 
 KEPT_LINES = 30
-FORKED = ("policy", "rollout")
+FORKED = ("policy", "rollout", "teacher")
 """They import torch and transformers. They read a folder on this machine, too: what they load from it must not ask the
 Hugging Face hub about it."""
 
@@ -75,7 +76,7 @@ class Children:
 
     def start(self, name: str, role: str, arguments: Sequence[str], module: str = "") -> Child:
         """Start `module`, or else the service `role`, as `name`."""
-        module = module or f"starling.{role}.shell.main"
+        module = module or SERVICES[role]
         child = Child(name, role, module, tuple(arguments), self._begin(role, module, arguments))
         self._read(child)
         self.all.append(child)

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from starling.cli.services import SERVICES
 from starling.common.errors import ConfigError, StarlingError
 
 if TYPE_CHECKING:
     from starling.cli.attempt import Attempt
     from starling.cli.recipe import Recipe
 
-SERVICES = ("controller", "policy", "rollout", "reward")
-MODULES = {**{role: f"starling.{role}.shell.main" for role in SERVICES}, "sim": "starling.sim.cli"}
+MODULES = {**SERVICES, "sim": "starling.sim.cli"}
 """Commands that are programs of their own, started by name: this package needs none of them to be installed."""
 OPERATIONS = ("status", "why", "set", "evaluate", "stop")
 USAGE = """usage: starling COMMAND ...
@@ -32,6 +32,10 @@ USAGE = """usage: starling COMMAND ...
                         train: start and supervise every process of a run on this machine
   run --resume RUN_FOLDER
                         go on with a run that was stopped, or whose machine was
+  run RECIPE.toml --from STATE [...]
+                        a new run that goes on from a state of another one: its folder, or a URL
+  export RUN_OR_STATE OUT [--ema] [--model FOLDER]
+                        write the model of a saved state in Hugging Face form, without a run
   status [RUN_FOLDER]   what a run is doing: its phase, its replicas, its groups
   why [RUN_FOLDER]      what a run waits for, on whom, and for how long already
   set [RUN_FOLDER] KEY VALUE
@@ -40,7 +44,7 @@ USAGE = """usage: starling COMMAND ...
                         evaluate the newest version now
   stop [RUN_FOLDER]     end a run in good order
   smoke                 prove in under a minute that everything works here
-  controller | policy | rollout | reward --config FILE --controller tcp://HOST:PORT
+  controller | policy | rollout | reward | teacher --config FILE --controller tcp://HOST:PORT
                         run one service by itself; --help shows all its settings
   plan SOURCE DESTINATION [--model NAME] [--topology FILE.toml] [--picture FILE.svg] [--json]
                         what a weight synchronisation moves, how long it takes and how much memory, without a GPU
@@ -78,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "replay": replay,
         "keys": keys,
         "scratch": scratch,
+        "export": export,
     }
     if command not in (*commands, *MODULES):
         print(f"starling: unknown command {command!r}; known: {', '.join([*commands, *MODULES])}", file=sys.stderr)
@@ -103,8 +108,9 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 def run_module(command: str, argv: list[str]) -> int:
     """Run a service, or the simulation, in this process, without importing any other."""
-    if importlib.util.find_spec(f"starling.{command}") is None:
-        raise ConfigError(f"starling {command} is not installed here; install the distribution starling-{command}")
+    part = MODULES[command].split(".")[1]
+    if importlib.util.find_spec(f"starling.{part}") is None:
+        raise ConfigError(f"starling {command} is not installed here; install the distribution starling-{part}")
     sys.argv = [f"starling {command}", *argv]
     try:
         runpy.run_module(MODULES[command], run_name="__main__", alter_sys=True)
@@ -123,6 +129,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("recipe", type=Path, nargs="?")
     parser.add_argument("--config", type=Path, action="append", default=[])
+    parser.add_argument("--from", dest="state", default="")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     if argv and argv[0] == "--resume":
@@ -136,6 +143,10 @@ def run(argv: Sequence[str]) -> int:
             "the recipe comes first: write `starling run RECIPE.toml`, then flags; --help shows all settings"
         )
     recipe = load_recipe([known.recipe, *known.config], flags)
+    if known.state:
+        from starling.cli.begin import begin_from
+
+        recipe = begin_from(recipe, known.state)
     if known.dry_run:
         from starling.cli.arithmetic import arithmetic
 
@@ -231,6 +242,13 @@ def replay(argv: Sequence[str]) -> int:
 def keys(argv: Sequence[str]) -> int:
     """`starling keys`."""
     from starling.cli import keys as command
+
+    return command.main(argv)
+
+
+def export(argv: Sequence[str]) -> int:
+    """`starling export`."""
+    from starling.cli import export as command
 
     return command.main(argv)
 

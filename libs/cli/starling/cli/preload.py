@@ -1,4 +1,4 @@
-"""What policies and rollouts import at their start, imported once: they are forked from the process that did.
+"""What policies, rollouts and teachers import at their start, imported once: they are forked from the process that did.
 
 Only imports may happen here. A fork keeps one thread, and no GPU: neither may be in use before it.
 """
@@ -18,7 +18,7 @@ _MODULES = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.modeling_utils",
-    "starling.policy.settings",
+    "starling.policy.settings.policy",
     "starling.policy.train.learner",
     "starling.policy.train.model",
     "starling.policy.train.step",
@@ -26,6 +26,7 @@ _MODULES = (
     "starling.rollout.settings",
     "starling.rollout.shell.answer",
     "starling.rollout.engine.transformers",
+    "starling.rollout.engine.teacher",
     "starling.weightsync.execute.publish",
     "starling.weightsync.execute.pull",
 )

@@ -15,9 +15,9 @@ from starling.cli.scratch import ScratchSettings
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, Section, WeightsSettings, load
 from starling.controller.settings import ControllerProcess
-from starling.policy.settings import PolicySettings
+from starling.policy.settings.policy import PolicySettings, check_adapters
 from starling.reward.settings import RewardSettings
-from starling.rollout.settings import RolloutSettings
+from starling.rollout.settings import RolloutSettings, TeacherSettings
 
 MODEL_FOLDER = "model"
 """Where in an attempt's folder a model from nothing is."""
@@ -36,7 +36,9 @@ class LaunchSettings(Section):
     num_rollouts: int = Field(default=1, ge=0)
     """Rollout replicas."""
     num_rewards: int = Field(default=1, ge=0)
-    """Reward replicas."""
+    """Reward replicas; none where the recipe has no scorers."""
+    num_teachers: int = Field(default=1, ge=0)
+    """Teachers, where the recipe has a [teacher]."""
     num_threads: int = Field(default=1, ge=1)
     """Threads that each process computes with (OMP_NUM_THREADS). Processes that spin on shared cores are very slow."""
     screen: Literal["auto", "live", "plain"] = "auto"
@@ -58,6 +60,7 @@ class Recipe(ControllerProcess):
     policy: PolicySettings = PolicySettings()
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings | None = None
+    teacher: TeacherSettings | None = None
 
     @model_validator(mode="after")
     def _check_recipe(self) -> Self:
@@ -65,16 +68,50 @@ class Recipe(ControllerProcess):
             raise ValueError("model.path is missing; give a model folder, or [model.scratch] to make a small one")
         if self.model.path and self.model.scratch is not None:
             raise ValueError(f"model.path = {self.model.path!r} and [model.scratch] exclude each other; remove one")
+        if self.model.scratch is not None and self.model.lora is not None:
+            raise ValueError("[model.scratch] has no weights that [model.lora] could adapt; give the path of a model")
+        check_adapters(self.model, self.policy)
         generates = self.plan().needs_rollouts
         if generates and self.launch.num_rollouts == 0:
             raise ValueError("launch.num_rollouts = 0, but this run generates completions; set at least 1")
-        if generates and self.launch.num_rewards == 0:
+        if generates and self.launch.num_rewards == 0 and self.reward is not None:
             raise ValueError("launch.num_rewards = 0, but this run scores completions; set at least 1")
-        if generates and self.reward is None:
-            raise ValueError("this run generates completions and nothing scores them; add [[reward.scorers]]")
+        if generates and self.reward is None and self.teacher is None:
+            raise ValueError(
+                "this run generates completions and nothing scores them; add [[reward.scorers]], or a [teacher] to "
+                "learn from"
+            )
+        if self.teacher is not None:
+            self._check_teacher(self.teacher)
         if generates:
             self._check_rows()
         return self
+
+    def _check_teacher(self, teacher: TeacherSettings) -> None:
+        """A teacher is for the groups of reinforcement learning, and is there for all of them."""
+        if self.plan().num_steps == 0:
+            raise ValueError(
+                f"[teacher] sees what the policy generates, and run.kind = {self.run.kind!r} makes no such steps; "
+                "remove it, or set run.kind = 'rl' and rl.num_steps"
+            )
+        if not teacher.path:
+            raise ValueError("teacher.path is missing; give the folder of a model with the policy's tokenizer")
+        if self.launch.num_teachers == 0:
+            raise ValueError("launch.num_teachers = 0, but the recipe has a [teacher]; set at least 1, or remove it")
+        if self.reward is None:
+            self._check_unscored()
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """How many replicas of each role a run on this machine has."""
+        if not self.plan().needs_rollouts:
+            return {"policy": 1}
+        return {
+            "policy": 1,
+            "rollout": self.launch.num_rollouts,
+            "reward": self.launch.num_rewards if self.reward is not None else 0,
+            "teacher": self.launch.num_teachers if self.teacher is not None else 0,
+        }
 
     def _check_rows(self) -> None:
         """A group is generated in one batch, so it must fit."""
@@ -94,7 +131,11 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     recipe = load(Recipe, files, flags)
     if recipe.model.scratch is None:
         check_model_folder(recipe.model.path, weights=recipe.policy.init == "pretrained")
-    counts = {"num_rollouts": max(1, recipe.launch.num_rollouts), "num_rewards": max(1, recipe.launch.num_rewards)}
+    if recipe.teacher is not None:
+        check_model_folder(recipe.teacher.path, weights=True, key="teacher.path")
+    launched = recipe.replicas
+    counts = {"num_rollouts": launched.get("rollout", 1), "num_teachers": launched.get("teacher", 0)}
+    counts["num_rewards"] = launched.get("reward", 1)
     return recipe.model_copy(update={"controller": recipe.controller.model_copy(update=counts)})
 
 

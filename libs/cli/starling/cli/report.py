@@ -63,7 +63,7 @@ def _rows(
     rows = [("steps", f"{sum(line['kind'] == 'step' for line in lines)}, {len(steps)} of them by reinforcement")]
     if steps:
         tenth = max(1, len(steps) // 10)
-        first, last = (sum(s["reward_mean"] for s in part) / tenth for part in (steps[:tenth], steps[-tenth:]))
+        first, last = (sum(map(reward_of, part)) / tenth for part in (steps[:tenth], steps[-tenth:]))
         rows.append(("training reward", f"{first:.3f} -> {last:.3f} (first and last tenth of the steps)"))
         stale = max(step["staleness_max"] for step in steps)
         mean = sum(step["staleness_mean"] for step in steps) / len(steps)
@@ -75,6 +75,8 @@ def _rows(
             if before is not None and after is not None:
                 label = "reward" if name == "reward_mean" else name.removeprefix("score/")
                 rows.append((f"held-out {label}", f"{before:.3f} -> {after:.3f} ({after - before:+.3f})"))
+    rows += alarm_rows(lines)
+    rows += [(f"logger {line['logger']}", f"{line['dropped']} dropped: {line['reason']}") for line in _lost(lines)]
     if adopted:
         pull = sorted(line["pull_s"] for line in adopted)[len(adopted) // 2]
         pause = sorted(line["pause_s"] for line in adopted)[len(adopted) // 2]
@@ -89,6 +91,36 @@ def _rows(
     return rows
 
 
+def alarm_rows(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return one row for each kind of alarm: when it was on, how bad it was at first, and what it means."""
+    spans: dict[str, list[str]] = {}
+    says: dict[str, str] = {}
+    for line in lines:
+        if line["kind"] == "alarm":
+            spans.setdefault(line["name"], []).append(f"since step {line['step']}")
+            says.setdefault(line["name"], f"{line['value']:.3g} against a bound of {line['bound']:g}: {line['text']}")
+        elif line["kind"] == "alarm_over" and line["name"] in spans:
+            began = spans[line["name"]][-1].removeprefix("since step ")
+            spans[line["name"]][-1] = f"steps {began} to {line['step'] - 1}"
+    return [(f"alarm {name}", f"{_listed(spans[name])}; {says[name]}") for name in spans]
+
+
+def _listed(spans: list[str], most: int = 3) -> str:
+    """Join what a person would read of it."""
+    more = len(spans) - most
+    return ", ".join(spans[:most]) + (f", and {more} times more" if more > 0 else "")
+
+
+def _lost(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == "logger"]
+
+
+def reward_of(step: dict[str, Any]) -> float:
+    """Return the mean reward of a step; with dynamic sampling of all that was sampled for it, not of what was kept."""
+    reward: float = step.get("sampled_reward_mean", step["reward_mean"])
+    return reward
+
+
 def draw_curve(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
     """Draw reward against step, with the evaluations on held-out prompts."""
     # Only now: importing matplotlib takes most of a second.
@@ -98,7 +130,7 @@ def draw_curve(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], p
     from matplotlib import pyplot as plt
 
     x = [step["step"] for step in steps]
-    y = [step["reward_mean"] for step in steps]
+    y = [reward_of(step) for step in steps]
     figure, axes = plt.subplots(figsize=(8, 4.2), dpi=120, layout="constrained")
     axes.plot(x, y, color="#9ecae1", linewidth=1, label="step")
     axes.plot(x, _smooth(y), color="#08519c", linewidth=2, label="moving mean")

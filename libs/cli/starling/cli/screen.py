@@ -9,7 +9,7 @@ import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, get_args
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from starling.cli.recipe import Recipe
+from starling.common.ids import Objective
 from starling.common.wire.telemetry import Snapshot
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -59,8 +60,8 @@ class PlainScreen:
         """Show at most ten lines for each phase."""
         self._next_step = 0
         self._every = {
-            "sft": max(1, recipe.sft.num_steps // 5),
-            "grpo": max(1, recipe.rl.num_steps // 20),
+            recipe.plan().objective: max(1, recipe.examples.num_steps // 5),
+            "rl": max(1, recipe.rl.num_steps // 20),
         }
         self._phase = ""
         self._num_evaluations = 0
@@ -172,6 +173,10 @@ class LiveScreen:
             bound = self._recipe.rl.max_staleness
             mean, most = snapshot.step["staleness_mean"], snapshot.step["staleness_max"]
             table.add_row("staleness", f"mean {mean:.2f}, most {most:.0f} of {bound} allowed")
+        for alarm in snapshot.alarms:
+            table.add_row("alarm", Text(alarm, style="red"))
+        if "filtered_share" in snapshot.step:
+            table.add_row("set aside", f"{snapshot.step['filtered_share']:.0%} of the groups, for equal rewards")
         for summary in snapshot.evaluations:
             table.add_row("held out", f"version {summary['version']:.0f}: {evaluation_text(summary)}")
         return table
@@ -190,10 +195,10 @@ class Pace:
         now = time.monotonic()
         if snapshot.phase != self._phase:
             self._phase, self._from = snapshot.phase, (now, snapshot.version)
-        goal = snapshot.num_sft_steps if snapshot.phase == "sft" else snapshot.last_step
+        goal = snapshot.last_step if snapshot.phase == "rl" else snapshot.num_supervised_steps
         since, first = self._from
         done = snapshot.version - first
-        if snapshot.phase not in ("sft", "grpo") or done < 2:
+        if snapshot.phase not in (*get_args(Objective), "rl") or done < 2:
             return None
         return (now - since) / done * max(0, goal - snapshot.version)
 
@@ -215,7 +220,7 @@ def step_text(snapshot: Snapshot) -> str:
     step = snapshot.step
     speed = sum(r.gauges.get("tokens_per_s", 0.0) for r in snapshot.replicas if r.role == "rollout")
     parts = [f"step {snapshot.version} of {snapshot.last_step}", f"{duration(snapshot.elapsed_s)}"]
-    if snapshot.rewards and snapshot.phase == "grpo":
+    if snapshot.rewards and snapshot.phase == "rl":
         parts.append(f"reward {recent_mean(snapshot.rewards):.3f}")
         parts.append(f"staleness {step.get('staleness_max', 0):.0f}")
         parts.append(f"{speed:,.0f} tokens/s")

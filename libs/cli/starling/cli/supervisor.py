@@ -6,11 +6,11 @@ kept working, find it at the same address. What ends by a wrong setting is not, 
 | process                   | killed by a signal | exit code 1                   | exit code 2 (a wrong setting) |
 |---------------------------|--------------------|-------------------------------|-------------------------------|
 | controller                | started again      | the run failed, as it says    | the run fails                 |
-| policy, rollout, reward   | started again      | started again                 | the run fails                 |
+| any replica               | started again      | started again                 | the run fails                 |
 | making the model's folder | the run fails      | the run fails                 | the run fails                 |
 
-A process that died `launch.max_restarts` times within `launch.restart_window_s` is given up: a rollout that another
-one can stand in for is then missed, anything else ends the run.
+A process that died `launch.max_restarts` times within `launch.restart_window_s` is given up: a rollout or a teacher
+that another one can stand in for is then missed, anything else ends the run.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from starling.common.observe.process import EXIT_USAGE
 POLL_S = 0.1
 START_S = 60.0
 LEAVE_S = 5.0
+REPLACEABLE = ("rollout", "teacher")
+"""The roles of which one replica can do without another."""
 ENDING = ("draining", "over")
 """In these phases of a run nothing is started again: nobody needs it any more."""
 
@@ -93,10 +95,7 @@ class Supervisor:
 
     def _start(self) -> None:
         recipe, folder = self.recipe, self.attempt.folder
-        replicas = [("policy", 1), ("rollout", recipe.launch.num_rollouts), ("reward", recipe.launch.num_rewards)]
-        if not recipe.plan().needs_rollouts:
-            replicas = [("policy", 1)]
-        names = [(role, f"{role}-{i}") for role, num in replicas for i in range(num)]
+        names = [(role, f"{role}-{i}") for role, num in recipe.replicas.items() for i in range(num)]
         self.attempt.prepare(recipe, [name for _, name in names])
         self.attempt.address.unlink(missing_ok=True)  # of an earlier controller
         common = ["--config", str(self.attempt.config), "--dir", str(folder)]
@@ -216,7 +215,7 @@ class Supervisor:
             return
         if child.role != "model" and code != EXIT_USAGE and self._restart_later(child):
             return
-        if code < 0 and child.role == "rollout" and self.children.of("rollout"):
+        if code < 0 and child.role in REPLACEABLE and self.children.of(child.role):
             child.spared = True
             self.screen.say(f"{child.name} {child.ending()}; the others take over what it had")
             return

@@ -1,0 +1,50 @@
+"""A run with a vision-language model: images from the dataset's folder to the policy's steps, one of them missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from system_runs import Command, attempt, checkpoints, metrics, trained, workplace
+from tiny_vision import ask, image, make_encoder, make_model, picture, write_folder, write_video
+
+pytestmark = pytest.mark.system
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_run_with_images(tmp_path: Path, family: str) -> None:
+    # Any number that differs from completion to completion: there must be something to train.
+    (tmp_path / "scorer.py").write_text("def score(completion, *_):\n    return sum(map(ord, completion)) % 97\n")
+    folder = workplace(
+        tmp_path / "work",
+        model={},
+        data={"format": "", "image_column": "images", "video_column": "video", "held_out": 2, "shuffle": False},
+        sft={"num_steps": 0},
+        reward={"scorers": [{"name": f"{tmp_path}/scorer.py:score"}]},
+        rl={"num_steps": 4, "prompts_per_step": 3, "group_size": 3, "max_staleness": 0},
+    )
+    recipe = folder / "tiny.toml"
+    recipe.write_text(recipe.read_text().replace("[model]", '[model]\npath = "model"'))
+    write_folder(folder / "model", family)
+    write_video(folder / "film", 24, 16, 3)
+    rows: list[dict[str, object]] = []
+    for number in range(9):
+        picture(16 + 4 * number, 24, number).save(folder / f"{number}.png")
+        rows.append({"question": "a<image>?" if number % 2 else "which?", "images": f"{number}.png", "video": None})
+    rows[2] |= {"question": "ab", "images": None}
+    rows[4] |= {"question": "<image><video>", "video": "film"}
+    (folder / "7.png").unlink()
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({**row, "answer": "ab"}) + "\n" for row in rows))
+    command = Command(folder, "run", str(recipe))
+    assert command.wait() == 0, command.story()
+    steps = metrics(folder, "step")
+    assert len(steps) == 4
+    assert all(step["mismatch_max"] < 1e-5 for step in steps), "the policy saw other images than the rollout"
+    assert "7.png' does not exist on the rollout's host" in (attempt(folder) / "logs/rollout-0.log").read_text()
+    assert not any(prompt.endswith("/7") for prompt in trained(folder))
+    assert checkpoints(folder) == ["step-4"]
+    exported = attempt(folder) / "checkpoints/step-4"
+    assert make_encoder(exported, make_model(family)).encode(ask("<image>", image(8, 8)))[1], (
+        "nobody could go on from it"
+    )

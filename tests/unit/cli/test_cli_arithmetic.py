@@ -1,0 +1,83 @@
+"""What a dry run says of a recipe, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from starling.cli.arithmetic import arithmetic
+from starling.cli.recipe import load_recipe
+from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.common.errors import ConfigError
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+def said(recipe: str, *flags: str) -> Sequence[str]:
+    return arithmetic(load_recipe([RECIPES / recipe], flags))
+
+
+def test_an_algorithm_is_told_with_what_it_resolves_to() -> None:
+    flags = ("--policy.algorithm.name", "decoupled_ppo", "--policy.algorithm.clip-low", "0.125")
+    flags += ("--policy.algorithm.num-minibatches", "4", "--policy.algorithm.num-passes", "2")
+    lines = said("quickstart.toml", *flags, "--policy.algorithm.kl-coefficient", "0.01")
+    (algorithm,) = (line for line in lines if line.startswith("algorithm: "))
+    assert algorithm.startswith("algorithm: decoupled_ppo, clip_low = 0.125, clip_high = 0.2, ")
+    assert "scale = std, " in algorithm
+    assert algorithm.endswith("aggregate = token_mean, old = proximal, kl_coefficient = 0.01 (k3)")
+    assert "corrections: mask (token) from 0 to 5" in lines
+    assert "updates: 2 passes x 4 minibatches = 8 a step" in lines
+
+
+def test_corrections_of_the_recipe_take_the_place_of_the_algorithms(tmp_path: Path) -> None:
+    more = tmp_path / "more.toml"
+    more.write_text(
+        "[policy.algorithm]\nold = 'proximal'\n[[policy.algorithm.corrections]]\nkind = 'truncate'\nhigh = 2\n"
+        "[[policy.algorithm.corrections]]\nkind = 'sequence_mask'\nlevel = 'sequence'\nhigh = 0.1\n"
+    )
+    lines = arithmetic(load_recipe([RECIPES / "quickstart.toml", more], ()))
+    assert "corrections: truncate (token) at 2, sequence_mask (sequence) at 0.1" in lines
+    assert "corrections: none" in said("quickstart.toml")
+
+
+def test_each_optimizer_of_the_run_is_told_with_its_schedule() -> None:
+    schedule = ("--policy.optimizer.schedule", "wsd", "--policy.optimizer.decay-steps", "50")
+    lines = said("quickstart.toml", *schedule, "--policy.optimizer.final-share", "0.1")
+    told = [line for line in lines if line.startswith("optimizer")]
+    assert told == [
+        "optimizer of the supervised steps: adamw, learning rate 0.002, 10 steps of warm-up, then constant",
+        "optimizer: adamw, learning rate 0.0005, 20 steps of warm-up, then wsd over the last 50 steps to 5e-05",
+    ]
+    (alone,) = (line for line in said("sft.toml") if line.startswith("optimizer"))
+    assert alone.startswith("optimizer of the supervised steps: adamw, ")
+
+
+def test_what_is_trained_and_travels_is_told(tmp_path: Path) -> None:
+    lines = said("quickstart.toml", "--policy.frozen", '["embed", "norm"]')
+    assert "trained: all parameters but embed, norm" in lines
+    assert (
+        lines[-1]
+        == "weight sync: 297,248 parameters x 4 bytes = 1,188,992 bytes to each of 2 rollouts, after every step"
+    )
+    assert "trained: all parameters" in said("sft.toml")
+    lines = said("lora.toml", "--model.path", str(small_model(tmp_path)), "--model.lora.modules-to-save", '["norm"]')
+    assert "trained: LoRA adapters of rank 16 and alpha 32, targets all-linear, and norm whole" in lines
+    assert lines[-1] == "weight sync: the adapters alone to each of 2 rollouts, after every step"
+
+
+def small_model(folder: Path) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    make_model_folder(ScratchSettings(config=config | {"head_dim": 16}, alphabet="ab>", max_length=64), folder)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+def test_a_wrong_algorithm_is_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="there is no algorithm 'grop': give one of grpo, "):
+        said("quickstart.toml", "--policy.algorithm.name", "grop")
+    with pytest.raises(ConfigError, match=r"policy\.algorithm, gspo: there is no option 'dual_clip'"):
+        said("quickstart.toml", "--policy.algorithm.name", "gspo", "--policy.algorithm.dual-clip", "2")

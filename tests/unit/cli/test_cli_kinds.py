@@ -1,0 +1,99 @@
+"""Runs that learn from pairs, and from teachers, as the command line sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from pydantic import ValidationError
+
+from starling.cli.arithmetic import arithmetic
+from starling.cli.recipe import Recipe, load_recipe
+from starling.cli.screen import PlainScreen
+from starling.common.errors import ConfigError
+from starling.common.wire.telemetry import Snapshot
+
+SCRATCH = {
+    "model_type": "qwen3",
+    "alphabet": "ab>",
+    "max_length": 16,
+    "config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+
+
+def recipe(kind: str, **sections: Any) -> Recipe:
+    tree = {"run": {"kind": kind}, "model": {"scratch": SCRATCH}, "data": {"source": "rows.jsonl"}, **sections}
+    return Recipe.model_validate(tree)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+def test_a_run_of_pairs_needs_no_rollouts_and_no_rewards(kind: str) -> None:
+    run = recipe(kind, preference={"num_steps": 6, "examples_per_step": 4}, launch={"num_rollouts": 0})
+    first, *_, last = arithmetic(run)
+    assert first == f"{kind}: 6 steps x 4 pairs = 24 pairs"
+    assert last.startswith("model: ")
+
+
+def test_lines_are_shown_for_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = PlainScreen(recipe("dpo", preference={"num_steps": 10}))
+    for version in range(5):
+        metrics = {"loss": 0.5} if version else {}
+        screen.show(
+            Snapshot(
+                phase="dpo", version=version, last_step=10, num_supervised_steps=10, elapsed_s=1.0, waiting_for="",
+                step=metrics,
+            )
+        )  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1 of 10", "step 3 of 10"]
+    assert all("loss 0.5" in line for line in lines)
+
+
+# --- teachers ------------------------------------------------------------------------------------------------------
+
+SCORERS = {"scorers": [{"name": "exact_match"}]}
+
+
+def test_a_run_with_a_teacher_starts_one_and_needs_no_scorers() -> None:
+    alone = recipe("rl", teacher={"path": "big", "top_k": 4})
+    assert alone.replicas == {"policy": 1, "rollout": 1, "reward": 0, "teacher": 1}
+    assert "teachers: 1; for each completion one tells its 4 likeliest tokens at each place" in arithmetic(alone)
+    both = recipe("rl", teacher={"path": "big"}, reward=SCORERS, launch={"num_teachers": 2, "num_rewards": 3})
+    assert both.replicas == {"policy": 1, "rollout": 1, "reward": 3, "teacher": 2}
+    assert recipe("rl", reward=SCORERS).replicas["teacher"] == 0
+
+
+def test_what_is_launched_is_what_the_controller_waits_for(tmp_path: Path) -> None:
+    teacher = tmp_path / "big"
+    teacher.mkdir()
+    (teacher / "config.json").write_text("{}")
+    (teacher / "model.safetensors").write_bytes(b"")
+    tree = {"model": {"scratch": SCRATCH}, "data": {"source": "rows.jsonl"}, "teacher": {"path": str(teacher)}}
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(tree))
+    plan = load_recipe([tmp_path / "recipe.toml"], []).plan()
+    assert (plan.num_rollouts, plan.num_rewards, plan.num_teachers) == (1, 0, 1)
+    (teacher / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"the model folder .*big has a config.json and no weights; add model"):
+        load_recipe([tmp_path / "recipe.toml"], [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "complaint"),
+    [
+        ("rl", {}, r"nothing scores them; add \[\[reward.scorers\]\], or a \[teacher\]"),
+        ("rl", {"teacher": {}}, "teacher.path is missing"),
+        ("rl", {"teacher": {"path": "big"}, "launch": {"num_teachers": 0}}, "launch.num_teachers = 0, but"),
+        ("rl", {"teacher": {"path": "big"}, "rl": {"dynamic_sampling": True}}, "compares rewards, and nothing scores"),
+        (
+            "rl",
+            {"teacher": {"path": "big"}, "evaluation": {"at_end": True}, "data": {"source": "a", "held_out": 1}},
+            r"\[evaluation\] is on, and nothing scores in this run",
+        ),
+        ("dpo", {"teacher": {"path": "big"}, "preference": {"num_steps": 1}}, "run.kind = 'dpo' makes no such steps"),
+    ],
+)
+def test_a_teacher_that_could_not_teach_is_refused(kind: str, sections: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        recipe(kind, **sections)

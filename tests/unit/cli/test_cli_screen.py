@@ -1,0 +1,41 @@
+"""The live screen: what it shows of a snapshot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from starling.cli.recipe import Recipe
+from starling.cli.screen import LiveScreen
+from starling.common.settings import load
+from starling.common.wire.telemetry import Snapshot
+
+QUICKSTART = Path(__file__).parents[3] / "recipes/quickstart.toml"
+
+
+def shown(snapshot: Snapshot) -> str:
+    """Return what the screen shows, as text."""
+    screen = LiveScreen(load(Recipe, [QUICKSTART]), Path("runs/demo"))
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(screen._draw(snapshot))
+    return captured.get()
+
+
+def test_an_alarm_is_on_the_screen_while_it_is_on() -> None:
+    """As it stands, brackets and all: it is no markup."""
+    snapshot = Snapshot(
+        phase="rl", version=2, last_step=5, num_supervised_steps=0, elapsed_s=1.0, waiting_for="the policy"
+    )
+    assert "alarm" not in shown(snapshot)
+    changed = Snapshot(
+        phase="rl",
+        version=2,
+        last_step=5,
+        num_supervised_steps=0,
+        elapsed_s=1.0,
+        waiting_for="the policy",
+        alarms=("clip: 0.7 against a bound of 0.5 since step 12: most [tokens] are clipped",),
+    )
+    assert "clip: 0.7 against a bound of 0.5 since step 12: most [tokens] are clipped" in shown(changed)
