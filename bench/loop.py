@@ -159,7 +159,7 @@ def run_starling(recipe: dict[str, Any], folder: Path) -> float:
 def starling_course(data: Path, checkpoint: Path, seed: int, scale: Scale) -> Course:
     """Train once with Starling."""
     recipe = {
-        "run": {"name": "loop", "kind": "grpo", "seed": seed},
+        "run": {"name": "loop", "kind": "rl", "seed": seed},
         "launch": {"num_rollouts": 2, "screen": "plain"},
         "model": {"path": str(checkpoint), "device": "cpu"},
         "data": data_section(data),
@@ -170,7 +170,10 @@ def starling_course(data: Path, checkpoint: Path, seed: int, scale: Scale) -> Co
             "max_staleness": 1,
         },
         "sampling": {"max_tokens": MAX_TOKENS},
-        "policy": {"optimizer": OPTIMIZER, "grpo": {"clip_low": CLIP, "clip_high": CLIP}},
+        "policy": {
+            "optimizer": OPTIMIZER,
+            "algorithm": {"aggregate": "token_mean", "clip_low": CLIP, "clip_high": CLIP},
+        },
         "reward": {"scorers": [{"name": f"{HERE / 'loop_reward.py'}:score"}]},
     }
     with tempfile.TemporaryDirectory(prefix="starling-loop-") as temporary:
