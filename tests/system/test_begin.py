@@ -25,13 +25,14 @@ def test_a_run_goes_on_from_a_state_of_another(tmp_path: Path) -> None:
     with run(workplace(tmp_path / "one", **QUIET, rl={"num_steps": 5})) as command:
         assert command.wait() == 0, command.story()
     one = attempt(tmp_path / "one")
-    states = sorted((one / "states").iterdir())  # written beside the steps, so which versions there are is by chance
-    assert [path.name for path in states[1:]] == ["version-7"]
-    begun = int(states[0].name.removeprefix("version-"))
-    assert begun > 3, "there must be a state of reinforcement"
+    # States are written beside the steps, so it is by chance of which versions there are any.
+    begun = max(
+        int(path.name.removeprefix("version-")) for path in (one / "states").iterdir() if path.name < "version-8"
+    )
+    assert begun >= 5, "there must be a state of reinforcement"
     # Another machine has the state, and nothing else of that run.
     elsewhere = workplace(tmp_path / "other", **QUIET)
-    shutil.copytree(states[0], elsewhere / "state")
+    shutil.copytree(one / "states" / f"version-{begun}", elsewhere / "state")
     with run(elsewhere, "--from", "state", "--rl.num-steps", "7") as command:
         assert command.wait() == 0, command.story()
     other = attempt(elsewhere)
