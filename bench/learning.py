@@ -52,7 +52,7 @@ class Scale:
     num_steps: int
 
 
-FULL = Scale(tuple(ALGORITHMS), 3, 200)
+FULL = Scale(tuple(ALGORITHMS), 3, 150)
 QUICK = Scale(("grpo", "aipo"), 1, 30)
 
 

@@ -48,7 +48,10 @@ def test_a_run_goes_on_from_a_state_of_another(tmp_path: Path) -> None:
     for flags, words in (
         (("--from", "nowhere"), "there is no whole state in nowhere"),
         (("--from", "state", "--rl.num-steps", "2"), f"it is of version {begun}, and the recipe ends with version 5"),
-        (("--from", "state", "--sft.num-steps", "1"), "its run made 3 supervised steps before reinforcement"),
+        (
+            ("--from", "state", "--sft.num-steps", "1", "--rl.num-steps", "9"),
+            "its run made 3 supervised steps before reinforcement",
+        ),
     ):
         with run(elsewhere, *flags) as command:
             assert command.wait() == 2, command.story()
