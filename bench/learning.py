@@ -96,20 +96,14 @@ def _copy(source: Path, target: Path) -> None:
 
 def learn(checkpoint: Path, algorithm: str, staleness: int, seed: int, num_steps: int) -> list[float]:
     """Train once. Returns the mean reward of each step's samples."""
-    import numpy as np
     import torch
     from transformers import AutoTokenizer
 
-    from starling.algo.text import decode, encode_prompt
     from starling.cli.recipe import load_recipe
-    from starling.controller.core.plan import draw_seed
     from starling.controller.data.prompts import load_prompts
     from starling.policy.settings.algorithm import AlgorithmSettings
-    from starling.policy.train.groups import Group
     from starling.policy.train.model import load_model, tensors
     from starling.policy.train.step import RlTrainer
-    from starling.reward.score.scorers import resolve
-    from starling.rollout.engine.base import GroupRequest, GroupResult
     from starling.rollout.engine.model import build_model, end_token_ids
     from starling.rollout.engine.transformers import TransformersEngine
 
@@ -124,7 +118,6 @@ def learn(checkpoint: Path, algorithm: str, staleness: int, seed: int, num_steps
         eos_token_ids=end_token_ids(tokenizer, checkpoint),
         max_rows=PROMPTS_PER_STEP * GROUP_SIZE,
     )
-    score = resolve("exact_match", {})
     kept: deque[tuple[int, dict[str, Any]]] = deque(maxlen=staleness + 1)
     rewards, first = [], seed * num_steps * PROMPTS_PER_STEP
     for step in range(1, num_steps + 1):
@@ -134,30 +127,44 @@ def learn(checkpoint: Path, algorithm: str, staleness: int, seed: int, num_steps
             tensor.copy_(weights[name])
         engine.set_version(version)
         asked = [prompts.prompt(first + (step - 1) * PROMPTS_PER_STEP + index) for index in range(PROMPTS_PER_STEP)]
-        for index, prompt in enumerate(asked):
-            drawn = draw_seed(seed, "train", step * PROMPTS_PER_STEP + index, 0)
-            sampling = recipe.sampling.model_copy(update={"max_tokens": MAX_TOKENS}).to_wire()
-            sampling = type(sampling)(**{f: getattr(sampling, f) for f in sampling.__struct_fields__} | {"seed": drawn})
-            engine.add(GroupRequest(str(index), encode_prompt(tokenizer, prompt), GROUP_SIZE, sampling))
-        results: dict[str, GroupResult] = {}
-        while len(results) < len(asked):
-            for result in engine.step():
-                assert isinstance(result, GroupResult), result
-                results[result.lease] = result
-        groups = []
-        for index, prompt in enumerate(asked):
-            completions = results[str(index)].completions
-            texts = [decode(tokenizer, completion.token_ids.tolist()) for completion in completions]
-            found = tuple(float(score(text, prompt.reference, prompt.text, prompt.metadata)) for text in texts)
-            ids, logprobs, made_by = (
-                np.concatenate([getattr(completion, name) for completion in completions])
-                for name in ("token_ids", "logprobs", "versions")
-            )
-            lengths = tuple(len(completion.token_ids) for completion in completions)
-            groups.append(Group(results[str(index)].prompt_ids, ids, logprobs, made_by, lengths, found, prompt.id))
-        metrics = trainer.step(groups, step=step)
-        rewards.append(metrics["reward_mean"])
+        sampling = recipe.sampling.model_copy(update={"max_tokens": MAX_TOKENS}).to_wire()
+        groups = sampled(engine, tokenizer, asked, sampling, seed, step)
+        rewards.append(trainer.step(groups, step=step)["reward_mean"])
     return rewards
+
+
+def sampled(engine: Any, tokenizer: Any, asked: list[Any], sampling: Any, seed: int, step: int) -> list[Any]:
+    """Sample a group of completions of each prompt, and score them."""
+    import msgspec
+    import numpy as np
+
+    from starling.algo.text import decode, encode_prompt
+    from starling.controller.core.plan import draw_seed
+    from starling.policy.train.groups import Group
+    from starling.reward.score.scorers import resolve
+    from starling.rollout.engine.base import GroupRequest, GroupResult
+
+    for index, prompt in enumerate(asked):
+        drawn = draw_seed(seed, "train", step * PROMPTS_PER_STEP + index, 0)
+        own = msgspec.structs.replace(sampling, seed=drawn)
+        engine.add(GroupRequest(str(index), encode_prompt(tokenizer, prompt), GROUP_SIZE, own))
+    results: dict[str, GroupResult] = {}
+    while len(results) < len(asked):
+        for result in engine.step():
+            assert isinstance(result, GroupResult), result
+            results[result.lease] = result
+    score, groups = resolve("exact_match", {}), []
+    for index, prompt in enumerate(asked):
+        completions = results[str(index)].completions
+        texts = [decode(tokenizer, completion.token_ids.tolist()) for completion in completions]
+        found = tuple(float(score(text, prompt.reference, prompt.text, prompt.metadata)) for text in texts)
+        ids, logprobs, made_by = (
+            np.concatenate([getattr(completion, name) for completion in completions])
+            for name in ("token_ids", "logprobs", "versions")
+        )
+        lengths = tuple(len(completion.token_ids) for completion in completions)
+        groups.append(Group(results[str(index)].prompt_ids, ids, logprobs, made_by, lengths, found, prompt.id))
+    return groups
 
 
 # --- all runs --------------------------------------------------------------------------------------------------------

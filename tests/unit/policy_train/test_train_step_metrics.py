@@ -225,7 +225,8 @@ def test_the_gradient_of_a_step_is_the_mean_of_those_of_its_completions(
     for name, found in whole.items():
         expected = sum((part[name] for part in parts), torch.zeros_like(found)) / len(singles)
         scale = sum(float(torch.linalg.vector_norm(part[name])) for part in parts) / len(singles)
-        assert torch.linalg.vector_norm(found - expected) <= 1e-6 * scale, name
+        # Some gradients are 0 but for rounding: behind a prompt of one token, the queries of a single cell.
+        assert torch.linalg.vector_norm(found - expected) <= 1e-6 * scale + 1e-14, name
 
 
 def gradient(model: Any, groups: Sequence[Group], chosen: PolicySettings) -> dict[str, Tensor]:
