@@ -83,6 +83,19 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
         ),
         (b"\x01\0\0\0\x02\0\0\0",),
     ),
+    (
+        messages.GroupInterrupted(
+            lease="generate:t0:0",
+            reason="stopped by SIGTERM",
+            partial=(messages.PartialMeta(num_tokens=1), messages.PartialMeta(num_tokens=0)),
+            tensors=(
+                messages.TensorMeta(dtype="int32", shape=(1,), nbytes=4),
+                messages.TensorMeta(dtype="float32", shape=(1,), nbytes=4),
+                messages.TensorMeta(dtype="int32", shape=(1,), nbytes=4),
+            ),
+        ),
+        (b"\x01\0\0\0", b"\0\0\x80\xbf", b"\0\0\0\0"),
+    ),
     (messages.GroupScored(lease="score:t0:0", rewards=(1.0, None), statuses=(messages.Status.OK,) * 2), ()),
     (
         messages.TokensScored(
@@ -102,6 +115,8 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
         ),
         (),
     ),
+    (messages.Slept(lease="sleep:rollout-0:0"), ()),
+    (messages.Awake(lease="wake:rollout-0:0"), ()),
     (messages.CheckpointSaved(lease="checkpoint:1:0", step=1, path="/x"), ()),
     (messages.LeaseFailed(lease="adopt:1:0", status=messages.Status.INFRA_LOST, reason="late"), ()),
     (messages.Welcome(heartbeat_s=1.0, lease_s=10.0), ()),
@@ -152,6 +167,8 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
     ),
     (messages.PublishWeights(lease="publish:1:0", version=1), ()),
     (messages.AdoptWeights(lease="adopt:1:0", version=1), (b"offer", b"plan")),
+    (messages.Sleep(lease="sleep:rollout-0:0"), ()),
+    (messages.Wake(lease="wake:rollout-0:0"), ()),
     (messages.SaveCheckpoint(lease="checkpoint:1:0", step=1), ()),
     (messages.Release(leases=("a", "b")), ()),
     (messages.Drain(reason="done"), ()),

@@ -11,11 +11,15 @@ from typing import Final, Literal
 Role = Literal["controller", "policy", "rollout", "reward", "teacher", "operator"]
 Objective = Literal["sft", "dpo", "reward_model"]
 """What a step of examples teaches."""
+Activity = Literal["rl", "replay", "generate", "evaluate", "infer", "serve"]
+"""What a run does with groups."""
 Purpose = Literal["train", "evaluate"]
-LeaseKind = Literal["generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save"]
+LeaseKind = Literal[
+    "generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save", "sleep", "wake",
+]  # fmt: skip
 
 LEASE_KINDS: Final[tuple[LeaseKind, ...]] = (
-    "generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save",
+    "generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save", "sleep", "wake",
 )  # fmt: skip
 
 

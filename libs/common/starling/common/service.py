@@ -118,10 +118,10 @@ def link_settings(arguments: ServiceArguments, settings: ServiceSettings) -> Lin
     )
 
 
-def check_model_folder(path: str, *, weights: bool, key: str = "model.path") -> Path:
+def check_model_folder(path: str, *, weights: bool, key: str = "model.path", may_draw: bool = True) -> Path:
     """Return the folder of the model at `path`, which the setting `key` names.
 
-    Raises ConfigError unless it is one, with weights where `weights`.
+    Raises ConfigError unless it is one, with weights where `weights`; `may_draw`: a policy could draw them instead.
 
     Asked before torch and transformers are imported, which takes seconds that a wrong path must not cost.
     """
@@ -134,7 +134,9 @@ def check_model_folder(path: str, *, weights: bool, key: str = "model.path") -> 
     if not (folder / "config.json").is_file():
         raise ConfigError(f"the model folder {path} has no config.json; {remedy}")
     if weights and not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
-        other = ', or set policy.init = "random" to begin with random weights' if key == "model.path" else ""
+        other = (
+            ', or set policy.init = "random" to begin with random weights' if key == "model.path" and may_draw else ""
+        )
         raise ConfigError(f"the model folder {path} has a config.json and no weights; add model.safetensors{other}")
     return folder
 

@@ -39,15 +39,29 @@ class RunSettings(Section):
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its files go to <folder>/<name>/attempt-<n>/."""
-    kind: Literal["rl", "sft", "dpo", "reward_model"] = "rl"
+    kind: Literal["rl", "sft", "dpo", "reward_model", "replay", "generate", "evaluate", "infer", "serve"] = "rl"
     """`rl`: reinforcement learning, after [sft] steps if there are any. `sft`: supervised fine-tuning only. `dpo`:
-    learning from pairs of a chosen and a rejected response. `reward_model`: teaching a model to score, from such."""
+    learning from pairs of a chosen and a rejected response. `reward_model`: teaching a model to score, from such.
+    `replay`: as rl, from the trajectories in the files of another run. Without a policy: `generate` writes such files,
+    `evaluate` answers prompts and scores them, `infer` answers them; `serve` answers requests at the rollouts'
+    endpoints until it is stopped."""
     seed: int = 0
     """Decides the initial weights, the order of the data and every sampled token."""
     folder: Path = Path("runs")
     """Where runs are kept."""
     id: str = ""
     """Identity of this attempt on the wire; set by `starling run`. Replicas of another run are refused."""
+
+    @property
+    def learns_from(self) -> Literal["rl", "sft", "dpo", "reward_model"] | None:
+        """What a policy learns from: `replay` does as `rl`. None for a run without a policy."""
+        match self.kind:
+            case "generate" | "evaluate" | "infer" | "serve":
+                return None
+            case "replay":
+                return "rl"
+            case kind:
+                return kind
 
 
 class NetworkSettings(Section):
@@ -139,8 +153,11 @@ class ModelSettings(Section):
 
 
 class WeightsSettings(Section):
-    """How versions of the weights are proven."""
+    """How versions of the weights travel, and how they are proven."""
 
+    quantise: Literal["", "fp8_row", "fp8_block", "mxfp8", "mxfp4", "nvfp4"] = ""
+    """The form in which rollouts hold their linear layers; empty for that of the policy. The policy quantises, and only
+    codes and scales travel. Embeddings, heads, norms and routers stay as they are; see `docs/low-precision.md`."""
     digests: Literal["full", "sampled", "off"] = "full"
     """Compare digests of all bytes, of a sixteenth (another one each version), or none, of what a rollout adopts.
 

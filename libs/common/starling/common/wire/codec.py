@@ -34,8 +34,8 @@ Buffers = Sequence[bytes | memoryview]
 
 _WITH_BUFFERS: Final[frozenset[type]] = frozenset(
     {
-        messages.GroupGenerated, messages.TokensScored, messages.ScoreTokens, messages.TrainStep, messages.Hello,
-        messages.WeightsPublished, messages.AdoptWeights,
+        messages.GroupGenerated, messages.GroupInterrupted, messages.GenerateGroup, messages.TokensScored,
+        messages.ScoreTokens, messages.TrainStep, messages.Hello, messages.WeightsPublished, messages.AdoptWeights,
     }
 )  # fmt: skip
 """The messages that buffers may follow, as `expected_sizes` says; most messages are spared the question."""
@@ -111,6 +111,8 @@ def expected_sizes(message: object) -> int | list[TensorMeta]:
     match message:
         case (
             messages.GroupGenerated(tensors=tensors)
+            | messages.GroupInterrupted(tensors=tensors)
+            | messages.GenerateGroup(tensors=tensors)
             | messages.ScoreTokens(tensors=tensors)
             | messages.TokensScored(tensors=tensors)
         ):

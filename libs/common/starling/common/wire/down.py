@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from starling.common.ids import Purpose
-from starling.common.wire.structs import CompletionText, Prompt, Sampling, TensorMeta, TrainGroup
+from starling.common.wire.structs import CompletionText, PartialMeta, Prompt, Sampling, TensorMeta, TrainGroup
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -31,7 +31,11 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class GenerateGroup(msgspec.Struct, frozen=True, kw_only=True, tag="generate_group"):
-    """Generate `num_completions` completions of `prompt`."""
+    """Generate `num_completions` completions of `prompt`.
+
+    Where another replica began it, buffers follow in the order of `tensors`: completion token ids (int32, [sum of
+    num_tokens]), log-probabilities (float32), weight versions (int32), to go on from.
+    """
 
     lease: str
     purpose: Purpose
@@ -40,6 +44,9 @@ class GenerateGroup(msgspec.Struct, frozen=True, kw_only=True, tag="generate_gro
     sampling: Sampling
     min_version: int
     """Oldest weight version that may sample a token of this group."""
+    partial: tuple[PartialMeta, ...] = ()
+    """What another replica left of each completion; empty to begin."""
+    tensors: tuple[TensorMeta, ...] = ()
 
 
 class ScoreGroup(msgspec.Struct, frozen=True, kw_only=True, tag="score_group"):
@@ -129,6 +136,18 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save_checkp
     newest evaluation that is over."""
 
 
+class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag="sleep"):
+    """Give the devices' memory to others that share them: to a policy or a rollout. Answered by `Slept`."""
+
+    lease: str
+
+
+class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
+    """Take the devices' memory back, which the others have given up. Answered by `Awake`."""
+
+    lease: str
+
+
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     """Forget these leases: their results have arrived, or are wanted no longer."""
 
@@ -152,7 +171,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     """The same for programs (JSON values)."""
 
 
-Work = GenerateGroup | ScoreGroup | ScoreTokens | TrainStep | PublishWeights | AdoptWeights | SaveCheckpoint
+Work = (
+    GenerateGroup | ScoreGroup | ScoreTokens | TrainStep | PublishWeights | AdoptWeights | SaveCheckpoint | Sleep | Wake
+)
 """The commands that hand out a lease."""
 
 Down = Welcome | Introduce | Refused | Work | Release | Drain | Reply

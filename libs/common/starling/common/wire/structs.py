@@ -112,13 +112,31 @@ class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     status: Status
     num_tokens: int
-    """Sampled tokens, the stop token included."""
+    """Tokens behind the prompt: sampled ones, the stop token included, and what an environment said between them."""
     text: str
     """The completion decoded without special tokens, for scorers that read text."""
     oldest_version: int
     """The least weight version among the sampled tokens."""
     newest_version: int
     """The greatest weight version among the sampled tokens."""
+    reward: float | None = None
+    """What the environment gives for it, where it judges; scorers may read it."""
+    metrics: dict[str, float] = {}
+    """What the environment measured besides."""
+    num_turns: int = 1
+    """Replies of the model in it."""
+    problem: str = ""
+    """One sentence, where `status` is a failure."""
+    num_masked: int = 0
+    """How many of its tokens an environment said; the others were sampled."""
+
+
+class PartialMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is there of one completion that was interrupted; its tokens are in the buffers beside it."""
+
+    num_tokens: int
+    status: Status | None = None
+    """How it ended; absent while it goes on."""
 
 
 class CompletionText(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +145,9 @@ class CompletionText(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     status: Status
     num_tokens: int
+    """Sampled ones, the stop token included."""
+    reward: float | None = None
+    """What the environment gives for it, where it judges."""
 
 
 class ScoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +166,10 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True):
     log-probabilities (float32, the same shape), weight versions (int32, the same shape). What a prompt with images or
     videos has besides follows by name, as the model takes it: ``pixel_values`` (float32, [patches, values]) with
     ``image_grid_thw`` (int64, [images, 3]), ``pixel_values_videos`` with ``video_grid_thw``, and ``position_ids``
-    (int32, [3, prompt]: time, height, width). Of a group that was taught follows what `TokensScored` lists.
+    (int32, [3, prompt]: time, height, width). Where an environment said something between the model's replies, its
+    tokens are among the completion's, and ``loss_mask`` (uint8, as the token ids) is 0 for them and 1 for sampled ones;
+    their log-probability is 0 and their version that of the token before. Of a group that was taught follows what
+    `TokensScored` lists.
     """
 
     prompt_id: str

@@ -25,9 +25,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the run at one moment."""
 
     phase: str
-    """sft, dpo, reward_model, rl, checkpointing, draining, or over."""
+    """sft, dpo, reward_model, rl, replay, generate, evaluate, infer, checkpointing, draining, or over."""
     version: int
-    """Steps made."""
+    """Steps made; without a policy, files written."""
     last_step: int
     num_supervised_steps: int
     elapsed_s: float
@@ -48,3 +48,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Frames that were refused."""
     alarms: tuple[str, ...] = ()
     """What is wrong with the last step, in words."""
+    num_prompts: int = 0
+    """Without a policy: how many prompts are to be answered, and below how many of them are."""
+    num_answered: int = 0

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from starling.common.ids import Role
-from starling.common.wire.structs import Alarm, HeldLease, Status, TensorMeta, TrajectoryMeta, Wait
+from starling.common.wire.structs import Alarm, HeldLease, PartialMeta, Status, TensorMeta, TrajectoryMeta, Wait
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -55,6 +55,20 @@ class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_gener
     tensors: tuple[TensorMeta, ...]
     temperature: float = -1.0
     """Divisor of the logits under which they were drawn, as it was asked for; -1 for not told."""
+
+
+class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="group_interrupted"):
+    """A group that this replica cannot finish, with what is there of it. The buffers follow as `GenerateGroup` lists
+    them; another replica goes on from them."""
+
+    lease: str
+    reason: str
+    partial: tuple[PartialMeta, ...]
+    tensors: tuple[TensorMeta, ...]
+    temperature: float = -1.0
+    """Divisor of the logits under which they were drawn, as it was asked for; -1 for not told."""
+    lost: bool = False
+    """The engine died with it in hand: of this very group, it may be."""
 
 
 class GroupScored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored"):
@@ -122,6 +136,24 @@ class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="weights_ado
     """Over what the bytes really went, for example ``cma/memory``."""
     split: dict[str, float] = {}
     """Seconds of the parts of `pull_s`: ``prepare_s``, ``read_s`` (in it ``unpack_s``, ``digest_s``), ``confirm_s``."""
+    mode: str = ""
+    """What became of running requests: ``keep``, ``recompute``, ``salt`` or ``finish``."""
+    recomputed_tokens: int = 0
+    """Tokens whose keys and values the new weights computed again."""
+    drain_s: float = 0.0
+    """Seconds that the weights waited for running requests, under ``finish``."""
+
+
+class Slept(msgspec.Struct, frozen=True, kw_only=True, tag="slept"):
+    """The replica's devices are free for others."""
+
+    lease: str
+
+
+class Awake(msgspec.Struct, frozen=True, kw_only=True, tag="awake"):
+    """The replica has its devices again."""
+
+    lease: str
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):
@@ -185,11 +217,14 @@ Up = (
     | Heartbeat
     | Leave
     | GroupGenerated
+    | GroupInterrupted
     | GroupScored
     | TokensScored
     | StepTrained
     | WeightsPublished
     | WeightsAdopted
+    | Slept
+    | Awake
     | CheckpointSaved
     | LeaseFailed
     | OperatorUp
@@ -198,9 +233,13 @@ Up = (
 MAY_SAY: dict[Role, frozenset[type]] = {
     "controller": frozenset(),
     "policy": frozenset(
-        {Hello, Heartbeat, Leave, StepTrained, WeightsPublished, WeightsAdopted, CheckpointSaved, LeaseFailed}
+        {Hello, Heartbeat, Leave, StepTrained, WeightsPublished, WeightsAdopted, Slept, Awake, CheckpointSaved}
+        | {LeaseFailed}
     ),
-    "rollout": frozenset({Hello, Heartbeat, Leave, GroupGenerated, WeightsPublished, WeightsAdopted, LeaseFailed}),
+    "rollout": frozenset(
+        {Hello, Heartbeat, Leave, GroupGenerated, GroupInterrupted, WeightsPublished, WeightsAdopted, Slept, Awake}
+        | {LeaseFailed}
+    ),
     "reward": frozenset({Hello, Heartbeat, Leave, GroupScored, LeaseFailed}),
     "teacher": frozenset({Hello, Heartbeat, Leave, TokensScored, LeaseFailed}),
     "operator": frozenset({Ask, ChangeSetting, RequestEvaluation, RequestStop}),
