@@ -47,6 +47,7 @@ LATENT = {
     "v_head_dim": 8,
 }
 VISION = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 10, "out_hidden_size": 16, "patch_size": 2}
+DEEP = {**VISION, "num_position_embeddings": 9, "deepstack_visual_indexes": [0]}
 
 CASES: dict[str, tuple[str, Any]] = {
     "llama": ("LlamaForCausalLM", transformers.LlamaConfig(**TEXT, head_dim=6)),
@@ -66,6 +67,11 @@ CASES: dict[str, tuple[str, Any]] = {
     "qwen2_5_vl tied": (
         "Qwen2_5_VLForConditionalGeneration",
         transformers.Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION, tie_word_embeddings=True),
+    ),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", transformers.Qwen3VLConfig(text_config=TEXT, vision_config=DEEP)),
+    "qwen3_vl tied": (
+        "Qwen3VLForConditionalGeneration",
+        transformers.Qwen3VLConfig(text_config={**TEXT, "head_dim": 6}, vision_config=DEEP, tie_word_embeddings=True),
     ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**LATENT, q_lora_rank=10)),
     "deepseek_v3 without q_lora": ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**LATENT, q_lora_rank=None)),

@@ -16,7 +16,7 @@ from starling.common.wire import messages as wire
 from starling.weightsync.execute.offers import OFFER_S, Offers
 from starling.weightsync.execute.publish import Publication, Publisher
 from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.offer import RankOffer, decode_offer
+from starling.weightsync.offer import RankOffer, attested_root, decode_offer, joined_root, make_offer
 
 WAIT_S = 60.0
 RANK = RankOffer(rank=0, transport="local", address="/", token="t", snapshot=1, holds="h", root="0" * 32)
@@ -117,3 +117,13 @@ def test_what_is_no_failure_of_a_publication_is_handed_on(heard: Heard) -> None:
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
         heard.broken.get(timeout=WAIT_S).result()
     assert heard.answers.empty()
+
+
+def test_several_ranks_attest_a_version_only_together() -> None:
+    offer = make_offer(3, [RANK])
+    sent, other = "1" * 32, "2" * 32
+    good, wrong = attested_root(offer, sent, sent), attested_root(offer, sent, other)
+    assert good == offer.root
+    assert joined_root(offer, [good]) == joined_root(offer, [good, good]) == offer.root
+    for roots in ([wrong], [good, wrong], [wrong, good], [wrong, wrong]):  # copies that are wrong in the same way
+        assert joined_root(offer, roots) != offer.root

@@ -125,6 +125,19 @@ def attested_root(offer: Offer, sent: str, held: str) -> str:
     return f"{difference:0{ROOT_CHARACTERS}x}"
 
 
+def joined_root(offer: Offer, roots: Sequence[str]) -> str:
+    """Return what a destination of several ranks attests, from what each of them does.
+
+    It is the version's root exactly when each of `roots` is. They are not simply combined bit by bit: ranks that hold
+    copies of one box may be wrong in the same way, and would cancel each other out.
+
+    Args:
+        offer: the version that was pulled.
+        roots: `attested_root` of each rank, at least one.
+    """
+    return offer.root if {*roots} == {offer.root} else digest_of("".join(roots).encode())
+
+
 def _root(version: int, ranks: Sequence[RankOffer]) -> str:
     roots: dict[str, tuple[int, str]] = {}
     for rank in ranks:

@@ -7,14 +7,14 @@ them, and what vLLM fuses. No weights and no torch are needed, so a model can be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layout import ITEM_BYTES
-from starling.weightsync.layouts.weights import Config, Cut, Entries, Model, Tensors
+from starling.weightsync.layouts.weights import Config, Cut, Entries, Model, Tensors, Weight
 
 
 class Fusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,11 +167,8 @@ def _qwen3_moe(config: Config, dtype: str) -> Model:
 
 
 def _qwen2_5_vl(config: Config, dtype: str) -> Model:
-    """List a vision tower and a Qwen2 decoder, whose entries are in `text_config` or, in older files, beside it."""
-    text = {**config, **(config.get("text_config") or {})}
-    # A tie is the whole model's: the text part of the configuration may repeat it, or not.
-    text["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    decoder = _decoder(text, dtype, "qwen2_5_vl", _Text(qkv_bias=True))
+    """List a vision tower and a Qwen2 decoder."""
+    decoder = _decoder(_text_entries(config), dtype, "qwen2_5_vl", _Text(qkv_bias=True))
     read, make = Entries(config.get("vision_config") or {}), Tensors(dtype)
     hidden, inner, heads = read.size("hidden_size"), read.size("intermediate_size"), read.size("num_heads")
     patch, merged = read.size("patch_size", 14), hidden * read.size("spatial_merge_size", 2) ** 2
@@ -188,9 +185,68 @@ def _qwen2_5_vl(config: Config, dtype: str) -> Model:
     weights.append(make("visual.merger.ln_q.weight", hidden))
     weights += make.linear("visual.merger.mlp.0", merged, merged, cut="rows", layer=-1, bias=True)
     weights += make.linear("visual.merger.mlp.2", out, merged, cut="columns", layer=-1, bias=True)
-    # The tower runs before the first layer, and so lives where it does.
+    return _with_tower(decoder, weights)
+
+
+def _qwen3_vl(config: Config, dtype: str) -> Model:
+    """List a vision tower and a Qwen3 decoder, into whose first layers mergers of their own feed deeper features."""
+    text = _text_entries(config)
+    bias = Entries(text).flag("attention_bias")
+    decoder = _decoder(text, dtype, "qwen3_vl", _Text(qkv_bias=bias, output_bias=bias, head_norms=True))
+    vision = config.get("vision_config") or {}
+    read, make = Entries(vision), Tensors(dtype)
+    hidden, inner, heads = read.size("hidden_size"), read.size("intermediate_size"), read.size("num_heads")
+    patch, merged = read.size("patch_size", 16), hidden * read.size("spatial_merge_size", 2) ** 2
+    channels, frames = read.size("in_channels", 3), read.size("temporal_patch_size", 2)
+    at = "model.visual"
+    weights = [
+        make(f"{at}.patch_embed.proj.weight", hidden, channels, frames, patch, patch),
+        make(f"{at}.patch_embed.proj.bias", hidden),
+        make(f"{at}.pos_embed.weight", read.size("num_position_embeddings"), hidden),
+    ]
+    for block in (f"{at}.blocks.{i}" for i in range(read.size("depth"))):
+        weights += [make(f"{block}.norm{n}.{part}", hidden) for n in (1, 2) for part in ("weight", "bias")]
+        for name, shape in (("weight", (3 * hidden, hidden)), ("bias", (3 * hidden,))):
+            weights.append(make(f"{block}.attn.qkv.{name}", *shape, cut="rows", units=3 * heads, blocks=3))
+        weights += make.linear(f"{block}.attn.proj", hidden, hidden, cut="columns", units=heads, layer=-1, bias=True)
+        weights += make.linear(f"{block}.mlp.linear_fc1", inner, hidden, cut="rows", layer=-1, bias=True)
+        weights += make.linear(f"{block}.mlp.linear_fc2", hidden, inner, cut="columns", layer=-1, bias=True)
+    deep = range(len(read.indices("deepstack_visual_indexes")))
+    mergers = [(f"{at}.merger", hidden), *((f"{at}.deepstack_merger_list.{i}", merged) for i in deep)]
+    for merger, normed in mergers:
+        weights += [make(f"{merger}.norm.{part}", normed) for part in ("weight", "bias")]
+        weights += make.linear(f"{merger}.linear_fc1", merged, merged, cut="rows", layer=-1, bias=True)
+        weights += make.linear(
+            f"{merger}.linear_fc2", read.size("out_hidden_size"), merged, cut="columns", layer=-1, bias=True
+        )
+    return _with_tower(_renamed(decoder, "model.", "model.language_model."), weights)
+
+
+def _text_entries(config: Config) -> Config:
+    """Return the entries of the decoder: in `text_config` or, in older files, beside it."""
+    text = {**config, **(config.get("text_config") or {})}
+    # A tie is the whole model's: the text part of the configuration may repeat it, or not.
+    text["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    return text
+
+
+def _with_tower(decoder: Model, weights: Sequence[Weight]) -> Model:
+    """Put a vision tower before a decoder: it runs before the first layer, and so lives where that does."""
     tower = tuple(msgspec.structs.replace(weight, stage="first") for weight in weights)
     return msgspec.structs.replace(decoder, weights=(*tower, *decoder.weights))
+
+
+def _renamed(model: Model, before: str, now: str) -> Model:
+    """Return `model` with another beginning of names."""
+
+    def name(given: str) -> str:
+        return now + given.removeprefix(before) if given.startswith(before) else given
+
+    weights = []
+    for weight in model.weights:
+        spec = msgspec.structs.replace(weight.spec, name=name(weight.spec.name), same_as=name(weight.spec.same_as))
+        weights.append(msgspec.structs.replace(weight, spec=spec))
+    return msgspec.structs.replace(model, weights=tuple(weights))
 
 
 def _deepseek_v3(config: Config, dtype: str) -> Model:
@@ -265,6 +321,15 @@ FAMILIES: Final[dict[str, Family]] = {
         transformers_prefixes=(("visual.", "model.visual."), ("model.", "model.language_model.")),
         vllm=_VLLM,
         vllm_prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+    ),
+    "qwen3_vl": Family(
+        weights=_qwen3_vl,
+        vllm=_VLLM,
+        vllm_prefixes=(
+            ("model.visual.", "visual."),
+            ("model.language_model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+        ),
     ),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
