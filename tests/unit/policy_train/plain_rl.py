@@ -59,7 +59,7 @@ class Plain:
 def under(
     model: Any, groups: Sequence[Group], temperature: float = 1.0
 ) -> list[list[tuple[list[Tensor], list[Tensor]]]]:
-    """Return the log-probabilities and entropies of each completion of each group.
+    """Return the log-probabilities and entropies of each completion of each group, at its sampled tokens.
 
     `temperature` is of the groups that do not say theirs.
     """
@@ -72,8 +72,9 @@ def under(
             ids = torch.from_numpy(np.concatenate([group.prompt_ids, answer]).astype(np.int64))[None]
             logs = (model(ids).logits[0].double() / divisor).log_softmax(-1)
             at = len(group.prompt_ids) - 1
-            logprobs = [logs[at + offset, token] for offset, token in enumerate(answer.tolist())]
-            own.append((logprobs, [-(logs[at + i].exp() * logs[at + i]).sum() for i in range(length)]))
+            sampled = np.flatnonzero(group.sampled[start:end]).tolist()
+            logprobs = [logs[at + offset, answer[offset]] for offset in sampled]
+            own.append((logprobs, [-(logs[at + i].exp() * logs[at + i]).sum() for i in sampled]))
         found.append(own)
     return found
 
@@ -90,9 +91,9 @@ def near(model: Any, groups: Sequence[Group], noise: float, *, seed: int = 5, te
     found = []
     for group, own in zip(groups, logprobs_of(model, groups, temperature), strict=True):
         exact = np.array([one for completion in own for one in completion])
-        found.append(
-            replace(group, logprobs=(exact + noise * generator.standard_normal(len(exact))).astype(np.float32))
-        )
+        logprobs = np.zeros(len(group.completion_ids), np.float32)
+        logprobs[group.sampled] = exact + noise * generator.standard_normal(len(exact))
+        found.append(replace(group, logprobs=logprobs))
     return found
 
 
@@ -118,10 +119,10 @@ def completions(
     known = None if reference is None else logprobs_of(reference, groups, temperature)
     found = []
     for at, (group, own) in enumerate(zip(groups, under(model, groups, temperature), strict=True)):
-        end = 0
+        end, sampled = 0, group.logprobs[group.sampled]
         for index, (new, entropy) in enumerate(own):
             start, end = end, end + len(new)
-            rollout = [float(value) for value in group.logprobs[start:end]]
+            rollout = [float(value) for value in sampled[start:end]]
             found.append(
                 Completion(
                     new,

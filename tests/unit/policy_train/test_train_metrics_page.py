@@ -50,6 +50,7 @@ def test_every_metric_of_a_step_is_listed(tiny: Callable[..., Any], make_groups:
     example = Example(np.array([1, 2], dtype=np.int32), np.array([3], dtype=np.int32))
     supervised = SftTrainer(model, settings, total_steps=1).step([example])
     names = {*told, *supervised, "score/x", "reward_min", "reward_max", "completion_tokens_mean", "num_discarded"}
+    names |= {"num_env_errors", "turns_mean", "env/x"}
     assert sorted(name for name in names if not is_listed(name)) == []
     assert not is_listed("no_such_metric")
 

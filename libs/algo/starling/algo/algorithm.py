@@ -13,20 +13,16 @@ Their keyword-only parameters are the algorithm's options. No torch here: a loss
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
-from types import ModuleType
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from starling.common.errors import ConfigError
+from starling.common.imported import load
 
 if TYPE_CHECKING:
     from starling.algo.loss.terms import Terms
@@ -134,9 +130,9 @@ def find(name: str) -> Algorithm:
         return ALGORITHMS[name]
     entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
     if name in entries.names:
-        found = _import(f"{entries[name].module}:{entries[name].attr}")
+        found = load(f"{entries[name].module}:{entries[name].attr}", "the algorithm")
     elif ":" in name:
-        found = _import(name)
+        found = load(name, "the algorithm")
     else:
         known = ", ".join([*ALGORITHMS, *sorted(entries.names)])
         raise ConfigError(f"there is no algorithm {name!r}: give one of {known}, or module:attribute of your own")
@@ -187,7 +183,7 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
-    found = _import(given) if isinstance(given, str) else given
+    found = load(given, "the function of an algorithm") if isinstance(given, str) else given
     if not callable(found):
         raise ConfigError(f"{given!r} is of the type {type(found).__name__}: name a function")
     return found
@@ -202,34 +198,3 @@ def _options(function: Callable[..., Any]) -> Sequence[str]:
 def _described(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", repr(function))
     return f"{name} takes {', '.join(_options(function)) or 'none'}"
-
-
-def _import(name: str) -> Any:
-    """Return what ``module:attribute`` or ``path.py:attribute`` names."""
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise ConfigError(f"{name!r} names nothing: give module:attribute or path/to/file.py:attribute")
-    path = Path(place).expanduser().resolve()
-    if place.endswith(".py") and not path.is_file():
-        raise ConfigError(f"{name!r}: there is no file {str(path)!r}")
-    try:
-        found: Any = _run_file(path) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ConfigError(f"{name!r} cannot be imported ({type(error).__name__}: {error}): correct it") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{name!r}: there is no {part!r} in {place}")
-        found = getattr(found, part)
-    return found
-
-
-@cache
-def _run_file(path: Path) -> ModuleType:
-    # The name keeps a file json.py from taking the place of the module json.
-    spec = importlib.util.spec_from_file_location(f"starling_algorithm_{path.stem}", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    # Known before it runs, as every module is: dataclasses look their own module up.
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from starling.common.errors import ConfigError
@@ -12,11 +12,11 @@ from starling.common.wire.messages import ChatMessage, Prompt
 _MARKER: Final = re.compile("<(image|video)>")
 
 
-def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
     """Return the token ids that the model continues.
 
     A conversation goes through the tokenizer's chat template, up to where the assistant speaks; plain text is
-    tokenized as it stands, without special tokens.
+    tokenized as it stands, without special tokens. `tools` as for `prompt_text`.
 
     Raises:
         ConfigError: `prompt` is a conversation that `prompt_text` cannot write, or it has images or videos,
@@ -27,34 +27,62 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
             f"prompt {prompt.id!r} has {len(prompt.media)} images or videos, and here only text is read; "
             "generate with a vision-language model, or give a dataset without media"
         )
-    return encode_text(tokenizer, prompt_text(tokenizer, prompt))
+    return encode_text(tokenizer, prompt_text(tokenizer, prompt, tools))
 
 
-def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
+def prompt_text(tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return the text that the model continues; where media go, what the chat template writes for them.
+
+    Args:
+        tokenizer: the model's.
+        prompt: a conversation, or plain text.
+        tools: functions that the model may call, as JSON schemas in OpenAI's form; plain text does not tell of them.
 
     Raises:
         ConfigError: `prompt` is a conversation, and the tokenizer has no chat template or one that refuses it.
     """
     if not prompt.messages:
         return prompt.text
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"prompt {prompt.id!r} is a conversation and the tokenizer has no chat template; "
-            "add one to the model folder or give the dataset as plain text"
-        )
-    conversation = [
+    return conversation_text(tokenizer, conversation(prompt), tools, of=f"prompt {prompt.id!r}")
+
+
+def conversation(prompt: Prompt) -> list[dict[str, Any]]:
+    """Return the messages of `prompt` in the form that chat templates take."""
+    return [
         {"role": message.role, "content": _parts(message.content) if prompt.media else message.content}
         for message in prompt.messages
     ]
+
+
+def conversation_text(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, of: str
+) -> str:
+    """Return what the chat template makes of `messages`, up to where the assistant speaks next.
+
+    Args:
+        tokenizer: the model's.
+        messages: in the form that chat templates take.
+        tools: functions that the model may call, as JSON schemas in OpenAI's form.
+        of: names the conversation in errors.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or one that refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"{of} is a conversation and the tokenizer has no chat template; "
+            "add one to the model folder or give the dataset as plain text"
+        )
+    given = {"tools": list(tools)} if tools else {}
     try:
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        made = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given)
     except Exception as error:  # a template is the model's program: it may raise anything
         reason = (str(error).strip() or "without a word").splitlines()[0]
         raise ConfigError(
-            f"the model's chat template cannot write prompt {prompt.id!r} ({type(error).__name__}: {reason:.200}); "
+            f"the model's chat template cannot write {of} ({type(error).__name__}: {reason:.200}); "
             "change the prompt's messages, or the template in the model folder"
         ) from error
+    return str(made)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

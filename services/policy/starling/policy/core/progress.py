@@ -9,9 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from starling.common.wire.messages import AdoptWeights, PublishWeights, SaveCheckpoint, TrainStep, Wait
+from starling.common.wire.messages import (
+    AdoptWeights,
+    PublishWeights,
+    SaveCheckpoint,
+    Sleep,
+    TrainStep,
+    Wait,
+    Wake,
+)
 
-Order = TrainStep | PublishWeights | SaveCheckpoint | AdoptWeights
+Order = TrainStep | PublishWeights | SaveCheckpoint | AdoptWeights | Sleep | Wake
 """What a policy is told to do."""
 
 HOLD_S: Final = 60.0
@@ -32,6 +40,8 @@ class Progress:
     version: int = 0
     published: int = -1
     """The newest version of which a snapshot was made."""
+    asleep: bool = False
+    """Others have the devices."""
     hold_s: float = HOLD_S
     """How long a step is held back at most."""
     _held: dict[str, _Held] = field(default_factory=dict)
@@ -50,6 +60,8 @@ class Progress:
     def objection(self, command: Order) -> str | None:
         """Say why `command` cannot be done on the present weights, or None when it can."""
         match command:
+            case TrainStep() | PublishWeights() | SaveCheckpoint() if self.asleep:
+                return "this policy sleeps: wake it first"
             case TrainStep(step=step) if step != self.version + 1:
                 return f"step {step} needs version {step - 1}, and this policy holds version {self.version}"
             case TrainStep(num_replicas=num) if num != 1:

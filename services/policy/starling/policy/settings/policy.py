@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from starling.common.errors import ConfigError
-from starling.common.settings import ModelSettings, Section, validate
+from starling.common.settings import ModelSettings, Section, WeightsSettings, validate
 from starling.policy.settings.alarms import AlarmSettings
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.distill import DistillSettings
@@ -75,11 +75,12 @@ class PolicySettings(Section):
     """When a step's numbers are a cause for alarm."""
 
 
-def check_adapters(model: ModelSettings, policy: PolicySettings) -> None:
+def check_adapters(model: ModelSettings, policy: PolicySettings, weights: WeightsSettings) -> None:
     """Check that adapters, if `model` has any, go with the rest.
 
     Raises:
-        ValueError: every replica must find the base weights in the model's folder, and nothing but adapters is trained.
+        ValueError: every replica must find the base weights in the model's folder, as they are, and nothing but
+            adapters is trained.
     """
     if model.lora is None:
         return
@@ -92,6 +93,11 @@ def check_adapters(model: ModelSettings, policy: PolicySettings) -> None:
         raise ValueError(
             "policy.frozen does not go with [model.lora], where all is frozen but the adapters: "
             "choose their layers by model.lora.targets and model.lora.exclude"
+        )
+    if weights.quantise:
+        raise ValueError(
+            f"weights.quantise = {weights.quantise!r} does not go with [model.lora]: adapters travel without the "
+            "weights they are for, which every replica holds as they are; leave weights.quantise empty"
         )
 
 

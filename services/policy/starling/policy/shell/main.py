@@ -56,7 +56,7 @@ class PolicyProcess(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
-        check_adapters(self.model, self.policy)
+        check_adapters(self.model, self.policy, self.weights)
         return self
 
 
@@ -84,12 +84,12 @@ class Shell:
         version = self._saving.resume()
         base = base_of(self._learner.model, settings.model.lora)
         layout = layout_of(self._learner.tensors, arguments.name, base=base)
-        self._publisher = self._begin_publishing(layout)
+        self._publisher = self._begin_publishing(layout)  # what it publishes may be quantised, and so another layout
         self._progress = Progress(version=version)
         hello = wire.Hello(
             role="policy", host=host_name(), pid=os.getpid(), version=version, has_layout=True, serves=True
         )
-        self._link = Link(link_settings(arguments, settings), hello, (encode(layout),))
+        self._link = Link(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
         self._offers = Offers(self._answer_offer, self._link.put, self._tell)
         self._saving.connect(self._link.answer, self._link.put, self._tell)
         self._copying_since: float | None = None
@@ -118,8 +118,10 @@ class Shell:
 
     def _begin_publishing(self, layout: Layout) -> Publisher:
         from starling.weightsync.execute.publish import Publisher
+        from starling.weightsync.quantise.recipe import linear_weights
 
         settings = self._settings
+        form = settings.weights.quantise
         return Publisher(
             layout,
             transport=settings.policy.transport,
@@ -127,6 +129,7 @@ class Shell:
             read_timeout_s=settings.policy.publish_timeout_s,
             digests=settings.weights.digests,
             delta_versions=settings.policy.delta_versions,
+            quantise=linear_weights(form) if form else None,
         )
 
     def run(self, stop: StopSignal) -> None:
@@ -153,11 +156,15 @@ class Shell:
                     self._progress.give_up(inbound.leases)  # but a step cannot be given up half-way
                 else:
                     assert inbound is None, inbound
-                self._saving.keep_wish(self._progress.version)
+                if not self._progress.asleep:
+                    self._saving.keep_wish(self._progress.version)
                 self._expire()
                 self._tell()
             reason = f"stopped by {stop.name}"
-            self._saving.leave(self._progress.version)
+            if self._progress.asleep:
+                self._saving.finish()  # to save it would need the devices, which others have
+            else:
+                self._saving.leave(self._progress.version)
         except StepBrokenError as error:
             reason = f"its weights are no version any more ({error}): the newest state is where to go on from"
             self._saving.finish()
@@ -215,6 +222,15 @@ class Shell:
                 case wire.SaveCheckpoint():
                     with self._clock.within("checkpoint"):
                         self._saving.save(message)
+                case wire.Sleep():
+                    freed_bytes = self._learner.sleep()
+                    self._progress.asleep = True
+                    log.info("asleep", freed_bytes=freed_bytes)
+                    self._link.answer(message.lease, wire.Slept(lease=message.lease))
+                case wire.Wake():
+                    self._learner.wake()
+                    self._progress.asleep = False
+                    self._link.answer(message.lease, wire.Awake(lease=message.lease))
         except StepBrokenError:
             raise  # no answer: the step is made again, by who begins from the newest state
         except StarlingError as error:
@@ -286,11 +302,14 @@ def begin_learner(path: Path, settings: PolicyProcess) -> Learner:
     from starling.policy.train.objective import check_objective
     from starling.policy.train.state import seed_random
 
-    if settings.run.kind == "rl":
+    kind = settings.run.learns_from
+    if kind is None:
+        raise ConfigError(f"a run of run.kind = {settings.run.kind!r} trains nothing and has no policy; start none")
+    if kind == "rl":
         check_objective(settings.policy.algorithm)
     seed_random(settings.run.seed)
     learner = Learner(partial(load_version_0, path, settings), settings.policy)
-    check(learner.model, settings.policy, settings.run.kind)
+    check(learner.model, settings.policy, kind)
     return learner
 
 

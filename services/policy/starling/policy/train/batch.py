@@ -1,9 +1,10 @@
 """Stop 7 of the walk, pack: the sequences of a step become microbatches of tensors.
 
-A sequence is a prompt and one completion. A *block* is a prompt followed by one or more of its completions, and is
-what `starling.algo.packing` puts into rows: with several completions the prompt is computed once for all of them.
-A completion sees its prompt and itself, never its siblings nor another block, so each sequence is computed as if it
-were alone. Legend of shapes: R rows, L row length, N trained tokens of the microbatch, T of the step.
+A sequence is a prompt and one completion, of whose tokens those count that the model sampled. A *block* is a prompt
+followed by one or more of its completions, and is what `starling.algo.packing` puts into rows: with several completions
+the prompt is computed once for all of them. A completion sees its prompt and itself, never its siblings nor another
+block, so each sequence is computed as if it were alone. Legend of shapes: R rows, L row length, N trained tokens of the
+microbatch, T of the step, C completion tokens of the step, trained or not.
 
 The images of a prompt come with each of its blocks, in the order in which the model meets their tokens: row by row.
 
@@ -25,14 +26,14 @@ from torch import Tensor
 
 from starling.algo import packing
 from starling.common.errors import ConfigError
-from starling.policy.train.groups import POSITIONS, IntArray
+from starling.policy.train.groups import POSITIONS, Flags, IntArray
 
 Index = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompted:
-    """A prompt and those of its completions that are trained, as [start, stop) spans of the step's T tokens."""
+    """A prompt and those of its completions that are trained, as [start, stop) spans of the step's C tokens."""
 
     prompt_ids: IntArray
     spans: tuple[tuple[int, int], ...]
@@ -140,15 +141,17 @@ def to_tensors(
     token_ids: IntArray,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    trained: Flags | None = None,
 ) -> Inputs:
     """Make the tensors of one microbatch.
 
     Args:
         batch: the layout of the step.
         microbatch: one of its plan.
-        token_ids: the step's T completion tokens, to which the blocks' spans refer.
+        token_ids: the step's completion tokens, [C], to which the blocks' spans refer.
         dtype: of the attention mask: the model's.
         device: where the model is.
+        trained: which of the C tokens are the T trained ones; the others are context. None where all are.
     """
     shape = (len(microbatch.rows), microbatch.row_tokens)
     pieces, segments, spans, seen = _segments(batch, microbatch, token_ids)
@@ -159,13 +162,18 @@ def to_tensors(
     source = _ranges(spans.cell - 1, spans.length)
     # The first token of a completion is predicted by its prompt's last cell, wherever the completion itself lies.
     source[np.cumsum(spans.length) - spans.length] = spans.prompt_end
+    targets, numbers = token_ids[tokens], tokens
+    if trained is not None:
+        wanted = trained[tokens]
+        source, targets = source[wanted], targets[wanted]
+        numbers = (np.cumsum(trained, dtype=np.int64) - 1)[tokens[wanted]]
     return Inputs(
         input_ids=torch.from_numpy(ids).view(shape).to(device),
         position_ids=torch.from_numpy(_positions(segments, cells, shape, seen)).to(device),
         attention_mask=_attention_mask(segments, cells, shape, dtype).to(device),
         source=torch.from_numpy(source).to(device),
-        targets=torch.from_numpy(token_ids[tokens].astype(np.int64)).to(device),
-        tokens=tokens,
+        targets=torch.from_numpy(targets.astype(np.int64)).to(device),
+        tokens=numbers,
         extra={name: torch.from_numpy(array).to(device) for name, array in _joined(seen).items()},
     )
 

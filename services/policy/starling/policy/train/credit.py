@@ -14,18 +14,21 @@ from starling.algo.packing import balance
 from starling.algo.staleness import staleness
 from starling.common.errors import ConfigError
 from starling.policy.train.batch import Index, Prompted
-from starling.policy.train.groups import FloatArray, Group, IntArray, Taught
+from starling.policy.train.groups import Flags, FloatArray, Group, IntArray, Taught
 from starling.policy.train.objective import Objective
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Credited:
-    """The trained tokens of one update, T of them in S completions that lie end to end."""
+    """The trained tokens of one update, T of them in S completions.
+
+    The completions lie end to end and have C tokens: what an environment said in them is among the C and not the T.
+    """
 
     prompted: tuple[Prompted, ...]
-    """Which of the T tokens are completions of which prompt."""
+    """Which of the C tokens are completions of which prompt."""
     token_ids: IntArray
-    """[T]."""
+    """[C]."""
     rollout_logprobs: FloatArray
     """Log-probabilities when they were sampled, [T]."""
     advantages: FloatArray
@@ -42,11 +45,13 @@ class Credited:
     """Divisor of the logits under which each was sampled, [T]; None where all are those of the step."""
     taught: Taught | None = None
     """What a teacher says of each, where there is one."""
+    trained: Flags | None = None
+    """Which of the C tokens are the T trained ones, [C]; None where all are."""
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return len(self.token_ids)
+        return len(self.rollout_logprobs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +66,8 @@ class Scored:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest completion."""
-        return max(length for group in self.groups for length in group.lengths)
+        """Sampled tokens of the longest completion."""
+        return max(length for group in self.groups for length in group.num_sampled)
 
     def split(self, count: int) -> list[Scored]:
         """Cut into `count` parts, the numbers of groups differing by at most one; fewer where there are fewer groups.
@@ -70,7 +75,7 @@ class Scored:
         The parts have nearly equally many tokens: where every token of an update weighs the same, it then weighs nearly
         the same in the whole step. Which group is in which part follows from the lengths alone.
         """
-        num_tokens = [float(len(group.completion_ids)) for group in self.groups]
+        num_tokens = [float(sum(group.num_sampled)) for group in self.groups]
         parts = balance(num_tokens, min(count, len(self.groups)), equal_sizes=True)
         return [
             Scored(
@@ -89,8 +94,8 @@ def score(groups: Sequence[Group], objective: Objective, *, step: int) -> Scored
         ConfigError: there is no token, a reward or log-probability is not finite, or the advantage function fails or
             gives something else than a finite number per completion.
     """
-    if not sum(len(group.completion_ids) for group in groups):
-        raise ConfigError(f"step {step} has {len(groups)} groups without a token: there is nothing to train")
+    if not any(group.sampled.any() for group in groups):
+        raise ConfigError(f"step {step} has {len(groups)} groups without a sampled token: there is nothing to train")
     for group in groups:
         _check(group, step)
     advantages = _advantages(groups, objective, step)
@@ -111,13 +116,14 @@ def credit(
     """
     groups = scored.groups
     lengths = [length for group in groups for length in group.lengths]
+    num_sampled = [length for group in groups for length in group.num_sampled]
     advantages, ages = _flat(scored.advantages), _flat(scored.ages)
     counted = [not (objective.mask_truncated and cut) for group in groups for cut in group.truncated]
     trained = [
         bool(length) and counts and not (skip_zero and advantage == 0.0)
-        for length, counts, advantage in zip(lengths, counted, advantages, strict=True)
+        for length, counts, advantage in zip(num_sampled, counted, advantages, strict=True)
     ]
-    counted_lengths = [length if counts else 0 for length, counts in zip(lengths, counted, strict=True)]
+    counted_lengths = [length if counts else 0 for length, counts in zip(num_sampled, counted, strict=True)]
     weights = token_weights(
         counted_lengths,
         objective.aggregate,
@@ -125,21 +131,24 @@ def credit(
         num_sequences=max(1, sum(counted)),
         constant=objective.aggregate_tokens or longest,
     )
-    chosen = np.repeat(np.array(trained), lengths)
+    sampled = np.concatenate([group.sampled for group in groups])
+    kept = np.repeat(np.array(trained), lengths)
+    chosen = kept & sampled
     own = [group.temperature or temperature for group in groups]
     drawn = [value for value, group in zip(own, groups, strict=True) for _ in group.lengths]
-    kept = [length for length, taken in zip(lengths, trained, strict=True) if taken]
+    counts = [length for length, taken in zip(num_sampled, trained, strict=True) if taken]
     return Credited(
         prompted=_prompted(groups, trained),
-        token_ids=np.concatenate([group.completion_ids for group in groups])[chosen],
+        token_ids=np.concatenate([group.completion_ids for group in groups])[kept],
         rollout_logprobs=np.concatenate([group.logprobs for group in groups])[chosen],
         advantages=_per_token(advantages, lengths)[chosen],
         weights=_per_token(weights.tolist(), lengths)[chosen],
         fresh=_per_token([float(age == 0) for age in ages], lengths)[chosen],
-        sequence=np.repeat(np.arange(len(kept), dtype=np.int64), kept),
+        sequence=np.repeat(np.arange(len(counts), dtype=np.int64), counts),
         versions=np.concatenate([group.versions for group in groups])[chosen],
         temperatures=None if set(own) == {temperature} else _per_token(drawn, lengths)[chosen],
         taught=_taught(groups, chosen),
+        trained=None if sampled.all() else sampled[kept],
     )
 
 
@@ -170,7 +179,7 @@ def described(scored: Scored) -> dict[str, float]:
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "zero_advantage_share": advantages.count(0.0) / len(advantages),
-        "num_tokens": float(sum(len(group.completion_ids) for group in scored.groups)),
+        "num_tokens": float(sum(sum(group.num_sampled) for group in scored.groups)),
         "num_sequences": float(len(ages)),
         "staleness_max": max(ages),
         "staleness_mean": sum(ages) / len(ages),
@@ -221,16 +230,17 @@ def _advantages(groups: Sequence[Group], objective: Objective, step: int) -> tup
 
 
 def _ages(group: Group, step: int) -> list[float]:
-    """Return the staleness of each completion; an empty one has no token that could be stale."""
-    ends = np.cumsum(group.lengths).tolist()
+    """Return the staleness of each completion; one in which nothing was sampled has no token that could be stale."""
+    versions, lengths = group.versions[group.sampled], group.num_sampled
+    ends = np.cumsum(lengths).tolist()
     return [
-        float(staleness(step, int(group.versions[end - length : end].min()))) if length else 0.0
-        for length, end in zip(group.lengths, ends, strict=True)
+        float(staleness(step, int(versions[end - length : end].min()))) if length else 0.0
+        for length, end in zip(lengths, ends, strict=True)
     ]
 
 
 def _prompted(groups: Sequence[Group], trained: Sequence[bool]) -> tuple[Prompted, ...]:
-    """Number the trained tokens in order, and say which are whose."""
+    """Number the tokens of the trained completions in order, and say which are whose."""
     prompted = []
     kept = index = 0
     for group in groups:

@@ -14,6 +14,7 @@ from starling.common.errors import ConfigError, WireError
 from starling.common.wire.messages import Status, TensorMeta, TrainGroup
 
 IntArray = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.int32))
@@ -32,6 +33,8 @@ _TAUGHT: Final[dict[str, tuple[np.dtype[Any], int]]] = {
     "teacher_top_logprobs": (np.dtype(np.float32), 2),
 }
 """What a teacher says, as `TokensScored` lists it: element type and dimensions."""
+LOSS_MASK: Final = "loss_mask"
+_MASK_DTYPE: Final = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +62,7 @@ class Group:
     versions: IntArray
     """Weight version that sampled each token, [T]."""
     lengths: tuple[int, ...]
-    """Tokens of each completion; their sum is T. An empty completion is scored but not trained."""
+    """Tokens of each completion; their sum is T. One in which nothing was sampled is scored but not trained."""
     rewards: tuple[float, ...]
     """Reward of each completion."""
     prompt_id: str = ""
@@ -73,6 +76,22 @@ class Group:
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """What the model takes of the prompt's images and videos, by name, and where the prompt's tokens stand; empty for
     a prompt of text."""
+    loss_mask: npt.NDArray[np.uint8] | None = None
+    """1 for each token that the model sampled, 0 for what an environment said between its replies, which is context
+    and nothing else, [T]; None where all were sampled."""
+
+    @property
+    def sampled(self) -> Flags:
+        """Whether the model sampled each token, [T]."""
+        return np.ones(len(self.completion_ids), np.bool_) if self.loss_mask is None else self.loss_mask == 1
+
+    @property
+    def num_sampled(self) -> tuple[int, ...]:
+        """Tokens of each completion that the model sampled: those to train."""
+        if self.loss_mask is None:
+            return self.lengths
+        totals = np.concatenate(([0], np.cumsum(self.sampled)))[np.cumsum((0, *self.lengths))]
+        return tuple(np.diff(totals).tolist())
 
     @property
     def truncated(self) -> tuple[bool, ...]:
@@ -90,6 +109,7 @@ class Group:
                 f"group {self.prompt_id!r} has completions of {self.lengths} tokens but {sizes[0]} token ids, "
                 f"{sizes[1]} log-probabilities and {sizes[2]} versions: each must have one entry per token"
             )
+        _check_mask(self.loss_mask, total, self.prompt_id)
         if len(self.rewards) != len(self.lengths):
             raise ConfigError(
                 f"group {self.prompt_id!r} has {len(self.lengths)} completions but {len(self.rewards)} rewards: "
@@ -143,6 +163,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> Group:
     arrays: list[npt.NDArray[Any]] = []
     extra: dict[str, npt.NDArray[Any]] = {}
     taught: dict[str, npt.NDArray[Any]] = {}
+    loss_mask: npt.NDArray[np.uint8] | None = None
     for at, meta in enumerate(group.tensors):
         frame = next(frames, None)
         if frame is None:
@@ -154,8 +175,10 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> Group:
         elif meta.name in _TAUGHT:
             dtype, ndim = _TAUGHT[meta.name]
             taught[meta.name] = _array(group.prompt_id, meta, dtype, ndim, frame)
+        elif meta.name == LOSS_MASK:
+            loss_mask = _array(group.prompt_id, meta, _MASK_DTYPE, 1, frame)
         else:
-            known = ", ".join([*_EXTRA, *_TAUGHT])
+            known = ", ".join([*_EXTRA, *_TAUGHT, LOSS_MASK])
             raise WireError(f"group {group.prompt_id!r} has a tensor {meta.name!r} and can only have {known}")
     prompt_ids, completion_ids, logprobs, versions = arrays
     try:
@@ -171,6 +194,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> Group:
             cut=tuple(trajectory.status is Status.TRUNCATED for trajectory in group.trajectories),
             taught=_taught(taught),
             extra=extra,
+            loss_mask=loss_mask,
         )
     except ConfigError as error:
         raise WireError(str(error)) from error
@@ -197,6 +221,18 @@ def _check_taught(taught: Taught | None, num_tokens: int, prompt_id: str) -> Non
         )
     if not all(np.isfinite(array).all() for array in (taught.logprobs, logprobs) if array is not None):
         raise ConfigError(f"group {prompt_id!r} cannot be trained: a log-probability of its teacher is not finite")
+
+
+def _check_mask(loss_mask: npt.NDArray[np.uint8] | None, num_tokens: int, prompt_id: str) -> None:
+    if loss_mask is None:
+        return
+    if loss_mask.dtype != _MASK_DTYPE or loss_mask.shape != (num_tokens,):
+        raise ConfigError(
+            f"group {prompt_id!r} has {num_tokens} tokens and a loss mask {loss_mask.dtype}{list(loss_mask.shape)}: "
+            "it must be uint8 and say of each token whether it was sampled"
+        )
+    if loss_mask.max(initial=0) > 1:
+        raise ConfigError(f"group {prompt_id!r} has {loss_mask.max()} in its loss mask: 1 is sampled, 0 is not")
 
 
 def _array(prompt_id: str, meta: TensorMeta, dtype: np.dtype[Any], ndim: int, frame: Any) -> npt.NDArray[Any]:

@@ -18,6 +18,7 @@ from starling.policy.train.header import Kind, TrainerState
 from starling.policy.train.lora import export_model
 from starling.policy.train.model import tensors as model_tensors
 from starling.policy.train.pairs import Pair
+from starling.policy.train.parking import Parking
 from starling.policy.train.preference import DpoTrainer, RewardModelTrainer
 from starling.policy.train.sft import SftTrainer
 from starling.policy.train.state import (
@@ -79,6 +80,7 @@ class Learner:
         self.metrics: dict[str, float] = {}
         """Of the step that made this version."""
         self._room = HostCopy()
+        self._parking = Parking()
         self._broken: StepBrokenError | None = None
         """Why the weights are no version any more."""
 
@@ -208,6 +210,25 @@ class Learner:
             log.info("the optimizer of the state is not taken up", of=trainer.kind, next_step=next_kind)
         saved.restore_random(self.model.device)
         return saved.state.version
+
+    @property
+    def asleep(self) -> bool:
+        """Say whether others have the devices."""
+        return self._parking.is_parked
+
+    def sleep(self) -> int:
+        """Take all that stays between two steps off the devices. Returns how many bytes that frees there."""
+        held = [*self.model.parameters(), *self.model.buffers()]
+        if self.trainer is not None:
+            self.trainer.descent.clear()
+            held += self.trainer.descent.state_tensors().values()
+            if isinstance(self.trainer, RlTrainer | DpoTrainer):
+                held += self.trainer.reference.tensors.values()
+        return self._parking.park(held)
+
+    def wake(self) -> None:
+        """Take the devices back; everything is as it was, bit for bit."""
+        self._parking.bring_back()
 
     def exported(self, *, merged: bool = False) -> dict[str, Tensor]:
         """Return a copy of what an export holds, in memory; it holds until the next copy is taken.

@@ -201,9 +201,10 @@ class RlTrainer:
 
     def _inputs(self, part: _Part) -> Iterator[Inputs]:
         """Make the tensors of one microbatch at a time: masks and pixels of all could be larger than the model."""
+        model, ids, trained = self._model, part.credited.token_ids, part.credited.trained
         for microbatch in part.batch.plan:
             self._clock.enter("forward")
-            yield to_tensors(part.batch, microbatch, part.credited.token_ids, self._model.dtype, self._model.device)
+            yield to_tensors(part.batch, microbatch, ids, model.dtype, model.device, trained)
 
     def _log_probabilities(self, part: _Part, temperature: float, chunk_tokens: int) -> FloatArray:
         """Return the log-probabilities of a part's tokens under the weights as they are, [T]."""
