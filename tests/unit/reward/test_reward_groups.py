@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,3 +208,25 @@ def test_slots_never_leak(steps: list[tuple[str, int]], num_slots: int) -> None:
         assert counts.count("working") == min(num_slots, counts.count("working") + counts.count("queued"))
     scores.give_up(tuple(phases(scores)))
     assert scores == machine(scores.scorers, num_slots)
+
+
+def test_a_scorer_that_is_for_other_prompts_adds_nothing() -> None:
+    scorers = (WeightedScorer("sums", 1.0, ("sums",)), WeightedScorer("words", 1.0, ("words",)), TWO[1])
+    scores = machine(scorers)
+    message = group("score:1:0", Status.OK)
+    words = msgspec.structs.replace(message, prompt=Prompt(id="words/0", text="p", metadata={"task": "words"}))
+    (submit,) = scores.add(words)
+    assert isinstance(submit, Submit)
+    assert submit.task.scorers == (1, 2)
+    scores.record(Score("score:1:0", 0, 1, 1.0))
+    (answer,) = scores.record(Score("score:1:0", 0, 2, 1.0))
+    assert isinstance(answer, Answer)
+    assert answer.message.rewards == (1.5,)
+    assert answer.message.components == {"sums": (None,), "words": (1.0,), "form": (1.0,)}
+
+
+def test_a_prompt_that_is_no_scorers_has_no_reward() -> None:
+    (answer,) = machine((WeightedScorer("sums", 1.0, ("sums",)),)).add(group("score:1:0", Status.OK))
+    assert isinstance(answer, Answer)
+    assert (answer.message.rewards, answer.message.statuses) == ((None,), (Status.REWARD_ERROR,))
+    assert answer.message.problems == ("Completion 0: no scorer is for this prompt; name its task in one of them.",)

@@ -33,8 +33,9 @@ def settings(*functions: str, **others: Any) -> RewardSettings:
     return RewardSettings.model_validate({"scorers": scorers, "num_workers": 1, **others})
 
 
-def task(*texts: str, id: str = "score:0:0", **others: Any) -> ScoreTask:
+def task(*texts: str, id: str = "score:0:0", num_scorers: int = 1, **others: Any) -> ScoreTask:
     fields: dict[str, Any] = {"reference": "", "prompt_text": "", "metadata": {}, **others}
+    fields["scorers"] = tuple(range(num_scorers))
     completions = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in texts)
     return ScoreTask(id=id, completions=tuple(enumerate(completions)), **fields)
 
@@ -149,7 +150,7 @@ def test_each_scorer_has_its_own_limit_and_loses_only_its_own_score() -> None:
         {"name": f"{MISBEHAVING}:act", "label": "act", "timeout_s": 0.2},
     ]
     with ScoringPool(RewardSettings.model_validate({"scorers": scorers, "timeout_s": 60})) as pool:
-        pool.submit(task("good", "hang"))
+        pool.submit(task("good", "hang", num_scorers=2))
         scores = collect(pool, 4)
     assert [score.value for score in scores] == [4.0, 1.0, 4.0, None]
     assert "took longer than 0.2 s" in scores[3].problem
@@ -175,7 +176,7 @@ def test_scorers_are_told_of_a_completion_what_they_ask_for() -> None:
         for status, count in ((Status.OK, 4), (Status.OK, 6), (Status.TRUNCATED, 8))
     )
     with ScoringPool(RewardSettings.model_validate({"scorers": scorers})) as pool:
-        pool.submit(ScoreTask("score:0:0", tuple(enumerate(completions)), "", "", {}))
+        pool.submit(ScoreTask("score:0:0", tuple(enumerate(completions)), "", "", {}, (0, 1)))
         scores = collect(pool, 6)
     assert [score.value for score in scores] == [2.0, 0.0, 3.0, -0.5, -4.0, -1.0], scores
 
@@ -187,7 +188,7 @@ def test_many_tasks_and_long_texts_all_arrive_once() -> None:
             texts = ["y" * (number * 37 + i) for i in range(number % 9)]
             if number == 30:
                 texts += ["z" * 3_000_000, "z" * 2_000_000]  # more than a socket takes at once
-            pool.submit(task(*texts, id=f"score:{number}:0"))
+            pool.submit(task(*texts, id=f"score:{number}:0", num_scorers=2))
             expected |= {(f"score:{number}:0", i, 0): float(len(text)) for i, text in enumerate(texts)}
             expected |= {(f"score:{number}:0", i, 1): 1.0 for i in range(len(texts))}
         scores = collect(pool, len(expected))
@@ -297,7 +298,7 @@ SERVICE = """
     from starling.reward.settings import RewardSettings
 
     pool = ScoringPool(RewardSettings(scorers=[{"name": sys.argv[1]}], num_workers=2, timeout_s=600))
-    pool.submit(ScoreTask("t", ((0, "good"), (1, "hang-in-c"), (2, "good")), "", "", {}))
+    pool.submit(ScoreTask("t", ((0, "good"), (1, "hang-in-c"), (2, "good")), "", "", {}, (0,)))
     scores = []
     while len(scores) < 2:
         scores += pool.poll(60)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.reward.score.gsm8k import final_number, find_numbers
-from starling.reward.score.scorers import Scorer, resolve
+from starling.reward.score.scorers import Scorer, facts_wanted, resolve
 
 
 def scorer(name: str, **options: Any) -> Scorer:
@@ -176,6 +176,14 @@ def test_overlong_is_the_punishment_of_dapo(num_tokens: int, value: float) -> No
     plain = scorer("overlong", max_tokens=16, buffer=4)
     assert plain("a text", "", "", {}, num_tokens=num_tokens) == value
     assert scorer("overlong", max_tokens=16, buffer=4, scale=0.5)("", "", "", {}, num_tokens=num_tokens) == value / 2
+
+
+def test_the_environment_has_judged_already() -> None:
+    judged = scorer("environment")
+    assert judged("a text", "", "", {}, reward=-0.25) == -0.25
+    assert facts_wanted(judged) == ("reward",)
+    with pytest.raises(ValueError, match="no environment gave a reward: set"):
+        judged("a text", "", "", {}, reward=None)
 
 
 @given(st.data(), st.integers(1, 1000))

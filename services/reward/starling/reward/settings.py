@@ -32,8 +32,8 @@ class ScorerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str
-    """A built-in scorer (exact_match, prefix_match, gsm8k, math, format, overlong), `reasoning_gym:<task>`, or a
-    function of yours as `module:function` or `path/to/file.py:function`."""
+    """A built-in scorer (exact_match, prefix_match, gsm8k, math, format, overlong, environment),
+    `reasoning_gym:<task>`, or a function of yours as `module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
     """The reward is the sum of the scores times their weights. 0: the score is observed, not learned from."""
     timeout_s: float | None = None
@@ -42,6 +42,8 @@ class ScorerSettings(BaseModel):
     """Settings of the scorer itself, given to it by name."""
     label: str = ""
     """Its name in metrics; without it, `name`."""
+    tasks: tuple[str, ...] = ()
+    """Score only prompts whose metadata names one of these as their `task`; empty for all prompts."""
 
     @property
     def title(self) -> str:
@@ -85,7 +87,7 @@ class RewardSettings(BaseModel):
 
     def weighted_scorers(self) -> tuple[WeightedScorer, ...]:
         """Return the scorers as the core takes them."""
-        return tuple(WeightedScorer(scorer.title, scorer.weight) for scorer in self.scorers)
+        return tuple(WeightedScorer(scorer.title, scorer.weight, scorer.tasks) for scorer in self.scorers)
 
     @field_validator("scorers")
     @classmethod

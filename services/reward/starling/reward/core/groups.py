@@ -6,6 +6,7 @@
 scores, each times its scorer's weight. A trajectory that arrives with an unusable status is not scored and keeps that
 status. A trajectory one of whose *needed* scores (weight other than 0) failed has no reward: it gets the status of the
 failure, never a reward of 0. A scorer of weight 0 is only observed: its failure is told but costs no reward.
+A scorer that is for other prompts adds nothing, and its score is null; a prompt that is no scorer's has no reward.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any, NamedTuple
 
 from starling.common.wire.messages import USABLE, CompletionText, GroupScored, Prompt, ScoreGroup, Status
 
+TASK = "task"
+"""Key of a prompt's metadata by which scorers of some prompts alone know theirs."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightedScorer:
@@ -24,6 +28,12 @@ class WeightedScorer:
 
     label: str
     weight: float
+    tasks: tuple[str, ...] = ()
+    """It scores the prompts of these tasks alone; empty for those of all."""
+
+    def scores(self, prompt: Prompt) -> bool:
+        """Say whether it scores the completions of `prompt`."""
+        return not self.tasks or prompt.metadata.get(TASK) in self.tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,8 @@ class ScoreTask:
     reference: str
     prompt_text: str
     metadata: dict[str, Any]
+    scorers: tuple[int, ...]
+    """Positions in the settings of those that are to score them."""
 
 
 class Score(NamedTuple):
@@ -109,10 +121,10 @@ class GroupScores:
 
     def add(self, message: ScoreGroup) -> list[Command]:
         """Take a group; its lease is one that was not held before."""
-        task = _task_of(message)
+        task = _task_of(message, self.scorers)
         num_completions = len(message.completions)
         scores: list[list[Score | None]] = [[None] * num_completions for _ in self.scorers]
-        group = _Group(message, task, scores, num_missing=len(task.completions) * len(self.scorers))
+        group = _Group(message, task, scores, num_missing=len(task.completions) * len(task.scorers))
         if not group.num_missing:
             return [Answer(_scored(group, self.scorers))]
         self._groups[message.lease] = group
@@ -157,10 +169,11 @@ def prompt_text(prompt: Prompt) -> str:
     return "\n\n".join(message.content for message in prompt.messages)
 
 
-def _task_of(message: ScoreGroup) -> ScoreTask:
+def _task_of(message: ScoreGroup, scorers: tuple[WeightedScorer, ...]) -> ScoreTask:
     usable = [(i, item) for i, item in enumerate(message.completions) if item.status in USABLE]
     prompt = message.prompt
-    return ScoreTask(message.lease, tuple(usable), prompt.reference, prompt_text(prompt), prompt.metadata)
+    wanted = tuple(index for index, scorer in enumerate(scorers) if scorer.scores(prompt))
+    return ScoreTask(message.lease, tuple(usable), prompt.reference, prompt_text(prompt), prompt.metadata, wanted)
 
 
 def _scored(group: _Group, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
@@ -174,7 +187,9 @@ def _scored(group: _Group, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
         if status in USABLE:
             reward, failure = _reward(column, scorers)
             status = failure or status
-            if failure and not any(score and score.problem for score in column):
+            if not any(column):
+                problems.append(f"Completion {index}: no scorer is for this prompt; name its task in one of them.")
+            elif failure and not any(score and score.problem for score in column):
                 problems.append(f"Completion {index}: the weighted sum of its scores is too large for a float.")
         rewards.append(reward)
         statuses.append(status)
@@ -193,9 +208,10 @@ def _scored(group: _Group, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
 def _reward(column: list[Score | None], scorers: tuple[WeightedScorer, ...]) -> tuple[float | None, Status | None]:
     """Return the weighted sum of one completion's scores, or None and the status of the first needed failure."""
     terms = []
+    if not any(column):
+        return None, Status.REWARD_ERROR
     for score, scorer in zip(column, scorers, strict=True):
-        assert score is not None, "a group is answered only when every wanted score is in"
-        if not scorer.weight:
+        if score is None or not scorer.weight:  # a score that is wanted is there: only then is a group answered
             continue
         if score.value is None:
             return None, score.status

@@ -114,16 +114,15 @@ class ScoringPool:
         return self._selector.fileno()
 
     def submit(self, task: ScoreTask) -> None:
-        """Have every scorer score every completion of `task`. ValueError when its id is in work already."""
+        """Have the scorers of `task` score each of its completions. ValueError when its id is in work already."""
         if task.id in self._jobs:
             raise ValueError(f"task {task.id!r} is being scored already")
-        num_scorers = len(self._limits_s)
-        job = _Job(task, num_left=len(task.completions) * num_scorers)
+        job = _Job(task, num_left=len(task.completions) * len(task.scorers))
         if not job.num_left:
             return
         self._jobs[task.id] = job
         for position, completion in task.completions:
-            self._queue.extend(_Call(job, position, completion, scorer) for scorer in range(num_scorers))
+            self._queue.extend(_Call(job, position, completion, scorer) for scorer in task.scorers)
         self._dispatch(self._clock())
 
     def cancel(self, task_id: str) -> None:

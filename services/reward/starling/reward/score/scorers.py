@@ -2,10 +2,10 @@
 
 A scorer is a function of four positional arguments: the completion's text, the prompt's reference answer, the
 prompt's text and the prompt's metadata. It returns a finite number, greater for better. When it cannot judge it
-raises: the trajectory then has no reward. One that has a parameter called `num_tokens` or `status` after the four is
-told by that name how many tokens were sampled, and whether the length limit ended them (`"truncated"`) or not (`"ok"`):
-text alone does not say either. This module imports nothing heavy; what a scorer needs is imported by
-`resolve`, in the worker processes that use it.
+raises: the trajectory then has no reward. One that has a parameter called `num_tokens`, `status` or `reward` after the
+four is told by that name how many tokens were sampled, whether the length limit ended them (`"truncated"`) or not
+(`"ok"`), and what the environment gave for it (None where none judged): text alone does not say. This module imports
+nothing heavy; what a scorer needs is imported by `resolve`, in the worker processes that use it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from starling.common.errors import ConfigError
+from starling.common.imported import is_imported
 
 Scorer = Callable[..., float]
-Key = Literal["completion", "reference", "prompt", "metadata", "num_tokens"]
+Key = Literal["completion", "reference", "prompt", "metadata", "num_tokens", "reward"]
 
-FACTS: Final = ("num_tokens", "status")
+FACTS: Final = ("num_tokens", "status", "reward")
 """What a scorer may ask to be told of a completion, by the names of fields of `CompletionText`."""
 
 GYM_PREFIX: Final = "reasoning_gym:"
@@ -50,6 +51,7 @@ BUILT_IN: Final[dict[str, Declaration]] = {
     "format": Declaration(f"{_HERE}.matching:make_format", ("completion",)),
     "gsm8k": Declaration(f"{_HERE}.gsm8k:make_gsm8k", ("completion", "reference")),
     "math": Declaration(f"{_HERE}.mathematics:make_math", ("completion", "reference")),
+    "environment": Declaration(f"{_HERE}.environment:make_environment", ("reward",)),
     "overlong": Declaration(f"{_HERE}.overlong:make_overlong", ("num_tokens",)),
 }
 GYM: Final = Declaration(f"{_HERE}.gym:make_gym", ("completion", "reference", "prompt", "metadata"))
@@ -57,8 +59,7 @@ GYM: Final = Declaration(f"{_HERE}.gym:make_gym", ("completion", "reference", "p
 
 def check_name(name: str) -> None:
     """Raise ConfigError unless `name` is built in or has the form of a user's scorer; imports nothing."""
-    place, colon, function = name.rpartition(":")
-    if name in BUILT_IN or (colon and place and function):
+    if name in BUILT_IN or is_imported(name):
         return
     raise ConfigError(
         f"There is no scorer {name!r}: {nearest(name, [*BUILT_IN, GYM_PREFIX + '<task>'])}; a function of yours "
