@@ -86,7 +86,8 @@ def play(blocks: list[Block], folder: Path) -> list[Block]:
 
 
 def _begin(folder: Path, rest: str) -> Stage:
-    numbers = {key: ast.literal_eval(value) for key, value in _options(shlex.split(rest))[1].items()}
+    given = _options(shlex.split(rest))[1]
+    numbers = {key: value if value.islower() else ast.literal_eval(value) for key, value in given.items()}
     return Stage(folder, numbers.pop("held_out", 2), **numbers)
 
 
@@ -105,13 +106,16 @@ def _happens(stage: Stage, event: str) -> list[str]:
             return stage.crashes(undone)
         case "fetched":
             return stage.answers()
+        case "stored":
+            return stage.stored()
         case "stop":
             return stage.stops(" ".join(words) or "enough")
         case "wait":
             return _wait(stage, float(words[0]), beating="beating" in words)
     verb = VERBS.get(words[0]) if words else None
     if verb is None:
-        raise ValueError(f"{event!r} is not understood; a replica {', '.join(VERBS)}; or crash, fetched, stop, wait")
+        others = "crash, fetched, stored, stop, wait"
+        raise ValueError(f"{event!r} is not understood; a replica {', '.join(VERBS)}; or {others}")
     plain, options = _options(words[1:])
     stage.arrive()
     if first.startswith("operator"):
@@ -145,7 +149,7 @@ def joins(stage: Stage, replica: Replica, words: Words, options: Options) -> lis
     replica.options |= {**dict.fromkeys(words, "yes"), **options}
     known, role = replica.options, replica.name.rpartition("-")[0]
     replica.is_up, has_layout = True, role in ("policy", "rollout")
-    if role == "policy":
+    if role == "policy" or "version" in known:
         replica.version = int(options.get("version", max(0, replica.version)))
     hello = wire.Hello(
         role=role,  # type: ignore[arg-type]
@@ -206,6 +210,17 @@ def generates(stage: Stage, replica: Replica, words: Words, options: Options) ->
         command = replica.held.get(lease)
         num = command.num_completions if isinstance(command, wire.GenerateGroup) else stage.plan.group_size
         lines += stage.generates(replica.name, lease, int(options.get("version", replica.version)), num)
+    return lines
+
+
+def interrupts(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+    """It gives groups back, with so many `tokens` of each completion."""
+    lines, version = [], int(options.get("version", replica.version))
+    for word in words:
+        lease = _lease(stage, replica, "generate", word)
+        command = replica.held.get(lease)
+        num = command.num_completions if isinstance(command, wire.GenerateGroup) else stage.plan.group_size
+        lines += stage.interrupts(replica.name, lease, *[int(options.get("tokens", 3))] * num, version=version)
     return lines
 
 
@@ -335,6 +350,7 @@ VERBS: dict[str, Callable[[Stage, Replica, Words, Options], list[str]]] = {
     "dies": dies,
     "leaves": leaves,
     "generates": generates,
+    "interrupts": interrupts,
     "scores": scores,
     "teaches": teaches,
     "trains": trains,

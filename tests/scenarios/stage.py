@@ -14,7 +14,18 @@ from transcript import SMALL, Script, Stream
 from wording import noted, wording
 
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Event, Fetch, Fetched, Finish, Prune, Received, Send, Write
+from starling.controller.core.events import (
+    Event,
+    Fetch,
+    Fetched,
+    Finish,
+    Prune,
+    Received,
+    Send,
+    Store,
+    Stored,
+    Write,
+)
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import ControllerStarted
 from starling.controller.shell.journal import Journal
@@ -49,6 +60,8 @@ class Stage(Script):
         """The newest lease of each replica by kind and subject: ``("rollout-0", "generate:t0")``."""
         self.wanted = -1
         """The step that was to be fetched from the journal last."""
+        self.written: list[int] = []
+        """The steps whose groups are in files, in the order in which they were written."""
         self.ended = False
         self.begins_again()
 
@@ -79,6 +92,11 @@ class Stage(Script):
         self.arrive()
         return self._step(Fetched(self.now, self.wanted, self.store.fetch(self.wanted)))
 
+    def stored(self) -> list[str]:
+        """The file that was to be written last is on disk."""
+        self.arrive()
+        return self._step(Stored(self.now, self.written[-1]))
+
     def _step(self, event: Event) -> list[str]:
         self.arrive()
         self.commands = self.controller.step(event)
@@ -108,6 +126,8 @@ class Stage(Script):
         for command in done:
             if isinstance(command, Send):
                 self._arrives(command)
+            elif isinstance(command, Store):
+                self.written.append(command.step)
             elif isinstance(command, Fetch):
                 self.wanted = command.step
 

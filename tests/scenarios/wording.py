@@ -7,7 +7,7 @@ from transcript import Aliases
 
 from starling.common.wire import messages as wire
 from starling.controller.core import records
-from starling.controller.core.events import Command, Fetch, Finish, Note, Prune, Send, Write
+from starling.controller.core.events import Command, Fetch, Finish, Note, Prune, Send, Store, Write
 
 
 def wording(command: Command, aliases: Aliases, sampling: wire.Sampling) -> str | None:
@@ -24,6 +24,9 @@ def wording(command: Command, aliases: Aliases, sampling: wire.Sampling) -> str 
             return f"journal: prune {step}"
         case Fetch(step=step):
             return f"journal: fetch {step}"
+        case Store(step=step, groups=groups):
+            told = [f"t{group.ordinal}" + (f" ({group.problem})" if group.problem else "") for group in groups]
+            return f"files <- {step}: {' '.join(told)}"
         case Finish(ok=ok, reason=reason):
             return f"{'done' if ok else 'failed'}: {reason}"
         case Note(kind="left", fields=fields):
@@ -44,6 +47,8 @@ def noted(record: records.Record) -> str:
             rest = " ".join(f"t{ordinal}" for ordinal in range(first, first + num))
         case records.GroupGenerated(key=key):
             rest = key
+        case records.GroupInterrupted(key=key, partial=partial):
+            rest = f"{key} {'+'.join(str(completion.num_tokens) for completion in partial)} tokens"
         case records.GroupTaught(key=key, tensors=tensors):
             rest = f"{key} {' '.join(tensor.name for tensor in tensors)}"
         case records.GroupScored(key=key, rewards=rewards):
@@ -90,9 +95,11 @@ def _said(message: wire.Down, aliases: Aliases, sampling: wire.Sampling) -> str:
     match message:
         case wire.GenerateGroup(purpose="train"):
             drawn = msgspec.structs.replace(message.sampling, seed=sampling.seed)
-            return f"{lease} {message.prompt.id} >= v{message.min_version}{_changed(sampling, drawn)}"
+            changed = f"{_changed(sampling, drawn)}{_goes_on(message)}"
+            return f"{lease} {message.prompt.id} >= v{message.min_version}{changed}"
         case wire.GenerateGroup():
-            return f"{lease} {message.prompt.id} = v{message.min_version} x{message.num_completions}"
+            goes_on = _goes_on(message)
+            return f"{lease} {message.prompt.id} = v{message.min_version} x{message.num_completions}{goes_on}"
         case wire.TrainStep():
             return f"{lease} {_step(message)}"
         case wire.AdoptWeights(source=source, with_state=with_state):
@@ -108,6 +115,11 @@ def _said(message: wire.Down, aliases: Aliases, sampling: wire.Sampling) -> str:
             return str(message.__struct_config__.tag)
         case _:
             return lease
+
+
+def _goes_on(message: wire.GenerateGroup) -> str:
+    lengths = "+".join(str(completion.num_tokens) for completion in message.partial)
+    return f", goes on from {lengths} tokens" if lengths else ""
 
 
 def _changed(old: msgspec.Struct, new: msgspec.Struct) -> str:

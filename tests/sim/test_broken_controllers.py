@@ -159,6 +159,14 @@ def what_is_thrown_away_stays_with_its_teacher(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(handle_groups, "abandon", lambda state, group: None)
 
 
+def what_is_given_back_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(handle_groups, "_keep", lambda state, groups, group, message, buffers: 0)
+
+
+def who_goes_on_begins_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Groups, "interrupted", lambda self, group, partial, temperature: True)
+
+
 @pytest.mark.parametrize(
     ("bug", "mix", "complaint"),
     [
@@ -178,6 +186,8 @@ def what_is_thrown_away_stays_with_its_teacher(patch: pytest.MonkeyPatch) -> Non
         (what_teaches_is_set_aside, "calm", "was set aside"),
         (nobody_waits_for_teachers, "calm", "while it is scored"),
         (what_is_thrown_away_stays_with_its_teacher, "everything", "otherwise"),
+        (what_is_given_back_is_forgotten, "preemptions", "were thrown away"),
+        (who_goes_on_begins_anew, "preemptions", "were given back"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -17,7 +17,7 @@ from starling.controller.core.machine import Controller
 from starling.sim.campaign import run_one
 from starling.sim.faults import ALL, CALM
 from starling.sim.policy import Policy
-from starling.sim.scenario import scenario_of
+from starling.sim.scenario import answering_of, scenario_of
 from starling.sim.world import World
 
 SEEDS = range(30)
@@ -35,6 +35,18 @@ def test_they_hold_in_a_larger_fleet(mix: str) -> None:
     assert run_one((mix, 0, 100)).violation == ""
 
 
+@pytest.mark.parametrize("mix", ALL)
+def test_every_prompt_is_answered_once_without_a_policy(mix: str) -> None:
+    worlds = [World(answering_of(seed, mix)).run() for seed in SEEDS]
+    answered = [group for world in worlds for groups in world.promises.files.values() for group in groups]
+    assert any(group.trajectories for group in answered)
+
+
+def test_a_stop_without_a_policy_ends_in_good_order() -> None:
+    for seed in SEEDS:
+        World(replace(answering_of(seed, "everything"), stop_at=0.2 * seed)).run()
+
+
 def test_a_stop_at_any_moment_ends_in_good_order() -> None:
     for seed in SEEDS:
         world = World(replace(scenario_of(seed, "everything"), stop_at=0.7 * seed))
@@ -50,11 +62,15 @@ def test_scorers_that_are_slow_and_fail_hold_nothing_up() -> None:
 
 def test_the_faults_happen() -> None:
     worlds = [World(scenario_of(seed, "everything")).run() for seed in FEW_SEEDS]
+    worlds += [World(scenario_of(seed, "preemptions")).run() for seed in range(3)]
     kinds = {note.kind for world in worlds for note in world.host.notes}
     assert {"waiting", "failed", "left", "joined", "adopted", "evaluation", "state"} <= kinds
     assert max(world.host.incarnation for world in worlds) > 2
     assert max(stale for world in worlds for step in world.steps for stale in step.staleness) == 2
     replayed = [world.promises.num_repeated for world in worlds]
+    given_back = [note.fields["num_tokens"] for world in worlds for note in world.host.notes
+                  if note.kind == "interrupted"]  # fmt: skip
+    assert sum(given_back) > 0, "who leaves in order gives back what it has"
     assert sum(replayed) > 0, "a policy that died makes the steps again that it had not saved"
 
 

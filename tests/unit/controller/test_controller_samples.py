@@ -67,6 +67,7 @@ def test_a_row_is_what_a_scorer_would_ask_for() -> None:
         "score/exact": 1.0,
         "score/short": None,
         "status": "ok",
+        "num_turns": 1,
         "num_tokens": 1,
         "oldest_version": 3,
         "newest_version": 4,

@@ -299,7 +299,7 @@ def test_the_version_that_a_group_needs_follows_from_its_rank() -> None:
     assert script.adopts("rollout-0", 1)[-1] == "rollout-0 <- generate:t4:0 train4 >= v1"
 
 
-def test_groups_go_to_the_rollout_with_the_largest_free_share() -> None:
+def test_groups_go_to_the_rollout_that_finishes_them_first() -> None:
     script = Script(prompts_per_step=4)
     script.joins("policy-0")
     script.joins("rollout-0", slots=2)
@@ -308,10 +308,10 @@ def test_groups_go_to_the_rollout_with_the_largest_free_share() -> None:
     script.adopts("rollout-0", 0, 0)
     script.adopts("rollout-1", 0, 1)
     assert script.joins("reward-0")[2:] == [
-        "rollout-0 <- generate:t0:0 train0 >= v0",
-        "rollout-1 <- generate:t1:0 train1 >= v0",
+        "rollout-1 <- generate:t0:0 train0 >= v0",
+        "rollout-0 <- generate:t1:0 train1 >= v0",
         "rollout-1 <- generate:t2:0 train2 >= v0",
-        "rollout-0 <- generate:t3:0 train3 >= v0",
+        "rollout-1 <- generate:t3:0 train3 >= v0",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from starling.controller.core.events import (
     Received,
     Send,
     StopRequested,
+    Store,
     Ticked,
     Write,
 )
@@ -92,6 +94,8 @@ def line(command: Command, aliases: Aliases) -> str:
             return f"{peer} <- {_said(message, aliases)}"
         case Write(record=record):
             return f"journal <- {type(record).__name__}"
+        case Store(step=step, groups=groups):
+            return f"files <- {step}: {' '.join(group.prompt.id for group in groups)}"
         case Prune(step=step) | Fetch(step=step):
             return f"journal: {type(command).__name__.lower()} {step}"
 
@@ -223,6 +227,24 @@ class Script:
         buffers = tuple(bytes(t.nbytes) for t in tensors)
         generated = wire.GroupGenerated(lease=lease, trajectories=(meta,) * num, tensors=tensors)
         return self.hears(name, generated, *buffers)
+
+    def interrupts(
+        self, name: str, lease: str, *lengths: int, version: int = 0, temperature: float = -1.0, lost: bool = False
+    ) -> list[str]:
+        """`name` gives a group back, with so many tokens of each completion, all by `version`."""
+        num = sum(lengths)
+        tensors = tuple(
+            wire.TensorMeta(dtype=kind, shape=(num,), nbytes=4 * num) for kind in ("int32", "float32", "int32")
+        )
+        interrupted = wire.GroupInterrupted(
+            lease=lease,
+            reason="it leaves",
+            partial=tuple(wire.PartialMeta(num_tokens=length) for length in lengths),
+            tensors=tensors,
+            temperature=temperature,
+            lost=lost,
+        )
+        return self.hears(name, interrupted, bytes(4 * num), bytes(4 * num), struct.pack("<i", version) * num)
 
     def scores(self, lease: str, *rewards: float | None, name: str = "reward-0") -> list[str]:
         """The reward replica has scored a group; None where the scorer failed."""

@@ -19,11 +19,13 @@ from journal_writer import record_of
 from msgspec.structs import replace
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import Status, TensorMeta, TrajectoryMeta
+from starling.common.wire.messages import PartialMeta, Status, TensorMeta, TrajectoryMeta
 from starling.controller.core.records import (
     ControllerStarted,
+    EvaluationClosed,
     GroupDiscarded,
     GroupGenerated,
+    GroupInterrupted,
     GroupReturned,
     GroupScored,
     GroupTaught,
@@ -141,6 +143,24 @@ def test_what_a_teacher_made_of_a_group_is_kept_as_long_as_the_group(path: Path)
         journal.commit()
         assert journal.fetch(1) == ()
     assert num_contents(path) == 0
+
+
+def test_the_newest_tokens_of_an_interrupted_group_are_kept_until_there_is_more_of_it(path: Path) -> None:
+    def interrupted(key: str, tokens: str) -> Kept:
+        partial = (PartialMeta(num_tokens=1),)
+        record = GroupInterrupted(
+            key=key, partial=partial, tensors=(), oldest_version=0, newest_version=0, temperature=1.0
+        )
+        return Kept(record, (tokens.encode(),))
+
+    first, second, other, held = (interrupted(*p) for p in (("t1", "a"), ("t1", "ab"), ("t10", "c"), ("e1", "d")))
+    with contextlib.closing(Journal(path)) as journal:
+        write(journal, first, second, other, held)
+        assert list(journal.read()) == [Kept(first.record), second, other, held]
+        write(journal, generated("t1", "abc"), Kept(EvaluationClosed(number=1, summary={})))
+        assert list(journal.read())[:4] == [Kept(first.record), Kept(second.record), other, Kept(held.record)]
+        write(journal, Kept(GroupReturned(key="t10", tries=1)))
+        assert list(journal.read())[2] == Kept(other.record)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +455,7 @@ def test_a_journal_of_another_version_is_refused(path: Path) -> None:
     Journal(path).close()
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA user_version = 9")
-    with pytest.raises(ConfigError, match="version 9 and this Starling has version 2; take the run up"):
+    with pytest.raises(ConfigError, match="version 9 and this Starling has version 3; take the run up"):
         Journal(path)
 
 

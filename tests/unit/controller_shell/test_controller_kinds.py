@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from starling.common.errors import ConfigError
+from starling.controller.data.load import load_data
 from starling.controller.settings import ControllerProcess
-from starling.controller.shell.main import load_data
 
 UNSCORED = {"num_rewards": 0, "num_teachers": 1}
 PAIRS = {"num_steps": 5, "examples_per_step": 3}
@@ -49,11 +49,40 @@ def test_reinforcement_begins_with_supervised_steps() -> None:
         ("rl", {"controller": UNSCORED, "rl": {"dynamic_sampling": True}}, "compares rewards, and nothing scores"),
         ("rl", {"controller": UNSCORED, "evaluation": {"every": 1}}, "is on, and nothing scores in this run"),
         ("reward_model", {"preference": PAIRS, "evaluation": {"every": 2}}, "trains a model that generates nothing"),
+        ("generate", {"sft": {"num_steps": 4}}, "sft.num_steps = 4, but run.kind = 'generate' trains nothing"),
+        ("generate", {"evaluation": {"every": 2}}, "run.kind = 'generate' has no versions to evaluate; turn it off"),
+        ("infer", {"rl": {"dynamic_sampling": True}}, "but run.kind = 'infer' keeps all groups; turn it off"),
+        ("evaluate", {"controller": {"num_rewards": 0}}, "leaves nothing to evaluate by"),
+        ("replay", {}, "data.source = 'rows.jsonl', but run.kind = 'replay' trains from trajectories; write trajec"),
+        ("replay", {"evaluation": {"at_end": True}}, "run.kind = 'replay' generates nothing; turn it off"),
+        ("replay", {"sft": {"num_steps": 1}}, "sft.data is missing"),
     ],
 )
 def test_steps_that_would_not_be_made_are_refused(kind: str, sections: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         settings(kind, **sections)
+
+
+def test_a_run_without_a_policy_has_files_for_steps() -> None:
+    plan = settings("generate", rl={"num_steps": 3, "prompts_per_step": 4}, controller={"window": 10}).plan()
+    assert (plan.num_prompts, plan.num_steps, plan.max_staleness, plan.group_size) == (12, 3, 2, 8)
+    assert (plan.has_policy, plan.keeps_tokens, plan.needs_rollouts, plan.publishes) == (False, True, True, False)
+    assert plan.phase(1) == "generate"
+
+
+def test_the_held_out_prompts_are_evaluated_where_there_are_some(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{n}?", "chosen": str(n)}) + "\n" for n in range(70)))
+    everything = load_data(settings("evaluate", str(rows), evaluation={"num_completions": 3, "temperature": 0.7}))
+    plan = everything.plan
+    assert (plan.num_prompts, plan.num_steps, plan.group_size, plan.sampling.temperature) == (70, 2, 3, 0.7)
+    assert [everything.prompts.prompt(n).id for n in (0, 69)] == ["0", "69"]
+    data = {"source": str(rows), "reference_column": "chosen", "held_out": 5}
+    some = load_data(ControllerProcess.model_validate({"run": {"kind": "evaluate"}, "data": data}))
+    assert some.plan.num_prompts == 5
+    twice = {"tasks": [{"name": "a", "data": data}, {"name": "a", "data": data}]}
+    with pytest.raises(ValidationError, match="two tasks are called 'a'"):
+        settings("evaluate", str(rows), evaluation=twice)
 
 
 ROW = {"question": "Why?", "chosen": "So."}
@@ -63,15 +92,16 @@ def test_the_data_must_have_what_the_steps_need(tmp_path: Path) -> None:
     pairs, answers = tmp_path / "pairs.jsonl", tmp_path / "answers.jsonl"
     pairs.write_text(json.dumps({**ROW, "rejected": "No."}))
     answers.write_text(json.dumps({**ROW, "rejected": ""}))
-    prompts, examples, _ = load_data(settings("dpo", str(pairs), preference=PAIRS))
+    loaded = load_data(settings("dpo", str(pairs), preference=PAIRS))
+    prompts, examples = loaded.prompts, loaded.examples
     assert prompts is examples
     assert examples.prompt(0).rejected == "No."
     with pytest.raises(ConfigError, match=r"row 0 of .* has no rejected response"):
         load_data(settings("dpo", str(answers), preference=PAIRS))
     of_its_own = {"source": str(pairs), "reference_column": "chosen", "rejected_column": "rejected"}
-    _, examples, _ = load_data(settings("dpo", str(answers), preference={**PAIRS, "data": of_its_own}))
+    examples = load_data(settings("dpo", str(answers), preference={**PAIRS, "data": of_its_own})).examples
     assert examples.prompt(0).rejected == "No."
-    assert load_data(settings("sft", str(answers), sft={"num_steps": 1}))[1].prompt(0).reference == "So."
+    assert load_data(settings("sft", str(answers), sft={"num_steps": 1})).examples.prompt(0).reference == "So."
     answers.write_text(json.dumps({**ROW, "chosen": None}))
     with pytest.raises(ConfigError, match=r"row 0 of .* has no response to learn"):
         load_data(settings("sft", str(answers), sft={"num_steps": 1}))

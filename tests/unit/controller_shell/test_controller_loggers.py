@@ -190,7 +190,7 @@ def test_own_loggers_are_functions_classes_or_objects(tmp_path: Path) -> None:
         ("nowhere.py:log", "there is no file '.*nowhere.py'"),
         ("no_such_module:log", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("{folder}/broken.py:log", "cannot be imported: ZeroDivisionError: division by zero"),
-        ("{folder}/mine.py:logg", "there is no 'logg' in there; did you mean log?"),
+        ("{folder}/mine.py:logg", "no 'logg' in there; did you mean 'log'"),
         ("{folder}/mine.py:Nothing", "cannot log: give a function of step and metrics, or a class or an object"),
         ("{folder}/mine.py:number", "cannot log: give a function"),
     ],

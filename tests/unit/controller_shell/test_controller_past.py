@@ -10,9 +10,9 @@ import pytest
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Sampling
 from starling.controller.core.plan import RunPlan
-from starling.controller.core.records import ControllerStarted, Kept, RunBegun, StepCommitted, StepSealed
+from starling.controller.core.records import ControllerStarted, GroupsOpened, Kept, RunBegun, StepCommitted, StepSealed
 from starling.controller.shell.journal import Journal
-from starling.controller.shell.past import lost_lines, take_up
+from starling.controller.shell.past import check_prompts, lost_lines, take_up
 
 PLAN = RunPlan(seed=3, sampling=Sampling(max_tokens=4), eval_sampling=Sampling(max_tokens=4), num_steps=5)
 
@@ -65,3 +65,20 @@ def test_steps_that_are_not_in_the_metrics_are_told_again() -> None:
         {"kind": "trained", "step": 2, "prompts": ("p0",)},
     ]
     assert [line["step"] for line in lost_lines(records, set())] == [1, 2, 2]
+
+
+def test_files_of_a_run_without_a_policy_are_told_as_such() -> None:
+    records = [
+        Kept(StepSealed(step=1, ordinals=(0,), prompts=("p0",))),
+        Kept(StepCommitted(step=1, metrics={"phase": "infer"})),
+    ]
+    assert [line["kind"] for line in lost_lines(records, set())] == ["step", "answered"]
+
+
+def test_prompts_that_are_there_no_more_are_missed_before_anything_is_done() -> None:
+    opened = [Kept(GroupsOpened(first=0, num=3)), Kept(GroupsOpened(first=3, num=2))]
+    plan = replace(PLAN, activity="infer", num_prompts=5)
+    check_prompts(opened, plan)
+    check_prompts(opened, PLAN)
+    with pytest.raises(ConfigError, match="5 prompts of this run were worked on, and its data has 4 now; restore it"):
+        check_prompts(opened, replace(plan, num_prompts=4))

@@ -12,7 +12,7 @@ from recorded_run import HELD_OUT, PLAN, hello
 
 from starling.common.errors import ConfigError
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Event, Fetched, PeerLost, Received, StopRequested, Ticked
+from starling.controller.core.events import Event, Fetched, PeerLost, Received, StopRequested, Stored, Ticked
 from starling.controller.core.records import ControllerStarted, GroupGenerated, GroupScored, Kept
 from starling.controller.shell.recorder import FLUSH_BYTES, Recorder
 from starling.controller.shell.recording import Ended, PromptRead, read_recording
@@ -41,6 +41,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Ticked, TIMES),
     st.builds(PeerLost, TIMES, NAMES),
     st.builds(StopRequested, TIMES, NAMES),
+    st.builds(Stored, TIMES, st.integers(0, 9)),
     st.builds(Fetched, TIMES, st.integers(0, 9), st.lists(RECORDS, max_size=3).map(tuple)),
 )
 

@@ -13,7 +13,7 @@ from starling.cli.replay import in_words, view_of
 from starling.common.errors import ConfigError
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Command, Fetched, PeerLost, Received, Send, StopRequested, Write
+from starling.controller.core.events import Command, Fetched, PeerLost, Received, Send, StopRequested, Stored, Write
 from starling.controller.core.records import GroupScored, Kept
 from starling.controller.shell.recorder import Recorder
 from starling.controller.shell.recording import PromptRead, read_recording
@@ -190,7 +190,8 @@ def test_events_are_said_in_words() -> None:
     assert in_words(PeerLost(1.0, "rollout-1")) == "the connection of rollout-1 closed"
     assert in_words(StopRequested(1.0, "SIGTERM")) == "a stop was asked for: SIGTERM"
     kept = Kept(GroupScored(key="t0", rewards=()))
-    assert in_words(Fetched(1.0, 5, (kept,))) == "1 records of step 5 came from the journal"
+    assert in_words(Fetched(1.0, 5, (kept,))) == "1 records of step 5 were read"
+    assert in_words(Stored(1.0, 5)) == "the groups of step 5 are in a file"
 
 
 def test_streams_are_told_apart(path: Path) -> None:

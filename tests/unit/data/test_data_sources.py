@@ -178,7 +178,8 @@ def test_refuses_a_reasoning_gym_task(task: str, options: dict[str, Any], compla
 
 # --- functions -----------------------------------------------------------------------------------------------------
 
-FACTORIES = """
+FACTORIES = """number = 7
+
 from itertools import count
 from dataclasses import dataclass
 from starling.common.wire.messages import Prompt
@@ -235,11 +236,12 @@ def test_function_of_a_module(factories: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("row", "has no function 'row' for the dataset; nearest: rows"),
+        ("row", "no 'row' in there; did you mean 'rows'"),
         ("nothing", "returned None: return a sequence of rows"),
         ("none_left", "is empty"),
         ("text", "returned 'abc': return a sequence"),
         ("broken", "raised RuntimeError: no disk; correct the function"),
+        ("number", "is of the type int: name a function"),
         ("odd", "row 1 of .* is 7: return dicts"),
     ],
 )
@@ -251,9 +253,9 @@ def test_refuses_a_function(factories: Path, name: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("no_such_module_anywhere:rows", "cannot be imported .*No module named"),
-        ("{folder}/other.py:rows", "does not exist; in its folder"),
-        ("{folder}/bad.py:rows", "cannot be imported .SyntaxError"),
+        ("no_such_module_anywhere:rows", "cannot be imported: .*No module named"),
+        ("{folder}/other.py:rows", "there is no file '.*other.py'"),
+        ("{folder}/bad.py:rows", "cannot be imported: SyntaxError"),
     ],
 )
 def test_refuses_a_module(tmp_path: Path, source: str, complaint: str) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run, and how often: seven mixes, and one of everything."""
+"""What goes wrong in a simulated run, and how often: eight mixes, and one of everything."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Faults:
     """A replica that nobody expected joins."""
     leave_every_s: float = 0.0
     """A replica says farewell, for good."""
+    preempt_every_s: float = 0.0
+    """A rollout leaves in good order, in the middle of what it does, and comes back."""
     wish_every_s: float = 0.0
     """An operator changes a setting, wants an evaluation, or asks why nothing happens."""
     stragglers: float = 0.0
@@ -58,6 +60,7 @@ MIXES: Final[dict[str, Faults]] = {
         torn=0.05,
         pull_failures=0.05,
     ),
+    "preemptions": Faults(preempt_every_s=1.0, controller_crash_every_s=10.0),
     "controller": Faults(controller_crash_every_s=4.0, wish_every_s=3.0),
     "partitions": Faults(partition_every_s=3.0, silent_deaths=0.5, stragglers=0.1),
 }
@@ -76,6 +79,7 @@ EVERYTHING: Final = Faults(
     partition_every_s=15.0,
     join_every_s=15.0,
     leave_every_s=20.0,
+    preempt_every_s=10.0,
     wish_every_s=10.0,
     stragglers=0.1,
     scorer_failures=0.05,

@@ -23,6 +23,8 @@ from starling.controller.core.events import (
     Prune,
     Received,
     Send,
+    Store,
+    Stored,
     Ticked,
     Write,
 )
@@ -99,6 +101,7 @@ class Host:
                 self._deferred.append(event)
             return
         self.num_events += 1
+        self._world.invariants.before_event(event)
         commands = self.controller.step(event)
         self._world.promises.decided(event, commands)
         for command in commands:
@@ -137,6 +140,9 @@ class Host:
                     self._send(command)
                 case Prune(step=step):
                     self.journal.prune(step)
+                case Store(step=step, groups=groups):
+                    self._world.promises.stored(step, groups)
+                    self._clock.after(FETCH_S * self._rng.random(), self._stored, step, self.incarnation)
                 case Fetch(step=step):
                     self._clock.after(FETCH_S * self._rng.random(), self._fetched, step, self.incarnation)
                 case Finish():
@@ -145,6 +151,10 @@ class Host:
     def _fetched(self, step: int, incarnation: int) -> None:
         if self.up and incarnation == self.incarnation:
             self.take(Fetched(self._clock.now, step, self.journal.fetch(step)))
+
+    def _stored(self, step: int, incarnation: int) -> None:
+        if self.up and incarnation == self.incarnation:
+            self.take(Stored(self._clock.now, step))
 
     def _send(self, send: Send) -> None:
         self._world.promises.sent(send)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from starling.common.ids import LEASE_KINDS, lease_kind
-from starling.controller.core.events import Command, Finish, Note
+from starling.common.ids import LEASE_KINDS, lease_kind, lease_subject
+from starling.common.wire import messages as wire
+from starling.controller.core.events import Command, Event, Finish, Note, Received, Write
 from starling.controller.core.explain import explain
 from starling.controller.core.groups import Groups, GroupState
 from starling.controller.core.plan import RunPlan
+from starling.controller.core.records import GroupInterrupted
 from starling.controller.core.state import State
 from starling.sim.errors import demand
 from starling.sim.promises import Promises
@@ -34,6 +36,8 @@ class Invariants:
         self._version, self._published = state.version, state.rounds.version
         self._max_live = (self.plan.max_staleness + 1) * self.plan.prompts_per_step
         self._to_go = 0
+        self._given_back, self._num_given = "", 0
+        """The group whose tokens the event in hand gave back, and how many."""
         self._seen: dict[str, float] = {}
 
     @property
@@ -46,9 +50,28 @@ class Invariants:
         """The newest version."""
         return self.state.version
 
+    def before_event(self, event: Event) -> None:
+        """Note what the event must lead to."""
+        self._given_back = ""
+        if isinstance(event, Received) and isinstance(event.message, wire.GroupInterrupted):
+            lease, tokens = self.state.leases.get(event.message.lease), event.message.partial
+            member = self.state.membership.get(event.sender, event.epoch)
+            if lease is not None and member is not None and lease.peer == member.name and tokens:
+                self._given_back = lease_subject(lease.id)
+                self._num_given = sum(one.num_tokens for one in tokens)
+
+    def _demand_more(self, key: str) -> None:
+        """Demand that there is more of a group than was given back of it."""
+        found = self.state.find(key)
+        partial = None if found is None else found[1].partial
+        demand(partial is not None and partial.num_tokens > self._num_given, f"the tokens of {key} were thrown away")
+
     def after_event(self, now: float, commands: list[Command]) -> None:
         """Look at the controller's state."""
         state = self.state
+        kept = {c.record.key for c in commands if isinstance(c, Write) and isinstance(c.record, GroupInterrupted)}
+        if self._given_back and self._given_back not in kept:
+            self._demand_more(self._given_back)
         demand(state.version >= self._version, f"version {state.version} follows version {self._version}")
         demand(state.rounds.version >= self._published, "an older version was published")
         self._version, self._published = state.version, state.rounds.version
@@ -78,7 +101,8 @@ class Invariants:
     def _ledger(self) -> None:
         ledger = self.state.ledger
         demand(ledger.num_live <= self._max_live, f"{ledger.num_live} groups live, {self._max_live} may")
-        num_gone = ledger.num_discarded + ledger.num_filtered
+        # What a run without a policy gives up has its place in a file, and is trained there like the others.
+        num_gone = ledger.num_discarded + ledger.num_filtered if self.plan.has_policy else 0
         accounted = ledger.num_live + ledger.num_trained_groups + num_gone
         demand(ledger.num_admitted == accounted, f"{ledger.num_admitted} groups were admitted, {accounted} are known")
 

@@ -28,7 +28,7 @@ COLLECTIVE_S: Final = 30.0
 """Who has waited so long for the shares of others gives up."""
 START: Final = "the initial weights"
 
-PolicyWork = wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint | wire.AdoptWeights
+PolicyWork = wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint | wire.AdoptWeights | wire.Sleep | wire.Wake
 
 
 class Policy(Replica):
@@ -93,6 +93,11 @@ class Policy(Replica):
         super().die()
         self.world.collective.leave(self.name)
 
+    @property
+    def is_in_step(self) -> bool:
+        """Say whether it computes."""
+        return bool(self._lease)
+
     def refused(self, reason: str) -> None:
         """It cannot catch up from where it is: it begins again, from the newest state that was saved."""
         self.num_refused += 1
@@ -104,6 +109,10 @@ class Policy(Replica):
 
     def _take(self) -> None:
         ready = next((work for work in self._todo if not self._must_wait(work[0])), None)
+        if ready is not None and not self.awake and not isinstance(ready[0], wire.Sleep | wire.Wake):
+            # It fell asleep by itself: what it was given before goes on when it is woken.
+            turns = (work for work in self._todo if isinstance(work[0], wire.Sleep | wire.Wake))
+            ready = next(turns, None)
         if ready is None or self._lease:
             return
         self._todo.remove(ready)
@@ -112,12 +121,27 @@ class Policy(Replica):
         if not self.book.work(message.lease):
             self._done()
             return
+        if isinstance(message, wire.Sleep | wire.Wake):
+            self._later(0.05, lambda: self._turn(message))
+            return
+        demand(self.awake, f"{self.name} is to work in its sleep: {message}")
         objection = self._objection(message)
         if objection is not None:
             self.fail(message.lease, objection)
             self._done()
             return
         self._begin(message, buffers)
+
+    def _turn(self, message: wire.Sleep | wire.Wake) -> None:
+        """Give the devices away, or take them."""
+        if isinstance(message, wire.Sleep):
+            self.awake = False
+            self.answer(message.lease, wire.Slept(lease=message.lease))
+        else:
+            if not self.awake:
+                self.wake()
+            self.answer(message.lease, wire.Awake(lease=message.lease))
+        self._done()
 
     def _done(self) -> None:
         self._lease = ""
@@ -130,14 +154,15 @@ class Policy(Replica):
         self.world.clock.after(seconds, lambda: action() if self.alive else None)
 
     def _must_wait(self, message: PolicyWork) -> bool:
-        return not isinstance(message, wire.AdoptWeights) and self.progress.must_wait(message)
+        orders = wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint
+        return isinstance(message, orders) and self.progress.must_wait(message)
 
     def _objection(self, message: PolicyWork) -> str | None:
         """Say why `message` cannot be done. What policies do together, no policy's core decides yet."""
         match message:
             case wire.AdoptWeights(version=version) if version <= self.progress.version:
                 return f"version {version} is not newer than version {self.progress.version}, which this policy holds"
-            case wire.AdoptWeights():
+            case wire.AdoptWeights() | wire.Sleep() | wire.Wake():
                 return None
             case wire.TrainStep(step=step) if step == self.progress.version + 1 and message.num_replicas > 1:
                 return None  # and its share may be empty

@@ -6,10 +6,12 @@
 | nothing finished is done again             | each command, and each record                        |
 | nothing is lost, nothing trained twice     | the sealed steps, and what the policies train        |
 | a version exists once, bit for bit         | the digest of each policy after each step            |
+| no token of who leaves in order is lost    | each group that is begun after it was given back     |
 | staleness within the bound                 | each token of each step                              |
 | trained as it was drawn                    | the temperature of each group of each step           |
 | nothing is trained without its teacher     | what it makes of the very tokens, in each step       |
 | each group of a step teaches, if so wanted | the rewards of each, and of each that is set aside    |
+| each prompt is answered once, in its place | the files of a run without a policy                  |
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core import records
 from starling.controller.core.events import Command, Event, Received, Send, Write
 from starling.controller.core.plan import RunPlan
+from starling.controller.core.stored import StoredGroup
 from starling.sim.errors import demand
 from starling.sim.journal import Journal
 from starling.sim.teacher import view_of
@@ -40,6 +43,8 @@ class Promises:
         self._digests: dict[int, str] = {}
         self.trained_prompts: dict[int, list[str]] = {}
         """By step, in the order of their positions."""
+        self.files: dict[int, tuple[StoredGroup, ...]] = {}
+        """By step, what was written to files: a disk outlives the controller."""
         self.num_repeated = 0
         """Steps that were made by one more policy, or made again."""
         self._adopted: dict[tuple[str, int], set[int]] = {}
@@ -62,6 +67,8 @@ class Promises:
         """Number of the record that says so of `generate:<key>`, `score:<key>` and `train:<step>`."""
         self._results: dict[str, int] = {}
         """By lease, the number of the record of its answer; only those whose lease was not released yet."""
+        self._left: dict[str, int] = {}
+        """How many tokens there are of each group that was given back."""
         self._rests: dict[str, int] = {}
         """By lease, the number of the record that its command rests on."""
         self._deciding: tuple[str, str] = ("", "")
@@ -96,7 +103,11 @@ class Promises:
             case records.GroupGenerated(key=key, trajectories=trajectories):
                 demand(f"generate:{key}" not in self._kept, f"group {key} was generated twice")
                 self._kept[f"generate:{key}"] = number
+                self._left.pop(key, None)
                 self._check_evaluation(key, trajectories)
+            case records.GroupInterrupted(key=key, partial=partial):
+                num = sum(completion.num_tokens for completion in partial)
+                self._left[key] = max(num, self._left.get(key, 0))
             case records.GroupScored(key=key):
                 demand(f"generate:{key}" in self._kept, f"group {key} was scored before it was generated")
                 demand(f"score:{key}" not in self._kept, f"group {key} was scored twice")
@@ -129,19 +140,23 @@ class Promises:
                 self._evaluations.append(record)
 
     def _drop(self, key: str) -> None:
+        self._left.pop(key, None)
         for what in ("generate", "score", "teach"):
             self._kept.pop(f"{what}:{key}", None)
 
     def _seal(self, record: records.StepSealed, number: int) -> None:
-        expected: list[int] = []
+        plan, expected = self._plan, list[int]()
         while len(expected) < len(record.ordinals):
-            if self._next_ordinal not in self.discarded:
+            if self._next_ordinal not in self.discarded or not plan.has_policy:
                 expected.append(self._next_ordinal)
             self._next_ordinal += 1
+        wanted = plan.prompts_per_step
+        if not plan.has_policy:
+            wanted = min(wanted, plan.num_prompts - (record.step - 1) * wanted)
         demand(list(record.ordinals) == expected, f"step {record.step} is of {record.ordinals}, out of order")
-        demand(len(expected) == self._plan.prompts_per_step, f"step {record.step} is of {len(expected)} groups")
+        demand(len(expected) == wanted, f"step {record.step} is of {len(expected)} groups")
         demand(record.step not in self.sealed, f"step {record.step} was sealed twice")
-        for ordinal in expected:
+        for ordinal in (n for n in expected if n not in self.discarded):
             demand(f"score:t{ordinal}" in self._kept, f"step {record.step} was sealed without the score of t{ordinal}")
             taught = not self._plan.is_taught or f"teach:t{ordinal}" in self._kept
             demand(taught, f"step {record.step} was sealed before a teacher had seen t{ordinal}")
@@ -174,6 +189,10 @@ class Promises:
                 demand(what not in self._kept, f"{what} is asked for again, though it was finished")
                 if not isinstance(send.message, wire.GenerateGroup):
                     self._rest(lease, f"generate:{lease_subject(lease)}")
+                else:
+                    num = sum(completion.num_tokens for completion in send.message.partial)
+                    left = self._left.get(lease_subject(lease), 0)
+                    demand(num >= left, f"{what} is begun from {num} tokens, and {left} were given back")
             case wire.TrainStep(lease=lease, step=step, replayed=replayed, groups=groups):
                 if groups:
                     self._rest(lease, f"train:{step}")
@@ -242,10 +261,34 @@ class Promises:
             demand(prompts == list(self.sealed[step]), f"step {step} was of {prompts}, and not of what was sealed")
         return True
 
+    def stored(self, step: int, groups: tuple[StoredGroup, ...]) -> None:
+        """The controller has the groups of a step written to a file."""
+        assert self._journal is not None, "a controller has begun"
+        durable = self._kept.get(f"train:{step}", self._journal.num_records) < self._journal.num_durable
+        demand(durable, f"the file of step {step} was written before it was on disk which groups it has")
+        demand(tuple(group.prompt.id for group in groups) == self.sealed[step], f"the file of step {step} has others")
+        demand(self.files.setdefault(step, groups) == groups, f"the file of step {step} was written twice, otherwise")
+        for group in groups:
+            whole = len(group.trajectories) == self._plan.group_size and not group.problem
+            demand(whole or bool(group.problem), f"{group.prompt.id} is written without an answer and without a reason")
+
+    def _answered(self, num_steps: int, *, whole: bool) -> None:
+        """A run without a policy is over: is every prompt in its place, once?"""
+        written = [group.ordinal for step in sorted(self.files) for group in self.files[step]]
+        demand(written == list(range(len(written))), f"the files have the prompts {written}")
+        demand(num_steps in (len(self.files), len(self.files) - 1), f"{num_steps} files are known of {len(self.files)}")
+        if whole:
+            demand(len(written) == self._plan.num_prompts, f"{len(written)} of {self._plan.num_prompts} are answered")
+
     def at_end(self, num_steps: int, *, whole: bool) -> None:
         """The run is over after `num_steps` steps: is everything trained, once, in order?"""
         plan = self._plan
-        demand(sorted(self.trained_prompts) == list(range(1, num_steps + 1)), f"steps {sorted(self.trained_prompts)}")
+        if not plan.has_policy:
+            self._answered(num_steps, whole=whole)
+            return
+        # A run that was stopped may have missed a step that only a policy knows of which is gone.
+        made = [step for step in sorted(self.trained_prompts) if whole or step != num_steps + 1]
+        demand(made == list(range(1, num_steps + 1)), f"steps {made} were made, and {num_steps} are known")
         steps = range(plan.num_supervised_steps + 1, num_steps + 1)
         prompts = [prompt for step in steps for prompt in self.trained_prompts[step]]
         numbers = [int(prompt.rpartition("/")[2]) for prompt in prompts]
@@ -275,10 +318,10 @@ def check_tokens(plan: RunPlan, message: wire.TrainStep, buffers: tuple[bytes, .
         demand(len(group.trajectories) == plan.group_size, f"{group.prompt_id} is not whole")
         teaches = len({trajectory.reward for trajectory in group.trajectories}) > 1
         demand(teaches or not plan.dynamic_sampling, f"{group.prompt_id} teaches nothing: its rewards are equal")
-        (drawn_at,) = struct.unpack_from("<f", logprobs)
         temperature = group.temperature or message.temperature
-        same = math.isclose(drawn_at, temperature, rel_tol=1e-6)
-        demand(same, f"{group.prompt_id} was drawn at temperature {drawn_at:g} and is trained at {temperature:g}")
+        for drawn_at in set(struct.unpack(f"<{len(logprobs) // 4}f", logprobs)):
+            same = math.isclose(drawn_at, temperature, rel_tol=1e-6)
+            demand(same, f"{group.prompt_id} was drawn at temperature {drawn_at:g} and is trained at {temperature:g}")
         versions = struct.unpack(f"<{len(encoded) // 4}i", encoded)
         demand(bool(versions), f"{group.prompt_id} has no tokens")
         stale = message.step - 1 - min(versions)

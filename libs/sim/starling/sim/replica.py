@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from starling.common.ids import Role
+from starling.common.ids import Role, lease_order
 from starling.common.leases import LeaseBook
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
-from starling.sim.errors import Violation
+from starling.sim.errors import Violation, demand
 from starling.sim.weights import encoded_layout
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ class Replica:
         rng = world.rng
         self.slowness = (0.8 + 0.4 * rng.random()) * (STRAGGLE if rng.random() < world.faults.stragglers else 1.0)
         """How many times as long as usual its work takes."""
+        self.awake = not world.plan.colocate
+        """It has its devices; where these are shared, a replica loads beside them."""
+        self._welcomed_at = world.clock.now
+        self._turned = (0, 0)
+        """The newest order to sleep or to wake."""
         self._seq = 0
         self._incarnation = 0
         """Of the newest controller heard."""
@@ -44,6 +49,16 @@ class Replica:
         """Speak, and again when it is time."""
         if not self.alive:
             return
+        shared = self.world.plan.colocate and self.role in ("policy", "rollout")
+        if (
+            shared
+            and self.awake
+            and not self.is_in_step
+            and self.world.clock.now - self._welcomed_at > self.world.plan.lease_s
+        ):
+            # Whoever has lost the controller cannot know whose turn it is.
+            self.awake = self.welcomed = False
+            self.dozes()
         if self.welcomed:
             self.say(
                 wire.Heartbeat(
@@ -85,7 +100,7 @@ class Replica:
         self._incarnation = envelope.epoch
         match message:
             case wire.Welcome():
-                self.welcomed = True
+                self.welcomed, self._welcomed_at = True, self.world.clock.now
             case wire.Introduce():
                 self.welcomed = False
             case wire.Refused(reason=reason):
@@ -99,10 +114,18 @@ class Replica:
             case wire.Reply():
                 raise Violation(f"{self.name} is no operator, and was told {message.text}")
             case _:
+                if isinstance(message, wire.Sleep | wire.Wake) and not self._is_new(message.lease):
+                    return
                 if self.book.grant(message.lease):
                     self.do(message, tuple(bytes(frame) for frame in frames[2:]))
                 else:
                     self.book.resend(message.lease)
+
+    def _is_new(self, lease: str) -> bool:
+        """Say whether no later order to sleep or to wake was heard; a line that doubles messages gives old ones."""
+        order = lease_order(lease)
+        self._turned, before = max(order, self._turned), self._turned
+        return order >= before
 
     def leave(self, reason: str) -> None:
         """Say farewell and be gone."""
@@ -154,6 +177,22 @@ class Replica:
     def do(self, message: wire.Work, buffers: Buffers) -> None:
         """Begin a new piece of work."""
         raise NotImplementedError
+
+    @property
+    def is_in_step(self) -> bool:
+        """Say whether it does something now that it cannot break off."""
+        return False
+
+    def dozes(self) -> None:
+        """Fall asleep for want of the controller."""
+
+    def wake(self) -> None:
+        """Take the devices."""
+        others = {"policy", "rollout"} - {self.role}
+        for other in self.world.replicas.values():
+            clash = other.alive and other.awake and other.role in others
+            demand(not clash, f"{self.name} wakes beside {other.name}, which is awake")
+        self.awake = True
 
     def give_up(self, leases: tuple[str, ...]) -> None:
         """Forget unfinished work."""

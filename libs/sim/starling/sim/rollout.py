@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 LONGEST = 8
 """No completion is longer than so many times the mean."""
 PULL_PATIENCE_S = 60.0
+FAREWELL_S = 5.0
+"""Who leaves waits no longer until the controller has what it gives back."""
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Sampled:
     """Of the tokens so far."""
     since: float
     """When the first of the tokens to come was begun."""
+    temperatures: list[float]
+    """At which each of them was drawn."""
     run: int = 0
     """How often the sampling was interrupted: what was due before is due no more."""
 
@@ -52,11 +56,21 @@ class Rollout(Replica):
 
     def __init__(self, world: World, name: str, epoch: int, num_slots: int) -> None:
         super().__init__(world, name, epoch, num_slots)
-        self.core = core.Rollout()
+        # Without a policy it has read its weights before it says hello.
+        self.core = core.Rollout() if world.plan.has_policy else core.Rollout(version=0)
+        self.core.asleep = not self.awake
         self.engine: dict[str, Sampled] = {}
-        self._weights = "nothing"
+        self._weights = "nothing" if world.plan.has_policy else offer_of(0).root
+        if not world.plan.has_policy:
+            world.promises.adopted(name, epoch, 0)
         self._offered = -1
         self._pulling: tuple[str, float, str] | None = None
+        self._asked: dict[str, tuple[wire.GenerateGroup, Buffers]] = {}
+        """The groups that it was given and has not answered."""
+        self.busy_s = 0.0
+        """Seconds of work, of each of its slots."""
+        self._leaving = ""
+        """Why it is about to leave; empty when it is not."""
 
     @property
     def version(self) -> int:
@@ -86,17 +100,61 @@ class Rollout(Replica):
         self.book.work(message.lease)
         match message:
             case wire.GenerateGroup():
+                self._asked[message.lease] = message, buffers
+                if self._leaving or not self.awake:
+                    self._give_back(message.lease)
+                    return
                 self._act(self.core.generate(message))
             case wire.AdoptWeights():
                 self._act(self.core.adopt(message, buffers))
             case wire.PublishWeights():
                 self._serve(message)
+            case wire.Sleep():
+                self._act(self.core.sleep(message))
+            case wire.Wake():
+                self._act(self.core.wake(message))
             case _:
                 raise Violation(f"a rollout was sent {message}")
 
     def give_up(self, leases: tuple[str, ...]) -> None:
         """Take groups out of the engine."""
+        for lease in leases:
+            self._asked.pop(lease, None)
         self._act(self.core.given_up(leases))
+
+    def leave(self, reason: str) -> None:
+        """Give back what it has of each group, and be gone when the controller has it."""
+        if self._leaving:
+            return
+        self._leaving = reason
+        self._interrupt()
+        for lease in list(self._asked):
+            self._give_back(lease)
+        self._depart(self.world.clock.now + FAREWELL_S)
+
+    def dozes(self) -> None:
+        """Give back what it has of each group, and sleep."""
+        if self.engine:
+            was_asleep, self.core.asleep = self.core.asleep, False
+            self._interrupt()
+            self.core.asleep = was_asleep
+        for lease in list(self._asked):
+            self._give_back(lease)
+        self.core.asleep, self.awake = True, False
+
+    def _give_back(self, lease: str) -> None:
+        message, buffers = self._asked.pop(lease)
+        sampled = self.engine.pop(lease, None) or self._sampled_of(message, buffers)
+        self.core.given_up((lease,))
+        self.answer(lease, *_interrupted(sampled, self._leaving or "it sleeps"))
+
+    def _depart(self, deadline: float) -> None:
+        if not self.alive:
+            return
+        if any(held.phase == "answered" for held in self.book.held()) and self.world.clock.now < deadline:
+            self.world.clock.after(0.1, self._depart, deadline)
+        else:
+            super().leave(self._leaving)
 
     def _serve(self, message: wire.PublishWeights) -> None:
         if message.version != self.core.version:
@@ -110,8 +168,7 @@ class Rollout(Replica):
         for action in actions:
             match action:
                 case core.Generate(message=message):
-                    length = length_of(message.sampling.seed, self.world.scenario.work.tokens)
-                    self.engine[message.lease] = Sampled(message, length, [], self.world.clock.now)
+                    self.engine[message.lease] = self._sampled_of(*self._asked[message.lease])
                     self._sample(message.lease)
                 case core.Pull(message=message, buffers=buffers):
                     self._pull(message, buffers)
@@ -121,12 +178,30 @@ class Rollout(Replica):
                     del self.engine[lease]
                 case core.Fail(lease=lease, reason=reason):
                     self.fail(lease, reason)
+                case core.FallAsleep(lease=lease):
+                    self.dozes()
+                    self.answer(lease, wire.Slept(lease=lease))
+                case core.WakeUp(lease=lease, again=again):
+                    if not self.awake:
+                        self.wake()
+                    if not again:
+                        self._act(self.core.woken(self.core.version))
+                    self.answer(lease, wire.Awake(lease=lease))
 
     # --- the engine ------------------------------------------------------------------------------------------------
 
     @property
     def _token_s(self) -> float:
         return self.world.scenario.work.token_s * self.slowness
+
+    def _sampled_of(self, message: wire.GenerateGroup, buffers: Buffers) -> Sampled:
+        """Return a group as it begins, or goes on from what another rollout has of it."""
+        length = length_of(message.sampling.seed, self.world.scenario.work.tokens)
+        num = message.partial[0].num_tokens if message.partial else 0
+        temperatures, versions = (struct.unpack(f"<{num}{kind}", buffers[at][: 4 * num]) if num else ()
+                                  for kind, at in (("f", 1), ("i", 2)))  # fmt: skip
+        demand(num <= length, f"{message.prompt.id} goes on from {num} tokens and has {length}")
+        return Sampled(message, length, list(versions), self.world.clock.now, list(temperatures))
 
     def _sample(self, lease: str) -> None:
         """Go on with a group until it is done or something interrupts it."""
@@ -140,9 +215,9 @@ class Rollout(Replica):
         if not self.alive or group is None or group.run != run or not self.core.may_generate:
             return
         self._note_tokens(group, group.num_tokens)
-        del self.engine[lease]
+        del self.engine[lease], self._asked[lease]
         self.core.finished(lease)
-        self.answer(lease, *_generated(group.message, group.versions))
+        self.answer(lease, *_generated(group))
 
     def _interrupt(self) -> None:
         """Write down the tokens so far, which are of the version that is about to go."""
@@ -153,11 +228,15 @@ class Rollout(Replica):
                 self._note_tokens(group, min(group.num_tokens, len(group.versions) + num))
 
     def _note_tokens(self, group: Sampled, num_tokens: int) -> None:
+        demand(self.awake, f"{self.name} samples in its sleep")
         version = self.core.version
         proven = self._weights == offer_of(version).root
         demand(proven, f"{self.name} samples with weights that are not version {version}")
-        self.world.busy_s["rollout"] += (num_tokens - len(group.versions)) * self._token_s
-        group.versions += [version] * (num_tokens - len(group.versions))
+        num = num_tokens - len(group.versions)
+        self.world.busy_s["rollout"] += num * self._token_s
+        self.busy_s += num * self._token_s
+        group.versions += [version] * num
+        group.temperatures += [group.message.sampling.temperature] * num
 
     # --- the weights -----------------------------------------------------------------------------------------------
 
@@ -207,8 +286,34 @@ def adopted(lease: str, version: int) -> wire.WeightsAdopted:
     )
 
 
-def _generated(message: wire.GenerateGroup, versions: list[int]) -> tuple[wire.GroupGenerated, Buffers]:
-    num = message.num_completions
+def _tensors(sampled: Sampled) -> tuple[tuple[wire.TensorMeta, ...], Buffers]:
+    """Return token ids, log-probabilities and versions of all completions, which are alike."""
+    num = len(sampled.versions)
+    versions = struct.pack(f"<{num}i", *sampled.versions) * sampled.message.num_completions
+    # What stands for the log-probabilities is what they would depend on.
+    logprobs = struct.pack(f"<{num}f", *sampled.temperatures) * sampled.message.num_completions
+    shape = (num * sampled.message.num_completions,)
+    tensors = tuple(
+        wire.TensorMeta(dtype=dtype, shape=shape, nbytes=len(versions)) for dtype in ("int32", "float32", "int32")
+    )
+    return tensors, (bytes(len(versions)), logprobs, versions)
+
+
+def _interrupted(sampled: Sampled, reason: str) -> tuple[wire.GroupInterrupted, Buffers]:
+    message, num = sampled.message, len(sampled.versions)
+    tensors, buffers = _tensors(sampled)
+    interrupted = wire.GroupInterrupted(
+        lease=message.lease,
+        reason=reason,
+        partial=(wire.PartialMeta(num_tokens=num),) * message.num_completions if num else (),
+        tensors=tensors if num else (),
+        temperature=message.sampling.temperature,
+    )
+    return interrupted, buffers if num else ()
+
+
+def _generated(sampled: Sampled) -> tuple[wire.GroupGenerated, Buffers]:
+    message, versions = sampled.message, sampled.versions
     trajectories = tuple(
         wire.TrajectoryMeta(
             status=wire.Status.OK,
@@ -217,20 +322,14 @@ def _generated(message: wire.GenerateGroup, versions: list[int]) -> tuple[wire.G
             oldest_version=min(versions),
             newest_version=max(versions),
         )
-        for position in range(num)
+        for position in range(message.num_completions)
     )
-    tokens = struct.pack(f"<{len(versions)}i", *versions) * num
-    shape = (len(versions) * num,)
-    tensors = (
-        wire.TensorMeta(dtype="int32", shape=(1,), nbytes=4),
-        wire.TensorMeta(dtype="int32", shape=shape, nbytes=len(tokens)),
-        wire.TensorMeta(dtype="float32", shape=shape, nbytes=len(tokens)),
-        wire.TensorMeta(dtype="int32", shape=shape, nbytes=len(tokens)),
-    )
+    tensors, buffers = _tensors(sampled)
     prompt = struct.pack("<I", message.sampling.seed % 2**32)
-    # What stands for the log-probabilities is what they would depend on.
-    logprobs = struct.pack("<f", message.sampling.temperature) * len(versions) * num
     generated = wire.GroupGenerated(
-        lease=message.lease, trajectories=trajectories, tensors=tensors, temperature=message.sampling.temperature
+        lease=message.lease,
+        trajectories=trajectories,
+        tensors=(wire.TensorMeta(dtype="int32", shape=(1,), nbytes=4), *tensors),
+        temperature=message.sampling.temperature,
     )
-    return generated, (prompt, bytes(len(tokens)), logprobs, tokens)
+    return generated, (prompt, *buffers)

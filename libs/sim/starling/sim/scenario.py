@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from starling.common.ids import Activity
 from starling.common.wire.messages import Sampling
 from starling.controller.core.plan import RunPlan
 from starling.sim.faults import ALL, CALM, Faults
@@ -20,6 +21,7 @@ SLOTS: Final = 4
 
 DYNAMIC: Final = 0.4
 """Share of the random scenarios that set groups aside from which nothing can be learnt."""
+ANSWERING: Final[tuple[Activity, ...]] = ("generate", "evaluate", "infer")
 TAUGHT: Final = 0.4
 """Share of the random scenarios that have teachers."""
 
@@ -34,6 +36,8 @@ class Fleet:
     num_teachers: int = 0
     num_slots: int = 0
     """Groups that each works on at a time; 0 to draw it for each."""
+    speeds: tuple[float, ...] = ()
+    """How many times as fast as usual each rollout is, in turn; empty where they are about alike."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,33 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
         fleet, plan = _taught(rng, fleet, plan)
     patience_s = 900.0 * pace
     return Scenario(seed, plan, fleet, slowed(ALL[faults], pace), work, patience_s=patience_s)
+
+
+def answering_of(seed: int, faults: str = "calm") -> Scenario:
+    """Return a small scenario of `seed` without a policy, which answers prompts and writes them to files."""
+    scenario, rng = scenario_of(seed, faults), random.Random(f"answering {seed}")
+    plan, activity = scenario.plan, rng.choice(ANSWERING)
+    num_prompts = rng.randint(1, 6 * plan.prompts_per_step)
+    fleet = replace(scenario.fleet, num_policies=0)
+    if activity == "infer":
+        fleet = replace(fleet, num_rewards=0)
+    if activity != "generate":
+        fleet = replace(fleet, num_teachers=0)
+    plan = replace(
+        plan,
+        activity=activity,
+        num_prompts=num_prompts,
+        num_steps=-(-num_prompts // plan.prompts_per_step),
+        num_supervised_steps=0,
+        num_rewards=plan.num_rewards if fleet.num_rewards else 0,
+        num_teachers=plan.num_teachers if fleet.num_teachers else 0,
+        max_tries=rng.choice((0, 8)),
+        dynamic_sampling=False,
+        evaluate_at_start=False,
+        evaluate_at_end=False,
+        evaluate_every=0,
+    )
+    return replace(scenario, plan=plan, fleet=fleet)
 
 
 def _taught(rng: random.Random, fleet: Fleet, plan: RunPlan) -> tuple[Fleet, RunPlan]:

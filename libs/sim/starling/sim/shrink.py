@@ -74,7 +74,8 @@ def simplifications(scenario: Scenario) -> Iterator[Scenario]:
     for name in ("num_rollouts", "num_rewards", "num_policies", "num_teachers"):
         for num in _smaller(getattr(fleet, name), 1):
             wanted = {name: min(num, getattr(plan, name))} if hasattr(plan, name) else {}
-            yield replace(scenario, fleet=replace(fleet, **{name: num}), plan=replace(plan, **wanted))
+            fewer: dict[str, Any] = {name: num}
+            yield replace(scenario, fleet=replace(fleet, **fewer), plan=replace(plan, **wanted))
     if fleet.num_slots != 1:
         yield replace(scenario, fleet=replace(fleet, num_slots=1))
     leasts = {

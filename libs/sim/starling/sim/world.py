@@ -23,7 +23,7 @@ from starling.sim.policy import Policy
 from starling.sim.promises import Promises
 from starling.sim.replica import Frames, Replica
 from starling.sim.reward import Reward
-from starling.sim.rollout import Rollout
+from starling.sim.rollout import FAREWELL_S, Rollout
 from starling.sim.scenario import SLOTS, Scenario
 from starling.sim.teacher import Teacher
 
@@ -70,7 +70,15 @@ class World:
         self.host = Host(self)
 
     def _is_wanted(self, role: str) -> bool:
-        return role in ROLES[:2] or (self.plan.num_rewards if role == "reward" else self.plan.num_teachers) > 0
+        match role:
+            case "policy":
+                return self.plan.has_policy
+            case "reward":
+                return self.plan.num_rewards > 0
+            case "teacher":
+                return self.plan.num_teachers > 0
+            case _:
+                return True
 
     @property
     def now(self) -> float:
@@ -154,6 +162,9 @@ class World:
             replica = Policy(self, name, epoch)
         elif role == "rollout":
             replica = Rollout(self, name, epoch, num_slots)
+            speeds = self.scenario.fleet.speeds
+            if speeds:
+                replica.slowness = 1 / speeds[int(name.rpartition("-")[2]) % len(speeds)]
         elif role == "reward":
             replica = Reward(self, name, epoch, num_slots)
         else:
@@ -177,6 +188,7 @@ class World:
         self._every(faults.wish_every_s, self.operator.want_something)
         self._every(faults.join_every_s, self._join)
         self._every(faults.leave_every_s, self._leave)
+        self._every(faults.preempt_every_s, self._preempt)
 
     def _every(self, mean_s: float, fault: Callable[[], None]) -> None:
         """Have a fault happen again and again, at random."""
@@ -228,6 +240,14 @@ class World:
         names = self._alive(role)
         if len(names) > needed[role]:
             self.replicas[self.rng.choice(names)].leave("it is needed elsewhere")
+
+    def _preempt(self) -> None:
+        """Let a rollout go, whose place is needed for a moment."""
+        names = self._alive("rollout")
+        if names:
+            replica = self.replicas[self.rng.choice(names)]
+            replica.leave("its place is needed")
+            self.clock.after(FAREWELL_S, self.start_again, replica)
 
     def _stop(self) -> None:
         self._stopped = True

@@ -6,13 +6,27 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from starling.common.ids import Activity, Objective
 from starling.common.settings import Section, ServiceSettings
 from starling.common.wire.messages import Sampling
 from starling.controller.core.plan import RunPlan
 from starling.controller.data.settings import DataSettings
+from starling.controller.data.trajectories import TRAJECTORIES
 
 PREFERENCE_KINDS = ("dpo", "reward_model")
 """The kinds of run that learn from pairs of a chosen and a rejected response."""
+OBJECTIVES: dict[str, Objective] = {"dpo": "dpo", "reward_model": "reward_model"}
+"""What their steps of examples teach; those of other kinds are supervised."""
+ACTIVITIES: dict[str, Activity] = {
+    "replay": "replay", "generate": "generate", "evaluate": "evaluate", "infer": "infer", "serve": "serve"
+}  # fmt: skip
+"""What the kinds of run do with groups that are not reinforcement learning."""
+ANSWERING_KINDS = ("evaluate", "infer")
+"""The kinds of run that answer each prompt of the data once, and keep the texts."""
+UNTRAINED_KINDS = ("generate", *ANSWERING_KINDS, "serve")
+"""The kinds of run that have no policy."""
+ANSWERS_PER_FILE = 64
+"""Prompts whose answers are written together."""
 
 
 class SamplingSettings(Section):
@@ -88,8 +102,17 @@ class RlSettings(Section):
         return group_size
 
 
+class TaskSettings(Section):
+    """One of several datasets that are evaluated together."""
+
+    name: str = Field(min_length=1)
+    """By which its results are told; scorers may be for it alone."""
+    data: DataSettings
+    """Its prompts: the held-out ones, or all where it holds none out."""
+
+
 class EvaluationSettings(Section):
-    """Evaluation on the held-out prompts of [data]."""
+    """Evaluation on the held-out prompts of [data], and how `run.kind = "evaluate"` and "infer" answer prompts."""
 
     at_start: bool = False
     """Evaluate before the first step of reinforcement learning."""
@@ -105,6 +128,17 @@ class EvaluationSettings(Section):
     """Completions of each prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Divisor of the logits; 0 takes the most likely token."""
+    tasks: tuple[TaskSettings, ...] = ()
+    """What `run.kind = "evaluate"` evaluates instead of [data]."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _told_apart(cls, tasks: tuple[TaskSettings, ...]) -> tuple[TaskSettings, ...]:
+        names = [task.name for task in tasks]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two tasks are called {name!r}; give one of them another name")
+        return tasks
 
 
 class DeadlineSettings(Section):
@@ -124,6 +158,8 @@ class DeadlineSettings(Section):
     """Pulling a version and switching to it."""
     save_s: float = Field(default=3600.0, gt=0)
     """Writing a checkpoint or a state."""
+    sleep_s: float = Field(default=300.0, gt=0)
+    """Giving the devices to others, or taking them back, where `launch.colocate` shares them."""
 
 
 class LoggingSettings(Section):
@@ -147,6 +183,9 @@ class LoggingSettings(Section):
     """Only of every so-manieth step."""
     samples_mb: int = Field(default=64, ge=1)
     """Most MiB of `samples.jsonl` and its predecessor `samples.old.jsonl` together."""
+    trajectories: bool = False
+    """Keep all groups that reinforcement learning trains in `trajectories/`, from which `run.kind = "replay"` trains
+    again. `run.kind = "generate"` always does; see `docs/replay.md`."""
 
 
 class ControllerSettings(Section):
@@ -161,6 +200,8 @@ class ControllerSettings(Section):
     are all that the policy learns from."""
     num_teachers: int = Field(default=0, ge=0)
     """Teachers that must have joined before reinforcement learning begins; 0 for a run without."""
+    colocate: bool = False
+    """Policies and rollouts share their devices, and take turns; `launch.colocate` sets it."""
     start_s: float = Field(default=120.0, gt=0)
     """How long the run waits for a role that has too few replicas, before it fails."""
     drain_s: float = Field(default=15.0, gt=0)
@@ -177,6 +218,9 @@ class ControllerSettings(Section):
     """Least seconds between two saved states, where steps are short."""
     journal_s: float = Field(default=60.0, gt=0)
     """How long the controller waits for room when the disk of its journal is full, before the run fails."""
+    window: int = Field(default=1024, ge=1)
+    """Prompts that a run without a policy works on at a time: twice what its rollouts hold, or more, so that one long
+    completion holds nothing up."""
     recording_mb: int = Field(default=64, ge=0)
     """Most MiB of the recording of events, from which `starling replay` makes any state again; 0 for none."""
     deadlines: DeadlineSettings = DeadlineSettings()
@@ -201,6 +245,8 @@ class ControllerProcess(ServiceSettings):
         if self.controller.num_rewards == 0:
             if self.run.kind == "rl" and self.controller.num_teachers == 0:
                 raise ValueError("controller.num_rewards = 0 leaves nothing to learn from; set it, or have teachers")
+            if self.run.kind == "evaluate":
+                raise ValueError("controller.num_rewards = 0 leaves nothing to evaluate by; set it")
             self._check_unscored()
         if (self.evaluation.at_start or self.evaluation.at_end or self.evaluation.every) and self.data.held_out == 0:
             raise ValueError("data.held_out = 0 leaves nothing to evaluate on; set it, or turn evaluation off")
@@ -209,6 +255,25 @@ class ControllerProcess(ServiceSettings):
     def _check_kind(self) -> None:
         """Each kind of run has the steps that it is named for, and no others that would silently not be made."""
         kind, evaluation = self.run.kind, self.evaluation
+        if kind in UNTRAINED_KINDS and self.sft.num_steps:
+            raise ValueError(
+                f"sft.num_steps = {self.sft.num_steps}, but run.kind = '{kind}' trains nothing; remove [sft]"
+            )
+        if kind in (*UNTRAINED_KINDS, "replay") and (evaluation.at_start or evaluation.at_end or evaluation.every):
+            raise ValueError(
+                f"[evaluation] is on, but run.kind = '{kind}' has no versions to evaluate; turn it off"
+                if kind in UNTRAINED_KINDS
+                else "[evaluation] is on, but run.kind = 'replay' generates nothing; turn it off"
+            )
+        if kind in (*UNTRAINED_KINDS, "replay") and self.rl.dynamic_sampling:
+            raise ValueError(f"rl.dynamic_sampling = true, but run.kind = '{kind}' keeps all groups; turn it off")
+        if kind == "replay" and self.sft.num_steps and self.sft.data is None:
+            raise ValueError("sft.data is missing: [data] of run.kind = 'replay' has no examples; set it")
+        if kind == "replay" and not self.data.source.startswith(TRAJECTORIES):
+            raise ValueError(
+                f"data.source = {self.data.source!r}, but run.kind = 'replay' trains from trajectories; write "
+                f"{TRAJECTORIES}FOLDER"
+            )
         if kind == "sft" and self.sft.num_steps == 0:
             raise ValueError("sft.num_steps = 0, but run.kind = 'sft' makes nothing but supervised steps; set it")
         if kind in PREFERENCE_KINDS and self.preference.num_steps == 0:
@@ -244,21 +309,32 @@ class ControllerProcess(ServiceSettings):
         """The section that the steps of examples follow."""
         return self.preference if self.run.kind in PREFERENCE_KINDS else self.sft
 
+    @property
+    def answering(self) -> SamplingSettings:
+        """How prompts are answered that are each answered once: by [sampling], at the evaluation's temperature."""
+        return self.sampling.model_copy(update={"temperature": self.evaluation.temperature})
+
     def plan(self) -> RunPlan:
         """Return the numbers that the core decides by."""
-        reinforces = self.run.kind == "rl"
+        kind = self.run.kind
+        reinforces = kind in ("rl", "replay", "generate")
+        answers = kind in ANSWERING_KINDS
+        per_step = ANSWERS_PER_FILE if answers else self.rl.prompts_per_step
         greedy = {"temperature": self.evaluation.temperature, "top_p": 1.0, "top_k": 0}
         return RunPlan(
             seed=self.run.seed,
-            sampling=self.sampling.to_wire(),
+            sampling=self.answering.to_wire() if answers else self.sampling.to_wire(),
             eval_sampling=self.sampling.model_copy(update=greedy).to_wire(),
-            objective="sft" if self.run.kind == "rl" else self.run.kind,
+            objective=OBJECTIVES.get(kind, "sft"),
+            activity=ACTIVITIES.get(kind, "rl"),
+            num_prompts=self.rl.num_steps * self.rl.prompts_per_step if kind == "generate" else 0,
+            records=kind == "rl" and self.logging.trajectories,
             num_supervised_steps=self.examples.num_steps,
             examples_per_step=self.examples.examples_per_step,
             num_steps=self.rl.num_steps if reinforces else 0,
-            prompts_per_step=self.rl.prompts_per_step,
-            group_size=self.rl.group_size,
-            max_staleness=self.rl.max_staleness,
+            prompts_per_step=per_step,
+            group_size=self.evaluation.num_completions if answers else self.rl.group_size,
+            max_staleness=self.controller.window // per_step if kind in UNTRAINED_KINDS else self.rl.max_staleness,
             max_tries=self.rl.max_tries,
             dynamic_sampling=self.rl.dynamic_sampling,
             filter_limit=self.rl.filter_limit,
@@ -273,10 +349,11 @@ class ControllerProcess(ServiceSettings):
             save_rest_s=self.controller.save_rest_s,
             begin_version=self.controller.begin_version,
             begin_prompt=self.controller.begin_prompt,
+            colocate=self.controller.colocate,
             num_policies=self.controller.num_policies,
             eval_completions=self.evaluation.num_completions,
             num_rollouts=self.controller.num_rollouts,
-            num_rewards=self.controller.num_rewards,
+            num_rewards=0 if kind in ("infer", "serve") else self.controller.num_rewards,
             num_teachers=self.controller.num_teachers,
             heartbeat_s=self.network.heartbeat_s,
             lease_s=self.network.lease_s,

@@ -3,6 +3,7 @@
 | derivation  | consumes                       | waits for                                          |
 |-------------|--------------------------------|----------------------------------------------------|
 | `commit`    | a step that was made           | every policy that has a share of it                |
+| `take_turns`| devices that both sides share  | the sleep of the others, in a colocated run        |
 | `evaluate`  | held-out prompts               | a version that is due, and rollouts to bind        |
 | `publish`   | a version that rollouts need   | the step that makes it                             |
 | `catch_up`  | a policy that is behind        | another policy's weights, or the journal           |
@@ -11,7 +12,8 @@
 | `dispatch`  | waiting groups                 | a rollout with a slot whose version is new enough  |
 | `score`     | generated groups               | a reward replica with a slot                       |
 | `teach`     | generated groups               | a teacher with a slot, in a run that has teachers   |
-| `train`     | scored groups, oldest first    | all groups of the step, and the order to publish   |
+| `train`     | scored groups, oldest first    | all groups of the step, and the order to publish;  |
+|             |                                | or, where nothing is trained, the file before      |
 | `end`       | the last step                  | evaluation, checkpoint, every replica's farewell   |
 
 Each is idempotent: called twice without an event in between, it does nothing the second time. Which of them an event
@@ -27,11 +29,13 @@ from starling.common.wire import messages as wire
 from starling.controller.core.derive_end import end, save
 from starling.controller.core.derive_evaluation import evaluate
 from starling.controller.core.derive_steps import commit, train
+from starling.controller.core.derive_turns import take_turns
 from starling.controller.core.derive_weights import adopt, catch_up, publish
 from starling.controller.core.due import Due
 from starling.controller.core.finish import Stage
 from starling.controller.core.groups import Group, Groups, GroupState
 from starling.controller.core.membership import Member
+from starling.controller.core.partial import NOTHING, Partial
 from starling.controller.core.plan import draw_seed
 from starling.controller.core.records import GroupsOpened
 from starling.controller.core.state import State
@@ -52,6 +56,8 @@ def advance(state: State) -> None:
 def _walk(state: State, due: int) -> None:
     if due & Due.TRAIN:
         commit(state)
+    if state.turns.shared:
+        take_turns(state)
     if due & (Due.EVALUATE | Due.BIND):
         evaluate(state, everybody=bool(due & Due.BIND))
     if due & Due.PUBLISH:
@@ -81,26 +87,36 @@ def admit(state: State) -> None:
         return
     state.write(GroupsOpened(first=first, num=num))
     for _ in range(num):
-        state.ledger.admit(state.prompts.prompt(state.ledger.num_admitted))
+        prompt = state.prompts.prompt(state.ledger.num_admitted)
+        state.ledger.admit(prompt, state.expected_tokens(prompt, "train", state.plan.group_size))
     state.due |= Due.DISPATCH
 
 
 def dispatch(state: State) -> None:
-    """Give waiting groups to rollouts; those of an evaluation go first."""
+    """Give waiting groups to the rollouts that will finish them first; those of an evaluation go first.
+
+    Of groups that need the same version, the longest of a step goes first, so that its step does not wait for it in the
+    end. When a group is dealt never changes the step that trains it.
+    """
     evaluation = state.evaluation
-    while evaluation is not None and (group := evaluation.next_waiting()) is not None:
-        member = evaluation.free.least_busy(evaluation.version)
-        if member is None:
+    while evaluation is not None and (group := evaluation.next_longest()) is not None:
+        found = evaluation.free.soonest(evaluation.version, group.expected_tokens)
+        if found is None:
             break
-        _generate(state, member, evaluation, group, evaluation.version)
+        _generate(state, found.member, evaluation, group, evaluation.version)
     if not _may_generate(state):
         return
-    while (group := state.ledger.next_waiting()) is not None:
+    ledger, routing = state.ledger, state.capacity.routing
+    while (group := ledger.next_waiting()) is not None:
         required = state.required_version(group)
-        member = state.free_rollouts.least_busy(required)
-        if member is None:
+        longest = ledger.next_longest()
+        if longest is not None and longest is not group and state.required_version(longest) == required:
+            group = longest
+        tokens = group.expected_tokens
+        found = routing.soonest(required, tokens)
+        if found is None or routing.should_wait(found, required, tokens, ledger.waiting_tokens):
             return  # the groups behind it need at least as new a version
-        _generate(state, member, state.ledger, group, required)
+        _generate(state, found.member, ledger, group, required)
 
 
 def score(state: State) -> None:
@@ -108,7 +124,7 @@ def score(state: State) -> None:
     books: tuple[Groups, ...] = (state.ledger,) if state.evaluation is None else (state.evaluation, state.ledger)
     for book in books:
         while (group := book.next_to_score()) is not None:
-            member = state.free_rewards.least_busy()
+            member = state.capacity.rewards.least_busy()
             if member is None:
                 return
             _score(state, member, group)
@@ -117,7 +133,7 @@ def score(state: State) -> None:
 def teach(state: State) -> None:
     """Give generated groups to teachers, whether they are scored yet or not."""
     while (group := state.ledger.next_to_teach()) is not None:
-        member = state.free_teachers.least_busy()
+        member = state.capacity.teachers.least_busy()
         if member is None:
             return
         _teach(state, member, group)
@@ -127,18 +143,21 @@ def _may_generate(state: State) -> bool:
     """Say whether training groups may be generated: all first replicas are there, and nobody wants to stop."""
     if state.ending.stopping or state.rounds.version < 0:
         return False
-    members, plan = state.membership, state.plan
-    wanted: dict[Role, int] = {
-        "rollout": plan.num_rollouts, "reward": plan.num_rewards, "teacher": plan.num_teachers
-    }  # fmt: skip
-    full = all(members.num(role) >= num for role, num in wanted.items())
-    state.has_generated = state.has_generated or full
+    if not state.has_generated:
+        members, plan = state.membership, state.plan
+        wanted: dict[Role, int] = {
+            "rollout": plan.num_rollouts, "reward": plan.num_rewards, "teacher": plan.num_teachers
+        }  # fmt: skip
+        state.has_generated = all(members.num(role) >= num for role, num in wanted.items())
     return state.has_generated
 
 
 def _generate(state: State, member: Member, book: Groups, group: Group, min_version: int) -> None:
     seed = draw_seed(state.plan.seed, group.purpose, group.ordinal, group.tries)
     sampling = msgspec.structs.replace(state.sampling(group.purpose), seed=seed)
+    partial = _drop_if_stale(state, group, min_version) or NOTHING
+    if partial is not NOTHING:  # all of a group is trained at one temperature
+        sampling = msgspec.structs.replace(sampling, temperature=group.temperature)
     group.temperature = sampling.temperature
     book.lease(group, min_version)
     state.grant(
@@ -152,14 +171,27 @@ def _generate(state: State, member: Member, book: Groups, group: Group, min_vers
             num_completions=state.num_completions(group.purpose),
             sampling=sampling,
             min_version=min_version,
+            partial=partial.completions,
+            tensors=partial.tensors,
         ),
+        partial.buffers,
+        max(1, group.expected_tokens - partial.num_tokens),
     )
+
+
+def _drop_if_stale(state: State, group: Group, min_version: int) -> Partial | None:
+    """Return what there is of a group that is about to be generated; what is too old for its step by now goes."""
+    if group.partial is not None and not group.partial.is_within(min_version, state.newest_allowed(group)):
+        state.note("stale", prompt=group.prompt.id, num_tokens=group.partial.num_tokens)
+        group.partial = None
+    return group.partial
 
 
 def _score(state: State, member: Member, group: Group) -> None:
     assert group.state is GroupState.GENERATED
     completions = tuple(
-        wire.CompletionText(text=t.text, status=t.status, num_tokens=t.num_tokens) for t in group.trajectories
+        wire.CompletionText(text=t.text, status=t.status, num_tokens=t.num_tokens - t.num_masked, reward=t.reward)
+        for t in group.trajectories
     )
     group.scoring = state.grant(
         member,

@@ -18,7 +18,7 @@ def end(state: State) -> None:
     if ending.stage is Stage.RUNNING:
         if _complete(state):
             _tell_tail(state)
-            if state.version == 0:
+            if state.version == 0 or not state.plan.has_policy:
                 ending.drain(state.now)
             else:
                 ending.stage = Stage.CHECKPOINTING
@@ -38,7 +38,13 @@ def save(state: State) -> None:
     every = int(state.setting("controller.save_every", state.plan.save_every))
     due = every and state.version // every * every > state.saved_step and state.version < state.plan.last_step
     due = due and state.now >= state.saved_at + state.plan.save_rest_s
-    if not due or state.step is not None or state.leases.has("save") or state.ending.stopping:
+    if (
+        not due
+        or not state.may_policies_work()
+        or state.step is not None
+        or state.leases.has("save")
+        or state.ending.stopping
+    ):
         return
     _grant_save(state)
 
@@ -58,9 +64,9 @@ def _complete(state: State) -> bool:
     if state.ending.stopping:
         unmade = state.ledger.sealed(state.version + 1)  # a step that was begun is ended, if there is a policy to do it
         return bool(state.current_policies()) and not unmade
-    published = state.rounds.version >= state.version or not plan.needs_rollouts
+    published = state.rounds.version >= state.version or not plan.publishes
     evaluated = state.evaluation is None and (not plan.evaluate_at_end or "end" in state.evaluated)
-    return state.version >= plan.last_step and published and evaluated and not state.requested
+    return not plan.serves and state.version >= plan.last_step and published and evaluated and not state.requested
 
 
 def _tell_tail(state: State) -> None:
@@ -73,7 +79,7 @@ def _tell_tail(state: State) -> None:
 def _checkpoint(state: State) -> None:
     """Have every policy write the last checkpoint; go on when all that are there have."""
     ending, version = state.ending, state.version
-    current = state.current_policies()
+    current = state.current_policies() if state.may_policies_work() else []
     stopped_early = bool(ending.stopping) and version < state.plan.last_step
     if stopped_early and state.saved_step < version and not state.leases.has("save"):
         _grant_save(state)

@@ -29,7 +29,8 @@ def evaluate(state: State, *, everybody: bool) -> None:
         open_next(state)
         everybody = True
     if state.evaluation is not None and (everybody or state.loose):
-        among = state.membership.of("rollout") if everybody else state.loose_rollouts()
+        loose = (state.membership.members.get(name) for name in sorted(state.loose))
+        among = state.membership.of("rollout") if everybody else [member for member in loose if member is not None]
         bind(state, state.evaluation, among)
     state.loose.clear()
 
@@ -91,6 +92,7 @@ def begin(state: State, cause: str, num_completions: int, request: str = "") -> 
         max_tries=state.ledger.max_tries,
         first=state.num_eval_groups,
         deadline=state.now + state.plan.evaluation_s,
+        expected=lambda prompt: state.expected_tokens(prompt, "evaluate", num_completions),
     )
     state.write(
         EvaluationOpened(

@@ -6,15 +6,17 @@ import msgspec
 
 from starling.common.wire import messages as wire
 from starling.controller.core import alarms
+from starling.controller.core.derive_files import store, write_file, write_sealed
 from starling.controller.core.due import Due
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups import Group
 from starling.controller.core.membership import Member
-from starling.controller.core.metrics import filtered_metrics, sealed_metrics
-from starling.controller.core.records import StepCommitted, StepSealed
+from starling.controller.core.metrics import answered_metrics, filtered_metrics, sealed_metrics
+from starling.controller.core.recall import recalled
+from starling.controller.core.records import StepCommitted
 from starling.controller.core.samples import choose, row
 from starling.controller.core.state import State
-from starling.controller.core.steps import Step, buffers_of, share_of, train_group
+from starling.controller.core.steps import Step, buffers_of, share_of, shares_of, train_group
 
 
 def commit(state: State) -> None:
@@ -31,8 +33,11 @@ def commit(state: State) -> None:
         state.note("dealt_again", step=step.number)
         return
     state.version, state.num_broken = step.number, 0
-    phase = state.plan.phase(step.number)
-    metrics = {**_mean(list(step.metrics.values())), **sealed_metrics(state.ledger, step.number)}
+    phase, groups = state.plan.phase(step.number), state.ledger.sealed(step.number)
+    if state.plan.has_policy:
+        metrics = {**_mean(list(step.metrics.values())), **sealed_metrics(state.ledger, step.number)}
+    else:
+        metrics = answered_metrics(groups, is_scored=state.plan.num_rewards > 0)
     if state.plan.dynamic_sampling:
         metrics |= filtered_metrics(state.ledger, step.number)
     before, state.alarms = state.alarms, alarms.alarms_after(step, state.alarms)
@@ -42,12 +47,18 @@ def commit(state: State) -> None:
     state.write(StepCommitted(step=step.number, metrics=told))
     state.note("step", step=step.number, **told)
     alarms.tell(state, step.number, before)
-    if phase == "rl":
-        groups = state.ledger.sealed(step.number)
-        state.note("trained", step=step.number, prompts=[group.prompt.id for group in groups])
+    if groups:
+        done = "trained" if state.plan.has_policy else "answered"
+        state.note(done, step=step.number, prompts=[group.prompt.id for group in groups])
         if state.plan.samples_per_step and step.number % state.plan.samples_every == 0:
             chosen = choose(groups, state.plan.samples_per_step, seed=state.plan.seed, step=step.number)
             state.note("samples", step=step.number, rows=[row(group, index) for group, index in chosen])
+    elif state.plan.replays and step.number > state.plan.num_supervised_steps:
+        state.ledger.recalled()  # it was dealt by a controller that died since
+    if not state.plan.publishes:
+        state.ledger.trained(step.number)
+    if not state.plan.has_policy:
+        state.prune(step.number)
 
 
 def train(state: State) -> None:
@@ -56,10 +67,13 @@ def train(state: State) -> None:
     The version that it starts from need not be on offer yet: the policy makes its snapshot first, and digests it
     while it trains. One version at most is on its way so, for the next publication waits for the one before.
     """
+    if not state.plan.has_policy:
+        write_file(state)
+        return
     policies, plan, step = state.current_policies(), state.plan, state.version + 1
     if state.step is not None or not policies or step > plan.last_step:
         return
-    if not all(member.told for member in policies):
+    if not all(member.told for member in policies) or not state.may_policies_work():
         return
     if not state.has_begun and state.membership.num("policy") < plan.num_policies:
         return
@@ -70,18 +84,10 @@ def train(state: State) -> None:
         if not state.ending.stopping:
             _deal_examples(state, policies, step)
         return
-    groups = state.ledger.sealed(step)
-    if not groups and _may_seal(state):
-        groups = state.ledger.seal(step)
-        if groups:
-            state.write(
-                StepSealed(
-                    step=step,
-                    ordinals=tuple(group.ordinal for group in groups),
-                    prompts=tuple(group.prompt.id for group in groups),
-                )
-            )
+    groups = recalled(state, step) if plan.replays else _sealed(state, step)
     if groups:
+        if plan.records:
+            store(state, step, groups)
         _deal_groups(state, policies, step, groups)
 
 
@@ -104,6 +110,16 @@ def _may_seal(state: State) -> bool:
     return asked or state.rounds.version >= state.version
 
 
+def _sealed(state: State, step: int) -> list[Group]:
+    """Return the groups of a step, sealed now if they have to be and can be."""
+    groups = state.ledger.sealed(step)
+    if not groups and _may_seal(state):
+        groups = state.ledger.seal(step)
+        if groups:
+            write_sealed(state, step, groups)
+    return groups
+
+
 def _deal_examples(state: State, policies: list[Member], step: int) -> None:
     state.step = Step(step)
     examples = _examples(state, step)
@@ -120,8 +136,8 @@ def _deal_examples(state: State, policies: list[Member], step: int) -> None:
 
 def _deal_groups(state: State, policies: list[Member], step: int, groups: list[Group]) -> None:
     state.step = Step(step)
-    for index, member in enumerate(policies):
-        share = groups[share_of(len(groups), index, len(policies))]
+    shares = shares_of(groups, len(policies))
+    for index, (member, share) in enumerate(zip(policies, shares, strict=True)):
         # Only who was asked for a snapshot of this version must take it before the step changes the weights.
         asked = state.rounds.asked == state.version and state.leases.num(member.name, "publish") > 0
         command = msgspec.structs.replace(

@@ -7,17 +7,16 @@ import functools
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.controller.core.derive_steps import deal_again
-from starling.controller.core.groups import Group
 from starling.controller.core.membership import Member
-from starling.controller.core.records import GroupGenerated, GroupScored, GroupTaught, Kept
+from starling.controller.core.recall import groups_of
 from starling.controller.core.state import State
 
 
 def publish(state: State) -> None:
     """Have a policy offer a version that rollouts need."""
     version = state.version
-    due = state.plan.needs_rollouts and version >= state.plan.num_supervised_steps and version > state.rounds.version
-    if not due or state.is_publishing():
+    due = state.plan.publishes and version >= state.plan.num_supervised_steps and version > state.rounds.version
+    if not due or state.is_publishing() or not state.may_policies_work():
         return
     for member in state.current_policies():
         if not state.leases.num(member.name, "train"):
@@ -38,6 +37,11 @@ def adopt(state: State) -> None:
         member = state.membership.members[name]
         version = state.target(member)
         if version in in_vain or not state.rounds.may_try(name, state.now):
+            continue
+        if not state.turns.may_work(member):  # it sleeps, and pulls when it wakes: from whom is seen to now
+            if not state.rounds.is_offered(version):
+                _find_holder(state, version)
+                in_vain.add(version)
             continue
         nearer = _holder_on_host(state, member, version)
         if nearer is not None:
@@ -84,7 +88,7 @@ def _find_holder(state: State, version: int) -> None:
     """Have anybody offer `version` again, when nobody does."""
     if state.leases.has("publish"):
         return
-    if version == state.version:
+    if version == state.version and state.may_policies_work():
         for member in state.current_policies():
             if member.serves and not state.leases.num(member.name, "train"):
                 ask_for_offer(state, member, version)
@@ -99,7 +103,8 @@ def _find_holder(state: State, version: int) -> None:
 def _serving(state: State, names: dict[str, None]) -> Member | None:
     for name in names:
         member = state.membership.members[name]
-        if member.serves and state.rounds.may_try(name, state.now) and not state.leases.num(name, "adopt"):
+        may_work = state.turns.may_work(member)
+        if may_work and member.serves and state.rounds.may_try(name, state.now) and not state.leases.num(name, "adopt"):
             return member
     return None
 
@@ -107,7 +112,7 @@ def _serving(state: State, names: dict[str, None]) -> Member | None:
 def catch_up(state: State) -> None:
     """Bring policies that are behind to the newest version: from another policy, or step by step from the journal."""
     behind = [member for member in state.membership.of("policy") if member.version < state.version]
-    if not behind:
+    if not behind or not state.may_policies_work():
         return
     current = state.current_policies()
     for member in behind:
@@ -156,21 +161,3 @@ def too_old(state: State, name: str, version: int) -> str:
         f"{name} is at version {version}, and the journal keeps only what came after version {state.kept_from}, of "
         "which there is a saved state; start it again where it finds that state"
     )
-
-
-def groups_of(state: State, records: tuple[Kept, ...]) -> list[Group]:
-    """Return the groups of a committed step as its records tell them."""
-    groups: dict[str, Group] = {}
-    for kept in records:
-        match kept.record:
-            case GroupGenerated(key=key, trajectories=trajectories, tensors=tensors, temperature=temperature):
-                ordinal = int(key[1:])
-                group = groups[key] = Group(ordinal, state.prompts.prompt(ordinal), "train")
-                group.trajectories, group.tensors, group.buffers = trajectories, tensors, kept.payload
-                group.temperature = temperature
-            case GroupTaught(key=key, tensors=tensors) if key in groups:
-                group = groups[key]
-                group.tensors, group.buffers = (*group.tensors, *tensors), (*group.buffers, *kept.payload)
-            case GroupScored(key=key, rewards=rewards) if key in groups:
-                groups[key].rewards = rewards
-    return [group for group in groups.values() if group.rewards and len(group.buffers) == len(group.tensors)]

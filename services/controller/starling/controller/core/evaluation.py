@@ -8,13 +8,13 @@ neither blocks training nor waits for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from starling.common.wire.messages import USABLE, Prompt
-from starling.controller.core.free import Free
+from starling.common.wire.messages import Prompt
 from starling.controller.core.groups import Group, Groups, GroupState
 from starling.controller.core.membership import Member
+from starling.controller.core.routing import Routing
 
 TASK = "task"
 """Key of a prompt's metadata by which results are told apart."""
@@ -34,18 +34,22 @@ class Evaluation(Groups):
         max_tries: int,
         first: int,
         deadline: float,
+        expected: Callable[[Prompt], int],
     ) -> None:
-        """`first` is the ordinal of its first group: no two evaluations of a run share one."""
+        """`first` is the ordinal of its first group: no two evaluations of a run share one.
+
+        `expected` says how many tokens the completions of a prompt will have.
+        """
         super().__init__("evaluate", max_tries)
         self.number, self.version, self.cause = number, version, cause
         self.num_completions, self.deadline = num_completions, deadline
         self.num_admitted = self.first = first
         self.pinned: set[str] = set()
         """Rollouts that it is bound to."""
-        self.free = Free()
+        self.free = Routing()
         """Those of them that hold its version, by their free slots."""
         for prompt in prompts:
-            self.admit(prompt)
+            self.admit(prompt, expected(prompt))
         self.num_prompts = self.num_admitted - first
 
     @property
@@ -67,13 +71,13 @@ class Evaluation(Groups):
             "cause": self.cause,
             "num_prompts": self.num_prompts,
             "num_failed": self.num_discarded,
-            **_rates(groups),
+            **rates([group.rewards for group in groups]),
         }
         names = sorted({name for group in groups for name in group.components})
         for name in names:
             values = [v for group in groups for v in group.components.get(name, ()) if v is not None]
             fields[f"score/{name}"] = sum(values) / len(values) if values else None
-        lengths = [t.num_tokens for group in groups for t in group.trajectories if t.status in USABLE]
+        lengths = [t.num_tokens - t.num_masked for group in groups for t in group.trajectories]
         fields["completion_tokens_mean"] = sum(lengths) / len(lengths) if lengths else None
         tasks: dict[str, list[Group]] = {}
         for group in groups:
@@ -81,7 +85,8 @@ class Evaluation(Groups):
                 tasks.setdefault(str(group.prompt.metadata[TASK]), []).append(group)
         if tasks:
             fields["tasks"] = {
-                task: {"num_prompts": len(members), **_rates(members)} for task, members in sorted(tasks.items())
+                task: {"num_prompts": len(members), **rates([group.rewards for group in members])}
+                for task, members in sorted(tasks.items())
             }
         return fields
 
@@ -106,13 +111,14 @@ def pass_at(k: int, num: int, num_right: int) -> float:
     return 1.0 - math.prod((num - num_right - i) / (num - i) for i in range(k))
 
 
-def _rates(groups: list[Group]) -> dict[str, Any]:
-    rewards = [[r for r in group.rewards if r is not None] for group in groups]
+def rates(of_groups: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """Return mean@k and pass@k of the rewards of groups; None where there are none."""
+    rewards = [[r for r in group if r is not None] for group in of_groups]
     kept = [r for group in rewards for r in group]
     k = max((len(r) for r in rewards), default=0)
     fields: dict[str, Any] = {
         "reward_mean": sum(kept) / len(kept) if kept else None,
-        "pass_at_k": sum(max(r, default=0) >= 1 for r in rewards) / len(groups) if groups else None,
+        "pass_at_k": sum(max(r, default=0) >= 1 for r in rewards) / len(rewards) if rewards else None,
         "k": k,
     }
     smaller = 1

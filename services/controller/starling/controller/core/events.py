@@ -8,6 +8,7 @@ import msgspec
 
 from starling.common.wire.messages import Down, Prompt, Up
 from starling.controller.core.records import Kept, Record
+from starling.controller.core.stored import StoredGroup
 
 Buffers = tuple[bytes, ...]
 
@@ -43,14 +44,21 @@ class StopRequested(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fetched(msgspec.Struct, frozen=True, gc=False):
-    """The records of a committed step, with their payload, in the order of its groups: what `Fetch` asked for."""
+    """The records of a step, with their payload, in the order of its groups: what `Fetch` asked for."""
 
     now: float
     step: int
     records: tuple[Kept, ...]
 
 
-Event = Received | Ticked | PeerLost | StopRequested | Fetched
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """The groups of a step are in a file: what `Store` asked for."""
+
+    now: float
+    step: int
+
+
+Event = Received | Ticked | PeerLost | StopRequested | Fetched | Stored
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
@@ -75,9 +83,16 @@ class Prune(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
-    """Read from the journal what `step` was made of; `Fetched` is the answer."""
+    """Read what `step` was made of from the journal, or is made of from files; `Fetched` is the answer."""
 
     step: int
+
+
+class Store(msgspec.Struct, frozen=True, gc=False):
+    """Write the groups of a step to a file, unless they are there; `Stored` is the answer."""
+
+    step: int
+    groups: tuple[StoredGroup, ...]
 
 
 class Note(msgspec.Struct, frozen=True, gc=False):
@@ -94,7 +109,7 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-Command = Send | Write | Note | Prune | Fetch | Finish
+Command = Send | Write | Note | Prune | Fetch | Store | Finish
 
 
 class Prompts(Protocol):

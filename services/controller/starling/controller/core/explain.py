@@ -24,6 +24,8 @@ WORK = {
     "adopt": ("version", "versions", "to adopt"),
     "checkpoint": ("checkpoint", "checkpoints", "to write"),
     "save": ("state", "states", "to save"),
+    "sleep": ("replica", "replicas", "to give its devices to others"),
+    "wake": ("replica", "replicas", "to take its devices"),
 }
 
 
@@ -38,6 +40,9 @@ def explain(state: State) -> str:
     missing = missing_role(state)
     if missing is not None:
         return missing
+    turn = _turn(state)
+    if turn is not None:
+        return turn
     behind = [member for member in state.membership.of("policy") if member.version < state.version]
     if behind:
         return f"{behind[0].name} to catch up: it holds version {behind[0].version} of {state.version}"
@@ -56,6 +61,10 @@ def explain(state: State) -> str:
         return _adoptions(state, adopting)
     if state.behind and not leases.has("generate"):
         return f"a replica that offers version {state.rounds.version} to {', '.join(sorted(state.behind)[:3])}"
+    if plan.serves:
+        return "requests at the endpoints of its rollouts"
+    if plan.replays:
+        return f"the files to give the groups of step {state.version + 1}"
     return (
         f"the groups of step {state.version + 1}: {ledger.count(GroupState.LEASED)} being generated, "
         f"{ledger.count(GroupState.GENERATED)} being {_scoring(plan)}, {ledger.count(GroupState.SCORED)} scored of "
@@ -63,9 +72,19 @@ def explain(state: State) -> str:
     )
 
 
+def _turn(state: State) -> str | None:
+    """Say who keeps those from the devices whose turn it is, or return None."""
+    turns = state.turns
+    if not turns.shared or all(map(turns.may_work, state.membership.of(turns.side))):
+        return None
+    plural = "policies" if turns.side == "policy" else "rollouts"
+    obstacle = turns.obstacle(state.membership.of(turns.other), state.now)
+    return f"{obstacle} to sleep: it is the turn of the {plural}" if obstacle else f"the {plural} to wake"
+
+
 def _scoring(plan: RunPlan) -> str:
     """Say what is done with the groups that have their completions."""
-    return " and ".join(["scored"] * (plan.num_rewards > 0) + ["taught"] * plan.is_taught)
+    return " and ".join(["scored"] * (plan.num_rewards > 0) + ["taught"] * plan.is_taught) or "kept"
 
 
 def pull_of(state: State, member: Member) -> tuple[int, LeaseProgress] | None:
@@ -87,10 +106,10 @@ def missing_role(state: State) -> str | None:
     """Name the first role that has too few replicas for the run to go on, or return None."""
     plan, members = state.plan, state.membership
     num = members.num("policy")
-    if num == 0:
+    if plan.has_policy and num == 0:
         was_there = state.version > 0 or state.rounds.version >= 0
         return "needs a policy, which is gone" if was_there else "needs the policy, which has not joined"
-    if not state.has_begun and num < plan.num_policies:
+    if plan.has_policy and not state.has_begun and num < plan.num_policies:
         return f"needs {plan.num_policies} policy replicas, has {num}"
     if not generates_more(state):
         return None
@@ -116,7 +135,7 @@ def generates_more(state: State) -> bool:
     at_start = plan.evaluate_at_start and "start" not in evaluated
     at_end = plan.evaluate_at_end and "end" not in evaluated
     evaluates = state.evaluation is not None or bool(state.requested) or at_start or at_end
-    return evaluates or state.ledger.num_sealed < plan.num_steps
+    return evaluates or plan.serves or state.ledger.num_sealed < plan.num_steps
 
 
 def overdue(state: State) -> str | None:

@@ -4,6 +4,9 @@
        ^_________|___________|           |
                  (again, or discarded)
 
+A rollout that leaves in good order gives back what it has of a group, which then waits with its tokens so far: the next
+rollout goes on from them. That is nobody's failure and counts as no try.
+
 A generated group is scored once it has its rewards and, in a run with teachers, its teacher's log-probabilities too:
 the two come from different replicas, in either order.
 
@@ -21,6 +24,8 @@ from dataclasses import dataclass, field
 from starling.common.ids import LeaseKind, Purpose
 from starling.common.wire.messages import Prompt, TensorMeta, TrajectoryMeta
 from starling.controller.core.events import Buffers
+from starling.controller.core.expect import length_class
+from starling.controller.core.partial import Partial
 
 
 class GroupState(enum.StrEnum):
@@ -68,6 +73,19 @@ class Group:
     """The lease under which its completions were generated: those to score and to teach them are all newer."""
     temperature: float = 1.0
     """Divisor of the logits, as of its dispatch."""
+    problem: str = ""
+    """Why it was given up."""
+    losses: int = 0
+    """How many engines died with it in hand since its tries were counted last."""
+    partial: Partial | None = None
+    """What some rollout left of its completions, to go on from."""
+    expected_tokens: int = 1
+    """Of all completions, as was to be expected at its admission."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its completions, once it is generated."""
+        return sum([trajectory.num_tokens for trajectory in self.trajectories])
 
     @property
     def key(self) -> str:
@@ -84,20 +102,36 @@ class Groups:
         self.num_admitted = 0
         self.num_discarded = 0
         """Groups that were given up: their completions could not be had, or not be scored."""
+        self.num_env_errors = 0
+        """Groups that were thrown away because an environment failed, since this controller started."""
         self._live: dict[int, Group] = {}
         self._counts: dict[GroupState, int] = dict.fromkeys(GroupState, 0)
         self._waiting: list[int] = []
+        self._longest: list[tuple[int, int, int]] = []
+        """The same by block, the longest first."""
+        self.waiting_tokens = 0
+        """Expected of all groups that wait."""
         self._to_score: list[int] = []
         self._to_teach: list[int] = []
 
-    def admit(self, prompt: Prompt) -> Group:
-        """Take in a prompt as a waiting group."""
-        group = Group(self.num_admitted, prompt, self.purpose)
+    def admit(self, prompt: Prompt, expected_tokens: int = 1) -> Group:
+        """Take in a prompt as a waiting group, of which so many tokens are expected."""
+        group = Group(self.num_admitted, prompt, self.purpose, expected_tokens=expected_tokens)
         self.num_admitted += 1
         self._live[group.ordinal] = group
         self._counts[GroupState.WAITING] += 1
-        heapq.heappush(self._waiting, group.ordinal)
+        self._push(group)
         return group
+
+    def _push(self, group: Group) -> None:
+        heapq.heappush(self._waiting, group.ordinal)
+        place = (self.block(group), -length_class(group.expected_tokens), group.ordinal)
+        heapq.heappush(self._longest, place)
+        self.waiting_tokens += group.expected_tokens
+
+    def block(self, group: Group) -> int:
+        """Return which of the blocks a group is in, within which the longest goes first: here there is but one."""
+        return 0
 
     def get(self, ordinal: int) -> Group | None:
         """Return a live group."""
@@ -122,7 +156,20 @@ class Groups:
 
     def next_waiting(self) -> Group | None:
         """Return the first group that waits."""
-        return self._first(self._waiting, _waits)
+        found = self._first(self._waiting, _waits)
+        if found is None:
+            self._longest.clear()  # nothing that it holds counts any more
+        return found
+
+    def next_longest(self) -> Group | None:
+        """Return the longest group of the first block of which any waits; the order of admission breaks ties."""
+        # As in `_first`: only the state says what counts.
+        while self._longest:
+            group = self._live.get(self._longest[0][2])
+            if group is not None and _waits(group):
+                return group
+            heapq.heappop(self._longest)
+        return None
 
     def next_to_score(self) -> Group | None:
         """Return the first group that has completions, and nobody that scores them."""
@@ -143,11 +190,13 @@ class Groups:
 
     def move(self, group: Group, state: GroupState) -> None:
         """Put `group` into `state`."""
+        if group.state is GroupState.WAITING:
+            self.waiting_tokens -= group.expected_tokens
         self._counts[group.state] -= 1
         self._counts[state] += 1
         group.state = state
         if state is GroupState.WAITING:
-            heapq.heappush(self._waiting, group.ordinal)
+            self._push(group)
         elif state in GONE:
             del self._live[group.ordinal]
             self._counts[state] -= 1
@@ -167,7 +216,7 @@ class Groups:
     ) -> None:
         """Store the completions of a group, which it was leased for as `lease`."""
         group.trajectories, group.tensors, group.buffers = trajectories, tensors, buffers
-        group.generated_by = lease
+        group.generated_by, group.partial = lease, None
         self.move(group, GroupState.GENERATED)
         heapq.heappush(self._to_score, group.ordinal)
         if self.is_taught:
@@ -206,6 +255,13 @@ class Groups:
                 group.teaching = ""
                 heapq.heappush(self._to_teach, group.ordinal)
 
+    def interrupted(self, group: Group, partial: Partial, temperature: float) -> bool:
+        """Keep what a rollout left of a group, drawn at this temperature; not where more of it is there already."""
+        keeps = group.partial is None or partial.num_tokens >= group.partial.num_tokens
+        if keeps:
+            group.partial, group.temperature = partial, temperature
+        return keeps
+
     def retry(self, group: Group, *, hopeless: bool = False) -> None:
         """Throw a group's completions away: generate it again, or discard it after `max_tries`."""
         if hopeless or group.tries >= self.max_tries:
@@ -219,7 +275,7 @@ class Groups:
         group.tries = tries
         group.trajectories, group.tensors, group.buffers, group.rewards = (), (), (), ()
         group.scoring = group.teaching = group.generated_by = ""
-        group.taught = False
+        group.taught, group.partial = False, None
         self.move(group, GroupState.WAITING)
 
     def discard(self, group: Group) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from starling.common.ids import LeaseKind, lease_kind
+from starling.common.ids import LeaseKind
 from starling.controller.core.events import Send
 
 
@@ -23,6 +23,8 @@ class Lease:
     sent_at: float
     deadline: float
     begun_at: float
+    tokens: int = 0
+    """Expected of it, where it is a group to generate."""
 
 
 @dataclass
@@ -33,11 +35,24 @@ class Leases:
     _by_peer: dict[str, dict[str, Lease]] = field(default_factory=dict)
     _by_kind: Counter[str] = field(default_factory=Counter)
     _by_peer_and_kind: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _tokens: Counter[str] = field(default_factory=Counter)
+    """Of all groups that a rollout has in hand."""
     _deadlines: list[tuple[float, str]] = field(default_factory=list)
 
-    def grant(self, lease: str, kind: LeaseKind, peer: str, send: Send | None, now: float, patience_s: float) -> None:
+    def grant(
+        self,
+        lease: str,
+        kind: LeaseKind,
+        peer: str,
+        send: Send | None,
+        now: float,
+        patience_s: float,
+        tokens: int = 0,
+    ) -> None:
         """Put a command in force."""
-        entry = Lease(lease, kind, peer, send, now, now + patience_s, now)
+        entry = Lease(lease, kind, peer, send, now, now + patience_s, now, tokens)
+        if tokens:
+            self._tokens[peer] += tokens
         self._leases[lease] = entry
         self._by_peer.setdefault(peer, {})[lease] = entry
         self._by_kind[kind] += 1
@@ -67,7 +82,7 @@ class Leases:
         """Return what `peer` has in hand, of these kinds."""
         if not any(self._by_peer_and_kind[peer, kind] for kind in kinds):
             return []
-        return [lease for lease in self._by_peer.get(peer, ()) if lease_kind(lease) in kinds]
+        return [lease for lease in self._by_peer.get(peer, ()) if lease.partition(":")[0] in kinds]
 
     def all_of(self, peer: str) -> list[Lease]:
         """Return everything that `peer` has in hand, the oldest first."""
@@ -76,6 +91,10 @@ class Leases:
     def num(self, peer: str, kind: str) -> int:
         """Return how much work of this kind `peer` has in hand."""
         return self._by_peer_and_kind[peer, kind]
+
+    def num_tokens(self, peer: str) -> int:
+        """Return how many tokens are expected of the groups that `peer` has in hand."""
+        return self._tokens[peer]
 
     def has(self, kind: str) -> bool:
         """Say whether anybody has work of this kind in hand."""
@@ -118,8 +137,11 @@ class Leases:
         del self._leases[lease.id]
         mine = self._by_peer[lease.peer]
         del mine[lease.id]
+        if lease.tokens:
+            self._tokens[lease.peer] -= lease.tokens
         if not mine:
             del self._by_peer[lease.peer]
+            self._tokens.pop(lease.peer, None)
         self._by_kind[lease.kind] -= 1
         left = self._by_peer_and_kind[lease.peer, lease.kind] - 1
         if left:

@@ -68,11 +68,15 @@ class Ledger(Groups):
         wanted = (self.num_steps - self._begun_steps) * self.prompts_per_step - num_kept
         return max(0, min(self.num_slots - self.num_live, wanted))
 
-    def admit(self, prompt: Prompt) -> Group:
+    def admit(self, prompt: Prompt, expected_tokens: int = 1) -> Group:
         """Take in a prompt as a waiting group."""
-        group = super().admit(prompt)
+        group = super().admit(prompt, expected_tokens)
         self._unsealed.append(group.ordinal)
         return group
+
+    def block(self, group: Group) -> int:
+        """Return which step's worth of prompts a group is in, as they were admitted: about what trains together."""
+        return (group.ordinal - self._begun_at) // self.prompts_per_step
 
     def rank(self, group: Group) -> int:
         """Return how many live groups were admitted before this one.
@@ -145,6 +149,25 @@ class Ledger(Groups):
         self.num_sealed += 1
         self._num_ready = 0
         self._look_ahead()
+
+    def recall(self, step: int, groups: list[Group]) -> list[Group]:
+        """Take in groups that another run has generated and scored, as those of `step`."""
+        taken = []
+        for found in groups:
+            group = self.admit(found.prompt)
+            assert group.ordinal == found.ordinal, "files are read in order"
+            group.temperature = found.temperature
+            self.generated(group, found.trajectories, found.tensors, found.buffers)
+            self.scored(group, found.rewards, found.components)
+            taken.append(group)
+        self.take(step, taken)
+        return taken
+
+    def recalled(self) -> None:
+        """Count one more step that was made of such groups, before the controller began again."""
+        self.num_sealed += 1
+        self.num_admitted += self.prompts_per_step
+        self.num_trained_groups += self.prompts_per_step
 
     def sealed(self, step: int) -> list[Group]:
         """Return the groups that were sealed for `step`, in the order of admission, until it is published."""

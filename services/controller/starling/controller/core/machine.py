@@ -11,8 +11,19 @@ from collections.abc import Sequence
 
 from starling.common.wire.messages import Prompt
 from starling.controller.core.derive import advance
+from starling.controller.core.derive_files import stored
 from starling.controller.core.due import Due
-from starling.controller.core.events import Command, Event, Fetched, PeerLost, Prompts, Received, StopRequested, Ticked
+from starling.controller.core.events import (
+    Command,
+    Event,
+    Fetched,
+    PeerLost,
+    Prompts,
+    Received,
+    StopRequested,
+    Stored,
+    Ticked,
+)
 from starling.controller.core.explain import explain, overdue
 from starling.controller.core.finish import Stage
 from starling.controller.core.handle import received
@@ -80,7 +91,9 @@ class Controller:
             case Fetched(step=step, records=records):
                 if state.fetching == step:
                     state.fetching, state.fetched = -1, (step, records)
-                    state.due |= Due.CATCH_UP
+                    state.due |= Due.CATCH_UP | Due.TRAIN
+            case Stored(step=step):
+                stored(state, step)
         if state.due:
             advance(state)
         return [*state.written, *state.out]
@@ -88,6 +101,8 @@ class Controller:
     def _begin(self) -> None:
         """Set the deadlines that a restored state could not set, for want of a clock."""
         state = self.state
+        if state.incarnation > 1:
+            state.turns.not_before = state.now + 2 * state.plan.lease_s
         state.await_until = state.now + AWAITED_HEARTBEATS * state.plan.heartbeat_s
         if state.ending.stage is Stage.DRAINING:
             state.ending.drain(state.now)
@@ -109,4 +124,5 @@ class Controller:
             problem = overdue(state)
             if problem is not None:
                 state.ending.fail(problem, state.now)
+        state.wake_rested()
         state.due = Due.ALL

@@ -45,6 +45,8 @@ class Membership:
     """The replicas that are in the run now."""
 
     lease_s: float
+    given: int = -1
+    """A version that a rollout need not prove to hold, for all read it from the same folder; -1 for none."""
     members: dict[str, Member] = field(default_factory=dict)
     proven: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of each replica, also one that is gone: its incarnation, and the version that this one proved to hold."""
@@ -98,8 +100,8 @@ class Membership:
         if hello.role == "policy":
             version = hello.version
         elif proven_epoch != epoch or hello.version != version:
-            version = -1
-        known = self._epochs.get(name) == epoch or self.proven.get(name, (-1, -1))[0] == epoch
+            version = hello.version if hello.version == self.given else -1
+        known = self.was_here(name, epoch)
         self._epochs[name] = epoch
         self._banned.pop(name, None)
         member = Member(
@@ -120,6 +122,10 @@ class Membership:
         self._heard[name] = None
         self._heard.move_to_end(name)
         return member
+
+    def was_here(self, name: str, epoch: int) -> bool:
+        """Say whether this incarnation of `name` has been a member, now or before."""
+        return self._epochs.get(name) == epoch or self.proven.get(name, (-1, -1))[0] == epoch
 
     def remember(self, name: str, epoch: int) -> None:
         """Note that this incarnation was a member before the controller's restart, and may hold work."""

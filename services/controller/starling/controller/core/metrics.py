@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starling.algo.staleness import staleness
 from starling.common.wire.messages import Status
+from starling.controller.core.groups import Group
 from starling.controller.core.ledger import Ledger
 
 
@@ -36,14 +37,43 @@ def sealed_metrics(ledger: Ledger, step: int) -> dict[str, float]:
         "reward_mean": sum(rewards) / len(rewards),
         "reward_max": max(rewards),
         "reward_min": min(rewards),
-        "completion_tokens_mean": sum(t.num_tokens for t in trajectories) / len(trajectories),
-        "completion_tokens_max": max(t.num_tokens for t in trajectories),
+        "completion_tokens_mean": sum(t.num_tokens - t.num_masked for t in trajectories) / len(trajectories),
+        "completion_tokens_max": max(t.num_tokens - t.num_masked for t in trajectories),
         "truncated_share": sum(t.status is Status.TRUNCATED for t in trajectories) / len(trajectories),
         "staleness_mean": sum(stale) / len(stale),
         "staleness_max": max(stale),
         "num_discarded": ledger.num_discarded,
+        "num_env_errors": ledger.num_env_errors,
+        "turns_mean": sum(t.num_turns for t in trajectories) / len(trajectories),
     }
-    for name in sorted({name for group in sealed for name in group.components}):
-        values = [v for group in sealed for v in group.components.get(name, ()) if v is not None]
+    return metrics | _judged(sealed)
+
+
+def answered_metrics(groups: list[Group], *, is_scored: bool) -> dict[str, float]:
+    """Return what the groups of a file say of themselves; what no group tells is left out."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    metrics: dict[str, float] = {
+        "num_prompts": len(groups),
+        "num_failed": sum(not group.trajectories for group in groups),
+        "num_tokens": sum(t.num_tokens - t.num_masked for t in trajectories),
+    }
+    if trajectories:
+        metrics["completion_tokens_mean"] = metrics["num_tokens"] / len(trajectories)
+        metrics["truncated_share"] = sum(t.status is Status.TRUNCATED for t in trajectories) / len(trajectories)
+    rewards = [r for group in groups for r in group.rewards if r is not None]
+    if is_scored and rewards:
+        metrics |= {"reward_mean": sum(rewards) / len(rewards), **_judged(groups)}
+    return metrics
+
+
+def _judged(groups: list[Group]) -> dict[str, float]:
+    """Return the means of what scorers and environments found."""
+    metrics = {}
+    trajectories = [t for group in groups for t in group.trajectories]
+    for name in sorted({name for group in groups for name in group.components}):
+        values = [v for group in groups for v in group.components.get(name, ()) if v is not None]
         metrics[f"score/{name}"] = sum(values) / max(1, len(values))
+    for name in sorted({name for t in trajectories for name in t.metrics}):
+        values = [t.metrics[name] for t in trajectories if name in t.metrics]
+        metrics[f"env/{name}"] = sum(values) / len(values)
     return metrics

@@ -35,6 +35,8 @@ def _answer(state: State, message: wire.OperatorUp) -> tuple[str, dict[str, obje
                 raise ValueError("the run is ending; nothing more is evaluated")
             if not state.plan.needs_rollouts:
                 raise ValueError("this run generates nothing; set evaluation.at_end = true in its recipe")
+            if not state.plan.has_policy:
+                raise ValueError("this run trains nothing and has no newest version; write starling evaluate --model")
             _demand_scorers(state)
             if not state.held_out:
                 raise ValueError("this run has no held-out prompts; set data.held_out in the recipe")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from starling.common.ids import LeaseKind, Objective, Purpose
+from starling.common.ids import Activity, LeaseKind, Objective, Purpose
 from starling.common.wire.messages import Sampling
 
 RESUMED_WITH: tuple[str, ...] = (
@@ -17,8 +17,12 @@ RESUMED_WITH: tuple[str, ...] = (
     "begin_version",
     "begin_prompt",
     "is_taught",
+    "activity",
 )
 """What may not differ when a run is taken up again: its journal means something else by other values."""
+
+TRAINING: tuple[Activity, ...] = ("rl", "replay")
+"""What is done with groups where there is a policy."""
 
 FILTER_LIMIT = 10
 """Steps' worth of groups that may be set aside in a row, where the recipe does not say."""
@@ -33,13 +37,23 @@ class RunPlan:
     eval_sampling: Sampling
     objective: Objective = "sft"
     """What the supervised steps teach."""
+    activity: Activity = "rl"
+    """What is done with groups: they are trained as they come (rl), or as files have them (replay). Or there is no
+    policy, and they are written to files, with their tokens (generate) or without (evaluate, infer). Or there are none
+    (serve): rollouts answer requests of others."""
     num_supervised_steps: int = 0
     """Steps that learn from examples: the first of the run."""
     examples_per_step: int = 1
     num_steps: int = 0
-    """Steps of reinforcement learning, after the supervised ones."""
+    """Steps of reinforcement learning, after the supervised ones; without a policy, files to write."""
+    num_prompts: int = 0
+    """Without a policy: how many prompts are answered, each once."""
+    records: bool = False
+    """Write the groups of each step of reinforcement learning to files too, before it is trained."""
     prompts_per_step: int = 1
     group_size: int = 1
+    colocate: bool = False
+    """Policies and rollouts share their devices, and take turns."""
     max_staleness: int = 1
     max_tries: int = 2
     dynamic_sampling: bool = False
@@ -88,6 +102,7 @@ class RunPlan:
     publish_s: float = 900.0
     adopt_s: float = 900.0
     save_s: float = 3600.0
+    sleep_s: float = 300.0
     evaluation_s: float = 7200.0
     """How long one evaluation may take; what is not scored by then counts as failed."""
 
@@ -95,6 +110,31 @@ class RunPlan:
     def last_step(self) -> int:
         """The version that the last step makes."""
         return self.num_supervised_steps + self.num_steps
+
+    @property
+    def has_policy(self) -> bool:
+        """Say whether anything is trained. If not, rollouts generate with the weights that they read: version 0."""
+        return self.activity in TRAINING
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Say whether anybody needs the tokens of a group, and not just the texts of its completions."""
+        return self.activity not in ("evaluate", "infer", "serve")
+
+    @property
+    def serves(self) -> bool:
+        """Say whether the run goes on until it is stopped."""
+        return self.activity == "serve"
+
+    @property
+    def replays(self) -> bool:
+        """Say whether the groups to train come from files."""
+        return self.activity == "replay"
+
+    @property
+    def publishes(self) -> bool:
+        """Say whether versions are put on offer."""
+        return self.has_policy and self.needs_rollouts
 
     @property
     def is_taught(self) -> bool:
@@ -111,13 +151,15 @@ class RunPlan:
         return self.group_size if purpose == "train" else self.eval_completions
 
     def phase(self, step: int) -> str:
-        """Return what `step` is one of: sft, dpo, reward_model or rl."""
-        return self.objective if step <= self.num_supervised_steps else "rl"
+        """Return what `step` is one of: sft, dpo, reward_model, or what is done with groups."""
+        return self.objective if self.has_policy and step <= self.num_supervised_steps else self.activity
 
     @property
     def needs_rollouts(self) -> bool:
         """Say whether anything is ever generated."""
-        return self.num_steps > 0 or self.evaluate_at_start or self.evaluate_at_end
+        if not self.has_policy:
+            return True
+        return not self.replays and (self.num_steps > 0 or self.evaluate_at_start or self.evaluate_at_end)
 
     def patience_s(self, kind: LeaseKind) -> float:
         """Return how long a lease of this kind may take."""
@@ -136,6 +178,8 @@ class RunPlan:
                 return self.adopt_s
             case "checkpoint" | "save":
                 return self.save_s
+            case "sleep" | "wake":
+                return self.sleep_s
 
 
 def draw_seed(seed: int, purpose: str, ordinal: int, tries: int) -> int:

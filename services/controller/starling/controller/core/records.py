@@ -10,6 +10,7 @@ A record is written, and on disk, before anything that follows from it is said t
 | `MemberJoined`, `MemberLeft` | whom a restarted controller should hear of | the next incarnation    |
 | `GroupsOpened`      | positions of the data that are groups now        | the end                    |
 | `GroupGenerated`    | completions, with their payload                  | two saved states cover its step |
+| `GroupInterrupted`  | what there is of completions, with its payload   | they are generated, or begun anew |
 | `GroupScored`       | rewards                                          | as above                   |
 | `GroupTaught`       | what a teacher makes of a group, with its payload | as above                  |
 | `GroupReturned`     | completions were thrown away; how often by now   | as above                   |
@@ -33,7 +34,7 @@ from typing import Any
 import msgspec
 
 from starling.common.ids import Role
-from starling.common.wire.messages import TensorMeta, TrajectoryMeta
+from starling.common.wire.messages import PartialMeta, TensorMeta, TrajectoryMeta
 
 
 class RunBegun(msgspec.Struct, frozen=True, kw_only=True, tag="run_begun"):
@@ -87,6 +88,23 @@ class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_gener
     """Divisor of the logits under which they were sampled."""
     lease: str = ""
     """Under which they were generated."""
+
+
+class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="group_interrupted"):
+    """A group waits again, with the tokens that a rollout left of it; payload: its tensors.
+
+    The journal gives the payload back until there is more of the group: its completions, a later record like this one,
+    or word that its tokens were thrown away.
+    """
+
+    key: str
+    partial: tuple[PartialMeta, ...]
+    tensors: tuple[TensorMeta, ...]
+    oldest_version: int
+    """The least, and below the greatest weight version among the tokens."""
+    newest_version: int
+    temperature: float
+    """Divisor of the logits under which they were sampled."""
 
 
 class GroupTaught(msgspec.Struct, frozen=True, kw_only=True, tag="group_taught"):
@@ -229,6 +247,7 @@ Record = (
     | MemberLeft
     | GroupsOpened
     | GroupGenerated
+    | GroupInterrupted
     | GroupScored
     | GroupTaught
     | GroupReturned

@@ -13,11 +13,17 @@ from starling.controller.core.alarms import as_told
 from starling.controller.core.evaluation import Evaluation
 from starling.controller.core.events import Buffers
 from starling.controller.core.finish import Stage
+from starling.controller.core.partial import Partial
 from starling.controller.core.records import Kept
 from starling.controller.core.state import State
 
 OfGroup = (
-    records.GroupGenerated | records.GroupScored | records.GroupTaught | records.GroupReturned | records.GroupDiscarded
+    records.GroupGenerated
+    | records.GroupInterrupted
+    | records.GroupScored
+    | records.GroupTaught
+    | records.GroupReturned
+    | records.GroupDiscarded
 )
 
 
@@ -40,12 +46,17 @@ def _apply(state: State, kept: Kept) -> None:
         case records.GroupsOpened(first=first, num=num):
             assert first == state.ledger.num_admitted, "groups are opened in order"
             for position in range(first, first + num):
-                state.ledger.admit(state.prompts.prompt(position))
+                prompt = state.prompts.prompt(position)
+                state.ledger.admit(prompt, state.expected_tokens(prompt, "train", state.plan.group_size))
         case records.StepSealed(step=step, ordinals=ordinals):
             groups = [state.ledger.get(ordinal) for ordinal in ordinals]
             state.ledger.take(step, [group for group in groups if group is not None])
         case records.StepCommitted(step=step, metrics=metrics):
             state.version = step
+            if state.plan.replays and step > state.plan.num_supervised_steps:
+                state.ledger.recalled()
+            elif not state.plan.publishes:
+                state.ledger.trained(step)
             state.alarms = as_told(metrics)
             state.knows(metrics)
         case records.VersionPublished(version=version, root=root):
@@ -69,6 +80,7 @@ def _apply(state: State, kept: Kept) -> None:
             _close(state, closed)
         case (
             records.GroupGenerated()
+            | records.GroupInterrupted()
             | records.GroupScored()
             | records.GroupTaught()
             | records.GroupReturned()
@@ -96,6 +108,7 @@ def _open(state: State, opened: records.EvaluationOpened) -> None:
         max_tries=state.ledger.max_tries,
         first=opened.first,
         deadline=float("inf"),
+        expected=lambda prompt: state.expected_tokens(prompt, "evaluate", opened.num_completions),
     )
     if opened.request:
         state.granted.add(opened.request)
@@ -121,6 +134,12 @@ def _group(state: State, record: OfGroup, payload: Buffers) -> None:
             group.temperature = record.temperature
             state.has_generated = state.has_generated or group.purpose == "train"
             groups.generated(group, trajectories, tensors, payload, lease)
+            if trajectories:
+                state.lengths.note(group.prompt.id, group.purpose, group.num_tokens / len(trajectories))
+        case records.GroupInterrupted(partial=partial, tensors=tensors):
+            if len(payload) == len(tensors):  # else there is more of the group in a later record
+                found_so_far = Partial(partial, tensors, payload, record.oldest_version, record.newest_version)
+                groups.interrupted(group, found_so_far, record.temperature)
         case records.GroupScored(rewards=rewards, components=components):
             groups.scored(group, rewards, components)
         case records.GroupTaught(tensors=tensors):
@@ -129,5 +148,6 @@ def _group(state: State, record: OfGroup, payload: Buffers) -> None:
             groups.again(group, tries)
         case records.GroupDiscarded(filtered=True, reward=reward):
             state.ledger.filter(group, reward)
-        case records.GroupDiscarded():
+        case records.GroupDiscarded(reason=reason):
+            group.problem = reason
             groups.discard(group)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from starling.common.ids import LeaseKind, Purpose, lease_id, lease_kind, lease_subject
+from starling.common.ids import LEASE_KINDS, LeaseKind, Purpose, lease_id, lease_kind
 from starling.common.wire import messages as wire
+from starling.controller.core.answers import ledger_of
+from starling.controller.core.capacity import Capacity
 from starling.controller.core.due import Due
 from starling.controller.core.dynamic import DYNAMIC, Changes
-from starling.controller.core.evaluation import Evaluation, slots_of
+from starling.controller.core.evaluation import Evaluation
 from starling.controller.core.events import Buffers, Command, Fetch, Note, Prompts, Prune, Send, Write
+from starling.controller.core.expect import Lengths
 from starling.controller.core.finish import Ending, Stage
-from starling.controller.core.free import Free
 from starling.controller.core.groups import Group, Groups
 from starling.controller.core.leases import Leases
-from starling.controller.core.ledger import Ledger
 from starling.controller.core.membership import Member, Membership
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import Kept, MemberLeft, Record
 from starling.controller.core.rounds import Rounds
 from starling.controller.core.steps import Step
+from starling.controller.core.turns import Turns
+
+TAKES_SLOT: Final = frozenset({"generate", "score", "teach"})
+"""The kinds of work of which a replica has as much in hand as it has slots."""
 
 
 class State:
@@ -40,21 +45,17 @@ class State:
         self.plan, self.prompts, self.examples, self.held_out = plan, prompts, examples, list(held_out)
         self.incarnation = incarnation
         self.now = 0.0
-        self.membership = Membership(plan.lease_s)
+        given = -1 if plan.has_policy else 0
+        self.membership = Membership(plan.lease_s, given)
         self.leases = Leases()
-        self.rounds = Rounds()
+        self.turns = Turns(plan.colocate, plan.lease_s)
+        self.rounds = Rounds(version=given)
         self.ending = Ending(plan.drain_s, plan.stop_s)
         self.changes = Changes()
-        self.ledger = Ledger(
-            num_steps=plan.num_steps,
-            prompts_per_step=plan.prompts_per_step,
-            max_staleness=plan.max_staleness,
-            max_tries=plan.max_tries,
-            is_taught=plan.is_taught,
-        )
+        self.ledger = ledger_of(plan)
         self.ledger.begin(max(0, plan.begin_version - plan.num_supervised_steps), plan.begin_prompt)
         self.version = plan.begin_version
-        """The newest version that exists: how many steps were made."""
+        """The newest version that exists: how many steps were made; without a policy, how many files were written."""
         self.step: Step | None = None
         """The step in hand, which makes the next version."""
         self.num_broken = 0
@@ -73,7 +74,8 @@ class State:
         """When a state was saved last, by this incarnation of the controller."""
         self.save_after = 0.0
         """Not before then is a state to be saved again, after a failure."""
-        self.free_rollouts, self.free_rewards, self.free_teachers = Free(), Free(), Free()
+        self.capacity = Capacity(self.leases)
+        self.lengths = Lengths()
         self.holders: dict[tuple[int, str], dict[str, None]] = {}
         """Rollouts by the version that they hold and their host."""
         self.behind: dict[str, None] = {}
@@ -96,9 +98,8 @@ class State:
         self.idle_since = 0.0
         self.failing_since: dict[str, float] = {}
         """Since when a replica has failed to take over or to offer weights, again and again."""
-        self._metrics: dict[str, float] = {}
-        """What was measured of the newest step, and below in the newest evaluation that is over."""
-        self._eval_metrics: dict[str, float] = {}
+        self._metrics, self._eval_metrics = dict[str, float](), dict[str, float]()
+        """What was measured of the newest step, and in the newest evaluation that is over."""
         self.has_generated = False
         """Some group has been given to a rollout: the run does with fewer replicas than it began with."""
         self.drops_in_a_row = 0
@@ -109,6 +110,7 @@ class State:
         """What goes into the journal, and below what is done thereafter, of the present event."""
         self.out: list[Command] = []
         self._num_leases = 0
+        self._patience_s = {kind: plan.patience_s(kind) for kind in LEASE_KINDS}
         self._train_sampling = plan.sampling
 
     def has_state(self, step: int) -> None:
@@ -132,7 +134,7 @@ class State:
 
     @property
     def phase(self) -> str:
-        """What the run is doing: sft, dpo, reward_model or rl, or how it ends."""
+        """What the run is doing: sft, dpo, reward_model, or what it does with groups; or how it ends."""
         if self.ending.stage is not Stage.RUNNING:
             return str(self.ending.stage)
         return self.plan.phase(min(self.version + 1, self.plan.last_step))
@@ -145,6 +147,10 @@ class State:
     def current_policies(self) -> list[Member]:
         """Return the policies that hold the newest version, and so can make the next step."""
         return [member for member in self.membership.of("policy") if member.version == self.version]
+
+    def may_policies_work(self) -> bool:
+        """Say whether every policy has its devices."""
+        return not self.turns.shared or all(map(self.turns.may_work, self.membership.of("policy")))
 
     def is_publishing(self) -> bool:
         """Say whether a policy is putting a version on offer. What rollouts offer again holds no publication up."""
@@ -164,8 +170,16 @@ class State:
         The published version is the base of rank 0's step, so rank r's step has the base ``published + r // P``, of
         which at most `max_staleness` may be missing. No version is older than the first that this run publishes.
         """
+        if not self.plan.has_policy:
+            return 0
         base = self.rounds.version + self.ledger.rank(group) // self.plan.prompts_per_step
         return max(self.plan.num_supervised_steps, self.plan.begin_version, base - self.ledger.max_staleness)
+
+    def newest_allowed(self, group: Group) -> int:
+        """Return the newest version that a token of a live group can be of."""
+        if group.purpose == "evaluate" and self.evaluation is not None:
+            return self.evaluation.version
+        return self.rounds.version
 
     # --- ways to act -----------------------------------------------------------------------------------------------
 
@@ -206,19 +220,22 @@ class State:
         subject: int | str,
         command: Callable[[str], wire.Work],
         buffers: Buffers = (),
+        tokens: int = 0,
     ) -> str:
-        """Give `member` a piece of work under a lease of its own."""
+        """Give `member` a piece of work under a lease of its own; `tokens` are expected of a group to generate."""
         self._num_leases += 1
         lease = lease_id(kind, subject, self.incarnation, self._num_leases)
         send = Send(member.name, command(lease), buffers)
         self.out.append(send)
-        self.leases.grant(lease, kind, member.name, send, self.now, self.plan.patience_s(kind))
+        self.leases.grant(lease, kind, member.name, send, self.now, self._patience_s[kind], tokens)
         self.update_free(member, kind)
         return lease
 
     def claim(self, member: Member, kind: LeaseKind, lease: str) -> None:
         """Put work in force that `member` had from an earlier incarnation of the controller, or before it was lost."""
-        self.leases.grant(lease, kind, member.name, None, self.now, self.plan.patience_s(kind))
+        found = self.group_of(lease) if kind == "generate" else None
+        tokens = found[1].expected_tokens if found is not None else 0
+        self.leases.grant(lease, kind, member.name, None, self.now, self._patience_s[kind], tokens)
         self.update_free(member, kind)
 
     def release(self, peer: str, *leases: str) -> None:
@@ -228,33 +245,15 @@ class State:
 
     def update_free(self, member: Member, kind: str = "") -> None:
         """Note who has how many free slots, after work of `kind` came or went, or its version changed."""
-        if not member.told:
-            return
-        if member.role == "reward":
-            self.free_rewards.put(member, self.leases.num(member.name, "score"))
-        elif member.role == "teacher":
-            self.free_teachers.put(member, self.leases.num(member.name, "teach"))
-        elif member.role == "rollout" and kind in ("", "generate"):
-            busy = self.leases.num(member.name, "generate")
-            self.free_rollouts.put(member, busy)
-            evaluation = self.evaluation
-            if evaluation is not None and member.name in evaluation.pinned:
-                self._update_free_for(evaluation, member, busy)
-
-    def _update_free_for(self, evaluation: Evaluation, member: Member, busy: int) -> None:
-        if member.version != evaluation.version:
-            evaluation.free.drop(member)
-            return
-        slots = slots_of(member, self.membership.num("rollout"))
-        held = self.leases.of(member.name, "generate")
-        num = sum(lease_subject(lease).startswith("e") for lease in held)
-        evaluation.free.put(member, num if busy < member.num_slots else slots, slots)
+        if self.turns.shared and not self.turns.may_work(member):
+            self.capacity.drop(member, self.evaluation)
+        elif member.told and (not kind or kind in TAKES_SLOT):
+            self.capacity.update(member, self.evaluation, self.membership.num("rollout"))
 
     def group_of(self, lease: str) -> tuple[Groups, Group] | None:
         """Return the group that a generate, score or teach lease is about, and the book that it is in."""
-        if lease_kind(lease) not in ("generate", "score", "teach"):
-            return None
-        return self.find(lease_subject(lease))
+        kind, _, rest = lease.partition(":")
+        return self.find(rest.partition(":")[0]) if kind in TAKES_SLOT else None
 
     def find(self, key: str) -> tuple[Groups, Group] | None:
         """Return the live group of this key, and the book that it is in."""
@@ -286,11 +285,30 @@ class State:
             number = int(value) if DYNAMIC[key].is_whole else value
             self._train_sampling = msgspec.structs.replace(self._train_sampling, **{name: number})
 
+    # --- what is to be expected ------------------------------------------------------------------------------------
+
+    def expected_tokens(self, prompt: wire.Prompt, purpose: Purpose, num_completions: int) -> int:
+        """Return how many tokens the completions of a prompt will have together."""
+        most = float(self.sampling(purpose).max_tokens)
+        return max(1, round(num_completions * self.lengths.expected(prompt.id, purpose, most)))
+
+    def rest(self, member: Member) -> None:
+        """Give a rollout no group for a while: it gave one back, so it is about to leave, or has lost its engine."""
+        self.capacity.resting[member.name] = self.now + self.plan.lease_s
+        self.update_free(member)
+
+    def wake_rested(self) -> None:
+        """Let those have groups again whose rest is over."""
+        for name in self.capacity.rested(self.now):
+            self.update_free(self.membership.members[name])
+
     # --- who has which version -------------------------------------------------------------------------------------
 
     def holds(self, member: Member, version: int) -> None:
         """Note which version a rollout holds (-1 for none), and whether it needs another one."""
         self._let_go(member)
+        if member.version < 0 <= version:  # whatever it gave groups back for, its engine is ready again
+            self.capacity.resting.pop(member.name, None)
         member.version = version
         if version >= 0:
             self.holders.setdefault((version, member.host), {})[member.name] = None
@@ -317,11 +335,6 @@ class State:
             self.loose[member.name] = None
             self.due |= Due.EVALUATE
 
-    def loose_rollouts(self) -> list[Member]:
-        """Return those that an evaluation may perhaps be bound to, by name."""
-        members = self.membership.members
-        return [members[name] for name in sorted(self.loose) if name in members]
-
     def _let_go(self, member: Member) -> None:
         held = self.holders.get((member.version, member.host))
         if held is not None:
@@ -331,8 +344,8 @@ class State:
 
     # --- who goes --------------------------------------------------------------------------------------------------
 
-    def lose(self, name: str, why: str) -> None:
-        """Free everything that a replica had; what it answers later changes nothing."""
+    def lose(self, name: str, why: str, *, gone: bool = False) -> None:
+        """Free everything that a replica had; what it answers later changes nothing. `gone`: it ended for certain."""
         dropped = self.leases.drop(name)
         self.requeue(dropped)
         self.behind.pop(name, None)
@@ -344,11 +357,9 @@ class State:
             return
         if member.role == "rollout":
             self._let_go(member)
-        self.free_rollouts.drop(member)
-        self.free_rewards.drop(member)
-        self.free_teachers.drop(member)
+        self.capacity.forget(member, self.evaluation)
+        self.turns.left(member, self.now, gone=gone)
         if self.evaluation is not None:
-            self.evaluation.free.drop(member)
             self.evaluation.pinned.discard(name)
         if self.step is not None and self.step.shares.pop(name, None) is not None:
             self.step.broken = True

@@ -10,9 +10,12 @@ more of it than their share are behind, and take the weights from one that has t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starling.algo.packing import balance
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups import Group
@@ -45,8 +48,19 @@ class Step:
 
 
 def share_of(items: int, index: int, num: int) -> slice:
-    """Return the part of `items` groups that replica `index` of `num` gets: in order, as even as can be."""
+    """Return the part of `items` examples that replica `index` of `num` gets: in order, as even as can be."""
     return slice(items * index // num, items * (index + 1) // num)
+
+
+def shares_of(groups: Sequence[Group], num: int) -> list[list[Group]]:
+    """Return which groups each of `num` replicas trains: whole ones, in order, of about equally many tokens.
+
+    Replicas wait for one another at every update, so the longest share decides how long a step takes. Where there are
+    as many groups as replicas, nobody goes without.
+    """
+    # The first two tensors are the token ids of prompt and completions. A cost of 0 could leave a share empty.
+    costs = [1 + sum(math.prod(meta.shape) for meta in group.tensors[:2]) for group in groups]
+    return [[groups[index] for index in part] for part in balance(costs, num)]
 
 
 def train_group(group: Group) -> wire.TrainGroup:

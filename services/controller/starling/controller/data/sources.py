@@ -6,19 +6,16 @@ The libraries that a source needs are imported only when it is used: some take s
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 from starling.common.errors import ConfigError
+from starling.common.imported import load
 from starling.common.wire.messages import Prompt
 from starling.controller.data.settings import DataSettings
 
@@ -41,14 +38,13 @@ def load_rows(settings: DataSettings) -> list[Row | Prompt]:
     Errors: `ConfigError` when the source does not exist, cannot be read, or has no rows.
     """
     limit = settings.limit or None
-    scheme, colon, name = settings.source.rpartition(":")
     rows: list[Row | Prompt]
     if settings.source.startswith("hf:"):
         rows = [*_read_hugging_face(settings.source.removeprefix("hf:"), settings, limit)]
     elif settings.source.startswith("reasoning_gym:"):
         rows = [*_read_reasoning_gym(settings.source.removeprefix("reasoning_gym:"), settings, limit)]
-    elif colon and name.isidentifier() and "/" not in name:
-        rows = _read_factory(scheme, name, limit)
+    elif _names_a_function(settings.source):
+        rows = _read_factory(settings.source, limit)
     else:
         rows = [*_read_file(Path(settings.source).expanduser(), limit)]
     if not rows:
@@ -240,13 +236,17 @@ def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str
 # --- the user's own ------------------------------------------------------------------------------------------------
 
 
-def _read_factory(module: str, name: str, limit: int | None) -> list[Row | Prompt]:
-    source = f"{module}:{name}"
-    loaded = _import_module(module, source)
-    factory = getattr(loaded, name, None)
+def _names_a_function(source: str) -> bool:
+    place, _, attribute = source.rpartition(":")
+    return all(map(str.isidentifier, attribute.split("."))) and (
+        place.endswith(".py") or all(map(str.isidentifier, place.split(".")))
+    )
+
+
+def _read_factory(source: str, limit: int | None) -> list[Row | Prompt]:
+    factory = load(source, "the dataset")
     if not callable(factory):
-        functions = [other for other, value in vars(loaded).items() if callable(value)]
-        raise ConfigError(f"{module} has no function {name!r} for the dataset; {nearest(name, functions)}")
+        raise ConfigError(f"the dataset {source} is of the type {type(factory).__name__}: name a function")
     try:
         made = factory()
         values = None if made is None or isinstance(made, str | bytes | Mapping) else list(islice(made, limit))
@@ -265,36 +265,6 @@ def _own_row(value: object, number: int, source: str) -> Row | Prompt:
     if isinstance(value, Mapping):
         return Row(value)
     raise ConfigError(f"row {number} of {source} is {value!r:.60}: return dicts (column to value) or Prompts")
-
-
-def _import_module(module: str, source: str) -> ModuleType:
-    """Import `module`, a dotted name or the path of a .py file."""
-    if not module.endswith(".py") and not all(part.isidentifier() for part in module.split(".")):
-        raise ConfigError(f"source = {source!r} is no known form of source: give {FORMS}")
-    try:
-        if not module.endswith(".py"):
-            return importlib.import_module(module)
-        path = Path(module).expanduser().resolve()
-        if not path.is_file():
-            _raise_missing(path)
-        return _run_file(path)
-    except ConfigError:
-        raise
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ConfigError(
-            f"the dataset {source} cannot be imported ({type(error).__name__}: {_first_line(error)}): "
-            f"correct the module, or give {FORMS}"
-        ) from error
-
-
-def _run_file(path: Path) -> ModuleType:
-    # The name keeps a file json.py from taking the place of the module json.
-    spec = importlib.util.spec_from_file_location(f"starling_dataset_{path.stem}", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _first_line(error: BaseException) -> str:

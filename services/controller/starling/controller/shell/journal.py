@@ -8,7 +8,8 @@ disk. See docs/decisions/0009-journal.md for why it is made this way. Tables:
 | table      | holds                                                                                              |
 |------------|----------------------------------------------------------------------------------------------------|
 | `records`  | every record, in order; of a generated group without the texts of its completions                   |
-| `contents` | of each generated or taught group that may be needed again: part 0 the whole record, then its payload |
+| `contents` | what came of a group and may be needed again: part 0 the whole record, then its payload             |
+| `partials` | where the newest tokens of an interrupted group are, until there is more of it                       |
 | `groups`   | where the contents of a group are, its teacher's, its score, and the step that takes it              |
 | `adopted`  | the newest `VersionAdopted` of each replica; the older ones go                                       |
 | `marks`    | `committed`: the last step made; `pruned`: up to which step a policy has a state, so contents may go |
@@ -32,8 +33,11 @@ from msgspec.structs import replace
 from starling.common.errors import ConfigError, StarlingError
 from starling.controller.core.events import Buffers
 from starling.controller.core.records import (
+    EvaluationClosed,
+    EvaluationOpened,
     GroupDiscarded,
     GroupGenerated,
+    GroupInterrupted,
     GroupReturned,
     GroupScored,
     GroupTaught,
@@ -44,7 +48,7 @@ from starling.controller.core.records import (
     VersionAdopted,
 )
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the tables and of the records' encoding."""
 APPLICATION: Final = 0x53544C4E
 """Marks a SQLite file as one of ours."""
@@ -64,6 +68,7 @@ _SCHEMA: Final = (
     "CREATE TABLE contents (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",
     "CREATE TABLE groups (key TEXT PRIMARY KEY, generated INTEGER NOT NULL, taught INTEGER, scored INTEGER, "
     "step INTEGER, rank INTEGER) WITHOUT ROWID",
+    "CREATE TABLE partials (key TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX groups_of_step ON groups (step, rank)",
     "CREATE TABLE adopted (name TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE TABLE marks (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
@@ -110,7 +115,7 @@ class Journal:
 
     def append(self, record: Record, payload: Buffers = ()) -> None:
         """Add `record`; only what comes of a group has a payload. It is durable once `commit` has returned."""
-        has_contents = isinstance(record, GroupGenerated | GroupTaught)
+        has_contents = isinstance(record, GroupGenerated | GroupTaught | GroupInterrupted)
         assert not payload or has_contents, f"{type(record).__name__} has no payload"
         self._seq += 1
         body = _encoder.encode(record)
@@ -242,15 +247,19 @@ def _operations(seq: int, record: Record) -> list[Operation]:
     """Return what a record changes in `groups`, `contents` and `marks`."""
     match record:
         case GroupGenerated(key=key):
-            return [*_drop(key), ("INSERT INTO groups (key, generated) VALUES (?, ?)", (key, seq))]
+            return [*_drop(key), *_drop_partial(key), ("INSERT INTO groups (key, generated) VALUES (?, ?)", (key, seq))]
         case GroupScored(key=key) if key.startswith("e"):
             return _drop(key)  # nobody trains it, and its texts were for the scorers
         case GroupScored(key=key):
             return [("UPDATE groups SET scored = ? WHERE key = ?", (seq, key))]
         case GroupTaught(key=key):
             return [("UPDATE groups SET taught = ? WHERE key = ?", (seq, key))]
+        case GroupInterrupted(key=key):
+            return [*_drop_partial(key), ("INSERT INTO partials VALUES (?, ?)", (key, seq))]
         case GroupReturned(key=key) | GroupDiscarded(key=key):
-            return _drop(key)
+            return [*_drop(key), *_drop_partial(key)]
+        case EvaluationOpened() | EvaluationClosed():
+            return _drop_partial("e", "f")  # of one that is over, nothing is gone on with
         case StepSealed(step=step, ordinals=ordinals):
             sealing = "UPDATE groups SET step = ?, rank = ? WHERE key = ?"
             return [(sealing, (step, rank, f"t{ordinal}")) for rank, ordinal in enumerate(ordinals)]
@@ -276,6 +285,19 @@ def _drop(key: str) -> list[Operation]:
     return [*((one, (key,)) for one in contents), ("DELETE FROM groups WHERE key = ?", (key,))]
 
 
+def _drop_partial(first: str, end: str = "") -> list[Operation]:
+    """Delete the tokens of an interrupted group, or of all whose keys are from `first` on and before `end`."""
+    keys = (first, end or f"{first}\0")
+    found = (
+        f"SELECT contents.id FROM partials CROSS JOIN contents ON contents.id >= partials.seq << {_PARTS}"
+        f" AND contents.id < (partials.seq + 1) << {_PARTS} WHERE key >= ? AND key < ?"
+    )
+    return [
+        (f"DELETE FROM contents WHERE id IN ({found})", keys),
+        ("DELETE FROM partials WHERE key >= ? AND key < ?", keys),
+    ]
+
+
 def _raise_mark(name: str, step: int) -> Operation:
     return ("UPDATE marks SET value = max(value, ?) WHERE name = ?", (step, name))
 
@@ -292,6 +314,7 @@ def _read(path: Path, db: sqlite3.Connection) -> Iterator[Kept]:
     with _explained(path):
         wanted = "SELECT generated, taught FROM groups WHERE step IS NULL OR step > ?"
         whole = {seq for both in db.execute(wanted, (_marks(db)["committed"],)) for seq in both}
+        whole |= {seq for (seq,) in db.execute("SELECT seq FROM partials")}
     last = 0
     while True:
         with _explained(path):

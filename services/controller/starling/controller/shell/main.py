@@ -16,7 +16,7 @@ from starling.common.net.curve import load_allowed
 from starling.common.net.hub import Arrival, Hub, HubKeys
 from starling.common.observe.process import StopSignal, end_process
 from starling.common.service import ServiceArguments, serve
-from starling.common.wire.messages import Prompt, Release
+from starling.common.wire.messages import Release
 from starling.controller.core.events import (
     Command,
     Event,
@@ -28,18 +28,21 @@ from starling.controller.core.events import (
     Received,
     Send,
     StopRequested,
+    Store,
+    Stored,
     Ticked,
 )
 from starling.controller.core.machine import Controller
-from starling.controller.data.prompts import Needs, PromptSource, load_prompts
-from starling.controller.settings import PREFERENCE_KINDS, ControllerProcess
+from starling.controller.data.load import Loaded, load_data
+from starling.controller.settings import ControllerProcess
 from starling.controller.shell.durable import Durable
+from starling.controller.shell.files import Files
 from starling.controller.shell.journal import Journal
 from starling.controller.shell.lines import Lines
 from starling.controller.shell.loggers.fanout import Fanout
 from starling.controller.shell.loggers.fanout import makers as logger_makers
 from starling.controller.shell.loggers.logger import RunInfo
-from starling.controller.shell.past import JOURNAL, lost_lines, take_up
+from starling.controller.shell.past import JOURNAL, check_prompts, lost_lines, take_up
 from starling.controller.shell.recorder import Recorder, RecordingPrompts
 from starling.controller.shell.samples import Samples
 from starling.controller.shell.status import History, snapshot
@@ -51,7 +54,7 @@ log = structlog.get_logger(__name__)
 METRICS = "metrics.jsonl"
 MAX_TOGETHER = 256
 """Events whose records one transaction may hold, and after which the clock is looked at."""
-QUIET_NOTES = frozenset({"step", "trained", "published", "adopted", "offered", "state", "filtered"})
+QUIET_NOTES = frozenset({"step", "trained", "answered", "published", "adopted", "offered", "state", "filtered"})
 """Notes that come with every step: recorded, and shown on the screen, but not logged."""
 
 
@@ -93,7 +96,10 @@ class Shell:
         self._finish: Finish | None = None
         patience_s = settings.controller.journal_s
         self._durable = Durable(self._journal, self._do, patience_s=patience_s, stalled=self._stalled)
-        self._fetched: list[Fetched] = []
+        self._files = Files(self._folder, settings.run.id)
+        self._loaded: Loaded | None = None
+        self._done: list[Fetched | Stored] = []
+        """What was read and written for the core, which has not heard of it yet."""
         self._controller: Controller | None = None
         self._recorder: Recorder | None = None
 
@@ -123,21 +129,23 @@ class Shell:
 
     def _make_controller(self) -> Controller:
         past = self._past
-        prompts, examples, held_out = load_data(self._settings)
+        self._loaded = loaded = load_data(self._settings)
+        self._plan = loaded.plan
+        check_prompts(past.records, loaded.plan)
         self._recorder = Recorder(
             self._folder / f"events-{past.incarnation}.rec",
             run=self._settings.run.id,
             incarnation=past.incarnation,
             plan=self._plan,
             past=past.records,
-            held_out=held_out,
+            held_out=loaded.held_out,
             cap_bytes=self._settings.controller.recording_mb << 20,
         )
         controller = Controller(
             self._plan,
-            RecordingPrompts(prompts, "prompts", self._recorder),
-            RecordingPrompts(examples, "examples", self._recorder),
-            held_out,
+            RecordingPrompts(loaded.prompts, "prompts", self._recorder),
+            RecordingPrompts(loaded.examples, "examples", self._recorder),
+            loaded.held_out,
             past=past.records,
             incarnation=past.incarnation,
         )
@@ -183,10 +191,10 @@ class Shell:
         return num
 
     def _settle(self, controller: Controller) -> None:
-        """Make durable what was decided, say what follows, and hand over what was read from the journal."""
+        """Make durable what was decided, say what follows, and hand over what was read and written meanwhile."""
         self._durable.flush()
-        while self._fetched:
-            self._take(controller, self._fetched.pop(), "journal")
+        while self._done:
+            self._take(controller, self._done.pop(0), "files")
             self._durable.flush()
 
     def _take(self, controller: Controller, event: Event, cause: str) -> None:
@@ -196,7 +204,7 @@ class Shell:
             commands = controller.step(event)
         except Exception:  # raised again: what led to it has to be on disk, for it is the crash report
             self._recorder.flush()
-            log.error("crash", recording=str(self._recorder.path), event=type(event).__name__, cause=cause)
+            log.error("crash", recording=str(self._recorder.path), at=type(event).__name__, cause=cause)
             raise
         for command in commands:
             self._durable.take(command, cause)
@@ -217,7 +225,13 @@ class Shell:
                 if kind not in QUIET_NOTES:
                     (log.warning if kind == "alarm" else log.info)(kind, **fields)
             case Fetch(step=step):
-                self._fetched.append(Fetched(time.monotonic(), step, self._journal.fetch(step)))
+                assert self._loaded is not None, "it is there before the core"
+                files = self._loaded.trajectories
+                records = self._journal.fetch(step) if files is None else files.records(step)
+                self._done.append(Fetched(time.monotonic(), step, records))
+            case Store(step=step, groups=groups):
+                self._files.write(step, groups)
+                self._done.append(Stored(time.monotonic(), step))
             case Finish():
                 self._finish = command
                 log.info("finished", ok=command.ok, reason=command.reason)
@@ -251,18 +265,6 @@ def run_info(settings: ControllerProcess, folder: Path) -> RunInfo:
         offline=settings.logging.offline,
         settings=settings.model_dump(mode="json"),
     )
-
-
-def load_data(settings: ControllerProcess) -> tuple[PromptSource, PromptSource, list[Prompt]]:
-    """Return the prompts to train on, the supervised examples, and the held-out prompts."""
-    needs: Needs = "prompt"
-    if settings.examples.num_steps:
-        needs = "pair" if settings.run.kind in PREFERENCE_KINDS else "response"
-    if settings.examples.data is None:
-        prompts = examples = load_prompts(settings.data, needs)
-    else:
-        prompts, examples = load_prompts(settings.data), load_prompts(settings.examples.data, needs)
-    return prompts, examples, prompts.held_out_prompts()
 
 
 def write_atomically(path: Path, text: str) -> None:

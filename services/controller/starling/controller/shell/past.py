@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from starling.common.errors import ConfigError
-from starling.controller.core.plan import RESUMED_WITH, RunPlan
-from starling.controller.core.records import ControllerStarted, Kept, RunBegun, StepCommitted, StepSealed
+from starling.controller.core.plan import RESUMED_WITH, TRAINING, RunPlan
+from starling.controller.core.records import (
+    ControllerStarted,
+    GroupsOpened,
+    Kept,
+    RunBegun,
+    StepCommitted,
+    StepSealed,
+)
 from starling.controller.shell.journal import Journal
 
 JOURNAL = "journal.sqlite"
@@ -55,7 +62,18 @@ def lost_lines(records: Iterable[Kept], told: Set[int]) -> Iterator[dict[str, An
             case StepCommitted(step=step, metrics=metrics) if step not in told:
                 yield {"kind": "step", "step": step, **metrics}
                 if step in prompts:
-                    yield {"kind": "trained", "step": step, "prompts": prompts[step]}
+                    done = "trained" if metrics.get("phase") in TRAINING else "answered"
+                    yield {"kind": done, "step": step, "prompts": prompts[step]}
+
+
+def check_prompts(records: Iterable[Kept], plan: RunPlan) -> None:
+    """Raise ConfigError when a run that answers each prompt once has lost some that it has worked on."""
+    num = sum(kept.record.num for kept in records if isinstance(kept.record, GroupsOpened))
+    if not plan.has_policy and num > plan.num_prompts:
+        raise ConfigError(
+            f"{num} prompts of this run were worked on, and its data has {plan.num_prompts} now; restore it, or begin "
+            "the run anew"
+        )
 
 
 def _check(path: Path, begun: RunBegun, run: str, present: dict[str, object]) -> None:

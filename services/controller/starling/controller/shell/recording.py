@@ -5,7 +5,7 @@
 
 `Before` are the records of the journal that the controller began with. What the core asked of the data follows what
 made it ask. Buffers are recorded by their sizes, because the core never looks into them: a replay has zeros instead.
-Only those that it decodes are there, layouts and offers.
+Only those that it decodes are there: layouts, offers, and the versions of tokens of an interrupted group.
 
 A frame that is not whole ends a recording: the controller, or its machine, died.
 """
@@ -22,8 +22,17 @@ from typing import Final, Literal
 import msgspec
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import Hello, Prompt, Up, WeightsPublished
-from starling.controller.core.events import Buffers, Event, Fetched, PeerLost, Received, StopRequested, Ticked
+from starling.common.wire.messages import GroupInterrupted, Hello, Prompt, Up, WeightsPublished
+from starling.controller.core.events import (
+    Buffers,
+    Event,
+    Fetched,
+    PeerLost,
+    Received,
+    StopRequested,
+    Stored,
+    Ticked,
+)
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import Kept, Record
 
@@ -32,7 +41,7 @@ VERSION: Final = 1
 FIRST_LINE: Final = MAGIC + b"%d\n" % VERSION
 FRAME: Final = struct.Struct("<II")
 """Length and crc32 of what follows."""
-DECODED: Final = (Hello, WeightsPublished)
+DECODED: Final = (Hello, WeightsPublished, GroupInterrupted)
 """The messages whose buffers the core decodes."""
 
 Stream = Literal["prompts", "examples"]
@@ -106,6 +115,13 @@ class StepRead(msgspec.Struct, frozen=True, array_like=True, tag="step_read"):
     records: tuple[Before, ...]
 
 
+class StepStored(msgspec.Struct, frozen=True, array_like=True, tag="step_stored"):
+    """`Stored`."""
+
+    now: float
+    step: int
+
+
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """The last entry. The reader adds it where it is missing."""
 
@@ -115,7 +131,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """The controller had no time to write this."""
 
 
-Frame = Before | PromptRead | Heard | Tick | Lost | Stop | StepRead | Ended
+Frame = Before | PromptRead | Heard | Tick | Lost | Stop | StepRead | StepStored | Ended
 Entry = Event | PromptRead | Ended
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -138,6 +154,8 @@ def frame_of(event: Event) -> Frame:
             return Stop(now, reason)
         case Fetched(now=now, step=step, records=records):
             return StepRead(now, step, tuple(before_of(kept) for kept in records))
+        case Stored(now=now, step=step):
+            return StepStored(now, step)
 
 
 def before_of(kept: Kept) -> Before:
@@ -197,7 +215,7 @@ def _entries(source: Source, frames: Iterator[Frame]) -> Iterator[Entry]:
     yield Ended("it was cut off: the controller, or its machine, died", cut_off=True)
 
 
-def _entry_of(frame: Heard | Tick | Lost | Stop | StepRead | PromptRead | Ended) -> Entry:
+def _entry_of(frame: Heard | Tick | Lost | Stop | StepRead | StepStored | PromptRead | Ended) -> Entry:
     match frame:
         case Heard(now=now, sender=sender, epoch=epoch, message=message, buffers=buffers, sizes=sizes):
             return Received(now, sender, epoch, message, buffers or _zeros(sizes))
@@ -209,6 +227,8 @@ def _entry_of(frame: Heard | Tick | Lost | Stop | StepRead | PromptRead | Ended)
             return StopRequested(now, reason)
         case StepRead(now=now, step=step, records=records):
             return Fetched(now, step, tuple(kept_of(before) for before in records))
+        case StepStored(now=now, step=step):
+            return Stored(now, step)
         case PromptRead() | Ended():
             return frame
 

@@ -85,7 +85,15 @@ def snapshot(state: State, history: History, now: float, dropped: int) -> Snapsh
         evaluations=tuple(history.evaluations),
         dropped=dropped,
         alarms=tuple(map(str, state.alarms.values())),
+        num_prompts=state.plan.num_prompts,
+        num_answered=num_answered(state),
     )
+
+
+def num_answered(state: State) -> int:
+    """Return how many prompts of a run without a policy are answered."""
+    ledger = state.ledger
+    return ledger.num_trained_groups + ledger.count(GroupState.SEALED) + ledger.count(GroupState.SCORED)
 
 
 def _view(state: State, member: Member) -> ReplicaView:

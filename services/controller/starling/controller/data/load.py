@@ -1,0 +1,109 @@
+"""What a run reads at its start, by its kind: prompts to train or to answer, examples, held-out prompts, files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import Prompt
+from starling.controller.core.evaluation import TASK
+from starling.controller.core.events import Prompts
+from starling.controller.core.plan import RunPlan
+from starling.controller.data.prompts import Needs, load_prompts
+from starling.controller.data.settings import DataSettings
+from starling.controller.data.trajectories import TRAJECTORIES, Trajectories, check_enough
+from starling.controller.settings import ANSWERING_KINDS, PREFERENCE_KINDS, ControllerProcess
+
+
+class Listed:
+    """Prompts that are there once."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        """Count them."""
+        return len(self._prompts)
+
+    def prompt(self, position: int) -> Prompt:
+        """Return the prompt at `position`."""
+        return self._prompts[position]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The data of a run, and its plan as that is with the data known."""
+
+    plan: RunPlan
+    prompts: Prompts
+    examples: Prompts
+    held_out: list[Prompt]
+    trajectories: Trajectories | None = None
+    """Set for a run that replays: its `prompts` are theirs."""
+
+
+def load_data(settings: ControllerProcess) -> Loaded:
+    """Read what a run needs. Raises ConfigError."""
+    plan = settings.plan()
+    if settings.run.kind == "serve":
+        return Loaded(plan, Listed([]), Listed([]), [])
+    if settings.run.kind in ANSWERING_KINDS:
+        listed = Listed(prompts_to_answer(settings))
+        num_files = -(-len(listed) // plan.prompts_per_step)
+        return Loaded(replace(plan, num_prompts=len(listed), num_steps=num_files), listed, listed, [])
+    needs: Needs = "prompt"
+    if settings.examples.num_steps:
+        needs = "pair" if settings.run.kind in PREFERENCE_KINDS else "response"
+    if settings.run.kind == "replay":
+        trajectories = _load_trajectories(settings, plan)
+        examples: Prompts = trajectories if settings.sft.data is None else load_prompts(settings.sft.data, needs)
+        return Loaded(plan, trajectories, examples, [], trajectories)
+    if settings.examples.data is None:
+        prompts = examples = load_prompts(settings.data, needs)
+    else:
+        prompts, examples = load_prompts(settings.data), load_prompts(settings.examples.data, needs)
+    return Loaded(plan, prompts, examples, prompts.held_out_prompts())
+
+
+def prompts_to_answer(settings: ControllerProcess) -> list[Prompt]:
+    """Return the prompts of a run that answers each of them once: of its tasks, in their order, or of [data].
+
+    Ids are ``<task>/<row>``, or ``<row>`` without tasks. Raises ConfigError.
+    """
+    tasks = settings.evaluation.tasks if settings.run.kind == "evaluate" else ()
+    if not tasks:
+        return [_named(prompt, "") for prompt in _all(settings.data)]
+    return [_named(prompt, task.name) for task in tasks for prompt in _all(task.data)]
+
+
+def _all(data: DataSettings) -> list[Prompt]:
+    source = load_prompts(data.model_copy(update={"shuffle": False}))
+    return source.held_out_prompts() or [source.prompt(row) for row in range(len(source))]
+
+
+def _named(prompt: Prompt, task: str) -> Prompt:
+    row = prompt.id.rpartition("/")[2]
+    if not task:
+        return msgspec.structs.replace(prompt, id=row)
+    return msgspec.structs.replace(prompt, id=f"{task}/{row}", metadata={**prompt.metadata, TASK: task})
+
+
+def _load_trajectories(settings: ControllerProcess, plan: RunPlan) -> Trajectories:
+    folder = Path(settings.data.source.removeprefix(TRAJECTORIES)).expanduser()
+    first_step = max(plan.num_supervised_steps, plan.begin_version) + 1
+    trajectories = Trajectories(
+        folder, prompts_per_step=plan.prompts_per_step, first_step=first_step, first_prompt=plan.begin_prompt
+    )
+    trajectories.check_tokens()
+    check_enough(folder, trajectories.num_groups, plan.prompts_per_step)
+    wanted = plan.begin_prompt + (plan.last_step - first_step + 1) * plan.prompts_per_step
+    if wanted > trajectories.num_groups:
+        raise ConfigError(
+            f"{folder} has {trajectories.num_groups} groups, and {plan.num_steps} steps x {plan.prompts_per_step} "
+            f"prompts need {wanted}; set rl.num_steps = {trajectories.num_groups // plan.prompts_per_step} or less"
+        )
+    return trajectories

@@ -1,0 +1,85 @@
+"""Writes the files of `data/trajectories.py`: each whole, each once, whatever dies in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from starling.common.errors import StarlingError
+from starling.controller.core.stored import StoredGroup
+from starling.controller.data.trajectories import FOLDER, INDEX, Line, encode_file, line_of, read_index
+
+
+class FilesError(StarlingError):
+    """A file of trajectories cannot be written; the run can be taken up again when it can."""
+
+
+class Files:
+    """The trajectories of one run, in its folder."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        """Go on with what is in `folder`, the run's own; nothing is made before the first file."""
+        self._folder, self._run = folder / FOLDER, run
+        self._steps: set[int] | None = None
+        """Those that the index names; None before it was looked at."""
+
+    def write(self, step: int, groups: Sequence[StoredGroup]) -> None:
+        """Have the groups of `step` on disk when this returns. Raises FilesError."""
+        try:
+            if step not in self._known():
+                self._write(step, groups)
+        except OSError as error:
+            raise FilesError(
+                f"the trajectories of step {step} cannot be written to {self._folder}: {error.strerror}; make room, "
+                "and take the run up again"
+            ) from None
+
+    def _known(self) -> set[int]:
+        if self._steps is None:
+            self._folder.mkdir(exist_ok=True)
+            index = self._folder / INDEX
+            index.touch()
+            for folder in (self._folder, self._folder.parent):  # lines that are on disk can be found there
+                _sync_folder(folder)
+            # A line that was cut short is written again, with its file.
+            os.truncate(index, index.read_bytes().rfind(b"\n") + 1)
+            self._steps = {line.step for line in read_index(self._folder)}
+        return self._steps
+
+    def _write(self, step: int, groups: Sequence[StoredGroup]) -> None:
+        content = encode_file(self._run, step, groups)
+        line = line_of(step, groups, content)
+        path = self._folder / line.file
+        partial = path.with_name(f".{path.name}.partial")
+        _write_through(partial, content, os.O_TRUNC)
+        partial.rename(path)
+        _sync_folder(self._folder)
+        _write_through(self._folder / INDEX, _encoded(line), os.O_APPEND)
+        self._known().add(step)
+
+
+def _encoded(line: Line) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _write_through(path: Path, content: bytes, flag: int) -> None:
+    """Write `content`, and return when it is on disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o644)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

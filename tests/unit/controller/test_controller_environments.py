@@ -1,0 +1,112 @@
+"""What the controller makes of trajectories with an environment: their rewards, their masks, their failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transcript import Script
+
+from starling.common.wire import messages as wire
+from starling.controller.core.metrics import sealed_metrics
+from starling.controller.core.samples import row
+
+MASK = np.array([1, 0, 1, 1], np.uint8)
+
+
+def trajectory(**changes: Any) -> wire.TrajectoryMeta:
+    fields = {"status": wire.Status.OK, "num_tokens": 2, "text": "y", "oldest_version": 0, "newest_version": 0}
+    return wire.TrajectoryMeta(**{**fields, **changes})
+
+
+def played(
+    lease: str, *trajectories: wire.TrajectoryMeta, mask: bool = True
+) -> tuple[wire.GroupGenerated, list[bytes]]:
+    """What a rollout says of a group, and its buffers."""
+    total = sum(one.num_tokens for one in trajectories)
+    kinds = [("int32", 1), ("int32", total), ("float32", total), ("int32", total)]
+    tensors = [wire.TensorMeta(dtype=kind, shape=(n,), nbytes=4 * n) for kind, n in kinds]
+    buffers = [bytes(tensor.nbytes) for tensor in tensors]
+    if mask:
+        tensors.append(wire.TensorMeta(dtype="uint8", shape=(total,), nbytes=total, name="loss_mask"))
+        buffers.append(MASK[:total].tobytes())
+    return wire.GroupGenerated(lease=lease, trajectories=trajectories, tensors=tuple(tensors)), buffers
+
+
+def hears(script: Script, lease: str, *trajectories: wire.TrajectoryMeta, mask: bool = True) -> list[str]:
+    message, buffers = played(lease, *trajectories, mask=mask)
+    return script.hears("rollout-0", message, *buffers)
+
+
+def test_a_scorer_is_told_the_reward_and_how_much_was_sampled() -> None:
+    script = Script()
+    script.begins()
+    hears(script, "generate:t0:0", trajectory(reward=0.5, num_masked=1), trajectory(status=wire.Status.TRUNCATED))
+    (score,) = [send.message for send in script.sent if isinstance(send.message, wire.ScoreGroup)]
+    assert score.completions == (
+        wire.CompletionText(text="y", status=wire.Status.OK, num_tokens=1, reward=0.5),
+        wire.CompletionText(text="y", status=wire.Status.TRUNCATED, num_tokens=2),
+    )
+
+
+def test_the_policy_gets_the_mask_as_it_came() -> None:
+    script = Script(prompts_per_step=1)
+    script.begins()
+    hears(script, "generate:t0:0", trajectory(num_masked=1), trajectory())
+    script.scores("score:t0:0")
+    (train,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
+    assert train.message.groups[0].tensors[-1].name == "loss_mask"
+    assert train.buffers[-1] == MASK.tobytes()
+
+
+def test_a_teacher_reads_past_it() -> None:
+    script = Script(prompts_per_step=1, num_teachers=1)
+    script.begins()
+    hears(script, "generate:t0:0", trajectory(num_masked=1), trajectory())
+    script.scores("score:t0:0")
+    script.teaches("teach:t0:0", num_tokens=4)
+    (train,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
+    assert [tensor.name for tensor in train.message.groups[0].tensors[4:]] == ["loss_mask", "teacher_logprobs"]
+
+
+def test_a_group_in_which_an_environment_failed_is_played_again_then_discarded() -> None:
+    script = Script(max_tries=1)
+    script.begins()
+    broken = trajectory(
+        status=wire.Status.ENV_ERROR, num_tokens=0, problem="the environment raised KeyError: 'map'", num_turns=0
+    )
+    assert hears(script, "generate:t0:0", trajectory(), broken) == [
+        "rollout-0 <- release generate:t0:0",
+        "(waiting train0)",
+        "rollout-0 <- generate:t0:1 train0 >= v0",
+    ], "nobody scores it"
+    assert "(discarded train0)" in hears(script, "generate:t0:1", broken, broken)
+    (note,) = [command for command in script.commands if getattr(command, "kind", "") == "discarded"]
+    assert note.fields["status"] == "env_error"
+    assert note.fields["reason"] == (
+        "2 of its completions failed, completion 0 by env_error: the environment raised KeyError: 'map'"
+    )
+    assert script.state.ledger.num_env_errors == 2
+
+
+def test_what_environments_measured_is_told_of_a_step() -> None:
+    script = Script(prompts_per_step=1)
+    script.begins()
+    first = trajectory(metrics={"calls": 3.0, "won": 1.0}, num_turns=4, num_masked=1)
+    hears(script, "generate:t0:0", first, trajectory(metrics={"calls": 1.0}, num_turns=2))
+    script.scores("score:t0:0")
+    told = sealed_metrics(script.state.ledger, 1)
+    assert (told["env/calls"], told["env/won"], told["turns_mean"]) == (2.0, 1.0, 3.0)
+    assert (told["completion_tokens_mean"], told["completion_tokens_max"]) == (1.5, 2)
+    (group,) = script.state.ledger.sealed(1)
+    assert row(group, 0)["env/calls"] == 3.0
+    assert row(group, 0)["num_turns"] == 4
+
+
+@pytest.mark.parametrize("status", [wire.Status.ENV_ERROR, wire.Status.INFRA_LOST])
+def test_only_environments_are_counted(status: wire.Status) -> None:
+    script = Script()
+    script.begins()
+    hears(script, "generate:t0:0", trajectory(), trajectory(status=status, problem="gone"))
+    assert script.state.ledger.num_env_errors == (status is wire.Status.ENV_ERROR)

@@ -1,0 +1,191 @@
+"""Groups that a rollout gives back: what is kept of them, what is not, and who goes on."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transcript import Script, Stream
+
+from starling.common.wire import messages as wire
+from starling.controller.core.machine import Controller
+from starling.controller.core.partial import partial_of
+from starling.controller.core.records import GroupInterrupted, Kept
+
+
+def generating(**changes: Any) -> Script:
+    """Return a run in which rollout-0 has t0 and t1, and rollout-1 waits for work."""
+    script = Script(max_staleness=1, prompts_per_step=1, **changes)
+    script.begins()
+    return script
+
+
+def given_out(script: Script) -> list[wire.GenerateGroup]:
+    return [send.message for send in script.sent if isinstance(send.message, wire.GenerateGroup)]
+
+
+def adopts_as_second(script: Script) -> None:
+    script.joins("rollout-1")
+    script.adopts("rollout-1", 0, 1)
+
+
+def test_another_goes_on_from_the_tokens() -> None:
+    script = generating()
+    script.interrupts("rollout-0", "generate:t0:0", 3, 0)
+    assert given_out(script) == [], "who gives a group back gets none"
+    adopts_as_second(script)
+    [command] = given_out(script)
+    assert [completion.num_tokens for completion in command.partial] == [3, 0]
+    assert [tensor.nbytes for tensor in command.tensors] == [12, 12, 12]
+    assert script.state.ledger.get(0).tries == 0  # type: ignore[union-attr]
+
+
+def test_who_gave_a_group_back_and_stays_has_work_again_after_a_lease() -> None:
+    script = generating()
+    script.interrupts("rollout-0", "generate:t0:0", 3, 3)
+    for _ in range(int(script.plan.lease_s)):
+        for name in ("policy-0", "reward-0"):
+            script.beats(name)
+        script.beats("rollout-0", "generate:t1:0", version=0)
+        assert given_out(script) == []
+        script.waits(1.0)
+    assert [command.prompt.id for command in given_out(script)] == ["train0"]
+
+
+def test_who_has_lost_its_engine_has_work_again_with_the_weights() -> None:
+    script = generating()
+    script.interrupts("rollout-0", "generate:t0:0", 3, 3)
+    script.interrupts("rollout-0", "generate:t1:0", 3, 3)
+    script.beats("rollout-0", version=-1)
+    assert given_out(script) == []
+    script.adopts("rollout-0", 0, 1)
+    assert [command.prompt.id for command in given_out(script)] == ["train0", "train1"]
+
+
+def test_a_group_with_which_engines_die_is_given_up() -> None:
+    """An orderly handover is nobody's failure; engines that die count, the second one as a try of the group."""
+    script = generating(max_tries=1)
+    kept = []
+    for number in range(4):
+        group = script.state.ledger.get(0)
+        assert group is not None
+        assert group.tries == number // 2
+        kept.append(group.partial is not None)
+        script.interrupts("rollout-0", f"generate:t0:{number}", 3, 3, lost=True)
+        script.beats("rollout-0", "generate:t1:0", version=-1)
+        script.adopts("rollout-0", 0, number + 1)
+    assert kept == [False, True, False, True], "what two engines died of is begun anew"
+    assert script.state.ledger.get(0) is None
+    assert "2 engines died while they worked on it" in script.state.last_drop
+
+
+def test_of_two_that_had_the_group_the_one_with_more_tokens_counts() -> None:
+    script = generating()
+    script.interrupts("rollout-0", "generate:t0:0", 6, 6)
+    adopts_as_second(script)
+    script.interrupts("rollout-1", "generate:t0:1", 2, 2)
+    script.joins("rollout-2")
+    script.adopts("rollout-2", 0, 2)
+    [command] = given_out(script)
+    assert [completion.num_tokens for completion in command.partial] == [6, 6]
+
+
+def test_the_journal_keeps_what_there_is_most_of() -> None:
+    script = generating()
+    script.interrupts("rollout-0", "generate:t0:0", 6, 6)
+    adopts_as_second(script)
+    script.interrupts("rollout-1", "generate:t0:1", 2, 2)
+    told = [write.record for write in script.journal if isinstance(write.record, GroupInterrupted)]
+    assert [sum(one.num_tokens for one in record.partial) for record in told] == [12]
+
+
+def test_tokens_of_a_version_yet_to_be_made_are_thrown_away() -> None:
+    script = generating()
+    script.interrupts("rollout-0", "generate:t0:0", 3, 3, version=1)
+    adopts_as_second(script)
+    assert [command.partial for command in given_out(script)] == [()]
+
+
+def test_tokens_that_are_too_old_by_now_are_begun_anew() -> None:
+    script = generating()
+    script.makes_groups(0)
+    script.trains(1)
+    script.publishes(1)
+    script.interrupts("rollout-0", "generate:t1:0", 3, 3)
+    script.hears("operator-0", wire.ChangeSetting(request="a", key="rl.max_staleness", value=0))
+    script.joins("rollout-1")
+    script.adopts("rollout-1", 1, 1)
+    commands = {command.prompt.id: command.partial for command in given_out(script)}
+    assert commands["train1"] == (), "a token of version 0 would be 1 old in step 2"
+
+
+def test_a_group_keeps_the_temperature_of_its_tokens() -> None:
+    script = generating()
+    script.interrupts("rollout-0", "generate:t0:0", 3, 3)
+    script.hears("operator-0", wire.ChangeSetting(request="a", key="sampling.temperature", value=0.5))
+    adopts_as_second(script)
+    [command] = given_out(script)
+    assert command.sampling.temperature == 1.0
+
+
+@pytest.mark.parametrize(("temperature", "kept"), [(-1.0, 0), (1.0, 3)], ids=["not told", "told"])
+def test_after_a_crash_the_temperature_must_be_told(temperature: float, kept: int) -> None:
+    before = generating()
+    script = Script()
+    script.plan, script.aliases = before.plan, before.aliases
+    past = [Kept(write.record, write.payload) for write in before.journal]
+    script.controller = Controller(before.plan, Stream("train"), Stream("sft"), [], past=past, incarnation=2)
+    script.state = script.controller.state
+    script.joins("rollout-0")
+    script.interrupts("rollout-0", "generate:t0:0", 3, 0, temperature=temperature)
+    group = script.state.ledger.get(0)
+    assert group is not None
+    assert (group.partial.num_tokens if group.partial else 0) == kept
+
+
+def test_tokens_of_an_evaluation_are_gone_on_with() -> None:
+    script = Script(evaluate_at_start=True)
+    script.begins()
+    script.interrupts("rollout-0", "generate:e0:0", 4)
+    adopts_as_second(script)
+    script.leaves("rollout-0")
+    [command] = [command for command in given_out(script) if command.purpose == "evaluate" and command.partial]
+    assert [completion.num_tokens for completion in command.partial] == [4]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_tensors", "num_versions", "complaint"),
+    [
+        ((3,), 3, 3, "1 completions of 3 tokens came of a group of 2"),
+        ((4, -1), 3, 3, "2 completions of 3 tokens"),
+        ((2, 1), 2, 3, "2 tensors came in 2 buffers instead of 3 or more"),
+        ((2, 1), 3, 2, "of 8 bytes came with 3 tokens"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    lengths: tuple[int, ...], num_tensors: int, num_versions: int, complaint: str
+) -> None:
+    tensor = wire.TensorMeta(dtype="int32", shape=(3,), nbytes=12)
+    completions = tuple(wire.PartialMeta(num_tokens=length) for length in lengths)
+    buffers = (bytes(12), bytes(12), bytes(4 * num_versions))[:num_tensors]
+    with pytest.raises(ValueError, match=complaint):
+        partial_of(completions, (tensor,) * num_tensors, buffers, 2)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4))
+def test_the_versions_are_read_off_the_tokens(completions: list[list[int]]) -> None:
+    versions = [version for completion in completions for version in completion]
+    tensor = wire.TensorMeta(dtype="int32", shape=(len(versions),), nbytes=4 * len(versions))
+    buffers = (bytes(4 * len(versions)),) * 2 + (struct.pack(f"<{len(versions)}i", *versions),)
+    metas = tuple(wire.PartialMeta(num_tokens=len(completion)) for completion in completions)
+    partial = partial_of(metas, (tensor,) * 3, buffers, len(completions))
+    if not versions:
+        assert partial is None
+    else:
+        assert partial is not None
+        assert (partial.num_tokens, partial.oldest_version) == (len(versions), min(versions))
+        assert partial.is_within(min(versions), max(versions))
+        assert not partial.is_within(min(versions) + 1, max(versions))

@@ -1,0 +1,119 @@
+"""Shared devices: who is told to sleep and to wake, and when."""
+
+from __future__ import annotations
+
+from transcript import Script
+
+from starling.common.wire import messages as wire
+from starling.controller.core.explain import explain
+from starling.controller.core.membership import Member
+from starling.controller.core.turns import Turns
+
+
+def answers(script: Script, name: str) -> list[str]:
+    """`name` does what it was told last: it sleeps, or wakes."""
+    [lease] = [lease for lease in script.state.leases.all_of(name) if lease.kind in ("sleep", "wake")]
+    answer = wire.Slept if lease.kind == "sleep" else wire.Awake
+    return script.hears(name, answer(lease=lease.id))
+
+
+def generating(**changes: int) -> Script:
+    """Return a run in which the rollout has t0 and t1 in hand, and the policy sleeps."""
+    script = Script(colocate=True, **changes)
+    script.joins("policy-0")
+    script.joins("reward-0", slots=8)
+    script.joins("rollout-0")
+    answers(script, "rollout-0")
+    answers(script, "policy-0")
+    script.publishes(0)
+    answers(script, "policy-0")
+    answers(script, "rollout-0")
+    script.adopts("rollout-0", 0)
+    return script
+
+
+def told(script: Script) -> list[str]:
+    return [
+        f"{send.peer} {'sleeps' if isinstance(send.message, wire.Sleep) else 'wakes'}"
+        for send in script.sent
+        if isinstance(send.message, wire.Sleep | wire.Wake)
+    ]
+
+
+def test_one_step_of_a_colocated_run() -> None:
+    script = Script(colocate=True)
+    script.joins("policy-0")
+    assert told(script) == ["policy-0 wakes"], "nobody else is there"
+    script.joins("reward-0", slots=8)
+    script.joins("rollout-0")
+    assert told(script) == ["rollout-0 sleeps"]
+    assert explain(script.state) == "rollout-0 to sleep: it is the turn of the policies"
+    answers(script, "rollout-0")
+    assert "policy-0 <- publish:0:0" in answers(script, "policy-0")
+    script.publishes(0)
+    assert told(script) == ["policy-0 sleeps"], "what it offers is in the memory of the host"
+    assert explain(script.state) == "policy-0 to sleep: it is the turn of the rollouts"
+    answers(script, "policy-0")
+    assert told(script) == ["rollout-0 wakes"]
+    assert "rollout-0 <- adopt:0:0" in answers(script, "rollout-0")
+    script.adopts("rollout-0", 0)
+    script.makes_groups(0, 1)
+    assert told(script) == ["rollout-0 sleeps"]
+    answers(script, "rollout-0")
+    assert told(script) == ["policy-0 wakes"]
+    assert "policy-0 <- train:1:0 train0 train1" in answers(script, "policy-0")
+
+
+def member_of(name: str) -> Member:
+    role = name.rpartition("-")[0]
+    return Member(name=name, role=role, epoch=1, num_slots=1, heard_at=0.0, version=0)  # type: ignore[arg-type]
+
+
+def test_nobody_wakes_beside_one_who_was_lost_awake() -> None:
+    turns, rollout = Turns(shared=True, lease_s=10.0), member_of("rollout-0")
+    turns.answered(rollout, sleeps=False)
+    turns.left(rollout, 5.0, gone=False)
+    assert turns.obstacle([], 24.9) == "rollout-0"
+    assert turns.obstacle([], 25.0) == "", "two leases after it was given up"
+
+
+def test_who_is_gone_for_certain_or_slept_or_came_back_keeps_nobody_from_waking() -> None:
+    for slept, gone, returns in ((True, False, False), (False, True, False), (False, False, True)):
+        turns, rollout = Turns(shared=True, lease_s=10.0), member_of("rollout-0")
+        turns.answered(rollout, sleeps=slept)
+        turns.left(rollout, 5.0, gone=gone)
+        if returns:
+            turns.told(rollout)
+        assert turns.obstacle([], 6.0) == ""
+
+
+def test_a_controller_that_begins_again_wakes_nobody_at_once() -> None:
+    turns = Turns(shared=True, lease_s=10.0)
+    turns.not_before = 20.0
+    assert turns.obstacle([], 19.0) == "whoever was lost before the controller's restart"
+    assert turns.obstacle([member_of("rollout-0")], 20.0) == "rollout-0", "of whom nobody knows whether it sleeps"
+
+
+def test_a_rollout_that_gave_groups_back_to_sleep_gets_work_when_it_wakes() -> None:
+    script = generating(max_staleness=1, prompts_per_step=1)
+    script.makes_groups(0)
+    assert told(script) == ["rollout-0 sleeps"]
+    script.interrupts("rollout-0", "generate:t1:0", 2, 2)
+    answers(script, "rollout-0")
+    answers(script, "policy-0")
+    script.trains(1)
+    script.publishes(1)
+    answers(script, "policy-0")
+    lines = answers(script, "rollout-0")
+    assert any("generate:t1:1" in line for line in lines), lines
+
+
+def test_what_cannot_sleep_now_is_told_again_after_a_while() -> None:
+    script = generating()
+    script.makes_groups(0, 1)
+    script.fails("rollout-0", "sleep:rollout-0:1", "it adopts a version")
+    assert told(script) == [], "to ask it again at once would go on without an end"
+    script.waits(0.9)
+    assert told(script) == []
+    script.waits(0.1)
+    assert told(script) == ["rollout-0 sleeps"]
