@@ -1,9 +1,5 @@
 """The arithmetic of vLLM's workers against vLLM's own model classes.
 
-It needs an environment of its own, with vLLM's build for CPUs beside `starling-common` and `starling-weightsync`:
-
-    TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1 pytest tests/vllm
-
 For each parallelism as many processes as it has workers build the real class, each its part, fill it with NaN and let
 vLLM load a small checkpoint. Every element must then be what the table says: the canonical element of its box, exactly
 once, or padding, which is zero.
@@ -37,10 +33,13 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from starling.rollout.engine.vllm.cpu import do_without_torchvision
 from starling.weightsync.layouts.modules import layout_of
 from starling.weightsync.layouts.vllm import worker_table
 
 DEADLINE_S = 120
+
+do_without_torchvision()
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -71,6 +70,18 @@ LATENT = {
     "v_head_dim": 16,
 }
 
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "out_hidden_size": 64,
+    "num_heads": 4,
+    "patch_size": 4,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+
 CONFIGS: dict[str, tuple[str, Any]] = {
     "llama": ("LlamaForCausalLM", transformers.LlamaConfig(**TEXT)),
     "llama tied with biases": (
@@ -80,6 +91,20 @@ CONFIGS: dict[str, tuple[str, Any]] = {
     "qwen2": ("Qwen2ForCausalLM", transformers.Qwen2Config(**TEXT)),
     "qwen3 tied": ("Qwen3ForCausalLM", transformers.Qwen3Config(**TEXT, head_dim=16, tie_word_embeddings=True)),
     "qwen3_moe": ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig(**TEXT, head_dim=16, **EXPERTS)),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        transformers.Qwen2_5_VLConfig(
+            text_config={**TEXT, "rope_parameters": SECTIONS}, vision_config=VISION, tie_word_embeddings=False
+        ),
+    ),
+    "qwen3_vl tied": (
+        "Qwen3VLForConditionalGeneration",
+        transformers.Qwen3VLConfig(
+            text_config={**TEXT, "head_dim": 8, "rope_parameters": SECTIONS},
+            vision_config={**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            tie_word_embeddings=True,
+        ),
+    ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**LATENT, q_lora_rank=20)),
     "deepseek_v3 without q_lora": ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**LATENT, q_lora_rank=None)),
 }
@@ -155,6 +180,10 @@ def run_worker(
         ("qwen3_moe", 2, 1, False),
         ("qwen3_moe", 2, 1, True),
         ("qwen3_moe", 4, 1, True),
+        ("qwen2_5_vl", 1, 1, False),
+        ("qwen2_5_vl", 2, 1, False),
+        ("qwen3_vl tied", 1, 1, False),
+        ("qwen3_vl tied", 2, 1, False),
         ("deepseek_v3", 2, 1, False),
         ("deepseek_v3", 2, 1, True),
         ("deepseek_v3 without q_lora", 2, 1, False),

@@ -1,0 +1,66 @@
+"""The processes of an engine, and what they leave behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Final
+
+import psutil  # which vLLM brings
+
+from starling.rollout.engine.vllm.watch import SHARED_MEMORY
+
+PYTHONS: Final = "psm_"
+OURS: Final = (PYTHONS, "vllm_")
+"""How the names of vLLM's begin; weights may be read from files of others."""
+ENGINE_NAME: Final = "EngineCore"
+"""What vLLM calls the one process that is a child of ours."""
+
+
+def engine_processes() -> set[psutil.Process]:
+    """Return the processes of all engines that this process has started, those that they started included."""
+    found: set[psutil.Process] = set()
+    for child in multiprocessing.active_children():
+        if child.name.startswith(ENGINE_NAME) and child.pid is not None:
+            try:
+                process = psutil.Process(child.pid)
+                found |= {process, *process.children(recursive=True)}
+            except psutil.NoSuchProcess:
+                pass
+    return found
+
+
+def end(processes: Iterable[psutil.Process], timeout_s: float) -> None:
+    """Kill what is left of `processes`, and wait for it, `timeout_s` at most.
+
+    A process is known by its number and the time at which it began: another one with its number is left alone.
+    """
+    left = [process for process in processes if process.is_running()]
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(left, timeout_s)
+
+
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Return the files of shared memory by which these processes of vLLM's talk to each other."""
+    found: set[Path] = set()
+    for process in processes:
+        try:
+            found |= {Path(part.path) for part in process.memory_maps()}
+        except psutil.NoSuchProcess:
+            pass
+    return {file for file in found if file.parent == SHARED_MEMORY and file.name.startswith(OURS)}
+
+
+def remove(files: Iterable[Path]) -> None:
+    """Remove files that vLLM leaves when its processes are killed, and some of which it always leaves."""
+    for file in files:
+        if file.exists():
+            file.unlink()
+            if file.name.startswith(PYTHONS):  # else Python's tracker, which outlives them, would miss it at the end
+                resource_tracker.unregister(f"/{file.name}", "shared_memory")

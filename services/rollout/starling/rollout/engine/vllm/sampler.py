@@ -1,0 +1,89 @@
+"""Samplers whose log-probabilities are those of softmax(logits / temperature) over the whole vocabulary.
+
+vLLM offers the log-probabilities of the logits as they are, or of what top-p and top-k leave of them; training wants
+those in between. Logits that are divided by the temperature first, and then sampled at temperature 1, are sampled as
+before, and their raw log-probabilities are the ones wanted.
+
+Written for the first model runner of vLLM 0.32 and 0.33; `start` chooses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+
+GREEDY_BELOW: Final = 1e-5
+"""vLLM takes the likeliest token at temperatures below this; their log-probabilities are those of softmax(logits)."""
+
+
+class TemperedSampler(Sampler):  # type: ignore[misc]
+    """Scales first, then samples."""
+
+    never: torch.Tensor | None = None
+    """int64 [tokens], which are not drawn, as if truncated."""
+
+    def forward(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *arguments: Any, **options: Any
+    ) -> Any:
+        """Sample a token for each row of `logits`, [rows, vocabulary]; see the class above."""
+        scaled, metadata = _scaled(logits, sampling_metadata, None)
+        return super().forward(scaled, metadata, *arguments, **options)
+
+    def apply_logits_processors(self, logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """Rule out what is never drawn; log-probabilities are taken before."""
+        return _without(super().apply_logits_processors(logits, *arguments), self.never)
+
+
+class TemperedRejectionSampler(RejectionSampler):  # type: ignore[misc]
+    """The same for speculative decoding, where a sequence has a row for each drafted token and one more."""
+
+    def forward(
+        self, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: SamplingMetadata
+    ) -> Any:
+        """Accept or replace drafted tokens by `logits`, [drafted tokens + sequences, vocabulary]."""
+        rows = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
+        scaled, sampling = _scaled(logits, sampling_metadata, rows)
+        return super().forward(metadata, draft_probs, scaled, sampling)
+
+    def apply_logits_processors(self, logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """Rule out what is never drawn, drafted or not."""
+        return _without(super().apply_logits_processors(logits, *arguments), self.sampler.never)
+
+
+def install(runner: Any, never: Sequence[int] = ()) -> None:
+    """Replace the samplers of a model runner by ones that draw any token but those of `never`."""
+    runner.sampler = TemperedSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
+    runner.sampler.never = torch.tensor(never, device=runner.device) if never else None
+    if getattr(runner, "rejection_sampler", None) is not None:
+        runner.rejection_sampler = TemperedRejectionSampler(runner.sampler, runner.speculative_config, runner.device)
+
+
+def _without(logits: torch.Tensor, never: torch.Tensor | None) -> torch.Tensor:
+    return logits if never is None else logits.index_fill_(-1, never, -torch.inf)
+
+
+def _scaled(
+    logits: torch.Tensor, metadata: SamplingMetadata, rows: torch.Tensor | None
+) -> tuple[torch.Tensor, SamplingMetadata]:
+    """Return logits divided by each sequence's temperature, and the metadata that says temperature 1.
+
+    Args:
+        logits: [rows, vocabulary].
+        metadata: one temperature for each sequence.
+        rows: rows of each sequence; None for one.
+    """
+    temperature = metadata.temperature
+    if metadata.all_greedy or temperature is None:
+        return logits, metadata
+    greedy = temperature < GREEDY_BELOW
+    divisor = torch.where(greedy, 1.0, temperature)
+    if rows is not None:
+        divisor = divisor.repeat_interleave(rows)
+    ones = torch.where(greedy, temperature, 1.0)
+    return logits.to(torch.float32) / divisor[:, None], replace(metadata, temperature=ones)

@@ -1,0 +1,183 @@
+"""Adoptions under continuous load: the driver of the tests, and a program for as many of them as one likes.
+
+    python tests/vllm/adoptions.py --tp 2 --adoptions 200
+
+It prints one JSON object: how many adoptions and completions there were, the largest difference between a sampled
+token's log-probability and that of a forward pass of transformers over the weights of its version, and the pauses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from engines import (
+    CONTEXT,
+    DEADLINE_S,
+    FAMILIES,
+    Held,
+    Source,
+    checkpoint,
+    forward_logprobs,
+    held,
+    random_prompt,
+    read_model,
+    request,
+    source,
+)
+
+from starling.common.wire.messages import Status
+from starling.rollout.engine.base import CacheMode, GroupResult
+
+NUM_CHECKPOINTS = 3
+"""Version v has the weights of checkpoint v modulo this."""
+GROUPS_IN_FLIGHT = 6
+GROUP_SIZE = 3
+MAX_TOKENS = 160
+
+
+@dataclass
+class Load:
+    """What is generated meanwhile: as one group ends another begins."""
+
+    held: Held
+    num_added: int = 0
+    begun_at: dict[str, int] = field(default_factory=dict)
+    """The version in use as a group was added, by lease."""
+    results: list[GroupResult] = field(default_factory=list)
+
+    def top_up(self) -> None:
+        """Add groups until there are as many as there are to be."""
+        while len(self.begun_at) - len(self.results) < GROUPS_IN_FLIGHT:
+            lease = f"load-{self.num_added}"
+            self.begun_at[lease] = self.held.engine.version
+            prompt = random_prompt(4 + self.num_added % 13, self.num_added)
+            self.held.engine.add(
+                request(lease, prompt, GROUP_SIZE, max_tokens=MAX_TOKENS, seed=self.num_added, temperature=1.0)
+            )
+            self.num_added += 1
+
+    def step(self, timeout_s: float = 0.0) -> None:
+        """Take what ended."""
+        self.held.step(timeout_s)
+        for lease in [lease for lease in self.held.results if lease.startswith("load-")]:
+            result = self.held.results.pop(lease)
+            assert isinstance(result, GroupResult), result
+            self.results.append(result)
+
+
+@dataclass
+class Outcome:
+    """What a run of adoptions did."""
+
+    results: list[GroupResult]
+    begun_at: dict[str, int]
+    adopt_s: list[float]
+    recomputed_tokens: int
+
+
+def adopt_under_load(
+    held: Held, source: Source, num_adoptions: int, mode: CacheMode, *, first: int = 0, in_place: bool = False
+) -> Outcome:
+    """Generate without a break, and adopt versions `first`, `first` + 1, ... one right after the other."""
+    engine = held.engine
+    plan = source.plan(engine)
+    load = Load(held)
+    adopt_s: list[float] = []
+    recomputed = 0
+    for version in range(first, first + num_adoptions):
+        if engine.version >= 0:
+            load.top_up()
+        if in_place:
+            engine.pause()
+        source.pull(engine, plan, version, in_place=in_place)
+        begin = time.perf_counter()
+        adopted = engine.adopt(mode)
+        adopt_s.append(time.perf_counter() - begin)
+        if in_place:
+            engine.resume()
+        assert adopted.version == engine.version == version
+        assert adopted.proven
+        recomputed += adopted.recomputed_tokens
+        load.top_up()
+        tokens, end = engine.num_tokens, time.monotonic() + DEADLINE_S
+        while engine.num_tokens < tokens + 8 * (1 + version % 5):  # some tokens of each version, now more, now less
+            assert time.monotonic() < end, "nothing is generated any more"
+            load.step(0.005)
+            load.top_up()
+    end = time.monotonic() + DEADLINE_S
+    while len(load.results) < load.num_added:
+        assert time.monotonic() < end, "not every group ended"
+        load.step(1.0)
+    return Outcome(load.results, load.begun_at, adopt_s, recomputed)
+
+
+def check(outcome: Outcome, last: int) -> None:
+    """Every completion arrived whole, with versions in order."""
+    assert {result.lease for result in outcome.results} == set(outcome.begun_at)
+    for result in outcome.results:
+        assert len(result.completions) == GROUP_SIZE
+        for completion in result.completions:
+            assert completion.status is Status.TRUNCATED
+            assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) == MAX_TOKENS
+            assert (np.diff(completion.versions) >= 0).all()
+            assert outcome.begun_at[result.lease] <= completion.versions[0]
+            assert completion.versions[-1] <= last
+
+
+def largest_difference(results: list[GroupResult], models: list[Any]) -> float:
+    """Return the most by which a token's log-probability differs from a forward pass over its version's weights."""
+    worst = 0.0
+    for result in results:
+        prompt = result.prompt_ids.tolist()
+        for completion in result.completions:
+            sampled, kinds = completion.token_ids.tolist(), completion.versions % len(models)
+            for kind in set(kinds.tolist()):
+                expected = forward_logprobs(models[kind], prompt, sampled)
+                worst = max(worst, float(np.abs(expected - completion.logprobs)[kinds == kind].max()))
+    return worst
+
+
+def main() -> None:
+    """Run as many adoptions as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen3")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--adoptions", type=int, default=200)
+    parser.add_argument("--mode", choices=("keep", "recompute", "salt"), default="recompute")
+    parser.add_argument("--transport", default="ucx")
+    options = parser.parse_args()
+    vllm = {"tensor_parallel_size": options.tp, "pipeline_parallel_size": options.pp}
+    with tempfile.TemporaryDirectory() as name:
+        folders = [checkpoint(Path(name) / str(seed), options.family, seed) for seed in range(NUM_CHECKPOINTS)]
+        models = [read_model(folder) for folder in folders]
+        with source(folders, options.transport) as publisher, held(folders[0], vllm=vllm) as engine:
+            begin = time.perf_counter()
+            outcome = adopt_under_load(engine, publisher, options.adoptions, options.mode)
+            seconds = time.perf_counter() - begin
+    check(outcome, options.adoptions - 1)
+    spanning = [len(set(c.versions.tolist())) for result in outcome.results for c in result.completions]
+    figures = {
+        "adoptions": options.adoptions,
+        "completions": len(spanning),
+        "context": CONTEXT,
+        "versions_per_completion": statistics.mean(spanning),
+        "largest_difference": largest_difference(outcome.results, models) if options.mode == "recompute" else None,
+        "recomputed_tokens": outcome.recomputed_tokens,
+        "adopt_ms_median": 1000 * statistics.median(outcome.adopt_s),
+        "adopt_ms_max": 1000 * max(outcome.adopt_s),
+        "seconds": seconds,
+    }
+    print(json.dumps({**vars(options), **figures}))
+
+
+if __name__ == "__main__":
+    main()

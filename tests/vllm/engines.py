@@ -1,0 +1,219 @@
+"""Tiny checkpoints, real engines over them, and a publisher of their weights in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from starling.common.settings import ModelSettings, WeightsSettings
+from starling.common.wire.messages import Sampling
+from starling.rollout.engine.base import Engine, EngineSpec, GroupFailed, GroupRequest, GroupResult
+from starling.rollout.engine.vllm.engine import VllmEngine
+from starling.rollout.settings import RolloutSettings
+from starling.weightsync.execute.publish import Publisher
+from starling.weightsync.layout import Layout, decode_layout, encode
+from starling.weightsync.layouts.modules import layout_of
+from starling.weightsync.offer import Offer, Transport, decode_offer
+from starling.weightsync.plan import Plan, make_plan
+
+torch.set_num_threads(1)
+
+DEADLINE_S = 240.0
+"""For anything that a busy machine may take its time over."""
+VOCAB = 96
+CONTEXT = 256
+# Wide initial weights: attention and positions then decide the logits, and an error in either shows.
+COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.12,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", COMMON),
+    "qwen2": ("qwen2", {key: value for key, value in COMMON.items() if key != "head_dim"} | {"hidden_size": 128}),
+    "qwen3": ("qwen3", {**COMMON, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []},
+    ),
+}
+
+
+def checkpoint(folder: Path, family: str, seed: int) -> Path:
+    """Write a random model of `family`; return its folder."""
+    kind, settings = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings))
+    with torch.no_grad():
+        for _, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms and biases, which begin as ones and zeros
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"dtype": "float32"}))
+    return folder
+
+
+def read_model(folder: Path) -> Any:
+    """Read a checkpoint with transformers."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def spec_of(folder: Path, wake: Any = None, **rollout: Any) -> EngineSpec:
+    """Describe an engine for tests; `rollout` are the fields of `RolloutSettings`, those of `vllm` in a mapping."""
+    vllm = {"kv_cache_mb": 16, "enforce_eager": True, "start_timeout_s": 500.0, **rollout.pop("vllm", {})}
+    return EngineSpec(
+        path=folder,
+        model=ModelSettings(path=str(folder)),
+        rollout=RolloutSettings.model_validate({"engine": "vllm", "max_rows": 16, "vllm": vllm, **rollout}),
+        weights=WeightsSettings(),
+        name="rollout-0",
+        eos_token_ids=(),
+        max_model_len=CONTEXT,
+        wake=wake or (lambda: None),
+    )
+
+
+class Held:
+    """An engine, and whoever waits for it."""
+
+    def __init__(self, folder: Path, **rollout: Any) -> None:
+        self._wake = threading.Event()
+        self.engine: Engine = VllmEngine(spec_of(folder, self._wake.set, **rollout))
+        self.results: dict[str, GroupResult | GroupFailed] = {}
+
+    def step(self, timeout_s: float = 1.0) -> None:
+        """Wait until something ended, but not long, and take it."""
+        if not self.engine.ready:
+            self._wake.wait(timeout_s)
+        self._wake.clear()
+        for result in self.engine.step():
+            assert result.lease not in self.results
+            self.results[result.lease] = result
+
+    def finish(self, *leases: str) -> list[GroupResult]:
+        """Wait until these have ended; return them."""
+        end = time.monotonic() + DEADLINE_S
+        while not set(leases) <= set(self.results):
+            assert time.monotonic() < end, f"{set(leases) - set(self.results)} did not end"
+            self.step()
+        found = [self.results.pop(lease) for lease in leases]
+        for result in found:
+            assert isinstance(result, GroupResult), result
+        return found  # type: ignore[return-value]
+
+    def generate(self, prompt: list[int], count: int = 1, lease: str = "one", **sampling: Any) -> GroupResult:
+        """Generate one group."""
+        self.engine.add(request(lease, prompt, count, **sampling))
+        return self.finish(lease)[0]
+
+
+@contextmanager
+def held(folder: Path, **rollout: Any) -> Iterator[Held]:
+    """Make an engine that is gone afterwards."""
+    made = Held(folder, **rollout)
+    try:
+        yield made
+    finally:
+        made.engine.close()
+
+
+def request(lease: str, prompt: list[int], count: int = 1, **rest: Any) -> GroupRequest:
+    """Write a request; `rest` are fields of `Sampling`, `partial` and `listener`."""
+    others = {name: rest.pop(name) for name in ("partial", "listener") if name in rest}
+    sampling = Sampling(**{"max_tokens": 16, "temperature": 1.0, "seed": 1, **rest})
+    return GroupRequest(lease, prompt, count, sampling, **others)
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Return random token ids."""
+    drawn: list[int] = np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+    return drawn
+
+
+def forward_logprobs(
+    model: Any, prompt: list[int], sampled: list[int], temperature: float = 1.0
+) -> npt.NDArray[np.float32]:
+    """Return the log-probability of each sampled token by one forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1].float()
+    scaled = torch.log_softmax(logits / (temperature or 1.0), -1)
+    found: npt.NDArray[np.float32] = scaled.gather(-1, torch.tensor(sampled)[:, None])[:, 0].numpy()
+    return found
+
+
+def _publish(folders: list[Path], transport: Transport, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
+    layout = layout_of(weights[0], "policy-0")
+    with Publisher(layout, transport=transport) as publisher:
+        pipe.send_bytes(encode(layout))
+        while (version := pipe.recv()) is not None:
+            pipe.send_bytes(encode(publisher.publish(version, weights[version % len(weights)])))
+
+
+class Source:
+    """A publisher in a process of its own: version v is that of folder v modulo their number."""
+
+    def __init__(self, folders: list[Path], transport: Transport = "ucx") -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_publish, args=(folders, transport, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.layout: Layout = decode_layout(self._answer())
+
+    def publish(self, version: int) -> Offer:
+        """Offer `version`."""
+        self._pipe.send(version)
+        return decode_offer(self._answer())
+
+    def plan(self, engine: Engine) -> Plan:
+        """Make the plan for an engine."""
+        return make_plan(self.layout, engine.layout())
+
+    def pull(self, engine: Engine, plan: Plan, version: int, **options: Any) -> Any:
+        """Publish `version` and have `engine` pull it; return the report."""
+        named = {"deadline_s": DEADLINE_S, "cancelled": lambda: False, "progress": lambda _: None, **options}
+        return engine.pull(self.publish(version), plan, **named)
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        self._process.join(DEADLINE_S)
+
+    def _answer(self) -> bytes:
+        assert self._pipe.poll(DEADLINE_S), "the publisher does not answer"
+        return self._pipe.recv_bytes()
+
+
+@contextmanager
+def source(folders: list[Path], transport: Transport = "ucx") -> Iterator[Source]:
+    """Make a publisher that is gone afterwards."""
+    made = Source(folders, transport)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,17 @@
+"""vLLM does what every engine must."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from conformance import EngineConformance, Facts
+
+
+class TestVllm(EngineConformance):
+    """One worker. Its random numbers follow a seed and are used up as they come, so that what goes on draws others."""
+
+    rollout: ClassVar = {
+        "engine": "vllm",
+        "vllm": {"kv_cache_mb": 64, "enforce_eager": True, "start_timeout_s": 500.0},
+    }
+    facts: ClassVar = Facts(resumes_draws=False, long=300)

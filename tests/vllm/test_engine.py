@@ -1,0 +1,283 @@
+"""One vLLM engine of one worker, from its first version to its violent end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
+from engines import (
+    CONTEXT,
+    DEADLINE_S,
+    VOCAB,
+    Held,
+    Source,
+    checkpoint,
+    forward_logprobs,
+    held,
+    random_prompt,
+    read_model,
+    request,
+    source,
+)
+
+from starling.common.errors import WeightsError
+from starling.rollout.engine.base import EngineLostError, GroupFailed, GroupRequest, RequestError
+from starling.rollout.engine.vllm.engine import VllmEngine
+from starling.rollout.engine.vllm.processes import engine_processes
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    here = tmp_path_factory.mktemp("checkpoints")
+    return [checkpoint(here / str(seed), "qwen3", seed) for seed in range(NUM_CHECKPOINTS)]
+
+
+@pytest.fixture(scope="module")
+def models(folders: list[Path]) -> list[Any]:
+    return [read_model(folder) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def publisher(folders: list[Path]) -> Iterator[Source]:
+    with source(folders) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engine(folders: list[Path]) -> Iterator[Held]:
+    with held(folders[0]) as made:
+        yield made
+
+
+@pytest.fixture
+def running(engine: Held, publisher: Source) -> Held:
+    """The engine, with some version in place."""
+    if engine.engine.version < 0:
+        adopt(engine, publisher)
+    return engine
+
+
+def adopt(engine: Held, publisher: Source, mode: Any = "recompute", **options: Any) -> int:
+    """Bring the next version; return its number."""
+    version = engine.engine.version + 1
+    report = publisher.pull(engine.engine, publisher.plan(engine.engine), version, **options)
+    assert report.size_bytes > 0
+    adopted = engine.engine.adopt(mode)
+    assert adopted.proven
+    assert adopted.version == engine.engine.version == version
+    return version
+
+
+def until_sampled(engine: Held, count: int) -> None:
+    """Wait until `count` more tokens have been sampled."""
+    wanted, end = engine.engine.num_tokens + count, time.monotonic() + DEADLINE_S
+    while engine.engine.num_tokens < wanted:
+        assert time.monotonic() < end
+        engine.step(0.005)
+
+
+def test_begins_without_a_version(engine: Held) -> None:
+    assert engine.engine.version == -1
+    assert engine.engine.max_model_len == CONTEXT
+    assert (engine.engine.num_running, engine.engine.num_waiting, engine.engine.ready) == (0, 0, False)
+    with pytest.raises(WeightsError, match="no staged version"):
+        engine.engine.adopt("keep")
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        {"temperature": 0.0},
+    ],
+)
+def test_log_probabilities_are_those_of_a_forward_pass(
+    running: Held, models: list[Any], sampling: dict[str, Any]
+) -> None:
+    version = running.engine.version
+    others = [request(f"other-{t}", [1, 2, 3], 2, temperature=t, top_p=0.8) for t in (0.0, 0.5, 1.0)]
+    for other in others:  # rows that are sampled in another way, in the same batch
+        running.engine.add(other)
+    prompt = random_prompt(9, 3)
+    result = running.generate(prompt, 3, max_tokens=24, **sampling)
+    running.finish(*(other.lease for other in others))
+    assert result.prompt_ids.tolist() == prompt
+    for completion in result.completions:
+        expected = forward_logprobs(
+            models[version % NUM_CHECKPOINTS], prompt, completion.token_ids.tolist(), sampling["temperature"]
+        )
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+        assert (completion.versions == version).all()
+        assert completion.logprobs.dtype == np.float32
+
+
+def test_top_k_of_one_is_greedy_and_its_probabilities_are_not(running: Held, models: list[Any]) -> None:
+    prompt = random_prompt(6, 4)
+    greedy = running.generate(prompt, temperature=0.0).completions[0]
+    only = running.generate(prompt, temperature=1.5, top_k=1).completions[0]
+    assert only.token_ids.tolist() == greedy.token_ids.tolist()
+    model = models[running.engine.version % NUM_CHECKPOINTS]
+    expected = forward_logprobs(model, prompt, only.token_ids.tolist(), 1.5)
+    np.testing.assert_allclose(only.logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (request("a", []), "prompt is empty"),
+        (request("a", [1] * CONTEXT), "leaves no room in the context of 256"),
+        (request("a", [1, VOCAB]), "token id 96 is outside the model's vocabulary of 96"),
+        (request("a", [-1, 2]), "token id -1 is outside"),
+        (request("a", [1], 17), "num_completions is 17; give 1 to 16"),
+        (request("a", [1], temperature=float("nan")), "temperature is nan"),
+        (request("a", [1], max_tokens=0), "max_tokens is 0"),
+        (request("a", [1], temperature=0.005), "temperature is 0.005; vLLM samples at 0 or at 0.01 and more"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(running: Held, wrong: GroupRequest, sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        running.engine.add(wrong)
+    assert len(running.generate([1, 2]).completions) == 1
+
+
+def test_more_groups_than_there_is_room_for(running: Held) -> None:
+    leases = [f"g{index}" for index in range(12)]
+    for lease in leases:
+        running.engine.add(request(lease, [1, 2, 3], 4, max_tokens=30))
+    assert running.engine.num_running <= 16
+    assert running.engine.num_waiting >= 12 - 5
+    assert all(len(result.completions) == 4 for result in running.finish(*leases))
+    assert (running.engine.num_running, running.engine.num_waiting) == (0, 0)
+
+
+def test_what_vllm_gives_up_by_itself_fails(running: Held) -> None:
+    engine = running.engine
+    assert isinstance(engine, VllmEngine)
+    engine.add(request("given up", [1, 2, 3], 2, max_tokens=200))
+    until_sampled(running, 10)
+    runner, row = engine._runner, engine._groups["given up"].rows[0]
+    runner.call(runner._llm.abort(row.collector.request_id, internal=True))
+    end = time.monotonic() + DEADLINE_S / 4
+    while "given up" not in running.results:
+        assert time.monotonic() < end, "nobody learns of it"
+        running.step()
+    failed = running.results.pop("given up")
+    assert isinstance(failed, GroupFailed)
+    assert failed.reason == "vLLM gave a completion up before it was whole"
+    assert engine.num_running == 0
+
+
+def test_two_hundred_adoptions_under_load(running: Held, publisher: Source, models: list[Any]) -> None:
+    first = running.engine.version + 1
+    outcome = adopt_under_load(running, publisher, 200, "recompute", first=first)
+    check(outcome, first + 199)
+    assert largest_difference(outcome.results, models) < 1e-4
+    assert outcome.recomputed_tokens > 0
+    versions = np.concatenate([c.versions for result in outcome.results for c in result.completions])
+    assert set(range(first, first + 200)) <= {*versions.tolist()}
+
+
+def spanning(running: Held, publisher: Source, mode: Any, prompt: list[int], lease: str = "old") -> Any:
+    """Adopt a version in the middle of a group; return it, and a group of the same prompt that began afterwards."""
+    running.engine.add(request(lease, prompt, 2, max_tokens=90))
+    until_sampled(running, 40)
+    adopt(running, publisher, mode)
+    running.engine.add(request("new", prompt, 2, max_tokens=20))
+    return running.finish(lease, "new")
+
+
+def differences(models: list[Any], result: Any, version: int) -> float:
+    """The most by which log-probabilities of `version`'s tokens differ from a forward pass over its weights."""
+    found = 0.0
+    for completion in result.completions:
+        expected = forward_logprobs(
+            models[version % NUM_CHECKPOINTS], result.prompt_ids.tolist(), completion.token_ids.tolist()
+        )
+        here = completion.versions == version
+        assert here.any()
+        found = max(found, float(np.abs(completion.logprobs - expected)[here].max()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "old_is_exact", "new_is_exact"),
+    [("recompute", True, True), ("salt", False, True), ("keep", False, False)],
+)
+def test_what_becomes_of_the_cache(
+    running: Held, publisher: Source, models: list[Any], mode: str, old_is_exact: bool, new_is_exact: bool
+) -> None:
+    prompt = random_prompt(140, 9)  # more than a block of the cache, so that it is shared
+    before = running.engine.version
+    old, new = spanning(running, publisher, mode, prompt)
+    assert differences(models, old, before) < 1e-4
+    assert (differences(models, old, before + 1) < 1e-4) == old_is_exact
+    assert (differences(models, new, before + 1) < 1e-4) == new_is_exact
+    adopt(running, publisher)  # recompute: what follows shares nothing that older weights computed
+
+
+def test_groups_that_wait_share_nothing_under_salt(running: Held, publisher: Source, models: list[Any]) -> None:
+    prompt = random_prompt(140, 10)
+    for index in range(8):
+        running.engine.add(request(f"w{index}", prompt, 4, max_tokens=40))
+    until_sampled(running, 20)
+    version = adopt(running, publisher, "salt")
+    for result in running.finish(*(f"w{index}" for index in range(8))):
+        begun = [c for c in result.completions if c.versions[0] == version]
+        for completion in begun:
+            expected = forward_logprobs(models[version % NUM_CHECKPOINTS], prompt, completion.token_ids.tolist())
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_a_version_can_be_pulled_in_place(running: Held, publisher: Source, models: list[Any]) -> None:
+    first = running.engine.version + 1
+    outcome = adopt_under_load(running, publisher, 6, "recompute", first=first, in_place=True)
+    check(outcome, first + 5)
+    assert largest_difference(outcome.results, models) < 1e-4
+    adopt(running, publisher)
+
+
+def test_a_call_says_so_before_anything_else_does(folders: list[Path]) -> None:
+    """vLLM marks its client first when its process has ended, and ends what reads from it some time later."""
+    with held(folders[0]) as one:
+        engine = one.engine
+        assert isinstance(engine, VllmEngine)
+        engine._runner._llm.engine_core.resources.engine_dead = True
+        with pytest.raises(EngineLostError, match="process ended"):
+            engine.pause()
+        assert engine.ready
+
+
+def test_it_says_so_when_its_process_is_killed(running: Held) -> None:
+    """The last of this file: the engine is gone afterwards."""
+    engine = running.engine
+    running.engine.add(request("cut", [1, 2, 3], 3, max_tokens=200))
+    until_sampled(running, 30)
+    ours = engine_processes()
+    assert ours
+    for process in ours:
+        os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(EngineLostError):
+        running.finish("cut")
+    assert engine.ready
+    partial = engine.interrupt("cut")
+    assert partial is not None
+    assert sum(len(there.token_ids) for there in partial) >= 30
+    for there in partial:
+        assert there.status is None
+        assert len(there.token_ids) == len(there.logprobs)
+        assert (there.versions == engine.version).all()
+    with pytest.raises(EngineLostError):
+        engine.pause()
+    engine.close()
+    assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,188 @@
+"""Prompts with images and videos on a real vLLM: tokens, pixels and positions are those of the embedded engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+from engines import Held, held, source, spec_of
+from tiny_vision import FAMILIES, PIXELS, ask, image, make_config, make_encoder, make_tokenizer, write_video
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import Media, Prompt, Sampling
+from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, Partial, RequestError
+from starling.rollout.engine.vision import PromptEncoder, placeholders
+from starling.rollout.engine.vllm import media
+from starling.rollout.engine.vllm.engine import VllmEngine
+
+HEAD = 32
+"""The smallest attention heads that vLLM's build for CPUs computes."""
+
+
+def sized(family: str) -> Any:
+    """Describe a tiny model with heads that are large enough."""
+    config = make_config(family)
+    text = config.text_config
+    text.hidden_size = config.vision_config.out_hidden_size = HEAD * text.num_attention_heads
+    if family.startswith("qwen3"):
+        text.head_dim = HEAD
+    text.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [8, 4, 4],
+        "mrope_interleaved": family.startswith("qwen3"),
+    }
+    return config
+
+
+def write_model(folder: Path, config: Any, seed: int) -> Any:
+    """Write a model and what its prompts need; return it."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval().requires_grad_(False)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
+    return model
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """An engine, the models whose weights it has in turn, and what makes its prompts."""
+
+    held: Held
+    models: list[Any]
+    folders: list[Path]
+    encoder: PromptEncoder
+    video: str
+
+    def ask_for(self, lease: str, prompt: Prompt, count: int = 2, **sampling: Any) -> GroupRequest:
+        ids, tensors = self.encoder.encode(prompt)
+        settings = Sampling(**{"max_tokens": 8, "temperature": 0.8, "seed": 4, **sampling})
+        return GroupRequest(lease, ids, count, settings, tensors)
+
+    def generate(self, *requests: GroupRequest) -> list[GroupResult]:
+        for request in requests:
+            self.held.engine.add(request)
+        return self.held.finish(*(request.lease for request in requests))
+
+    def check(self, request: GroupRequest, result: GroupResult, version: int = 0) -> None:
+        """Compare every sampled token with a forward pass over the weights of `version`."""
+        never = list(placeholders(self.models[0].config).values())
+        for completion in result.completions:
+            assert not np.isin(completion.token_ids, never).any()
+            assert set(completion.versions.tolist()) == {version}
+            wanted = forward_logprobs(self.models[version % 2], request, completion)
+            np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+
+
+def forward_logprobs(model: Any, request: GroupRequest, completion: Completion) -> npt.NDArray[np.float32]:
+    """Return the log-probabilities of sampled tokens by one forward pass of transformers, at the given positions."""
+    sampled = torch.from_numpy(completion.token_ids).long()
+    ids = torch.tensor([[*request.prompt_ids, *sampled.tolist()]])
+    inputs = {name: torch.from_numpy(array) for name, array in request.tensors.items()}
+    if inputs:
+        told = inputs["position_ids"].long()
+        after = told[:, -1].max() + 1 + torch.arange(len(sampled))
+        inputs["position_ids"] = torch.cat((told, after.repeat(3, 1)), 1)[:, None]
+    logits = model(ids, **inputs).logits[0, len(request.prompt_ids) - 1 : -1]
+    scaled = (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
+    found: npt.NDArray[np.float32] = scaled.gather(-1, sampled[:, None])[:, 0].numpy()
+    return found
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    base = tmp_path_factory.mktemp("models")
+    folders = [base / "0", base / "1"]
+    models = [write_model(folder, sized(request.param), seed) for seed, folder in enumerate(folders)]
+    with held(folders[0], load_weights=True) as engine:
+        video = write_video(base / "video", 24, 16, 6)
+        yield Seeing(engine, models, folders, make_encoder(folders[0], models[0]), video)
+
+
+def test_logprobs_are_those_of_a_forward_pass(seeing: Seeing) -> None:
+    slow = Media(kind="video", uri=seeing.video, fps=0.25)
+    prompts = {
+        "wide": ask("a<image>b?", image(40, 12)),
+        "text": ask("bc"),
+        "other pixels": ask("a<image>b?", image(40, 12, 7)),
+        "several": ask("<image>a<video>b<image>", image(16, 16, 1), slow, image(20, 30, 2)),
+        "slow": ask("<video>ab", slow),
+        "fast": ask("<video>ab", replaced(slow, 4.0)),
+        "greedy": ask("<image>", image(8, 32, 3)),
+    }
+    asked = [
+        seeing.ask_for(name, prompt, temperature=0.0 if name == "greedy" else 0.8) for name, prompt in prompts.items()
+    ]
+    for request, result in zip(asked, seeing.generate(*asked), strict=True):
+        seeing.check(request, result)
+        assert result.tensors.keys() == request.tensors.keys()
+
+
+def replaced(video: Media, fps: float) -> Media:
+    return Media(kind=video.kind, uri=video.uri, fps=fps)
+
+
+def test_a_placeholder_is_never_sampled(seeing: Seeing) -> None:
+    request = seeing.ask_for("hot", ask("<image>a", image(16, 16)), count=16, max_tokens=24, temperature=2.0)
+    (result,) = seeing.generate(request)
+    seeing.check(request, result)
+
+
+def test_what_was_interrupted_goes_on_behind_its_images(seeing: Seeing) -> None:
+    request = seeing.ask_for("whole", ask("<image>b<video>", image(12, 20, 5), Media(kind="video", uri=seeing.video)))
+    (whole,) = seeing.generate(request)
+    begun = tuple(Partial(c.token_ids[:3], c.logprobs[:3], c.versions[:3]) for c in whole.completions)
+    again = replace(request, lease="rest", partial=begun)
+    (result,) = seeing.generate(again)
+    seeing.check(again, result)
+    for completion, before in zip(result.completions, begun, strict=True):
+        assert completion.token_ids[:3].tolist() == before.token_ids.tolist()
+        assert len(completion.token_ids) == 8
+
+
+def test_what_does_not_fit_is_refused(seeing: Seeing) -> None:
+    request = seeing.ask_for("wrong", ask("<image>a", image(40, 12)))
+    tensors = request.tensors
+    for changed, sentence in (
+        ({**tensors, "pixel_values": tensors["pixel_values"][:-1]}, "pixel_values has 39 patches where image_grid_thw"),
+        ({**tensors, "position_ids": tensors["position_ids"][:, 1:]}, r"position_ids are \(3, \d+\) for a prompt of"),
+        ({name: array for name, array in tensors.items() if name != "position_ids"}, "position_ids are missing"),
+        ({name: array for name, array in tensors.items() if name != "image_grid_thw"}, "placeholder tokens"),
+    ):
+        with pytest.raises(RequestError, match=sentence):
+            seeing.held.engine.add(replace(request, tensors=changed))
+    assert not seeing.held.engine.num_waiting
+
+
+def test_adopted_weights_see_anew(seeing: Seeing) -> None:
+    """What the older vision half made of an image is not used again, in modes that promise so."""
+    engine = seeing.held.engine
+    prompt = ask("<image>c", image(24, 24, 9))
+    with source(seeing.folders) as publisher:
+        plan = publisher.plan(engine)
+        for version, mode in ((1, "recompute"), (2, "salt"), (3, "salt")):
+            publisher.pull(engine, plan, version)
+            adopted = engine.adopt(mode)  # type: ignore[arg-type]
+            assert (adopted.version, adopted.proven) == (version, True)
+            request = seeing.ask_for(f"version {version}", prompt)
+            (result,) = seeing.generate(request)
+            seeing.check(request, result, version)
+
+
+def test_models_that_vllm_would_compute_otherwise_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="on one worker of vLLM only"):
+        media.check_model(sized("qwen2_5_vl"), 2)
+    config = sized("qwen3_vl")
+    del config.text_config.rope_parameters["mrope_interleaved"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="add mrope_interleaved = true"):
+        VllmEngine(spec_of(tmp_path))

@@ -1,0 +1,61 @@
+"""Engines of several workers, and of several families: adoptions under load, and the end of one worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
+from engines import Held, checkpoint, held, read_model, request, source
+
+from starling.rollout.engine.base import EngineLostError
+from starling.rollout.engine.vllm.processes import engine_processes, shared_memory
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "pp", "num_adoptions"),
+    [
+        ("qwen3", 2, 1, 40),
+        ("llama", 1, 2, 40),
+        ("qwen2", 1, 1, 8),
+        ("qwen3_moe", 1, 1, 8),
+        ("qwen3_moe", 2, 1, 8),
+    ],
+)
+def test_adoptions_under_load(family: str, tp: int, pp: int, num_adoptions: int, tmp_path: Path) -> None:
+    folders = [checkpoint(tmp_path / str(seed), family, seed) for seed in range(NUM_CHECKPOINTS)]
+    vllm = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    with source(folders) as publisher, held(folders[0], vllm=vllm) as engine:
+        assert len(engine.engine.layout().ranks) == tp * pp
+        files = shared_memory(engine_processes())
+        assert bool(files) == (tp * pp > 1)
+        outcome = adopt_under_load(engine, publisher, num_adoptions, "recompute")
+        if tp == 2 and family == "qwen3":
+            end_of_one_worker(engine)
+    assert not [file for file in files if file.exists()]
+    check(outcome, num_adoptions - 1)
+    assert largest_difference(outcome.results, [read_model(folder) for folder in folders]) < 1e-4
+
+
+def end_of_one_worker(engine: Held) -> None:
+    """Kill one of two workers in the middle of a group: nothing hangs, nothing that was sampled is lost."""
+    heard: dict[int, list[int]] = {}
+    engine.engine.add(
+        request("cut", [1, 2, 3], 3, max_tokens=240, listener=lambda i, ids, _: heard.setdefault(i, []).extend(ids))
+    )
+    while sum(map(len, heard.values())) < 20:
+        engine.step(0.01)
+    ours = engine_processes()
+    worker = max(ours, key=lambda process: process.create_time())
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(EngineLostError):
+        engine.finish("cut")
+    partial = engine.engine.interrupt("cut")
+    assert partial is not None
+    assert [there.token_ids.tolist() for there in partial] == [heard.get(index, []) for index in range(3)]
+    assert all((there.versions == engine.engine.version).all() for there in partial)
+    engine.engine.close()
+    assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

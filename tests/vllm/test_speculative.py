@@ -1,0 +1,35 @@
+"""Drafts change how fast tokens come, not which may come, nor their probabilities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from engines import checkpoint, forward_logprobs, held, read_model
+
+DRAFT = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def test_log_probabilities_are_those_of_a_forward_pass(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", "qwen3", 0)
+    model, prompt = read_model(folder), [1, 2, 3, 4] * 6
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 1.3},
+    ]
+    with held(folder, load_weights=True, vllm={"speculative": DRAFT}) as engine:
+        results = [engine.generate(prompt, 3, max_tokens=60, **sampling) for sampling in samplings]
+    for sampling, result in zip(samplings, results, strict=True):
+        for completion in result.completions:
+            sampled = completion.token_ids.tolist()
+            assert len(sampled) == len(completion.logprobs) == 60
+            assert (completion.versions == 0).all()
+            expected = forward_logprobs(model, prompt, sampled, sampling["temperature"])
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+    greedy = results[0].completions[0].token_ids.tolist()
+    for at in (0, 20, 59):  # each the likeliest of all
+        every = [forward_logprobs(model, prompt + greedy[:at], [token])[0] for token in range(96)]
+        assert int(np.argmax(every)) == greedy[at]

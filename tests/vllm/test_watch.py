@@ -1,0 +1,47 @@
+"""An engine whose replica is killed does not stay behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+from engines import DEADLINE_S, checkpoint, held
+
+from starling.rollout.engine.vllm.processes import engine_processes, shared_memory
+
+
+def replica(folder: Path, pipe: Connection) -> None:
+    with held(folder, vllm={"tensor_parallel_size": 2}):
+        ours = engine_processes()
+        pipe.send(([process.pid for process in ours], shared_memory(ours)))
+        pipe.recv()  # for ever
+
+
+def test_it_ends_with_its_replica(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", "llama", 0)
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=replica, args=(folder, theirs))
+    process.start()
+    try:
+        assert mine.poll(2 * DEADLINE_S)
+        pids, files = mine.recv()
+        left = [psutil.Process(pid) for pid in pids]
+        assert len(left) >= 3  # vLLM's own, and two workers
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        end = time.monotonic() + DEADLINE_S
+        while left := [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]:
+            assert time.monotonic() < end, left
+            psutil.wait_procs(left, 0.2)
+        files = {file for file in files if file.name.startswith("vllm_")}  # others Python's tracker removes, at its end
+        assert files
+        assert not [file for file in files if file.exists()]
+    finally:
+        process.kill()
+        process.join(DEADLINE_S)
