@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint: for agents whose calls become trajectories, and for whoever else asks."""

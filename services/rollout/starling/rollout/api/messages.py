@@ -1,0 +1,135 @@
+"""Messages of a conversation: as clients send them, as chat templates take them, and when two of them are the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from starling.rollout.api.refusal import ApiError
+
+ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""OpenAI's newer name of the system's role is not known to chat templates."""
+
+ReadCalls = Callable[[str], tuple[str | None, tuple[tuple[str, str], ...]]]
+"""Finds the calls of tools in a reply: returns the text beside them, and of each call name and arguments as JSON."""
+
+Key = tuple[str, str, tuple[tuple[str, str], ...]]
+"""What a message says: role, text, and the calls in it, each a name with its arguments."""
+
+
+def read_messages(given: Any) -> tuple[dict[str, Any], ...]:
+    """Return the messages that a client sent, in the form that chat templates take.
+
+    Content is text: parts of text are joined, and none is an empty text. The arguments of calls are objects where they
+    are JSON, as templates write them themselves.
+
+    Raises:
+        ApiError: they are not a conversation, or not one of text alone.
+    """
+    if not isinstance(given, list) or not given:
+        raise ApiError("messages is missing or empty; give a list of {role, content}", parameter="messages")
+    return tuple(_read_message(message, f"messages[{number}]") for number, message in enumerate(given))
+
+
+def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
+    """Return the tools that a client offers the model. Raises ApiError."""
+    tools = given or []
+    if not isinstance(tools, list):
+        raise ApiError("tools is no list; give a list of {type: function, function: {...}}", parameter="tools")
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not named or tool.get("type", "function") != "function":
+            raise ApiError(
+                f"tools[{number}] is no function; give {{type: function, function: {{name, description, parameters}}}}",
+                parameter="tools",
+            )
+    return tuple(tools)
+
+
+def key_of(message: Mapping[str, Any]) -> Key:
+    """Return what `message` says, so that one that went through a client is known again.
+
+    White space around the text does not count, nor the ids of calls, nor how their arguments are written: clients
+    change those, and a template writes none of them.
+    """
+    calls = (call.get("function", call) for call in message.get("tool_calls") or ())
+    return (
+        str(message["role"]),
+        _text(message.get("content")).strip(),
+        tuple((str(call.get("name", "")), _canonical(call.get("arguments"))) for call in calls),
+    )
+
+
+def reply_message(text: str, read_calls: ReadCalls | None) -> dict[str, Any]:
+    """Return a reply of the model as its client is told it."""
+    content, calls = (text, ()) if read_calls is None else read_calls(text)
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    return message
+
+
+def _read_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise ApiError(f"{where} has no role of {', '.join(ROLES)}; give {{role, content}}", parameter="messages")
+    read: dict[str, Any] = {"role": ROLES[message["role"]], "content": _read_content(message.get("content"), where)}
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            read[name] = message[name]
+    if message.get("tool_calls"):
+        read["tool_calls"] = _read_calls(message["tool_calls"], where)
+    return read
+
+
+def _read_content(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
+            raise ApiError(
+                f"{where}: content of type {kind!r} is not supported here; give text, or a list of parts of type text",
+                parameter="messages",
+            )
+    return _text(parts)
+
+
+def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    read: list[dict[str, Any]] = []
+    given: list[Any] = calls if isinstance(calls, list) else [None]
+    for call in given:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(
+                f"{where}: a call in tool_calls is no function; give {{id, type, function: {{name, arguments}}}}",
+                parameter="messages",
+            )
+        arguments = _parsed(function.get("arguments"))
+        read.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        if isinstance(call.get("id"), str):
+            read[-1]["id"] = call["id"]
+    return read
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or part.get("refusal") or "") for part in content)
+    return content or ""
+
+
+def _parsed(arguments: Any) -> Any:
+    """Return the object that `arguments` writes, or itself where it writes none."""
+    if not isinstance(arguments, str):
+        return arguments if arguments is not None else {}
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _canonical(arguments: Any) -> str:
+    return json.dumps(_parsed(arguments), sort_keys=True, ensure_ascii=False, default=str)

@@ -1,0 +1,124 @@
+"""The endpoint's thread, its address, and the file that tells it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+import uvicorn
+
+from starling.algo.text import decode
+from starling.common.errors import ConfigError
+from starling.common.service import host_name
+from starling.rollout.api.app import Endpoint
+from starling.rollout.api.keys import Address, Keys, write_address
+from starling.rollout.api.record import Recording
+
+if TYPE_CHECKING:
+    from starling.rollout.api.served import Served
+    from starling.rollout.env.episode import TokenEpisode
+    from starling.rollout.settings import ApiSettings
+    from starling.rollout.shell.door import Door
+
+log = structlog.get_logger(__name__)
+
+CLOSE_S: Final = 5
+BACKLOG: Final = 1024
+KEEP_ALIVE_S: Final = 75
+"""How long an idle connection stays: much longer than clients keep theirs (OpenAI's 5 s). Where a server closes it
+first, the next request may cross with that, and fail."""
+
+
+class ApiServer:
+    """The endpoint of one replica, in a thread with an event loop of its own.
+
+    Args:
+        door: the way to the engine.
+        served: the model.
+        settings: address, key and bounds.
+        replica: the replica's name; its number is added to the port.
+        folder: the run's folder, for the file with address and key. None for an endpoint that episodes alone use: it
+            listens on this host only, and takes no key but theirs.
+
+    Raises:
+        ConfigError: the address cannot be listened on, or the file not be written.
+    """
+
+    def __init__(self, door: Door, served: Served, settings: ApiSettings, *, replica: str, folder: Path | None) -> None:
+        key = "" if folder is None else settings.key or secrets.token_urlsafe(32)
+        host = "127.0.0.1" if folder is None else settings.host
+        self._socket = _listen(host, _port(settings, replica) if folder is not None else 0)
+        port = self._socket.getsockname()[1]
+        self.base_url = f"http://{_reachable(host)}:{port}/v1"
+        """What clients are given."""
+        self.keys: Keys[Recording] = Keys(key)
+        """Where episodes get theirs."""
+        self.model = served.name
+        self._served = served
+        self._endpoint = Endpoint(door, served, settings, self.keys)
+        config = uvicorn.Config(
+            self._endpoint.application(),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="api", daemon=True)
+        self._thread.start()
+        self._file = None
+        if folder is not None:
+            self._file = folder / "api" / f"{replica}.json"
+            self._tell(self._file, Address(base_url=self.base_url, api_key=key, model=served.name))
+
+    def recording(self, episode: TokenEpisode) -> Recording:
+        """Return a new recording of `episode`; called in its event loop."""
+        # By the episode's own tokenizer, in whose event loop it decodes: one does not stand two threads.
+        return Recording(episode, partial(decode, episode.tokenizer), self._served.read_calls)
+
+    def close(self) -> None:
+        """End, within a few seconds, whatever is under way."""
+        self._endpoint.stopping = True
+        self._server.should_exit = True
+        self._thread.join(CLOSE_S + 1.0)
+        self._socket.close()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _tell(self, file: Path, address: Address) -> None:
+        try:
+            write_address(file, address)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"the endpoint's file {file} cannot be written ({error.strerror})") from None
+        log.info("listening", base_url=self.base_url, file=str(file))
+
+
+def _port(settings: ApiSettings, replica: str) -> int:
+    """Return the port of a replica: that of the settings, for the first one."""
+    number = replica.rpartition("-")[2]
+    return settings.port + int(number) if settings.port and number.isdigit() else settings.port
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"the endpoint cannot listen on {host}:{port} ({reason}); change rollout.api.host or rollout.api.port"
+        ) from None
+
+
+def _reachable(host: str) -> str:
+    """Return the name under which clients reach what listens on `host`."""
+    if host in ("", "0.0.0.0", "::"):
+        return host_name()
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,174 @@
+"""What choices look like in OpenAI's schema: whole, and in pieces. Pure."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from starling.rollout.api.generate import Made, Piece
+from starling.rollout.api.messages import ReadCalls
+
+Kind = Literal["chat", "text"]
+Json = dict[str, Any]
+
+CALL_ID_BYTES = 12
+
+
+class Shapes:
+    """The responses to one request.
+
+    Args:
+        kind: of a chat, or of plain text.
+        model: the model's name.
+        token_text: the text of one token, special ones too.
+        logprobs: whether log-probabilities were asked for.
+        read_calls: where the request offers tools. A reply is then told when it is whole, as only then it is known what
+            of it is a call.
+        at_once: tell each reply when it is whole in any case.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        model: str,
+        token_text: Callable[[int], str],
+        *,
+        logprobs: bool,
+        read_calls: ReadCalls | None = None,
+        at_once: bool = False,
+    ) -> None:
+        self._kind, self._model, self._token_text = kind, model, token_text
+        self._logprobs, self._read_calls = logprobs, read_calls
+        self._at_once = at_once or read_calls is not None
+        self._id = ("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12)
+        self._created = int(time.time())
+        self._num_characters: dict[int, int] = {}
+        """Of each choice, how much text its tokens told so far have; `text_offset` counts in it."""
+
+    def whole(self, made: Sequence[Made], prompts: Sequence[Sequence[int]], extra: Json | None = None) -> Json:
+        """Return the response that has everything in it; `extra` goes to what is Starling's own."""
+        choices = [self._choice(index, one) for index, one in enumerate(made)]
+        starling = {"prompt_token_ids": [list(ids) for ids in prompts], **(extra or {})}
+        return self._envelope("", choices, usage=_usage(made, prompts), starling=starling)
+
+    def begin(self, num_choices: int) -> list[Json]:
+        """Return the chunks before the first piece."""
+        if self._kind == "text":
+            return []
+        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(num_choices)]
+
+    def piece(self, piece: Piece) -> Json | None:
+        """Return the chunk of a piece, or None where it has nothing to tell yet."""
+        if self._at_once or not (piece.text or self._logprobs):
+            return None
+        return self._said(piece)
+
+    def end(self, index: int, made: Made) -> list[Json]:
+        """Return the last chunks of a choice."""
+        provenance = _provenance(made)
+        if self._kind == "text":
+            last = {"index": index, "text": "", "logprobs": None, "finish_reason": made.finish, "starling": provenance}
+            return [self._envelope("", [last])]
+        text, calls = self._calls(made)
+        chunks = []
+        if self._at_once and (text or self._logprobs):
+            chunks.append(self._said(Piece(index, text or "", made.token_ids, made.logprobs)))
+        if calls:
+            called = [{"index": at, **_call(*call)} for at, call in enumerate(calls)]
+            chunks.append(self._chunk(index, {"tool_calls": called}))
+        finish = "tool_calls" if calls else made.finish
+        return [*chunks, self._chunk(index, {}, finish=finish, starling=provenance)]
+
+    def usage(self, made: Sequence[Made], prompts: Sequence[Sequence[int]]) -> Json:
+        """Return the chunk that tells the usage."""
+        return self._envelope(".chunk", [], usage=_usage(made, prompts))
+
+    def _calls(self, made: Made) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+        return (made.text, ()) if self._read_calls is None else self._read_calls(made.text)
+
+    def _said(self, piece: Piece) -> Json:
+        told = self._told(piece.index, piece.token_ids, piece.logprobs)
+        if self._kind == "text":
+            choice = {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": None}
+            return self._envelope("", [choice])
+        return self._chunk(piece.index, {"content": piece.text}, told)
+
+    def _choice(self, index: int, made: Made) -> Json:
+        told = self._told(index, made.token_ids, made.logprobs)
+        choice: Json = {"index": index, "logprobs": told, "finish_reason": made.finish, "starling": _provenance(made)}
+        if self._kind == "text":
+            return {**choice, "text": made.text}
+        text, calls = self._calls(made)
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["tool_calls"] = [_call(*call) for call in calls]
+            choice["finish_reason"] = "tool_calls"
+        return {**choice, "message": message}
+
+    def _chunk(
+        self, index: int, delta: Json, told: Json | None = None, *, finish: str | None = None, **extra: Any
+    ) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish, **extra}
+        return self._envelope(".chunk", [choice])
+
+    def _envelope(self, suffix: str, choices: list[Json], **extra: Any) -> Json:
+        name = f"chat.completion{suffix}" if self._kind == "chat" else "text_completion"
+        return {
+            "id": self._id,
+            "object": name,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            **extra,
+        }
+
+    def _told(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> Json | None:
+        """Return the log-probabilities of the sampled tokens, where they were asked for."""
+        if not self._logprobs:
+            return None
+        texts = [self._token_text(token) for token in token_ids]
+        if self._kind == "chat":
+            content = [
+                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, value in zip(texts, logprobs, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for text in texts:
+            offsets.append(self._num_characters.setdefault(index, 0))
+            self._num_characters[index] += len(text)
+        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+
+
+def spans(versions: Sequence[int]) -> list[Json]:
+    """Return which tokens each weight version sampled: ``[{version, start, end}, ...]``, `end` excluded."""
+    found: list[Json] = []
+    for at, version in enumerate(versions):
+        if found and found[-1]["version"] == version:
+            found[-1]["end"] = at + 1
+        else:
+            found.append({"version": version, "start": at, "end": at + 1})
+    return found
+
+
+def event(data: Json | str) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + (data.encode() if isinstance(data, str) else msgspec.json.encode(data)) + b"\n\n"
+
+
+def _usage(made: Sequence[Made], prompts: Sequence[Sequence[int]]) -> Json:
+    before, sampled = sum(map(len, prompts)), sum(len(one.token_ids) for one in made)
+    return {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
+
+
+def _provenance(made: Made) -> Json:
+    return {"token_ids": list(made.token_ids), "versions": spans(made.versions)}
+
+
+def _call(name: str, arguments: str) -> Json:
+    ident = f"call_{secrets.token_hex(CALL_ID_BYTES)}"
+    return {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,104 @@
+"""A tiny model with random weights, an engine with an endpoint in a process of its own, and what it must say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from starling.cli.scratch import ScratchSettings, make_model_folder
+
+torch.set_num_threads(1)
+
+DEADLINE_S = 120.0
+"""Longer than anything here takes on a busy machine; who waits so long has failed."""
+CONTEXT = 2048
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.1,
+}
+CHAT = (
+    "{% for tool in tools or [] %}{{ '[' + tool.function.name + ']' }}{% endfor %}"
+    "{% for message in messages %}{{ message.role[0] + ':' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '<' + call.function.name }}"
+    "{{ call.function.arguments | tojson + '>' }}{% endfor %}"
+    "{{ ';' }}{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+)
+
+
+def make_model(folder: Path) -> Path:
+    """Make the folder of a model with random weights, and one token for each character."""
+    make_model_folder(ScratchSettings(config=SMALL, chat_template=CHAT, max_length=CONTEXT), folder)
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Lone:
+    """An engine with an endpoint."""
+
+    base_url: str
+    api_key: str
+    model: str
+    process: subprocess.Popen[str]
+
+    def sampled(self) -> tuple[int, int]:
+        """Return how many tokens the engine has sampled, and how many sequences it runs."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        num_tokens, num_running = self.process.stdout.readline().split()
+        return int(num_tokens), int(num_running)
+
+
+@contextmanager
+def lone_engine(model: Path, folder: Path, *flags: str) -> Iterator[Lone]:
+    """Start the engine; when it is left it must end well."""
+    flags = ("--rollout.load-weights", "true", "--rollout.max-rows", "64", "--model.device", "cpu", *flags)
+    command = [sys.executable, str(Path(__file__).with_name("lone_engine.py")), str(model), str(folder), *flags]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        file = folder / "api" / "rollout-0.json"
+        until = time.monotonic() + DEADLINE_S
+        while not file.is_file():
+            assert process.poll() is None, "it ended before it listened"
+            assert time.monotonic() < until, "it never listened"
+            time.sleep(0.05)
+        assert file.stat().st_mode & 0o777 == 0o600
+        address = json.loads(file.read_text())
+        yield Lone(address["base_url"], address["api_key"], address["model"], process)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(DEADLINE_S) == 0
+        assert not file.exists(), "who has ended is not to be found"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def forward_logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> torch.Tensor:
+    """Return what one plain pass of the model in `folder` says of tokens behind a prompt, [tokens]."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *sampled]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(sampled)[:, None])[:, 0]

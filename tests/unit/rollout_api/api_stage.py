@@ -1,0 +1,125 @@
+"""A replica without a controller, in this process: an engine in a thread, the endpoint, and episodes that use it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from api_lone import DEADLINE_S, forward_logprobs
+from transformers import AutoTokenizer
+
+from starling.algo.text import encode_prompt
+from starling.common.settings import load
+from starling.common.wire import messages as wire
+from starling.rollout.api.served import served_of
+from starling.rollout.api.server import ApiServer
+from starling.rollout.engine.base import EngineSpec
+from starling.rollout.engine.choice import make_engine
+from starling.rollout.engine.model import end_token_ids
+from starling.rollout.env.choice import make_environment
+from starling.rollout.env.runner import EpisodeRunner
+from starling.rollout.env.trajectory import Played, Trajectory
+from starling.rollout.settings import RolloutProcess
+from starling.rollout.shell.door import Door
+from starling.rollout.shell.preparation import Prepared
+
+
+class Stage:
+    """Plays groups. Its parts are as a replica has them; `turn` is called by its engine's thread alone."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        flags = ("--rollout.load-weights", "true", "--model.device", "cpu", *flags)
+        settings = load(RolloutProcess, (), flags)
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        spec = EngineSpec(
+            path=model,
+            model=settings.model,
+            rollout=settings.rollout,
+            weights=settings.weights,
+            name="rollout-0",
+            eos_token_ids=end_token_ids(self.tokenizer, model),
+            max_model_len=None,
+            wake=self._wake.set,
+        )
+        self._engine = make_engine(spec)
+        self._door = Door(self._wake.set)
+        served = served_of(spec, self.tokenizer, self._engine.max_model_len, lambda: self._engine.version)
+        self.server = ApiServer(self._door, served, settings.rollout.api, replica="rollout-0", folder=None)
+        chosen = make_environment(settings.rollout.environment)
+        assert chosen is not None
+        assert chosen.connect is not None
+        chosen.connect(self.server)
+        self._played: queue.Queue[Any] = queue.Queue()
+        self._runner = EpisodeRunner(
+            settings.rollout.environment,
+            chosen,
+            self.tokenizer,
+            self._door,
+            self._played.put,
+            max_model_len=self._engine.max_model_len,
+        )
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        self._num_groups = 0
+
+    def play(self, prompt: wire.Prompt, num_completions: int, **sampling: Any) -> Played:
+        """Play one group to its end."""
+        self._num_groups += 1
+        message = wire.GenerateGroup(
+            lease=f"generate:{self._num_groups}",
+            purpose="train",
+            prompt=prompt,
+            num_completions=num_completions,
+            sampling=wire.Sampling(**{"max_tokens": 64, "seed": 5, **sampling}),
+            min_version=0,
+        )
+        prepared = Prepared(message, encode_prompt(self.tokenizer, prompt))
+        self._runner.begin(prepared)
+        played: Played = self._played.get(timeout=DEADLINE_S)
+        assert self._runner.take(message.lease)
+        return played
+
+    def close(self) -> None:
+        self._runner.close()
+        self._ended.set()
+        self._wake.set()
+        self._thread.join(DEADLINE_S)
+        self._door.close()
+        self.server.close()
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            self._wake.clear()
+            self._door.serve(self._engine, admit=True)
+            if self._engine.ready:
+                for result in self._engine.step():
+                    self._door.settle(result)
+            else:
+                self._wake.wait(1.0)
+
+
+@contextmanager
+def stage(model: Path, *flags: str) -> Iterator[Stage]:
+    made = Stage(model, *flags)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def check(model: Path, played: Played, trajectory: Trajectory, temperature: float = 1.0) -> None:
+    """Assert that what a trajectory says of its sampled tokens is what the model says of them, where they stand."""
+    prompt, tokens = played.prompt_ids.tolist(), trajectory.token_ids.tolist()
+    wanted = forward_logprobs(model, prompt, tokens, temperature).numpy()
+    mask = trajectory.loss_mask.astype(bool)
+    np.testing.assert_allclose(trajectory.logprobs[mask], wanted[mask], atol=1e-5)
+    assert not trajectory.logprobs[~mask].any()
+    assert mask[-1], "what nobody answered is left out"
+    assert torch.isfinite(torch.from_numpy(trajectory.logprobs)).all()

@@ -1,0 +1,66 @@
+"""An engine with an endpoint and nothing else, as a process: `lone_engine.py MODEL FOLDER [--section.key value ...]`.
+
+It answers each line on its standard input with what the engine has sampled and what it still runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from starling.common.observe import log
+from starling.common.settings import load
+from starling.rollout.api.served import served_of
+from starling.rollout.api.server import ApiServer
+from starling.rollout.engine.base import EngineSpec
+from starling.rollout.engine.choice import make_engine
+from starling.rollout.engine.model import end_token_ids
+from starling.rollout.settings import RolloutProcess
+from starling.rollout.shell.door import Door
+
+
+def main(model: str, folder: str, *flags: str) -> None:
+    """Serve until the standard input ends."""
+    log.configure("rollout-0")
+    settings = load(RolloutProcess, (), flags)
+    wake, ended = threading.Event(), threading.Event()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    spec = EngineSpec(
+        path=Path(model),
+        model=settings.model,
+        rollout=settings.rollout,
+        weights=settings.weights,
+        name="rollout-0",
+        eos_token_ids=end_token_ids(tokenizer, model),
+        max_model_len=None,
+        wake=wake.set,
+    )
+    engine = make_engine(spec)
+    door = Door(wake.set)
+    served = served_of(spec, tokenizer, engine.max_model_len, lambda: engine.version)
+    server = ApiServer(door, served, settings.rollout.api, replica="rollout-0", folder=Path(folder))
+
+    def answer() -> None:
+        for _ in sys.stdin:
+            print(engine.num_tokens, engine.num_running, flush=True)
+        ended.set()
+        wake.set()
+
+    threading.Thread(target=answer, daemon=True).start()
+    while not ended.is_set():
+        wake.clear()
+        door.serve(engine, admit=True)
+        if engine.ready:
+            for result in engine.step():
+                door.settle(result)
+        else:
+            wake.wait(1.0)
+    door.close()
+    server.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

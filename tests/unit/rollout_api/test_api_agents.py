@@ -1,0 +1,136 @@
+"""Agents written against OpenAI's client: their conversations are trajectories, with the tokens that were sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import agent_programs
+import numpy as np
+import openai
+import pytest
+from api_stage import Stage, check, stage
+
+from starling.algo.text import decode
+from starling.common.wire.messages import ChatMessage, Prompt, Status
+
+pytestmark = pytest.mark.slow
+
+PROMPT = Prompt(
+    id="train/0/0", messages=(ChatMessage(role="user", content="hello"),), reference="r", metadata={"word": "w"}
+)
+
+
+def agent(name: str, *flags: str, **args: Any) -> tuple[str, ...]:
+    """Return the settings of the environment `agent` with a program of these tests."""
+    given = ", ".join(
+        [f'program = "agent_programs:{name}"', *(f"args = {{ {key} = {value} }}" for key, value in args.items())]
+    )
+    return ("--rollout.environment.kind", "agent", "--rollout.environment.options", f"{{ {given} }}", *flags)
+
+
+def parts(stage: Stage, played: Any, number: int) -> tuple[str, list[tuple[int, str]]]:
+    """Return the prompt's text, and the trajectory's in runs of sampled tokens and of others, as a client sees it."""
+    trajectory = played.trajectories[number]
+    edges = np.flatnonzero(np.diff(trajectory.loss_mask)) + 1
+    runs = zip(np.split(trajectory.loss_mask, edges), np.split(trajectory.token_ids, edges), strict=True)
+    return decode(stage.tokenizer, played.prompt_ids), [
+        (int(mask[0]), decode(stage.tokenizer, ids)) for mask, ids in runs
+    ]
+
+
+def test_a_conversation_is_a_trajectory(api_model: Path) -> None:
+    with agent_programs.told() as told, stage(api_model, *agent("converse", turns=3)) as made:
+        played = made.play(PROMPT, 4, temperature=0.9)
+        assert [t.reward for t in played.trajectories] == [3.0] * 4
+        assert len({t.token_ids.tobytes() for t in played.trajectories}) == 4, "each draws for itself"
+        for number, trajectory in enumerate(played.trajectories):
+            check(api_model, played, trajectory, 0.9)
+            assert (trajectory.num_turns, trajectory.metrics["num_branches"]) == (3, 1.0)
+            prompt, runs = parts(made, played, number)
+            assert prompt == "s:be brief;u:hello;a:"
+            assert [mask for mask, _ in runs] == [1, 0, 1, 0, 1]
+            replies = [text for mask, text in runs if mask]
+            assert replies == told[number]
+            assert [text for mask, text in runs if not mask] == [";u:and 0?;a:", ";u:and 1?;a:"]
+
+
+def test_a_plain_function_that_streams(api_model: Path) -> None:
+    with agent_programs.told() as told, stage(api_model, *agent("plain")) as made:
+        played = made.play(Prompt(id="p", text="go"), 2)
+        for number, trajectory in enumerate(played.trajectories):
+            check(api_model, played, trajectory)
+            assert (trajectory.reward, trajectory.num_turns) == (None, 1)
+            assert parts(made, played, number)[0] == "u:go;a:"
+            assert decode(made.tokenizer, trajectory.token_ids) == told[number][0]
+
+
+def test_the_branch_that_ends_last_is_the_trajectory(api_model: Path) -> None:
+    with agent_programs.told() as told, stage(api_model, *agent("branching")) as made:
+        played = made.play(PROMPT, 2)
+        for number, trajectory in enumerate(played.trajectories):
+            check(api_model, played, trajectory)
+            one, two, other, _, three = told[number]
+            assert two != other, "who asks twice gets two answers"
+            prompt, runs = parts(made, played, number)
+            assert prompt == "u:hello;a:"
+            assert [text for mask, text in runs if mask] == [one, two, three]
+            assert trajectory.num_turns == 3
+            assert trajectory.metrics == {"num_branches": 3.0, "asked": 5.0}, "the last one, the other, the one beside"
+            assert trajectory.reward == 0.5
+
+
+def test_what_the_agent_rewrote_is_not_trained(api_model: Path) -> None:
+    with stage(api_model, *agent("rewriting")) as made:
+        played = made.play(PROMPT, 2)
+        for number, trajectory in enumerate(played.trajectories):
+            check(api_model, played, trajectory)
+            prompt, runs = parts(made, played, number)
+            assert prompt == "u:hello;a:I said else;u:go;a:"
+            assert [mask for mask, _ in runs] == [1]
+            assert trajectory.metrics["num_branches"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("limits", "sampling", "status", "turns"),
+    [
+        (("--rollout.environment.max-turns", "3"), {}, Status.OK, 3),
+        ((), {"max_tokens": 10}, Status.TRUNCATED, 3),
+    ],
+)
+def test_what_an_episode_may_not_exceed(
+    api_model: Path, limits: tuple[str, ...], sampling: Any, status: Status, turns: int
+) -> None:
+    with stage(api_model, *agent("endless", *limits)) as made:
+        (trajectory,) = made.play(PROMPT, 1, **sampling, seed=6).trajectories
+        assert trajectory.num_turns >= turns
+        assert (trajectory.problem, trajectory.reward) == ("", 0.0), "that is no failure of the program"
+        if sampling:
+            assert trajectory.status is status
+            assert trajectory.loss_mask.sum() == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_s", "problem"),
+    [
+        ("greedy", 60, "n = 4: an episode is one trajectory; ask for one reply at a time"),
+        ("failing", 60, "ValueError: the disk is full"),
+        ("hanging", 1, "the environment took longer than 1 s"),
+    ],
+)
+def test_a_program_that_fails_costs_its_own_trajectory(api_model: Path, name: str, limit_s: int, problem: str) -> None:
+    with stage(api_model, *agent(name, "--rollout.environment.timeout-s", str(limit_s))) as made:
+        for trajectory in made.play(PROMPT, 2).trajectories:
+            assert trajectory.status is Status.ENV_ERROR
+            assert problem in trajectory.problem
+
+
+def test_the_key_of_an_episode_ends_with_it(api_model: Path) -> None:
+    with agent_programs.told() as told, stage(api_model, *agent("leaking")) as made:
+        made.play(PROMPT, 1)
+        base_url, key = told[-1]
+        with (
+            openai.OpenAI(base_url=base_url, api_key=key, max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()

@@ -1,0 +1,186 @@
+"""What cannot be obeyed is refused by name, in OpenAI's form; what changes nothing is accepted."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from api_lone import DEADLINE_S, Lone
+
+from starling.rollout.api.app import MAX_BODY_BYTES
+from starling.rollout.api.ask import NEUTRAL, read_body, read_chat, read_text
+from starling.rollout.api.messages import key_of
+from starling.rollout.api.refusal import ApiError
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+BAD_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "model is missing; give one that /v1/models lists"),
+    ({"messages": []}, "messages is missing or empty; give a list of {role, content}"),
+    ({"messages": "hi"}, "messages is missing or empty; give a list of {role, content}"),
+    ({"messages": [{"role": "boss"}]}, "messages[0] has no role of system, developer, user, assistant, tool; give"),
+    ({"messages": [7]}, "messages[0] has no role"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0]: content of type 'image_url' is not supported here; give text",
+    ),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0]: content of type None is not supported here"),
+    (
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]},
+        "messages[0]: a call in tool_calls is no function; give {id, type, function: {name, arguments}}",
+    ),
+    ({"tools": {"a": 1}}, "tools is no list"),
+    ({"tools": [{"type": "function"}]}, "tools[0] is no function"),
+    ({"tool_choice": "required"}, 'tool_choice = "required" is not supported here; the model decides'),
+    ({"temperature": -1}, "temperature = -1: give a number from 0 to 100"),
+    ({"temperature": "hot"}, 'temperature = "hot": give a number'),
+    ({"temperature": True}, "temperature = true: give a number"),
+    ({"top_p": 0}, "top_p = 0: give a number above 0 to 1"),
+    ({"top_p": 1.5}, "top_p = 1.5: give a number"),
+    ({"n": 0}, "n = 0: give a whole number of at least 1"),
+    ({"n": 1.5}, "n = 1.5: give a whole number"),
+    ({"max_tokens": 0}, "max_tokens = 0: give a whole number of at least 1"),
+    ({"max_completion_tokens": "many"}, 'max_completion_tokens = "many": give a whole number'),
+    ({"seed": 1 << 63}, "seed = 9223372036854775808: give a whole number of 64 bits"),
+    ({"stop": ["a", ""]}, 'stop = ["a", ""]: give a text, or a list of texts'),
+    ({"stop": [str(n) for n in range(17)]}, "stop has 17 texts; give at most 16"),
+    ({"stop_token_ids": ["a"]}, 'stop_token_ids = ["a"]: give a list of token ids'),
+    ({"stream": "yes"}, 'stream = "yes": give true or false'),
+    ({"stream_options": {"include_usage": True}}, "it goes with stream = true"),
+    ({"stream": True, "stream_options": {"chunk": 1}}, 'stream_options = {"chunk": 1}: it goes with'),
+    ({"top_logprobs": 3}, "top_logprobs = 3 is not supported here; only the sampled token's log-probability"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty = 0.5 is not supported here; leave it out, or give 0"),
+    ({"response_format": {"type": "json_object"}}, 'is not supported here; leave it out, or give {"type": "text"}'),
+    ({"functions": []}, "functions is not supported here"),
+    ({"temprature": 1}, "temprature is not supported here; did you mean temperature?"),
+    ({"logit_bias": {"1": 5}}, "logit_bias = "),
+]
+
+BAD_TEXT: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt = null: give a text, a list of token ids, or a list of either"),
+    ({"prompt": []}, "prompt = []: give a text"),
+    ({"prompt": [1, "a"]}, 'prompt = [1, "a"]: give a text'),
+    ({"prompt": [[1], []]}, "prompt = [[1], []]: give a text"),
+    ({"prompt": [True]}, "prompt = [true]: give a text"),
+    ({"echo": True}, "echo = true is not supported here; leave it out, or give false"),
+    ({"logprobs": 5}, "logprobs = 5 is not supported here; only the sampled token's log-probability is known: give 0"),
+    ({"best_of": 3}, "best_of = 3 is not supported here; completions are not chosen among: leave it out"),
+    ({"suffix": "end"}, 'suffix = "end" is not supported here'),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), BAD_CHAT)
+def test_chats_that_cannot_be_obeyed(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_chat({**CHAT, **change})
+    assert said in str(refused.value)
+    assert refused.value.status == 400
+    assert refused.value.parameter is None or refused.value.parameter in {*change, "stream_options", "messages"}
+
+
+@pytest.mark.parametrize(("change", "said"), BAD_TEXT)
+def test_texts_that_cannot_be_obeyed(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_text({**TEXT, **change})
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "the body is not JSON"),
+        (b"{", "the body is not JSON"),
+        (b"[1]", "the body is [1]; send a JSON object"),
+        (b"[" * 5000, "the body is nested too deeply"),
+    ],
+)
+def test_bodies_that_are_none(raw: bytes, said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_body(raw)
+    assert said in str(refused.value)
+    assert refused.value.code == "invalid_json"
+
+
+def test_arguments_that_are_nested_too_deeply_are_text() -> None:
+    deep = "[" * 100_000
+    function = {"name": "f", "arguments": deep}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    (message,) = read_chat({**CHAT, "messages": [{"role": "assistant", "tool_calls": calls}]}).messages
+    assert message["tool_calls"][0]["function"]["arguments"] == deep
+    assert deep in key_of(message)[2][0][1]
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    nothing: dict[str, Any] = {
+        name: {"any": "thing"} if not isinstance(values[0], str | bool | int | list | dict) else values[0]
+        for name, values in NEUTRAL.items()
+    }
+    plain = read_chat(CHAT).ask
+    assert plain.max_tokens is None
+    assert read_chat({**CHAT, **nothing}).ask.stop == plain.stop
+    absent = read_chat({**CHAT, **dict.fromkeys(("temperature", "n", "stop", "tools", "functions", "seed"))})
+    assert absent.ask == plain, "null is absent"
+
+
+def test_all_that_is_obeyed_is_read() -> None:
+    ask = read_chat(
+        {
+            **CHAT,
+            "max_completion_tokens": 5,
+            "max_tokens": 9,
+            "temperature": 0,
+            "top_p": 0.5,
+            "top_k": 3,
+            "seed": -4,
+            "n": 2,
+            "stop": "x",
+            "stop_token_ids": [1, 2],
+            "logprobs": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).ask
+    assert (ask.max_tokens, ask.temperature, ask.top_p, ask.top_k, ask.seed) == (5, 0.0, 0.5, 3, -4)
+    assert (ask.num_completions, ask.stop, ask.stop_token_ids) == (2, ("x",), (1, 2))
+    assert (ask.logprobs, ask.stream, ask.include_usage) == (True, True, True)
+    assert read_text(TEXT).ask.max_tokens == 16, "OpenAI's own default"
+
+
+def asked(lone: Lone, path: str, body: bytes | None, key: str | None) -> tuple[int, dict[str, Any]]:
+    """Ask over HTTP, as no client would; return status and body."""
+    request = urllib.request.Request(lone.base_url.removesuffix("/v1") + path, data=body)
+    if key is not None:
+        request.add_header("Authorization", key)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status", "code"),
+    [
+        ("/v1/chat/completions", b"{", "Bearer {}", 400, "invalid_json"),
+        ("/v1/chat/completions", json.dumps({**CHAT, "model": "tiny", "n": 0}).encode(), "Bearer {}", 400, None),
+        ("/v1/chat/completions", b"{}", None, 401, "invalid_api_key"),
+        ("/v1/chat/completions", b"{}", "Basic {}", 401, "invalid_api_key"),
+        ("/v1/chat/completions", b"{}", "Bearer", 401, "invalid_api_key"),
+        ("/v1/models", None, "bearer {}", 200, None),
+        ("/v1/chat/completions", None, "Bearer {}", 405, "method_not_allowed"),
+        ("/v1/embeddings", b"{}", "Bearer {}", 404, "not_found"),
+        ("/v1/completions", b" " * (MAX_BODY_BYTES + 1), "Bearer {}", 413, "request_too_large"),
+        ("/health", None, None, 200, None),
+    ],
+)
+def test_over_http(lone: Lone, path: str, body: bytes | None, key: str | None, status: int, code: str | None) -> None:
+    answered, told = asked(lone, path, body, None if key is None else key.format(lone.api_key))
+    assert answered == status, told
+    if status >= 400:
+        assert told["error"].keys() == {"message", "type", "param", "code"}
+        assert code is None or told["error"]["code"] == code

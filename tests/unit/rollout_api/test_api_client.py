@@ -1,0 +1,230 @@
+"""OpenAI's own client against a real engine: what is asked for is answered, and what was sampled is what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from api_lone import CONTEXT, DEADLINE_S, Lone, forward_logprobs
+
+pytestmark = pytest.mark.slow
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+ENDLESS: Any = {"prompt": "q", "max_tokens": 1900, "temperature": 0}
+"""This model repeats itself then, and never ends by itself."""
+WEATHER: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def client(lone: Lone) -> openai.OpenAI:
+    return openai.OpenAI(base_url=lone.base_url, api_key=lone.api_key, max_retries=0, timeout=DEADLINE_S)
+
+
+def test_what_was_sampled_is_what_is_told(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
+    answer = client.chat.completions.create(
+        model=lone.model, messages=HELLO, max_tokens=20, seed=1, n=3, temperature=0.7, logprobs=True
+    )
+    prompt = answer.starling["prompt_token_ids"][0]  # type: ignore[attr-defined]
+    assert len({choice.message.content for choice in answer.choices}) == 3, "each completion draws for itself"
+    for choice in answer.choices:
+        starling = choice.starling  # type: ignore[attr-defined]
+        told = choice.logprobs.content
+        assert "".join(one.token for one in told) in (choice.message.content, f"{choice.message.content}<eos>")
+        wanted = forward_logprobs(api_model, prompt, starling["token_ids"], 0.7)
+        torch.testing.assert_close(torch.tensor([one.logprob for one in told]), wanted, atol=1e-5, rtol=0)
+        assert starling["versions"] == [{"version": 0, "start": 0, "end": len(told)}]
+        assert choice.finish_reason == ("stop" if told[-1].token == "<eos>" else "length")
+    assert answer.usage.prompt_tokens == len(prompt) == len("u:hello;a:")
+    assert answer.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in answer.choices)
+
+
+def test_a_seed_repeats_and_none_does_not(client: openai.OpenAI, lone: Lone) -> None:
+    def say(**more: Any) -> str:
+        answer = client.chat.completions.create(model=lone.model, messages=HELLO, max_completion_tokens=24, **more)
+        return answer.choices[0].message.content or ""
+
+    assert say(seed=5) == say(seed=5) != say(seed=-5) == say(seed=-5)
+    assert say(seed=(1 << 63) - 1) != say(seed=1 - (1 << 63))
+    assert say() != say()
+    assert say(temperature=0) == say(temperature=0)
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI, lone: Lone) -> None:
+    asked: Any = {"model": lone.model, "messages": HELLO, "max_tokens": 30, "seed": 3, "n": 2}
+    whole = client.chat.completions.create(**asked)
+    texts, finishes, roles, usage = ["", ""], ["", ""], [], None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            roles.append(choice.delta.role)
+            texts[choice.index] += choice.delta.content or ""
+            finishes[choice.index] += choice.finish_reason or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert finishes == [choice.finish_reason for choice in whole.choices]
+    assert roles[:2] == ["assistant", "assistant"]
+    assert usage == whole.usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_a_completion_and_the_work_on_it(client: openai.OpenAI, lone: Lone, stream: bool) -> None:
+    asked: Any = {"model": lone.model, "prompt": "abc", "max_tokens": 1200, "seed": 8}
+    text = client.completions.create(**{**asked, "max_tokens": 40}).choices[0].text
+    stop = text[10:12]
+    before, _ = lone.sampled()
+    if stream:
+        pieces = list(client.completions.create(**asked, stop=[stop, "never said"], stream=True))
+        said = "".join(piece.choices[0].text for piece in pieces)
+        finish, starling = pieces[-1].choices[0].finish_reason, pieces[-1].choices[0].starling  # type: ignore[union-attr]
+    else:
+        choice = client.completions.create(**asked, stop=stop).choices[0]
+        said, finish, starling = choice.text, choice.finish_reason, choice.starling  # type: ignore[attr-defined]
+    assert said == text[: text.index(stop)]
+    assert finish == "stop"
+    assert len(starling["token_ids"]) == text.index(stop) + 2, "the tokens of the stop text are told, its text is not"
+    assert starling["versions"] == [{"version": 0, "start": 0, "end": len(starling["token_ids"])}]
+    sampled, running = lone.sampled()
+    assert running == 0
+    assert sampled - before < 600, "it went on for hundreds of tokens that nobody wanted"
+
+
+def test_prompts_of_text_and_of_tokens(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
+    ids = client.completions.create(model=lone.model, prompt="abc", max_tokens=1).starling["prompt_token_ids"][0]  # type: ignore[attr-defined]
+    asked: Any = {"model": lone.model, "max_tokens": 9, "seed": 4, "n": 2, "logprobs": 0}
+    by_text = client.completions.create(prompt="abc", **asked)
+    by_ids = client.completions.create(prompt=ids, **asked)
+    assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices]
+    many = client.completions.create(prompt=["abc", "xyz"], **asked)
+    assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in many.choices[:2]] == [choice.text for choice in by_text.choices]
+    first = by_text.choices[0]
+    wanted = forward_logprobs(api_model, ids, first.starling["token_ids"], 1.0)  # type: ignore[attr-defined]
+    torch.testing.assert_close(torch.tensor(first.logprobs.token_logprobs), wanted, atol=1e-5, rtol=0)
+    assert first.logprobs.text_offset == list(range(9))
+
+
+def test_who_serves_what(client: openai.OpenAI, lone: Lone) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.starling["version"]) == (lone.model, 0)  # type: ignore[attr-defined]
+    assert client.models.retrieve(lone.model).id == lone.model
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-4o' is not here; this replica serves 'tiny'"):
+        client.chat.completions.create(model="gpt-4o", messages=HELLO)
+
+
+@pytest.mark.parametrize("key", ["wrong", ""])
+def test_no_key_no_answer(lone: Lone, key: str) -> None:
+    stranger = openai.OpenAI(base_url=lone.base_url, api_key=key or "x", max_retries=0)
+    with pytest.raises(openai.AuthenticationError, match="no API key, or a wrong one"):
+        stranger.models.list()
+    with pytest.raises(openai.AuthenticationError, match=r"api/<replica>\.json"):
+        stranger.chat.completions.create(model=lone.model, messages=HELLO)
+
+
+def test_what_is_too_long_or_too_much_is_refused(client: openai.OpenAI, lone: Lone) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {CONTEXT} tokens") as refused:
+        client.completions.create(model=lone.model, prompt="a" * CONTEXT)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="n = 65: at most 64 completions"):
+        client.completions.create(model=lone.model, prompt="a", n=65)
+    with pytest.raises(openai.BadRequestError, match="prompt token id 5000 is outside the model's vocabulary of 99"):
+        client.completions.create(model=lone.model, prompt=[1, 5000])
+    with pytest.raises(openai.BadRequestError, match="prompt token id 5000 is outside"):
+        client.completions.create(model=lone.model, prompt=[1, 5000], stream=True)
+    with pytest.raises(openai.BadRequestError, match="prompt is empty; give at least one token"):
+        client.completions.create(model=lone.model, prompt="")
+    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # it goes on
+
+
+def test_many_at_once(lone: Lone) -> None:
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
+        if number % 2:
+            answer = await client.completions.create(model=lone.model, prompt="q", max_tokens=16, seed=number // 2)
+            return answer.choices[0].text
+        stream = await client.completions.create(
+            model=lone.model, prompt="q", max_tokens=16, seed=number // 2, stream=True
+        )
+        return "".join([piece.choices[0].text async for piece in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=lone.base_url, api_key=lone.api_key, max_retries=0, timeout=DEADLINE_S
+        ) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(64)))
+
+    texts = asyncio.run(all_of_them())
+    assert texts[0::2] == texts[1::2], "the same, streamed or not, whatever shares the batch"
+    assert len(set(texts)) > 16
+
+
+def test_more_than_the_bound_are_refused_and_are_told_when_to_come_again(lone: Lone) -> None:
+    async def flood() -> None:
+        async with openai.AsyncOpenAI(
+            base_url=lone.base_url, api_key=lone.api_key, max_retries=0, timeout=DEADLINE_S
+        ) as client:
+            held = await asyncio.gather(
+                *(client.completions.create(model=lone.model, stream=True, **ENDLESS) for _ in range(64))
+            )
+            with pytest.raises(openai.RateLimitError, match=r"raise rollout\.api\.max_requests") as refused:
+                await client.completions.create(model=lone.model, prompt="q")
+            assert refused.value.response.headers["retry-after"] == "1"
+            assert (await client.models.list()).data, "what is not work is answered all the same"
+            for stream in held:
+                await stream.close()
+
+    asyncio.run(flood())
+    idle(lone)
+
+
+def idle(lone: Lone) -> int:
+    """Wait until the engine runs nothing; return what it has sampled."""
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        sampled, running = lone.sampled()
+        if not running:
+            return sampled
+        assert time.monotonic() < until, "it never stopped"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_nothing_is_generated_for_who_hung_up(lone: Lone, client: openai.OpenAI, stream: bool) -> None:
+    before = idle(lone)
+    asked = json.dumps({"model": lone.model, "n": 8, "stream": stream, **ENDLESS})
+    host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {lone.api_key}\r\n"
+        connection.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n{asked}".encode())
+        until = time.monotonic() + DEADLINE_S
+        while lone.sampled()[1] == 0:
+            assert time.monotonic() < until, "it never began"
+    sampled = idle(lone) - before
+    assert sampled < 8 * ENDLESS["max_tokens"], "it was generated to its end"
+    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # it goes on
+
+
+def test_cancelled_by_the_client(lone: Lone) -> None:
+    before = idle(lone)
+
+    async def leave() -> None:
+        async with openai.AsyncOpenAI(base_url=lone.base_url, api_key=lone.api_key, max_retries=0) as client:
+            stream = await client.completions.create(model=lone.model, n=8, stream=True, **ENDLESS)
+            async for _ in stream:
+                await stream.close()
+                break
+
+    asyncio.run(leave())
+    assert idle(lone) - before < 8 * ENDLESS["max_tokens"]
+
+
+def test_tools_are_told_to_the_model(client: openai.OpenAI, lone: Lone) -> None:
+    asked: Any = {"model": lone.model, "messages": HELLO, "max_tokens": 4, "seed": 1}
+    with_tools = client.chat.completions.create(**asked, tools=WEATHER)
+    assert with_tools.usage.prompt_tokens == len("[weather]u:hello;a:")
+    without = client.chat.completions.create(**asked, tools=WEATHER, tool_choice="none")
+    assert without.usage.prompt_tokens == len("u:hello;a:")

@@ -1,0 +1,173 @@
+"""Which requests of an episode belong together, by what they say; replies that a test writes stand for the model's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from api_lone import DEADLINE_S
+from transformers import AutoTokenizer
+
+from starling.algo.text import decode, encode_prompt, encode_text
+from starling.common.wire.messages import ChatMessage, Prompt, Sampling, Status
+from starling.rollout.api.ask import read_chat
+from starling.rollout.api.calls import reader_of
+from starling.rollout.api.record import Recording, Turn
+from starling.rollout.api.refusal import ApiError
+from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
+from starling.rollout.env.base import Outcome
+from starling.rollout.env.episode import Task, TokenEpisode
+
+PROMPT = Prompt(id="p", messages=(ChatMessage(role="user", content="1+2?"),))
+USER: Any = {"role": "user", "content": "1+2?"}
+ADD: Any = [{"type": "function", "function": {"name": "add"}}]
+CALL = 'let me see <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+class Said:
+    """Replies, in order; None for one that never comes."""
+
+    def __init__(self, tokenizer: Any, *texts: str | None) -> None:
+        self._tokenizer, self._texts = tokenizer, list(texts)
+        self.asked: list[GroupRequest] = []
+        self.is_asked = asyncio.Event()
+
+    async def ask(self, request: GroupRequest, enough: Callable[[], bool]) -> GroupResult:
+        self.asked.append(request)
+        self.is_asked.set()
+        text = self._texts.pop(0)
+        if text is None:
+            await asyncio.Event().wait()
+        ids = np.array([*encode_text(self._tokenizer, text or ""), self._tokenizer.eos_token_id], np.int32)
+        zeros = np.zeros(len(ids), np.int32)
+        completion = Completion(ids, zeros.astype(np.float32), zeros, Status.OK)
+        return GroupResult(request.lease, np.array(request.prompt_ids, np.int32), (completion,))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(api_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(api_model)
+
+
+Ask = Callable[..., Awaitable[Turn]]
+
+
+def recorded(tokenizer: Any, said: Said, play: Callable[[Recording, Ask], Awaitable[None]]) -> tuple[Recording, Any]:
+    """Play against a recording; return it, and the trajectory."""
+
+    async def all_of_it() -> tuple[Recording, Any]:
+        task = Task(
+            lease="generate:1",
+            prompt=PROMPT,
+            prompt_ids=encode_prompt(tokenizer, PROMPT),
+            sampling=Sampling(max_tokens=400, temperature=0.8),
+            max_turns=8,
+            turn_max_tokens=0,
+            max_model_len=2000,
+        )
+        episode = TokenEpisode(task, 0, tokenizer, said.ask)
+        recording = Recording(episode, lambda ids: decode(tokenizer, ids), reader_of("", None))
+
+        async def ask(*messages: Any, **more: Any) -> Turn:
+            return await recording.turn(read_chat({"model": "m", "messages": list(messages), **more}))
+
+        await play(recording, ask)
+        await recording.close()
+        return recording, episode.end(Outcome(reward=1.0))
+
+    return asyncio.run(all_of_it())
+
+
+def test_a_call_that_went_through_a_client_is_known_again(tokenizer: Any) -> None:
+    async def play(recording: Recording, ask: Ask) -> None:
+        first = await ask(USER, tools=ADD, temperature=0.1, max_tokens=300)
+        assert first.overruled == ("temperature",)
+        assert first.made.text == CALL
+        call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"b":2,"a":1}'}}
+        back = {"role": "assistant", "content": "let me see", "tool_calls": [call], "refusal": None}
+        result = {"role": "tool", "tool_call_id": "x", "content": "3"}
+        second = await ask(USER, back, result, tools=ADD)
+        assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+        between = second.prompt_ids[len(first.prompt_ids) :]
+        assert between[: len(first.made.token_ids)] == first.made.token_ids, "as sampled, not as a template writes it"
+        assert decode(tokenizer, between[len(first.made.token_ids) :]) == ";t:3;a:"
+
+    recording, ended = recorded(tokenizer, Said(tokenizer, CALL, "it is 3"), play)
+    assert (recording.num_branches, ended.num_turns) == (1, 2)
+    assert decode(tokenizer, ended.context) == "[add]u:1+2?;a:"
+    assert sum(ended.sampled) == len(CALL) + len("it is 3") + 2
+
+
+def test_other_tools_are_another_conversation(tokenizer: Any) -> None:
+    async def play(recording: Recording, ask: Ask) -> None:
+        await ask(USER, tools=ADD)
+        await ask(USER, {"role": "assistant", "content": "a"}, USER)
+
+    recording, ended = recorded(tokenizer, Said(tokenizer, "a", "b"), play)
+    assert recording.num_branches == 2
+    assert decode(tokenizer, ended.context) == "u:1+2?;a:a;u:1+2?;a:"
+    assert decode(tokenizer, ended.token_ids) == "b"
+
+
+def test_a_request_that_was_given_up_leaves_no_trace(tokenizer: Any) -> None:
+    answer = {"role": "assistant", "content": "a"}
+
+    async def play(recording: Recording, ask: Ask) -> None:
+        await ask(USER)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask(USER, answer, USER), 0.05)
+        await ask(USER, answer, USER)
+
+    said = Said(tokenizer, "a", None, "b")
+    recording, ended = recorded(tokenizer, said, play)
+    assert recording.num_branches == 1
+    assert said.asked[1].prompt_ids == said.asked[2].prompt_ids
+    assert decode(tokenizer, [*ended.context, *ended.token_ids]) == "u:1+2?;a:a;u:1+2?;a:b"
+
+
+def test_branches_draw_for_themselves_and_have_names_of_their_own(tokenizer: Any) -> None:
+    async def play(recording: Recording, ask: Ask) -> None:
+        await asyncio.gather(*(ask(USER) for _ in range(3)))
+        await ask(USER, {"role": "assistant", "content": "b"}, USER)
+        await ask({"role": "user", "content": "else"})
+        await ask(USER, {"role": "assistant", "content": "a"}, USER)
+
+    said = Said(tokenizer, "a", "b", "c", "d", "e", "f")
+    recording, ended = recorded(tokenizer, said, play)
+    assert recording.num_branches == 4
+    assert len({request.lease for request in said.asked}) == 6
+    assert len({request.sampling.seed for request in said.asked}) == 6
+    assert decode(tokenizer, [*ended.context, *ended.token_ids]) == "u:1+2?;a:a;u:1+2?;a:f"
+
+
+def test_whoever_asks_when_it_is_over_is_told(tokenizer: Any) -> None:
+    async def play(recording: Recording, ask: Ask) -> None:
+        waiting = asyncio.create_task(ask(USER))
+        await asyncio.wait_for(said.is_asked.wait(), DEADLINE_S)
+        await recording.close()
+        for late in (waiting, ask(USER)):
+            with pytest.raises(ApiError, match="this episode has ended") as refused:
+                await late
+            assert refused.value.status == 401
+
+    said = Said(tokenizer, None)
+    recorded(tokenizer, said, play)
+
+
+@pytest.mark.parametrize(
+    ("parser", "template", "text", "found"),
+    [
+        ("", None, "hello", ("hello", ())),
+        ("", None, CALL, ("let me see", (("add", '{"a": 1, "b": 2}'),))),
+        ("", None, "<tool_call>{oops</tool_call>", ("<tool_call>{oops</tool_call>", ())),
+        ("", "<|python_tag|>", '{"name": "f", "parameters": {}}', (None, (("f", "{}"),))),
+        ("llama", None, '{"name": "f", "parameters": {"x": "é"}}', (None, (("f", '{"x": "é"}'),))),
+        ("hermes", "<|python_tag|>", '{"name": "f", "parameters": {}}', ('{"name": "f", "parameters": {}}', ())),
+    ],
+)
+def test_calls_in_replies(parser: Any, template: str | None, text: str, found: Any) -> None:
+    assert reader_of(parser, template)(text) == found

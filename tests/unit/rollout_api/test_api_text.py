@@ -1,0 +1,132 @@
+"""Tokens become text as they come, and what comes through a client is known again."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from starling.rollout.api.messages import key_of, read_messages
+from starling.rollout.api.shapes import spans
+from starling.rollout.api.text import TextStream
+
+WORDS = "the cat sat. naïve café 日本語 🙂🙃 été ÿ"
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """A byte-level BPE of a few words: most characters beyond ASCII are several tokens."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([WORDS] * 3, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet))
+    return made
+
+
+def decode(ids: Sequence[int]) -> str:
+    return tokenizer().decode(list(ids))
+
+
+tokens = st.lists(st.integers(0, tokenizer().get_vocab_size() - 1), max_size=40)
+texts = st.text(alphabet=WORDS, max_size=40)
+
+
+def streamed(ids: Sequence[int], cuts: Sequence[int], stops: Sequence[str] = ()) -> tuple[str, TextStream]:
+    stream, pieces, begin = TextStream(decode, stops), [], 0
+    for cut in (*sorted(cuts), len(ids)):
+        pieces.append(stream.add(ids[begin:cut]))
+        begin = max(begin, cut)
+    pieces.append(stream.close())
+    assert "".join(pieces) == stream.text
+    return stream.text, stream
+
+
+@given(tokens, st.lists(st.integers(0, 40), max_size=5))
+def test_pieces_joined_are_the_text_even_of_bytes_that_are_no_text(ids: list[int], cuts: list[int]) -> None:
+    text, stream = streamed(ids, cuts)
+    assert text == decode(ids)
+    assert stream.num_tokens == len(ids)
+
+
+@given(texts, st.lists(st.text(alphabet=WORDS, min_size=1, max_size=3), max_size=3), st.lists(st.integers(0, 40)))
+def test_a_stop_text_is_never_told(text: str, stops: list[str], cuts: list[int]) -> None:
+    ids = tokenizer().encode(text).ids
+    told, stream = streamed(ids, cuts, stops)
+    at = [found for stop in stops if (found := text.find(stop)) >= 0]
+    assert stream.stopped == bool(at)
+    if not at:
+        assert told == text
+        return
+    assert not any(stop in told for stop in stops)
+    assert text.startswith(told)
+    needed = decode(ids[: stream.num_tokens])
+    assert any(stop in needed for stop in stops)
+    assert not any(stop in decode(ids[: stream.num_tokens - 1]) for stop in stops), "it ends with the token that did it"
+
+
+@pytest.mark.parametrize(
+    ("versions", "wanted"),
+    [
+        ([], []),
+        ([3], [(3, 0, 1)]),
+        ([3, 3, 4, 4, 4, 7], [(3, 0, 2), (4, 2, 5), (7, 5, 6)]),
+    ],
+)
+def test_versions_in_spans(versions: list[int], wanted: list[tuple[int, int, int]]) -> None:
+    assert [(span["version"], span["start"], span["end"]) for span in spans(versions)] == wanted
+
+
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
+
+SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}),
+    ({"role": "system", "content": "hi"}, {"role": "developer", "content": "hi"}),
+    ({"role": "assistant", "content": " hi\n"}, {"role": "assistant", "content": "hi", "refusal": None, "audio": None}),
+    ({"role": "assistant", "content": ""}, {"role": "assistant", "content": None}),
+    (
+        {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**CALLED, "id": "x", "function": {"name": "add", "arguments": '{"b":[2],"a":1}'}}],
+        },
+    ),
+    ({"role": "tool", "content": "3", "tool_call_id": "a"}, {"role": "tool", "content": "3", "tool_call_id": "b"}),
+]
+
+OTHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"role": "user", "content": "hi"}, {"role": "system", "content": "hi"}),
+    ({"role": "user", "content": "hi"}, {"role": "user", "content": "ho"}),
+    ({"role": "assistant", "content": "hi"}, {"role": "assistant", "content": "hi", "tool_calls": [CALLED]}),
+    (
+        {"role": "assistant", "tool_calls": [CALLED]},
+        {"role": "assistant", "tool_calls": [{**CALLED, "function": {"name": "add", "arguments": '{"a": 2}'}}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_messages_that_say_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = read_messages([one, other])
+    assert key_of(first) == key_of(second)
+
+
+@pytest.mark.parametrize(("one", "other"), OTHER)
+def test_messages_that_do_not(one: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = read_messages([one, other])
+    assert key_of(first) != key_of(second)
+
+
+def test_templates_get_arguments_as_objects() -> None:
+    (message,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [CALLED]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == json.loads(CALLED["function"]["arguments"])
+    broken = {**CALLED, "function": {"name": "add", "arguments": "{oops"}}
+    (message,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [broken]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == "{oops", "what is no JSON stays as it is"

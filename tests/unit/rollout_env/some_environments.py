@@ -1,0 +1,77 @@
+"""Environments as users write them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starling.rollout.env.base import Episode, Outcome
+
+SEEN: list[str] = []
+
+
+async def two_turns(episode: Episode, *, word: str = "try again", reward: float = 1.0) -> Outcome:
+    await episode.reply(max_tokens=6)
+    episode.say({"role": "user", "content": word})
+    await episode.reply(max_tokens=5)
+    return Outcome(reward=reward + episode.index, metrics={"turns": episode.num_turns})
+
+
+async def forever(episode: Episode) -> None:
+    while True:
+        await episode.reply(max_tokens=2)
+
+
+async def raises(episode: Episode) -> None:
+    await episode.reply(max_tokens=2)
+    if episode.index == 1:
+        raise KeyError("map")
+
+
+async def exits(episode: Episode) -> None:
+    raise SystemExit(3)
+
+
+async def cancels_its_own(episode: Episode) -> None:
+    task = asyncio.create_task(episode.reply())
+    task.cancel()
+    await task
+
+
+async def sleeps(episode: Episode) -> None:
+    await episode.reply(max_tokens=2)
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        SEEN.append("cancelled")
+        raise
+
+
+async def blocks(episode: Episode, *, seconds: float = 6.0) -> None:
+    time.sleep(seconds)
+
+
+async def returns_text(episode: Episode) -> Any:
+    await episode.reply(max_tokens=2)
+    return "fine"
+
+
+async def returns_nan(episode: Episode) -> float:
+    await episode.reply(max_tokens=2)
+    return float("nan")
+
+
+async def stops(episode: Episode, *, stop: list[str]) -> int:
+    """Reward: the tokens of the first reply."""
+    reply = await episode.reply(stop=stop)
+    return len(reply.token_ids)
+
+
+async def speaks_wrongly(episode: Episode) -> None:
+    episode.say_text("so")
+    episode.say({"role": "user", "content": "x"})
+
+
+def no_coroutine(episode: Episode) -> None:
+    pass

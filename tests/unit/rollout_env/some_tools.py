@@ -1,0 +1,125 @@
+"""Tools as users write them: good ones, and some that do everything wrong. Imported in sandboxed processes only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CALLS: list[int] = []
+
+
+def add(a: float, b: float) -> float:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+async def later(text: str) -> str:
+    """Say it after a moment."""
+    await asyncio.sleep(0)
+    return text[::-1]
+
+
+def table() -> dict[str, Any]:
+    return {"rows": [1, 2], "é": None}
+
+
+def fails(what: str = "x") -> None:
+    raise LookupError(f"there is no {what}")
+
+
+def leaves(code: int = 3) -> None:
+    sys.exit(code)
+
+
+def crashes() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def never_returns(file: str) -> None:
+    """Ignore every signal that can be, with a child that does so too, and tell who they are."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    Path(file).write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(3600)
+
+
+def count() -> int:
+    """Count its calls, as far as it remembers any."""
+    CALLS.append(1)
+    return len(CALLS)
+
+
+def environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def devours(mb: int) -> int:
+    return len(bytearray(mb << 20))
+
+
+def limits() -> list[int]:
+    return [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CORE)]
+
+
+def long() -> str:
+    return "x" * 100_000
+
+
+def strange() -> object:
+    return object()
+
+
+NOT_A_FUNCTION = 3
+
+
+def packed(*values: int) -> int:
+    return sum(values)
+
+
+class Guess:
+    """A number to guess."""
+
+    def __init__(self, most: int = 9, slow: float = 0.0) -> None:
+        self.most, self.slow, self.wanted, self.num = most, slow, 0, 0
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.wanted = seed % self.most
+        return f"a number below {self.most}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.slow)
+        self.num += 1
+        right = action.strip() == str(self.wanted)
+        return (
+            ("yes" if right else "no"),
+            (1.0 if right else -0.25),
+            right,
+            self.num > 5,
+            {"guesses": self.num, "s": "t"},
+        )
+
+
+class Broken(Guess):
+    """Returns nothing of what it should."""
+
+    def step(self, action: str) -> Any:
+        return action
+
+
+class Silent(Guess):
+    """Begins without a text."""
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> Any:
+        return 3

@@ -1,0 +1,394 @@
+"""An episode is one sequence of tokens: sampled ones stay as they were, and the mask says which they are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_chat import TEMPLATES, Script, chat, completion, encode, episode, tokenizer
+
+from starling.algo.text import encode_prompt
+from starling.common.wire.messages import Prompt, Status
+from starling.rollout.env.base import EpisodeOver, Outcome
+from starling.rollout.env.episode import EpisodeError, TokenEpisode, turn_seed
+from starling.rollout.env.trajectory import Played, gather
+from starling.rollout.shell.door import PREFIX, GenerationError
+
+USER = {"role": "user", "content": "try again"}
+TEXT = Prompt(id="train/0/1", text="the weather")
+
+
+def start(style: str, prompt: Prompt, script: Script, **changes: Any) -> TokenEpisode:
+    return episode(style, prompt, encode_prompt(tokenizer(style), prompt), script, **changes)
+
+
+def played(*episodes: TokenEpisode, **outcome: Any) -> Played:
+    ended = [one.end(Outcome(**outcome)) for one in episodes]
+    return gather("t0", [0], ended, temperature=1.0, min_version=2, tensors={})
+
+
+def sampled(style: str, text: str) -> list[int]:
+    return encode(style, text + TEMPLATES[style][1])
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_two_turns_are_one_sequence(style: str) -> None:
+    first, second = sampled(style, "<think>so</think>\n\nno"), sampled(style, "forty two")
+    script = Script(completion(first), completion(second, version=4))
+    one = start(style, chat("hello"), script)
+
+    async def play() -> None:
+        assert (await one.reply()).text == "<think>so</think>\n\nno"
+        one.say(USER)
+        reply = await one.reply()
+        assert (reply.text, reply.token_ids, reply.finish) == ("forty two", tuple(second), "stop")
+
+    asyncio.run(play())
+    prompt = encode_prompt(tokenizer(style), chat("hello"))
+    between = script.asked[1].prompt_ids[len(prompt) + len(first) :]
+    assert script.asked[1].prompt_ids[: len(prompt) + len(first)] == [*prompt, *first]
+    assert "try again" in tokenizer(style).decode(between)
+    assert tokenizer(style).decode(between, skip_special_tokens=False).count(TEMPLATES[style][1]) == 1, "the user's"
+    result = played(one)
+    (made,) = result.trajectories
+    assert result.prompt_ids.tolist() == prompt
+    assert made.token_ids.tolist() == [*first, *between, *second]
+    assert made.loss_mask.tolist() == [1] * len(first) + [0] * len(between) + [1] * len(second)
+    assert made.versions.tolist() == [3] * (len(first) + len(between)) + [4] * len(second)
+    assert made.logprobs[made.loss_mask == 0].tolist() == [0.0] * len(between)
+    assert made.logprobs[: len(first)].tolist() == completion(first).logprobs.tolist()
+    assert (made.status, made.num_turns) == (Status.OK, 2)
+    assert [message["role"] for message in one.messages] == ["user", "assistant", "user", "assistant"]
+
+
+def test_a_sampled_token_is_not_merged_anew() -> None:
+    """Encoded again, the text of these tokens has fewer of them; the sequence keeps those that were sampled."""
+    letters = [encode("chatml", letter)[0] for letter in "weather"]
+    assert len(encode("chatml", "weather")) < len(letters)
+    script = Script(completion(letters, Status.TRUNCATED), completion(sampled("chatml", "well")))
+    one = start("chatml", chat("hello"), script, turn_max_tokens=7)
+
+    async def play() -> None:
+        assert (await one.reply()).finish == "length"
+        one.say(USER)
+        await one.reply()
+
+    asyncio.run(play())
+    (made,) = played(one).trajectories
+    assert made.token_ids[:7].tolist() == letters
+    whole = [*script.asked[1].prompt_ids, *sampled("chatml", "well")]
+    again = encode("chatml", tokenizer("chatml").decode(whole, skip_special_tokens=False))
+    assert len(again) < len(whole), "it would be another sequence, of other probabilities"
+    # The turn was cut off: its end is the template's, and not to be trained.
+    end = encode("chatml", "<|im_end|>")[0]
+    assert made.token_ids[7] == end
+    assert made.loss_mask[7] == 0
+    assert made.status is Status.OK, "the last reply ended by itself"
+
+
+def test_a_token_across_the_border_of_two_turns_is_not_made() -> None:
+    """In plain text a token of the whole text may reach over the border; ours begins where the reply ends."""
+    one = start("chatml", TEXT, script := Script(completion(encode("chatml", " is su")), completion([1])))
+
+    async def play() -> None:
+        await one.reply()
+        one.say_text("nny")
+        await one.reply()
+
+    asyncio.run(play())
+    assert encode("chatml", "the weather is sunny") != script.asked[1].prompt_ids
+    assert tokenizer("chatml").decode(script.asked[1].prompt_ids) == "the weather is sunny"
+    assert script.asked[1].prompt_ids == [*encode("chatml", "the weather"), *encode("chatml", " is su"),
+                                          *encode("chatml", "nny")]  # fmt: skip
+
+
+def test_what_is_said_first_belongs_to_the_prompt_where_all_trajectories_share_it() -> None:
+    first = sampled("chatml", "go")
+    ones = [start("chatml", chat("hello"), Script(completion(first))) for _ in range(3)]
+
+    async def play(one: TokenEpisode, text: str) -> None:
+        one.say({"role": "user", "content": text})
+        await one.reply()
+
+    for one, text in zip(ones, ["the map", "the map", "the map"], strict=True):
+        asyncio.run(play(one, text))
+    same = played(*ones)
+    assert "the map" in tokenizer("chatml").decode(same.prompt_ids)
+    assert all(made.token_ids.tolist() == first and made.loss_mask.all() for made in same.trajectories)
+    other = start("chatml", chat("hello"), Script(completion(first)))
+    asyncio.run(play(other, "the sea"))
+    result = played(ones[0], other)
+    assert tokenizer("chatml").decode(result.prompt_ids).endswith("the")
+    for made in result.trajectories:
+        size = len(made.token_ids) - len(first)
+        assert size > 0
+        assert made.loss_mask.tolist() == [0] * size + [1] * len(first)
+        assert made.versions.tolist() == [3] * len(made.token_ids)
+    texts = [tokenizer("chatml").decode([*result.prompt_ids, *made.token_ids]) for made in result.trajectories]
+    assert ["the map" in texts[0], "the sea" in texts[1]] == [True, True]
+
+
+def test_trajectories_that_have_nothing_in_common_are_failures() -> None:
+    empty = Prompt(id="train/0/2", text="")
+    ones = [start("chatml", empty, Script(completion([9]))) for _ in range(2)]
+
+    async def play(one: TokenEpisode, text: str) -> None:
+        one.say_text(text)
+        await one.reply()
+
+    for one, text in zip(ones, ["x", "y"], strict=True):
+        asyncio.run(play(one, text))
+    for made in played(*ones).trajectories:
+        assert made.status is Status.ENV_ERROR
+        assert "begin with different tokens: give the dataset a prompt" in made.problem
+
+
+def test_bounds_on_tokens_and_turns() -> None:
+    prompt = encode_prompt(tokenizer("chatml"), TEXT)
+    script = Script(*(completion([9] * size, Status.TRUNCATED) for size in (4, 3, 2, 1)))
+    one = start("chatml", TEXT, script, max_turns=3, turn_max_tokens=4, max_model_len=len(prompt) + 10)
+
+    async def play() -> None:
+        assert one.tokens_left == 10
+        await one.reply()
+        await one.reply(max_tokens=3)
+        assert one.tokens_left == 3
+        await one.reply()
+        with pytest.raises(EpisodeOver, match="its 3 turns"):
+            await one.reply()
+
+    asyncio.run(play())
+    assert [request.sampling.max_tokens for request in script.asked] == [4, 3, 3]
+    assert len({request.lease for request in script.asked}) == 3
+    assert [request.sampling.seed for request in script.asked] == [turn_seed(7, 1, turn) for turn in range(3)]
+    assert played(one).trajectories[0].status is Status.TRUNCATED
+
+
+@pytest.mark.parametrize("bound", ["context", "max_tokens"])
+def test_what_runs_out_of_tokens_is_truncated(bound: str) -> None:
+    from starling.common.wire.messages import Sampling
+
+    prompt = encode_prompt(tokenizer("chatml"), chat("hello"))
+    reply = sampled("chatml", "go")
+    changes: dict[str, Any] = {
+        "context": {"max_model_len": len(prompt) + len(reply) + 2},
+        "max_tokens": {"sampling": Sampling(max_tokens=len(reply))},
+    }[bound]
+    one = start("chatml", chat("hello"), Script(completion(reply)), **changes)
+
+    async def play() -> None:
+        await one.reply()
+        one.say(USER)
+        with pytest.raises(EpisodeOver, match="no token is left"):
+            await one.reply()
+
+    asyncio.run(play())
+    (made,) = played(one, reward=0.5).trajectories
+    assert (made.status, made.reward) == (Status.TRUNCATED, 0.5)
+    assert made.token_ids.tolist() == reply, "what nobody answered is left out"
+
+
+STOP_REPLY = "is sunny</tool_call> and more"
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_reply_ends_with_the_token_that_completes_a_stop_text(listening: bool) -> None:
+    ids = encode("chatml", STOP_REPLY)
+    script = Script(completion(ids, Status.TRUNCATED), completion(sampled("chatml", "done")))
+    one = start("chatml", chat("hello"), script)
+
+    async def play() -> None:
+        reply = await one.reply(stop=("</tool_call>", "never"))
+        assert reply.finish == "stop"
+        assert "</tool_call>" in reply.text
+        assert "</tool_call>" not in tokenizer("chatml").decode(reply.token_ids[:-1])
+        assert list(reply.token_ids) == ids[: len(reply.token_ids)]
+        one.say(USER)
+        await one.reply()
+
+    asyncio.run(play())
+    cut = len(one.turns[0].token_ids)
+    at = len(script.asked[0].prompt_ids) + cut
+    assert script.asked[1].prompt_ids[at] == encode("chatml", "<|im_end|>")[0], "the template ends the turn"
+
+
+def test_texts_stand_where_they_were_said() -> None:
+    script = Script(*(completion(encode("chatml", text)) for text in ("so", "well", "done")))
+    one = start("chatml", chat("hello"), script)
+
+    async def play() -> None:
+        one.say_text("<think>")
+        await one.reply()
+        one.say_text("</think>")
+        await one.reply()
+        one.say(USER)
+        one.say_text("ok: ")
+        await one.reply()
+
+    asyncio.run(play())
+    assert [message["content"] for message in one.messages] == [
+        "hello",
+        "<think>so</think>well",
+        "try again",
+        "ok: done",
+    ]
+    text = tokenizer("chatml").decode([*script.asked[2].prompt_ids], skip_special_tokens=False)
+    assert text == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n<think>so</think>well<|im_end|>\n"
+        "<|im_start|>user\ntry again<|im_end|>\n<|im_start|>assistant\nok: "
+    )
+
+
+def test_a_reply_that_fails_may_be_asked_for_again() -> None:
+    """What was said is written once, and the reply is a message of its own."""
+
+    class Failing(Script):
+        async def ask(self, *asked: Any) -> Any:
+            if len(self.asked) == 1 and self.num_failed == 0:
+                self.num_failed = 1
+                raise GenerationError("the logits are not finite")
+            return await super().ask(*asked)
+
+        num_failed = 0
+
+    script = Failing(*(completion(sampled("chatml", text)) for text in ("so", "well")))
+    one = start("chatml", chat("hello"), script)
+
+    async def play() -> None:
+        await one.reply()
+        one.say(USER)
+        with pytest.raises(GenerationError):
+            await one.reply()
+        await one.reply()
+
+    asyncio.run(play())
+    assert [message["content"] for message in one.messages] == ["hello", "so", "try again", "well"]
+    assert tokenizer("chatml").decode(script.asked[1].prompt_ids).count("try again") == 1
+
+
+def test_what_is_asked_for_again_has_another_name() -> None:
+    """The door forgets what was given up by its name, perhaps only when the next one of that name is there."""
+    gave_up = asyncio.Event()
+
+    class Slow(Script):
+        async def ask(self, *asked: Any) -> Any:
+            if not gave_up.is_set():
+                leases.append(asked[0].lease)
+                gave_up.set()
+                await asyncio.Event().wait()
+            return await super().ask(*asked)
+
+    leases: list[str] = []
+    script = Slow(completion(sampled("chatml", "so")))
+    one = start("chatml", chat("hello"), script)
+
+    async def play() -> None:
+        asking = asyncio.create_task(one.reply())
+        await gave_up.wait()
+        asking.cancel()
+        await asyncio.wait({asking})
+        await one.reply()
+
+    asyncio.run(play())
+    assert script.asked[0].lease not in leases
+    assert script.asked[0].lease.startswith(PREFIX)
+
+
+def test_what_an_episode_cannot_do_is_said() -> None:
+    async def play() -> None:
+        one = start("chatml", TEXT, Script(completion([9])))
+        with pytest.raises(EpisodeError, match=r"'train/0/1' is plain text, .* or use say_text"):
+            one.say(USER)
+        with pytest.raises(EpisodeError, match="a reply of 0 tokens"):
+            await one.reply(max_tokens=0)
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        class Slow(Script):
+            async def ask(self, *asked: Any) -> Any:
+                begun.set()
+                await go.wait()
+                return await super().ask(*asked)
+
+        slow = start("chatml", TEXT, Slow(completion([9])))
+        first = asyncio.create_task(slow.reply())
+        await begun.wait()
+        with pytest.raises(EpisodeError, match="while another one is under way"):
+            await slow.reply()
+        go.set()
+        assert (await first).token_ids == (9,)
+        late = start("chatml", chat("hello"), Script())
+        late.say_text("I say:")
+        with pytest.raises(EpisodeError, match="add the messages first"):
+            late.say(USER)
+
+    asyncio.run(play())
+
+
+def test_nothing_sampled_is_a_failure() -> None:
+    one = start("chatml", TEXT, Script())
+    (made,) = played(one).trajectories
+    assert made.status is Status.ENV_ERROR
+    assert made.problem == "the environment ended without a reply of the model: ask for one"
+    full = start("chatml", TEXT, Script(), max_model_len=2)
+    with pytest.raises(EpisodeOver):
+        asyncio.run(full.reply())
+    assert "leaves no room in the context of 2" in played(full).trajectories[0].problem
+
+
+def test_seeds_of_turns_differ() -> None:
+    seeds = {turn_seed(seed, index, turn) for seed in range(4) for index in range(8) for turn in range(8)}
+    assert len(seeds) == 256
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("reply"), st.lists(st.integers(6, 300), min_size=1, max_size=5), st.booleans()),
+        st.tuples(st.just("say"), st.sampled_from(["no", "try again", ""]), st.none()),
+        st.tuples(st.just("text"), st.sampled_from([" hm", "<think>"]), st.none()),
+    ),
+    max_size=10,
+)
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+@given(actions=ACTIONS)
+def test_the_sequence_only_grows_and_the_mask_is_exact(style: str, actions: list[Any]) -> None:
+    """Whatever is said and sampled: each request continues the one before, and 1 stands for what was sampled."""
+    replies = [
+        completion(ids, Status.TRUNCATED) if cut else completion([*ids, *encode(style, TEMPLATES[style][1])])
+        for kind, ids, cut in actions
+        if kind == "reply"
+    ]
+    script = Script(*replies)
+    one = start(style, chat("hello"), script, max_turns=20, max_model_len=5000)
+
+    async def play() -> None:
+        for kind, value, _ in actions:
+            if kind == "reply":
+                await one.reply()
+            elif kind == "text":
+                one.say_text(value)
+            else:
+                try:
+                    one.say({"role": "user", "content": value})
+                except EpisodeError:
+                    continue
+
+    asyncio.run(play())
+    if not replies:
+        return
+    for before, after, made in zip(script.asked, script.asked[1:], replies, strict=False):
+        grown = [*before.prompt_ids, *made.token_ids.tolist()]
+        assert after.prompt_ids[: len(grown)] == grown
+    result = played(one)
+    (whole,) = result.trajectories
+    flat = [token for made in replies for token in made.token_ids.tolist()]
+    assert whole.token_ids[whole.loss_mask == 1].tolist() == flat
+    last = [*script.asked[-1].prompt_ids, *replies[-1].token_ids.tolist()]
+    assert [*result.prompt_ids, *whole.token_ids] == last
+    assert whole.loss_mask[0] == 1
+    assert whole.loss_mask[-1] == 1

@@ -1,0 +1,273 @@
+"""Episodes beside a real engine: what they make, and what becomes of environments that do wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driven import CONTEXT, Held, held, make_model, prepared
+from tiny_chat import chat, tokenizer
+
+from starling.algo.text import decode, encode_prompt
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import GroupInterrupted, Prompt, Status
+from starling.rollout.env import runner as runners
+from starling.rollout.env.base import Outcome
+from starling.rollout.env.choice import make_environment
+from starling.rollout.env.runner import outcome_of
+from starling.rollout.env.trajectory import Played
+from starling.rollout.settings import EnvironmentSettings
+from starling.rollout.shell.answer import answer_of_played
+from starling.rollout.shell.player import Player
+
+torch.set_num_threads(1)
+
+HERE = Path(__file__).with_name("some_environments.py")
+LONG_S = 120.0
+HELLO = chat("hello")
+IDS = encode_prompt(tokenizer("chatml"), HELLO)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Held]:
+    with held(make_model()) as made:
+        yield made
+
+
+@pytest.fixture
+def play(engine: Held) -> Iterator[Callable[..., Player]]:
+    runners: list[Player] = []
+
+    def make(name: str, options: dict[str, Any] | None = None, **settings: Any) -> Player:
+        chosen = EnvironmentSettings(kind=f"{HERE}:{name}", options=options or {}, **settings)
+        environment = make_environment(chosen)
+        assert environment is not None
+        runner = Player(chosen, environment, tokenizer("chatml"), engine.door, engine.inbox.put, max_model_len=CONTEXT)
+        runners.append(runner)
+        return runner
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def awaited(engine: Held, runner: Player, lease: str = "generate:t0") -> Played:
+    played = engine.inbox.get(timeout=LONG_S)
+    assert isinstance(played, Played)
+    assert played.lease == lease
+    assert runner.take(lease)
+    assert not runner.take(lease)
+    return played
+
+
+def test_tokens_and_log_probabilities_are_those_of_the_model(engine: Held, play: Any) -> None:
+    runner = play("two_turns", {"word": "no. try again"})
+    runner.begin(prepared(HELLO, IDS, 3))
+    played = awaited(engine, runner)
+    assert played.prompt_ids.tolist() == IDS
+    model = make_model()
+    for index, made in enumerate(played.trajectories):
+        assert (made.status, made.reward, dict(made.metrics)) == (Status.TRUNCATED, 1.0 + index, {"turns": 2.0})
+        assert made.num_turns == 2
+        assert made.loss_mask.sum() <= 11
+        assert (made.loss_mask == 0).sum() > 5
+        assert set(made.versions.tolist()) == {5}
+        ids = torch.tensor([[*IDS, *made.token_ids.tolist()]])
+        with torch.no_grad():
+            logs = model(input_ids=ids).logits[0].log_softmax(-1)
+        at = np.flatnonzero(made.loss_mask)
+        expected = [float(logs[len(IDS) - 1 + place, made.token_ids[place]]) for place in at]
+        np.testing.assert_allclose(made.logprobs[at], expected, atol=1e-5)
+        assert "no. try again" in tokenizer("chatml").decode(made.token_ids)
+    again = play("two_turns", {"word": "no. try again"})
+    again.begin(prepared(HELLO, IDS, 3))
+    same = awaited(engine, again)
+    for one, other in zip(played.trajectories, same.trajectories, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist(), "the seed decides"
+
+
+def test_the_answer_says_it_all(engine: Held, play: Any) -> None:
+    runner = play("two_turns")
+    runner.begin(prepared(HELLO, IDS, temperature=0.7))
+    played = awaited(engine, runner)
+    message, buffers = answer_of_played(played, lambda ids: decode(tokenizer("chatml"), ids))
+    assert [tensor.name for tensor in message.tensors] == ["", "", "", "", "loss_mask"]
+    assert [len(buffer) for buffer in buffers] == [tensor.nbytes for tensor in message.tensors]
+    mask = np.frombuffer(buffers[-1], np.uint8)
+    assert mask.tolist() == [flag for made in played.trajectories for flag in made.loss_mask]
+    for meta, made in zip(message.trajectories, played.trajectories, strict=True):
+        assert (meta.num_tokens, meta.num_masked) == (len(made.token_ids), int((made.loss_mask == 0).sum()))
+        assert (meta.oldest_version, meta.newest_version) == (5, 5)
+        assert (meta.reward, meta.metrics, meta.num_turns) == (made.reward, {"turns": 2.0}, 2)
+        assert "try again" in meta.text
+    assert message.temperature == 0.7
+
+
+def test_all_sampled_needs_no_mask(engine: Held, play: Any) -> None:
+    runner = play("forever", max_turns=1)
+    runner.begin(prepared(HELLO, IDS))
+    message, _ = answer_of_played(awaited(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
+    assert [tensor.name for tensor in message.tensors] == [""] * 4
+    assert [meta.num_masked for meta in message.trajectories] == [0, 0]
+
+
+def test_an_environment_that_lets_the_end_pass_ends_well(engine: Held, play: Any) -> None:
+    runner = play("forever", max_turns=100)
+    runner.begin(prepared(HELLO, IDS, max_tokens=9))
+    for made in awaited(engine, runner).trajectories:
+        assert (made.status, len(made.token_ids), made.problem) == (Status.TRUNCATED, 9, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem", "num_tokens"),
+    [
+        ("exits", {}, "the environment raised SystemExit: 3", 0),
+        ("cancels_its_own", {}, "the environment raised CancelledError", 0),
+        ("sleeps", {"timeout_s": 1.5}, "the environment took longer than 1.5 s", 2),
+        ("returns_text", {}, "the environment returned a str: return a number, an Outcome or None", 2),
+        ("returns_nan", {}, "the environment returned nan as the reward: return a finite number", 2),
+        ("speaks_wrongly", {}, "the environment raised EpisodeError: messages were added behind a text", 0),
+    ],
+)
+def test_what_an_environment_does_wrong_is_said(
+    engine: Held, play: Any, name: str, settings: dict[str, Any], problem: str, num_tokens: int
+) -> None:
+    runner = play(name, **settings)
+    runner.begin(prepared(HELLO, IDS))
+    for made in awaited(engine, runner).trajectories:
+        assert made.status is Status.ENV_ERROR
+        assert made.problem.startswith(problem)
+        assert len(made.token_ids) <= num_tokens
+    message, _ = answer_of_played(awaited_again(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
+    assert {meta.status for meta in message.trajectories} == {Status.ENV_ERROR}
+    if not num_tokens:
+        assert {(meta.oldest_version, meta.newest_version) for meta in message.trajectories} == {(4, 4)}
+
+
+def awaited_again(engine: Held, runner: Player) -> Played:
+    runner.begin(prepared(HELLO, IDS, lease="generate:t0.1"))
+    return awaited(engine, runner, "generate:t0.1")
+
+
+def test_one_failure_is_that_of_its_trajectory(engine: Held, play: Any) -> None:
+    runner = play("raises")
+    runner.begin(prepared(HELLO, IDS, 3))
+    first, second, third = awaited(engine, runner).trajectories
+    assert (first.status, third.status) == (Status.TRUNCATED, Status.TRUNCATED)
+    assert (second.status, second.problem) == (Status.ENV_ERROR, "the environment raised KeyError: 'map'")
+
+
+def test_a_prompt_that_fills_the_context_is_said(engine: Held, play: Any) -> None:
+    runner = play("two_turns")
+    runner.begin(prepared(Prompt(id="p", text="x"), [9] * CONTEXT))
+    for made in awaited(engine, runner).trajectories:
+        assert made.status is Status.ENV_ERROR
+        assert f"its prompt of {CONTEXT} tokens leaves no room in the context of {CONTEXT}" in made.problem
+
+
+def test_what_is_forgotten_is_cancelled_and_never_told(engine: Held, play: Any) -> None:
+    import sys
+
+    runner = play("sleeps")
+    seen = next(module.SEEN for module in list(sys.modules.values()) if getattr(module, "__file__", "") == str(HERE))
+    seen.clear()
+    runner.begin(prepared(HELLO, IDS))
+    until(lambda: bool(runner.waits(time.monotonic() + 1.0)), "a wait")
+    (wait,) = runner.waits(time.monotonic())
+    assert wait.on == "environment"
+    until(lambda: engine.engine.num_running == 0 and not engine.door.waiting, "the replies")
+    runner.forget("generate:t0")
+    assert not runner.take("generate:t0")
+    runner.close()
+    assert len(seen) <= 2
+    assert engine.inbox.empty()
+    assert runner.waits(time.monotonic()) == ()
+
+
+def test_a_replica_that_leaves_gives_its_groups_back(engine: Held, play: Any) -> None:
+    runner, answers = play("sleeps"), list[Any]()
+    runner.begin(prepared(HELLO, IDS))
+    runner.begin(prepared(HELLO, IDS, lease="generate:t1"))
+    assert runner.leave("stopped by SIGTERM", lambda *answer: answers.append(answer)) == ["generate:t0", "generate:t1"]
+    for lease, message, buffers in answers:
+        assert message == GroupInterrupted(lease=lease, reason="stopped by SIGTERM", partial=(), tensors=())
+        assert buffers == ()
+    assert runner.leave("again", lambda *answer: answers.append(answer)) == []
+    assert len(answers) == 2
+
+
+def test_only_what_is_wanted_is_told(engine: Held, play: Any) -> None:
+    runner, answers = play("two_turns"), list[Any]()
+    runner.begin(prepared(HELLO, IDS))
+    played = engine.inbox.get(timeout=LONG_S)
+    assert runner.tell(played, lambda *answer: answers.append(answer))
+    assert not runner.tell(played, lambda *answer: answers.append(answer))
+    ((lease, message, _),) = answers
+    assert (lease, message.lease, len(message.trajectories)) == ("generate:t0", "generate:t0", 2)
+
+
+def test_a_reply_ends_at_a_stop_text_without_waiting_for_the_rest(engine: Held, play: Any) -> None:
+    """Every single character is a stop text, so the first token that shows one ends the reply."""
+    runner = play("stops", {"stop": [chr(code) for code in range(32, 127)]})
+    runner.begin(prepared(HELLO, IDS, 2, max_tokens=100))
+    for made in awaited(engine, runner).trajectories:
+        assert made.status is Status.OK
+        assert made.reward == len(made.token_ids) < 60
+
+
+def test_an_environment_that_blocks_the_loop_costs_only_its_groups(
+    engine: Held, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "GRACE_S", 0.5)
+    runner = play("blocks", {"seconds": 8.0}, timeout_s=0.5)
+    runner.begin(prepared(HELLO, IDS))
+    runner.expire(time.monotonic())
+    assert engine.inbox.empty(), "it has its time"
+    until(lambda: bool(runner.expire(time.monotonic()) or not engine.inbox.empty()), "the end of its time")
+    for made in awaited(engine, runner).trajectories:
+        assert made.status is Status.ENV_ERROR
+        assert made.problem.endswith("could not be stopped: it must not block")
+    others = play("two_turns")
+    others.begin(prepared(HELLO, IDS, lease="generate:t1"))
+    assert len(awaited(engine, others, "generate:t1").trajectories) == 2
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sentence"),
+    [
+        ("tool", {}, "rollout.environment.kind is 'tool': did you mean 'tools'"),
+        ("nothing", {}, r"known are tools, gym, agent, verifiers\. An `async def` of yours"),
+        (f"{HERE}:two_turn", {}, "no 'two_turn' in there; did you mean 'two_turns'"),
+        (f"{HERE}:no_coroutine", {}, "is no `async def`: write one that takes an episode"),
+        (f"{HERE}:two_turns", {"words": 3}, "unexpected keyword argument 'words'.* its options are: word, reward"),
+        ("tools", {"tool": []}, "its options are: tools, parser, timeout_s"),
+        ("tools", {"tools": []}, "has no tools: name functions"),
+        ("tools", {"tools": [{"name": "x"}]}, "names no function"),
+        ("tools", {"tools": [{"functoin": "x"}]}, "the key 'functoin': did you mean 'function'"),
+        ("tools", {"tools": ["a:b"], "parser": "json"}, "no parser 'json' of tool calls: known are hermes, llama"),
+        ("gym", {}, "missing a required argument: 'environment'"),
+        ("gym", {"environment": "nothing_like_it:World"}, "Environment 'nothing_like_it:World' cannot be imported"),
+    ],
+)
+def test_bad_settings_are_refused_at_the_start(kind: str, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_environment(EnvironmentSettings(kind=kind, options=options))
+
+
+def test_what_an_environment_may_return() -> None:
+    assert outcome_of(None) == Outcome()
+    assert outcome_of(2) == outcome_of(np.float64(2.0)) == outcome_of(True + 1) == Outcome(reward=2.0)
+    assert outcome_of(Outcome(metrics={"a": 1})) == Outcome(metrics={"a": 1.0})
+    assert outcome_of(Outcome(metrics={"a": float("inf")})).status is Status.ENV_ERROR

@@ -1,0 +1,174 @@
+"""Code of others in processes of its own: real processes, and what they do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from starling.common.errors import ConfigError
+from starling.rollout.env.sandbox import Sandbox, SandboxError, SandboxTimeoutError
+
+HERE = Path(__file__).with_name("some_tools.py")
+NAMES = [
+    "add", "later", "table", "fails", "leaves", "crashes", "never_returns", "count", "environment", "devours",
+    "limits", "strange", "Guess",
+]  # fmt: skip
+LONG_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    os.environ["STARLING_SECRET"] = "do not tell"
+    made = Sandbox([f"{HERE}:{name}" for name in NAMES], what="Tool", memory_mb=1024, max_processes=3)
+    yield made
+    made.close()
+    del os.environ["STARLING_SECRET"]
+
+
+async def call(sandbox: Sandbox, name: str, timeout_s: float = LONG_S, **named: Any) -> Any:
+    async with sandbox.session() as session:
+        return await session.call(NAMES.index(name), named, timeout_s=timeout_s)
+
+
+def test_functions_return(sandbox: Sandbox) -> None:
+    async def run() -> list[Any]:
+        return await asyncio.gather(
+            call(sandbox, "add", a=1, b=2.5),
+            call(sandbox, "later", text="abc"),
+            call(sandbox, "table"),
+            *(call(sandbox, "count") for _ in range(5)),
+        )
+
+    total, text, table, *counts = asyncio.run(run())
+    assert (total, text, table) == (3.5, "cba", {"rows": [1, 2], "é": None})
+    assert counts == [1] * 5, "no call sees what another one left"
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "problem"),
+    [
+        ("fails", {"what": "map"}, "LookupError: there is no map"),
+        ("add", {"a": 1}, "TypeError: .*missing 1 required positional argument: 'b'"),
+        ("add", {"a": 1, "b": 2, "c": 3}, "TypeError: .*unexpected keyword argument 'c'"),
+        ("leaves", {}, "SystemExit: 3"),
+        ("crashes", {}, "it ended its process"),
+        ("devours", {"mb": 4096}, "MemoryError"),
+    ],
+)
+def test_what_goes_wrong_is_said(sandbox: Sandbox, name: str, named: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SandboxError, match=problem):
+        asyncio.run(call(sandbox, name, **named))
+    assert asyncio.run(call(sandbox, "add", a=1, b=1)) == 2, "and costs nothing else"
+
+
+def test_nothing_of_the_environment_is_inherited(sandbox: Sandbox) -> None:
+    assert set(asyncio.run(call(sandbox, "environment"))) <= {
+        "PATH", "LANG", "LC_CTYPE", "PYTHONPATH", "OMP_NUM_THREADS"
+    }  # fmt: skip
+    assert asyncio.run(call(sandbox, "limits")) == [1024 << 20, 0]
+
+
+def test_what_messagepack_does_not_know_is_text(sandbox: Sandbox) -> None:
+    assert asyncio.run(call(sandbox, "strange")).startswith("<object object")
+
+
+def lives(pid: int) -> bool:
+    """Say whether a process is there and no zombie; it may go at any moment."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_what_never_returns_is_killed_with_all_that_it_started(sandbox: Sandbox, tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+
+    async def run() -> None:
+        with pytest.raises(SandboxTimeoutError, match=r"it took longer than 2 s"):
+            await call(sandbox, "never_returns", timeout_s=2.0, file=str(file))
+
+    asyncio.run(run())
+    deadline = time.monotonic() + 20
+    while any(lives(int(pid)) for pid in file.read_text().split()):
+        assert time.monotonic() < deadline, "something of it lives on"
+        time.sleep(0.05)
+
+
+def test_a_cancelled_call_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+
+    async def run() -> None:
+        task = asyncio.create_task(call(sandbox, "never_returns", file=str(file)))
+        deadline = time.monotonic() + LONG_S
+        while not (file.exists() and file.read_text().count(" ")):
+            assert time.monotonic() < deadline, "it did not start"
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    pid = int(file.read_text().split()[0])
+    with contextlib.suppress(psutil.NoSuchProcess):  # it is gone already
+        assert psutil.Process(pid).wait(20) is None
+
+
+def test_an_object_lives_for_a_session(sandbox: Sandbox) -> None:
+    async def run() -> list[Any]:
+        async with sandbox.session() as session:
+            await session.make(NAMES.index("Guess"), {"most": 4}, timeout_s=LONG_S)
+            first = await session.invoke("reset", timeout_s=LONG_S, seed=6, options={})
+            return [first, *[await session.invoke("step", text, timeout_s=LONG_S) for text in ("1", "2")]]
+
+    first, wrong, right = asyncio.run(run())
+    assert first == ["a number below 4", {}]
+    assert wrong[:3] == ["no", -0.25, False]
+    assert right[:3] == ["yes", 1.0, True]
+
+
+def test_a_keeper_that_dies_is_followed_by_another() -> None:
+    made = Sandbox([f"{HERE}:add"], what="Tool")
+    try:
+        (keeper,) = [one for one in psutil.Process().children() if one.pid == made._keeper._child.pid]
+        keeper.kill()
+        keeper.wait(20)
+
+        async def run() -> Any:
+            async with made.session() as session:
+                return await session.call(0, {"a": 2, "b": 3}, timeout_s=LONG_S)
+
+        assert asyncio.run(run()) == 5
+    finally:
+        made.close()
+    assert not psutil.pid_exists(made._keeper._child.pid)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nothing_like_it:f", "Tool 'nothing_like_it:f' cannot be imported: ModuleNotFoundError"),
+        (f"{HERE}:addd", "no 'addd' in there; did you mean 'add'"),
+        (f"{HERE}:NOT_A_FUNCTION", "is a int: name something to call"),
+        (f"{HERE}:packed", r"Tool 'packed' has the parameter \*values"),
+        ("exits.py:f", "cannot be imported: SystemExit: 5"),
+        ("dies.py:f", "importing ended the process"),
+        ("sleeps.py:f", "importing took longer than 1.5 s"),
+    ],
+)
+def test_what_cannot_be_imported_is_said_at_the_start(
+    name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("exits.py").write_text("raise SystemExit(5)")
+    Path("dies.py").write_text("import os; os._exit(1)")
+    Path("sleeps.py").write_text("import time; time.sleep(3600)")
+    with pytest.raises(ConfigError, match=problem):
+        Sandbox([name], what="Tool", described=True, import_s=1.5 if name.startswith("sleeps") else LONG_S)

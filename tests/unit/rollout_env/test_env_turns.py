@@ -1,0 +1,97 @@
+"""What stands between two replies: the template's text behind the last one, whatever it makes of earlier ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_chat import TEMPLATES, encode, tokenizer
+
+from starling.algo.text import conversation_text
+from starling.common.errors import ConfigError
+from starling.rollout.env.turns import common_length, encode_behind, text_between, without_ending
+
+USER = {"role": "user", "content": "try again"}
+EXPECTED = {
+    "chatml": "<|im_end|>\n<|im_start|>user\ntry again<|im_end|>\n<|im_start|>assistant\n",
+    "qwen3": "<|im_end|>\n<|im_start|>user\ntry again<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\ntry again<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+}
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+@pytest.mark.parametrize("reply", ["well", "<think>so it is</think>\n\nwell", "  blanks  ", "", "StarlingReply0"])
+def test_it_does_not_depend_on_what_the_model_said(style: str, reply: str) -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": reply}]
+    assert text_between(tokenizer(style), messages, [USER], (), of="it") == EXPECTED[style]
+
+
+def test_neighbouring_results_of_tools_are_written_as_the_template_wants_them() -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<tool_call>"}]
+    results = [{"role": "tool", "content": text} for text in ("one", "two")]
+    assert text_between(tokenizer("qwen3"), messages, results, (), of="it") == (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_only_an_end_that_was_sampled_is_left_out() -> None:
+    text = EXPECTED["chatml"]
+    assert without_ending(text, "<|im_end|>") == text.removeprefix("<|im_end|>")
+    assert without_ending("\n" + text, "<|im_end|>") == text.removeprefix("<|im_end|>")
+    assert without_ending(text, "") == text
+    assert without_ending(text, "<|endoftext|>") == text, "another end does not end the turn of the template"
+
+
+def test_a_template_that_refuses_or_forgets_is_told() -> None:
+    chosen = tokenizer("chatml")
+    messages = [USER, {"role": "assistant", "content": "x"}]
+    for template, sentence in (
+        ("{{ raise_exception('no tools here') }}", "cannot write the chat .*no tools here"),
+        ("{{ messages[0].content }}", "does not write what the assistant said in the chat"),
+        (None, "the chat is a conversation and the tokenizer has no chat template"),
+    ):
+        changed = type(chosen)(tokenizer_object=chosen.backend_tokenizer, chat_template=template)
+        with pytest.raises(ConfigError, match=sentence):
+            text_between(changed, messages, [USER], (), of="the chat")
+
+
+WORDS = st.sampled_from(["weather", "no. ", "<think>", "</think>", "\n", " ", "42", "é", "<|im_start|>"])
+
+
+@pytest.mark.parametrize("style", ["chatml", "llama3"])
+@given(replies=st.lists(st.lists(WORDS, min_size=1, max_size=6).map("".join), min_size=1, max_size=3))
+def test_the_sequence_is_that_of_the_conversation(style: str, replies: list[str]) -> None:
+    """Where a template keeps what was said, and the model samples as the tokenizer encodes, both ways are one."""
+    chosen, (_, eos) = tokenizer(style), TEMPLATES[style]
+    messages = [{"role": "user", "content": "hello"}]
+    ids = encode(style, conversation_text(chosen, messages, of="it"))
+    for reply in replies:
+        if style == "llama3":
+            reply = reply.strip()  # its template would do that
+        ids += encode(style, reply + eos)
+        messages.append({"role": "assistant", "content": reply})
+        ids += encode_behind(chosen, without_ending(text_between(chosen, messages, [USER], (), of="it"), eos))
+        messages.append(USER)
+    whole = conversation_text(chosen, messages, of="it")
+    assert chosen.decode(ids, skip_special_tokens=False) == whole
+    assert ids == encode(style, whole), "special tokens part the turns, so nothing merges across"
+
+
+def test_a_blank_that_a_tokenizer_puts_before_every_text_is_not_put_inside_one() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"<eos>": 0, "▁": 1, "a": 2, "▁a": 3, "<unk>": 4}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    blank = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    assert blank.encode("a", add_special_tokens=False) == [3]
+    assert encode_behind(blank, "a") == [2]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=5))
+def test_the_common_beginning_is_the_longest(sequences: list[list[int]]) -> None:
+    length = common_length(sequences)
+    assert len({tuple(one[:length]) for one in sequences}) == 1
+    assert len({tuple(one[: length + 1]) for one in sequences}) > 1 or any(len(one) == length for one in sequences)
