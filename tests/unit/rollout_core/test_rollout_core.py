@@ -5,10 +5,22 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from starling.common.wire.messages import AdoptWeights, GenerateGroup, Prompt, PublishWeights, Sampling
-from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Publish, Pull, Rollout, Switch
+from starling.common.wire.messages import AdoptWeights, GenerateGroup, Prompt, PublishWeights, Sampling, Sleep, Wake
+from starling.rollout.core.rollout import (
+    Action,
+    Fail,
+    FallAsleep,
+    Forget,
+    Generate,
+    Mode,
+    Publish,
+    Pull,
+    Rollout,
+    Switch,
+    WakeUp,
+)
 
 BUFFERS = (b"offer", b"plan")
 
@@ -49,8 +61,8 @@ def test_from_nothing_to_the_first_token() -> None:
     assert rollout.switched("adopt:0:0", proven=True) == [Generate(group("g"))]
     assert (rollout.adoption, rollout.version, rollout.adopting) == ("current", 0, None)
     assert rollout.may_generate
-    rollout.finished("g")
-    assert not rollout.may_generate, "nothing to do"
+    assert rollout.finished("g") == []
+    assert rollout.running == set()
 
 
 def test_it_generates_through_the_whole_pull() -> None:
@@ -143,7 +155,7 @@ def test_what_nobody_wants_is_forgotten() -> None:
     rollout.generate(group("running"))
     rollout.generate(group("held", min_version=1))
     assert rollout.given_up(("running", "held", "unknown")) == [Forget("running")]
-    assert not rollout.may_generate
+    assert rollout.running == set()
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
     assert rollout.switched("adopt:1:0", proven=True) == [], "the group that was held back is gone too"
@@ -254,7 +266,7 @@ def test_a_torn_engine_holds_its_groups_for_so_long() -> None:
 
 
 class Rollouts(RuleBasedStateMachine):
-    """Any order of commands, pulls, tokens and releases, against what an engine would hold."""
+    """Any order of commands, pulls, tokens, losses and releases, against what an engine would hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,13 +274,19 @@ class Rollouts(RuleBasedStateMachine):
         self.engine: dict[str, GenerateGroup] = {}
         self.proven = -1
         """Version that the engine holds bit for bit; -1 for none."""
+        self.asleep = False
         self.pulling: AdoptWeights | None = None
+        """What is pulled, until it is switched to."""
+        self.pull_ended = False
         self.staged: str | None = None
         self.wanted: dict[str, GenerateGroup] = {}
         self.num_commands = 0
         self.now = 0.0
-        self.rollout.version_s = 10.0
         self.came_at: dict[str, float] = {}
+
+    @initialize(mode=st.sampled_from(("keep", "finish")), in_place=st.booleans())
+    def it_begins(self, mode: Mode, in_place: bool) -> None:
+        self.rollout = Rollout(mode=mode, in_place=in_place, version_s=10.0, finish_s=15.0)
 
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -278,49 +296,72 @@ class Rollouts(RuleBasedStateMachine):
                     assert message.lease not in self.engine, "it is generated already"
                     assert message.min_version <= self.proven
                     self.engine[message.lease] = message
-                case Pull(message=message):
+                case Pull(message=message, in_place=in_place):
                     assert self.pulling is None, "one pull at a time"
-                    self.pulling = message
+                    assert in_place == self.rollout.in_place
+                    self.pulling, self.pull_ended = message, False
+                    self.proven = -1 if in_place else self.proven
                 case Switch(lease=lease):
+                    assert self.staged is None, "one switch for each pull"
                     self.staged = lease
                 case Forget(lease=lease):
                     del self.engine[lease]
+                case FallAsleep(again=again):
+                    assert again == self.asleep
+                    self.asleep = True
+                    self.hand_over()
+                case WakeUp(again=again):
+                    assert again != self.asleep
+                    self.asleep = False
+                    if not again:
+                        self.carry_out(self.rollout.woken(self.proven))
                 case Fail(lease=lease):
-                    if not lease.startswith("adopt"):
+                    if lease.startswith("generate"):
                         assert lease not in self.engine, "it was taken out before"
                         del self.wanted[lease]
 
+    def hand_over(self) -> None:
+        """Give what the engine holds to other rollouts."""
+        leases, self.engine = list(self.engine), {}
+        for lease in leases:
+            del self.wanted[lease]
+            self.carry_out(self.rollout.finished(lease))
+
+    def lease(self, kind: str) -> str:
+        self.num_commands += 1
+        return f"{kind}:{self.num_commands}:0"
+
     @rule(min_version=st.integers(0, 6))
     def a_group_is_asked_for(self, min_version: int) -> None:
-        self.num_commands += 1
-        message = group(f"generate:t{self.num_commands}:0", min_version)
+        message = group(self.lease("generate"), min_version)
         self.wanted[message.lease] = message
         self.came_at[message.lease] = self.now
         self.carry_out(self.rollout.generate(message))
 
     @rule(version=st.integers(0, 6))
     def an_adoption_is_asked_for(self, version: int) -> None:
-        self.num_commands += 1
-        self.carry_out(self.rollout.adopt(adopt(version, self.num_commands), BUFFERS))
+        self.carry_out(self.rollout.adopt(AdoptWeights(lease=self.lease("adopt"), version=version), BUFFERS))
 
-    @precondition(lambda self: self.pulling is not None and self.staged is None)
+    @precondition(lambda self: self.pulling is not None and not self.pull_ended)
     @rule(fails=st.booleans())
     def the_pull_ends(self, fails: bool) -> None:
         assert self.pulling is not None
-        self.carry_out(self.rollout.pulled(self.pulling.lease, "no luck" if fails else None))
+        lease, self.pull_ended = self.pulling.lease, True
         if fails:
             self.pulling = None
+        self.carry_out(self.rollout.pulled(lease, "no luck" if fails else None))
 
     @precondition(lambda self: self.staged is not None)
     @rule(proven=st.booleans())
     def the_weights_are_switched(self, proven: bool) -> None:
         assert self.pulling is not None
+        assert self.pull_ended
         assert self.staged == self.pulling.lease
         lease, self.proven = self.staged, self.pulling.version if proven else -1
         self.staged = self.pulling = None
         self.carry_out(self.rollout.switched(lease, proven=proven))
 
-    @precondition(lambda self: self.rollout.may_generate)
+    @precondition(lambda self: self.rollout.may_generate and self.engine)
     @rule(data=st.data())
     def a_token_finishes_a_group(self, data: st.DataObject) -> None:
         assert self.proven == self.rollout.version >= 0, "a token of weights that nobody published"
@@ -328,7 +369,7 @@ class Rollouts(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(sorted(self.engine)))
         del self.engine[lease]
         del self.wanted[lease]
-        self.rollout.finished(lease)
+        self.carry_out(self.rollout.finished(lease))
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
@@ -336,6 +377,19 @@ class Rollouts(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(sorted(self.wanted)))
         del self.wanted[lease]
         self.carry_out(self.rollout.given_up((lease,)))
+
+    @rule(wakes=st.booleans())
+    def others_want_the_devices_or_leave_them(self, wakes: bool) -> None:
+        lease = self.lease("turn")
+        self.carry_out(self.rollout.wake(Wake(lease=lease)) if wakes else self.rollout.sleep(Sleep(lease=lease)))
+
+    @rule()
+    def the_engine_is_lost(self) -> None:
+        self.pulling = self.staged = None
+        self.proven, self.asleep = -1, False
+        self.carry_out(self.rollout.lost())
+        self.hand_over()
+        self.carry_out(self.rollout.replaced(-1))
 
     @rule(seconds=st.floats(0.0, 12.0))
     def time_passes(self, seconds: float) -> None:
@@ -345,29 +399,31 @@ class Rollouts(RuleBasedStateMachine):
         self.carry_out(self.rollout.tick(self.now))
         for lease in before - set(self.wanted):
             assert self.now - self.came_at[lease] >= 10.0, "given back too early"
-        assert all(wait.seconds_left > 0.0 for wait in self.rollout.waits(self.now) if wait.on == "controller")
+        assert all(wait.seconds_left > 0.0 for wait in self.rollout.waits(self.now) if wait.on != "policy")
 
     @invariant()
     def every_wait_has_an_end(self) -> None:
         waits = self.rollout.waits(self.now)
         assert all(wait.seconds_left <= 60.0 for wait in waits)
-        blocked = self.wanted and not self.rollout.may_generate
+        blocked = self.wanted and not (self.rollout.may_generate and self.engine)
         assert waits or not blocked, "it does nothing, and says not why"
 
     @invariant()
     def the_engine_holds_what_the_core_says(self) -> None:
         assert self.rollout.running == set(self.engine)
-        assert self.rollout.version == self.proven
+        assert self.rollout.asleep == self.asleep
 
     @invariant()
     def it_generates_exactly_when_it_can(self) -> None:
-        assert self.rollout.may_generate == (self.proven >= 0 and bool(self.engine))
+        assert self.rollout.may_generate == (self.proven >= 0 and not self.asleep and self.rollout.adoption != "torn")
+        assert not self.rollout.may_generate or self.rollout.version == self.proven
 
     @invariant()
     def whatever_may_be_generated_is_generated(self) -> None:
         ready = {lease for lease, message in self.wanted.items() if message.min_version <= self.proven}
-        assert ready <= set(self.engine)
+        held_back = self.asleep or self.rollout.adoption == "draining"
+        assert held_back or ready <= set(self.engine)
 
 
-Rollouts.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Rollouts.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestRollouts = Rollouts.TestCase

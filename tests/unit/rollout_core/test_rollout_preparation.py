@@ -66,6 +66,15 @@ def test_text_is_prepared_at_once_while_images_are_under_way(desk: Desk) -> None
     assert not desk.preparation.take("image")
 
 
+def test_what_is_handed_over_is_prepared_for_nobody(desk: Desk) -> None:
+    leases = [f"image{number}" for number in range(NUM_THREADS + 1)]
+    for lease in leases:
+        desk.preparation.begin(group(lease))
+    assert desk.preparation.forget_all() == leases
+    assert desk.preparation.waits(time.monotonic()) == ()
+    assert not any(desk.preparation.take(lease) for lease in leases)
+
+
 def test_whatever_is_raised_costs_one_prompt(desk: Desk) -> None:
     desk.let.set()
     assert desk.preparation.begin(group("bad", media=False)) == Prepared(

@@ -119,9 +119,9 @@ def test_width_follows_the_longest_row() -> None:
     engine.add(request("long", random_prompt(0, 50), max_tokens=2))
     engine.add(request("short", [1, 2], max_tokens=20))
     engine.step()
-    assert engine._cache.width == 50
+    assert engine._forward.cache.width == 50
     engine.step()
-    assert engine._cache.width == 3
+    assert engine._forward.cache.width == 3
     drain(engine)
 
 

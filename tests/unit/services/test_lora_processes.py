@@ -101,6 +101,7 @@ def test_only_adapters_travel(desk: Desk, model: Path, tmp_path: Path) -> None:
     [
         (("--policy.init", "random"), "policy.init = 'random' does not go with [model.lora]"),
         (("--policy.frozen", '["layers"]'), "policy.frozen does not go with [model.lora]"),
+        (("--weights.quantise", "fp8_row"), "weights.quantise = 'fp8_row' does not go with [model.lora]"),
     ],
 )
 def test_what_does_not_go_with_adapters(

@@ -155,7 +155,7 @@ def image(width: int, height: int, seed: int = 0) -> Media:
 
 def make_encoder(folder: Path, model: Any, max_media_bytes: int = 1 << 20) -> PromptEncoder:
     """Return an encoder for `model`."""
-    return PromptEncoder(model, make_tokenizer(), folder, max_media_bytes=max_media_bytes)
+    return PromptEncoder(model.config, make_tokenizer(), folder, max_media_bytes=max_media_bytes)
 
 
 def generate(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _SCHEME: Final = re.compile("[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 _SHOWN: Final = 80
 """Characters of a URI in a message: one in base64 can have millions."""
+_SHOWN_PATH: Final = 240
+"""Characters of a path in a message."""
 
 
 class Allowance:
@@ -105,7 +107,7 @@ def _frames(media: Media, source: Path | bytes, allowance: Allowance, most: int 
     from PIL import Image, ImageSequence
 
     if isinstance(source, Path) and not source.exists():
-        raise RequestError(f"the {media.kind} {str(source)[:_SHOWN]!r} does not exist on the rollout's host")
+        raise RequestError(f"the {media.kind} {_shown(str(source))} does not exist on the rollout's host")
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
             frames = []
@@ -123,4 +125,11 @@ def _frames(media: Media, source: Path | bytes, allowance: Allowance, most: int 
 
 
 def _named(media: Media) -> str:
-    return repr(media.uri if len(media.uri) <= _SHOWN else f"{media.uri[:_SHOWN]}...")
+    if media.uri.startswith("data:") and len(media.uri) > _SHOWN:
+        return repr(f"{media.uri[:_SHOWN]}...")
+    return _shown(media.uri)
+
+
+def _shown(path: str) -> str:
+    """Return a path for people, who know one by its end."""
+    return repr(path if len(path) <= _SHOWN_PATH else f"...{path[-_SHOWN_PATH:]}")

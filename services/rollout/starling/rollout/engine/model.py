@@ -11,7 +11,9 @@ from transformers import AutoConfig, GenerationConfig
 from starling.algo.architecture import auto_class, most_tokens, remedy
 from starling.common.errors import ConfigError
 from starling.common.settings import LoraSettings
+from starling.rollout.engine.quantised import quantise_linears
 from starling.weightsync.layouts.adapters import add_adapters, travelling
+from starling.weightsync.quantise.recipe import linear_weights
 
 
 def build_model(
@@ -21,6 +23,7 @@ def build_model(
     device: str = "auto",
     weights: bool,
     lora: LoraSettings | None = None,
+    quantise: str = "",
     trust_remote_code: bool = False,
 ) -> torch.nn.Module:
     """Build the language model described in folder `path`, with its vision where it has it, ready to generate.
@@ -32,21 +35,19 @@ def build_model(
         weights: load them; otherwise they are initialised at random, to be overwritten by the policy's.
         lora: the adapters to put into it. They stay apart from the weights, which are loaded: merged ones would be
             rounded to the element type of the weights, and an adoption would have to compute instead of copy.
+        quantise: the format in which it holds its linear layers, by its name in `quantise.FORMATS`; empty for `dtype`.
         trust_remote_code: run Python code that lies in the folder.
 
     Raises:
-        ConfigError: the folder, its configuration or its weights are missing or unreadable, or not made for `lora`.
+        ConfigError: the folder, its configuration or its weights are missing or unreadable, or not made for `lora` or
+            `quantise`.
     """
     folder, element = Path(path), getattr(torch, dtype)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not folder.is_dir():
-        raise ConfigError(f"model folder {str(path)!r} does not exist; give a folder in Hugging Face form")
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model folder {str(path)!r} has no config.json; give a folder in Hugging Face form")
+    config = read_config(folder, trust_remote_code=trust_remote_code)
     model: torch.nn.Module
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         auto = auto_class(config)
         if weights or lora is not None:
             model = auto.from_pretrained(
@@ -56,11 +57,34 @@ def build_model(
             with torch.device(device):
                 model = auto.from_config(config, dtype=element, trust_remote_code=trust_remote_code)
     except Exception as error:  # The folder is the user's, and its loaders and its own code raise anything.
-        reason = str(error).split("\n", 1)[0].rstrip(".") + remedy(folder, trust_remote_code)
-        raise ConfigError(f"model folder {str(path)!r} cannot be loaded: {reason}") from error
+        raise _unloadable(folder, error, trust_remote_code) from error
     if lora is not None:
         add_adapters(model, lora, seed=0)  # the policy's take their place
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    if quantise:
+        quantise_linears(model, linear_weights(quantise))
+    return model
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of the model in `folder`, as transformers reads it.
+
+    Raises:
+        ConfigError: the folder or its configuration is missing or unreadable.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {str(folder)!r} does not exist; give a folder in Hugging Face form")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder {str(folder)!r} has no config.json; give a folder in Hugging Face form")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as above
+        raise _unloadable(folder, error, trust_remote_code) from error
+
+
+def _unloadable(folder: Path, error: Exception, trust_remote_code: bool) -> ConfigError:
+    reason = str(error).split("\n", 1)[0].rstrip(".") + remedy(folder, trust_remote_code)
+    return ConfigError(f"model folder {str(folder)!r} cannot be loaded: {reason}")
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

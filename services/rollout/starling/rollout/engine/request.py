@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Final
 
 from starling.rollout.engine.base import GroupRequest, RequestError
+
+MOST_TOP_K: Final = (1 << 31) - 1
+"""Engines keep it in 32 bits."""
 
 
 def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, max_rows: int) -> None:
@@ -34,8 +38,37 @@ def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, ma
         raise RequestError(f"{lease}: temperature is {sampling.temperature}; give 0 or a positive number")
     if not 0.0 < sampling.top_p <= 1.0:
         raise RequestError(f"{lease}: top_p is {sampling.top_p}; give a number above 0, at most 1")
-    if sampling.top_k < 0:
-        raise RequestError(f"{lease}: top_k is {sampling.top_k}; give 0 to keep all, or a positive number")
+    if not 0 <= sampling.top_k <= MOST_TOP_K:
+        raise RequestError(
+            f"{lease}: top_k is {sampling.top_k}; give 0 to keep all, or a positive number of at most {MOST_TOP_K}"
+        )
+    for token in sampling.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{lease}: stop token id {token} is outside the model's vocabulary of {vocab_size}; "
+                "use the model's own tokenizer"
+            )
+
+
+def check_partial(request: GroupRequest, vocab_size: int) -> None:
+    """Raise a `RequestError` unless what is there of the completions may be gone on from."""
+    if request.partial and len(request.partial) != request.num_completions:
+        raise RequestError(
+            f"{request.lease}: {len(request.partial)} partial completions for a group of {request.num_completions}; "
+            "give one for each, empty where nothing was sampled"
+        )
+    for index, partial in enumerate(request.partial):
+        ids = partial.token_ids
+        if not len(ids) == len(partial.logprobs) == len(partial.versions):
+            raise RequestError(
+                f"{request.lease}: partial completion {index} has {len(ids)} tokens, {len(partial.logprobs)} "
+                f"log-probabilities and {len(partial.versions)} versions; give one of each for every token"
+            )
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+            raise RequestError(
+                f"{request.lease}: partial completion {index} has a token id outside the model's vocabulary of "
+                f"{vocab_size}; use the model's own tokenizer"
+            )
 
 
 def check_tensors(request: GroupRequest, placeholders: Mapping[str, int], cells_per_token: int) -> None:

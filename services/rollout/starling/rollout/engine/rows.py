@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.common.wire.messages import Status
-from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
+from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, Partial
 from starling.rollout.engine.sampling import completion_key
 
 ROW: Final = np.dtype(
@@ -23,6 +23,7 @@ ROW: Final = np.dtype(
         ("slot", np.int64),  # line of the transcript, the row's own while it runs
         ("position", np.int64),  # of `last` in the sequence, as the model counts them
         ("length", np.int64),  # tokens sampled
+        ("given", np.int64),  # tokens that were sampled before the group came here; they are not drawn again
         ("budget", np.int64),  # most tokens to sample
         ("last", np.int64),  # newest token, not yet in the cache
         ("temperature", np.float64),
@@ -34,9 +35,24 @@ ROW: Final = np.dtype(
 NO_TOKEN: Final = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One token sequence that is computed at once, and the rows that go on from it."""
+
+    group: Group
+    indices: tuple[int, ...]
+    """The completions that begin with it."""
+    ids: list[int]
+    """The prompt's tokens, and those of the completions that are there already."""
+
+
 @dataclass(slots=True)
 class Group:
-    """A group that waits or runs."""
+    """A group that waits or runs.
+
+    What was sampled elsewhere is computed at once, or, to `replay`, token by token, in the batches in which it was
+    sampled: only then does it leave the same bits in the cache.
+    """
 
     number: int
     request: GroupRequest
@@ -44,19 +60,77 @@ class Group:
     """Most tokens per completion: `max_tokens`, or what the context leaves."""
     stops: tuple[int, ...]
     """Every token that ends a completion."""
+    replay: bool = False
     done: dict[int, Completion] = field(default_factory=dict)
     """Completions that have ended, by index."""
 
-    def stream_keys(self) -> list[int]:
-        """Return the key of each completion's stream of uniforms."""
-        seed = self.request.sampling.seed
-        return [completion_key(seed, index) for index in range(self.request.num_completions)]
+    def __post_init__(self) -> None:
+        """Sort out what ended elsewhere."""
+        for index, partial in enumerate(self.request.partial):
+            if (status := self._ending(partial)) is not None:
+                self.done[index] = Completion(
+                    token_ids=partial.token_ids.astype(np.int32),
+                    logprobs=partial.logprobs.astype(np.float32),
+                    versions=partial.versions.astype(np.int32),
+                    status=status,
+                )
+
+    @property
+    def most_cached(self) -> int:
+        """Most tokens of a row in the cache: the last sampled one never enters it."""
+        return len(self.request.prompt_ids) + self.budget - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it takes at first."""
+        num_ended, num = len(self.done), self.request.num_completions
+        return 0 if num_ended == num else num if self.replay else num - num_ended
+
+    def lines(self) -> list[Line]:
+        """Return what has to be computed to go on, or to begin; nothing where all completions have ended."""
+        everyone, prompt = range(self.request.num_completions), self.request.prompt_ids
+        if not self.num_rows:
+            return []
+        if self.replay:
+            return [Line(self, tuple(everyone), prompt)]
+        unfinished = [index for index in everyone if index not in self.done]
+        fresh = tuple(index for index in unfinished if not len(self.given(index).token_ids))
+        lines = [Line(self, fresh, prompt)] if fresh else []
+        lines += [
+            Line(self, (index,), [*prompt, *self.given(index).token_ids.tolist()])
+            for index in unfinished
+            if index not in fresh
+        ]
+        return lines
+
+    def given(self, index: int) -> Partial | Completion:
+        """Return what there was of a completion when the group came."""
+        return self.request.partial[index] if self.request.partial else _NOTHING
+
+    def budget_of(self, index: int) -> int:
+        """Return the most tokens of one completion; one that is replayed although it has ended ends there again."""
+        return len(self.done[index].token_ids) if index in self.done else self.budget
+
+    def stream_key(self, index: int) -> int:
+        """Return the key of a completion's stream of uniforms."""
+        return completion_key(self.request.sampling.seed, index)
 
     def result(self) -> GroupResult:
         """Return the completions of a group that has ended."""
         completions = tuple(self.done[index] for index in range(self.request.num_completions))
         prompt_ids = np.array(self.request.prompt_ids, np.int32)
         return GroupResult(self.request.lease, prompt_ids, completions, self.request.tensors)
+
+    def _ending(self, partial: Partial) -> Status | None:
+        """Return how a completion that came here ended, by what was said of it or by its tokens; None: it goes on."""
+        if partial.status is not None:
+            return partial.status
+        if len(partial.token_ids) and int(partial.token_ids[-1]) in self.stops:
+            return Status.OK
+        return Status.TRUNCATED if len(partial.token_ids) >= self.budget else None
+
+
+_NOTHING: Final = Partial(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 
 
 def last_position(request: GroupRequest) -> int:
@@ -84,59 +158,89 @@ class RunningRows:
     def __len__(self) -> int:
         return len(self.table)
 
-    def append(self, groups: Sequence[Group]) -> None:
-        """Add the rows of groups whose prompts are in the cache, group after group."""
-        counts = np.array([group.request.num_completions for group in groups])
-        total = int(counts.sum())
-        new = np.zeros(total, ROW)
+    def append(self, lines: Sequence[Line]) -> None:
+        """Add the rows of lines that are in the cache, line after line."""
+        rows = [(line, index) for line in lines for index in line.indices]
+        groups = [line.group for line, _ in rows]
+        sampled = [len(line.ids) - len(line.group.request.prompt_ids) for line, _ in rows]
+        new = np.zeros(len(rows), ROW)
         for name, values in (
             ("group", [group.number for group in groups]),
-            # The first sampled token, once drawn, stands right behind the prompt.
-            ("position", [last_position(group.request) for group in groups]),
-            ("budget", [group.budget for group in groups]),
+            ("index", [index for _, index in rows]),
+            ("length", sampled),
+            # The next token, once drawn, stands right behind the line.
+            ("position", [last_position(group.request) + n for group, n in zip(groups, sampled, strict=True)]),
+            ("given", [len(line.group.given(index).token_ids) for line, index in rows]),
+            ("budget", [line.group.budget_of(index) for line, index in rows]),
             ("temperature", [group.request.sampling.temperature for group in groups]),
             ("top_p", [group.request.sampling.top_p for group in groups]),
             ("top_k", [group.request.sampling.top_k for group in groups]),
+            ("slot", [self._free_slots.pop() for _ in rows]),
+            ("key", [line.group.stream_key(index) for line, index in rows]),
         ):
-            new[name] = np.repeat(values, counts)
-        new["index"] = np.arange(total) - np.repeat(counts.cumsum() - counts, counts)
-        new["slot"] = [self._free_slots.pop() for _ in range(total)]
-        new["key"] = [key for group in groups for key in group.stream_keys()]
+            new[name] = values
         self.table = np.concatenate((self.table, new))
-        self._append_stops(groups, counts)
+        self._append_stops(groups)
+        self._widen(int(new["given"].max()))
+        for slot, (line, index) in zip(new["slot"], rows, strict=True):
+            given = line.group.given(index)
+            num = len(given.token_ids)
+            self._token_ids[slot, :num] = given.token_ids
+            self._logprobs[slot, :num] = given.logprobs
+            self._versions[slot, :num] = given.versions
 
-    def _append_stops(self, groups: Sequence[Group], counts: npt.NDArray[np.int64]) -> None:
+    def _append_stops(self, groups: Sequence[Group]) -> None:
         """Add the stop tokens of new rows, padded to the width of the longest list."""
         old = self._stops
         width = max(old.shape[1], max(len(group.stops) for group in groups))
         padded = [group.stops + (NO_TOKEN,) * (width - len(group.stops)) for group in groups]
-        new = np.repeat(np.array(padded, np.int64).reshape(len(groups), width), counts, axis=0)
+        new = np.array(padded, np.int64).reshape(len(groups), width)
         widened = np.pad(old, ((0, 0), (0, width - old.shape[1])), constant_values=NO_TOKEN)
         self._stops = np.concatenate((widened, new))
 
     def record(
         self, token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], version: int
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Write down one token per row; return which rows hit a stop token, and which are out of budget."""
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Write down one token per row, or take the one that was given.
+
+        Returns:
+            Which rows hit a stop token, which are out of budget, and which have sampled.
+        """
         lines, at = self.table["slot"], self.table["length"]
         self._widen(int(at.max()) + 1)
-        self._token_ids[lines, at] = token_ids
-        self._logprobs[lines, at] = logprobs
-        self._versions[lines, at] = version
-        self.table["last"] = token_ids
+        sampled = at >= self.table["given"]
+        self._token_ids[lines[sampled], at[sampled]] = token_ids[sampled]
+        self._logprobs[lines[sampled], at[sampled]] = logprobs[sampled]
+        self._versions[lines[sampled], at[sampled]] = version
+        newest = self._token_ids[lines, at].astype(np.int64)
+        self.table["last"] = newest
         self.table["length"] += 1
         self.table["position"] += 1
-        stopped = (self._stops == token_ids[:, None]).any(axis=1)
-        return stopped, self.table["length"] >= self.table["budget"]
+        stopped = (self._stops == newest[:, None]).any(axis=1)
+        return stopped, self.table["length"] >= self.table["budget"], sampled
 
     def completion(self, row: int, status: Status) -> Completion:
         """Return what row number `row` has sampled."""
-        line, length = self.table["slot"][row], self.table["length"][row]
-        return Completion(
-            token_ids=self._token_ids[line, :length].copy(),
-            logprobs=self._logprobs[line, :length].copy(),
-            versions=self._versions[line, :length].copy(),
-            status=status,
+        return Completion(*self._transcript(row, int(self.table["length"][row])), status=status)
+
+    def partial(self, row: int) -> Partial:
+        """Return what is there of row number `row`, which goes on: what was given, too, if it is not replayed yet."""
+        record = self.table[row]
+        return Partial(*self._transcript(row, int(max(record["length"], record["given"]))))
+
+    def cached_ids(self, row: int) -> list[int]:
+        """Return the sampled tokens of row number `row` whose keys and values are in the cache: all but the newest."""
+        ids: list[int] = self._token_ids[self.table["slot"][row], : self.table["length"][row] - 1].tolist()
+        return ids
+
+    def _transcript(
+        self, row: int, length: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+        line = self.table["slot"][row]
+        return (
+            self._token_ids[line, :length].copy(),
+            self._logprobs[line, :length].copy(),
+            self._versions[line, :length].copy(),
         )
 
     def remove(self, gone: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from starling.algo.architecture import auto_class
 from starling.algo.text import check_media, encode_prompt, encode_text, prompt_text
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Media, Prompt
@@ -51,20 +52,29 @@ def cells_per_token(config: Any) -> int:
 class PromptEncoder:
     """Makes prompts into what the model of an engine takes."""
 
-    def __init__(self, model: Any, tokenizer: Any, folder: Path, *, max_media_bytes: int) -> None:
-        """Make an encoder for `model`, whose processors are described in `folder`.
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        folder: Path,
+        *,
+        max_media_bytes: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Make an encoder for the model of `config`, whose processors are described in `folder`.
 
         Args:
-            model: only its configuration and its rule of positions are used.
+            config: the model's.
             tokenizer: the model's, with a chat template that knows images where the model does.
             folder: in Hugging Face form.
             max_media_bytes: most bytes of the images and videos of one prompt, decoded and as tensors.
+            tools: functions that the model may call, of which the chat template tells it.
 
         Raises:
             ConfigError: a vision-language model, and the folder describes no image processor.
         """
-        self._tokenizer, self._max_bytes = tokenizer, max_media_bytes
-        self._vision = _Vision(model, tokenizer, folder) if placeholders(model.config) else None
+        self._tokenizer, self._max_bytes, self._tools = tokenizer, max_media_bytes, tuple(tools)
+        self._vision = _Vision(config, tokenizer, folder, self._tools) if placeholders(config) else None
 
     def encode(self, prompt: Prompt) -> tuple[list[int], Arrays]:
         """Return the token ids that the model continues, and the tensors of the prompt's media (see `TrainGroup`).
@@ -75,10 +85,10 @@ class PromptEncoder:
             RequestError: an image does not decode or does not exist, or they are too much.
         """
         if self._vision is None:
-            return encode_prompt(self._tokenizer, prompt), {}
+            return encode_prompt(self._tokenizer, prompt, self._tools), {}
         check_media(prompt)
         if not prompt.media:
-            return encode_prompt(self._tokenizer, prompt), {}
+            return encode_prompt(self._tokenizer, prompt, self._tools), {}
         allowance = Allowance(self._max_bytes)
         ids, tensors = self._vision.encode(prompt, allowance)
         allowance.check(sum(array.nbytes for array in tensors.values()))
@@ -88,15 +98,16 @@ class PromptEncoder:
 class _Vision:
     """The vision half of a `PromptEncoder`."""
 
-    def __init__(self, model: Any, tokenizer: Any, folder: Path) -> None:
+    def __init__(self, config: Any, tokenizer: Any, folder: Path, tools: Sequence[Mapping[str, Any]]) -> None:
         from transformers import AutoImageProcessor
 
-        self._config, self._tokenizer = model.config, tokenizer
-        self._positions = model.base_model.get_rope_index
-        self._cells_per_token = cells_per_token(model.config)
+        self._config, self._tokenizer, self._tools = config, tokenizer, tools
+        with torch.device("meta"):  # without memory: only its rule of positions is wanted
+            self._positions = auto_class(config).from_config(config).base_model.get_rope_index
+        self._cells_per_token = cells_per_token(config)
         self._tokens = {
             kind: str(tokenizer.convert_ids_to_tokens(token))
-            for kind, token in zip(("image", "video"), placeholders(model.config).values(), strict=True)
+            for kind, token in zip(("image", "video"), placeholders(config).values(), strict=True)
         }
         try:
             # One implementation everywhere: an image has the same pixels whatever else is installed.
@@ -104,7 +115,7 @@ class _Vision:
         except (OSError, ValueError, ImportError) as error:
             reason = str(error).strip().split("\n", 1)[0].rstrip(".")
             raise ConfigError(f"the image processor of {str(folder)!r} cannot be loaded: {reason}") from error
-        self._frames = FrameProcessor.read(folder, per_video=model.config.model_type in _TIMESTAMPED)
+        self._frames = FrameProcessor.read(folder, per_video=config.model_type in _TIMESTAMPED)
 
     def encode(self, prompt: Prompt, allowance: Allowance) -> tuple[list[int], Arrays]:
         """Return the token ids of `prompt`, and its tensors by name."""
@@ -121,7 +132,7 @@ class _Vision:
                 self._video_text(grid, media.fps or _DEFAULT_FPS, len(frames))
                 for grid, media, frames in zip(tensors["video_grid_thw"], videos, opened, strict=True)
             ]
-        text = prompt_text(self._tokenizer, prompt)
+        text = prompt_text(self._tokenizer, prompt, self._tools)
         for kind, replacements in texts.items():
             text = self._expand(text, kind, replacements)
         ids = encode_text(self._tokenizer, text)

@@ -1,110 +1,119 @@
-"""The rollout process: token by token, with everything else between two tokens."""
+"""The rollout process: one thread holds the engine, and does everything else between two of its steps."""
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from starling.algo.text import decode
-from starling.common.errors import StarlingError
+from starling.common.errors import StarlingError, WeightsError
 from starling.common.net.link import Command, Ended, GivenUp, Link
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
-from starling.common.service import (
-    ServiceArguments,
-    check_model_folder,
-    host_name,
-    link_settings,
-    serve,
-)
+from starling.common.service import ServiceArguments, check_model_folder, link_settings, serve
 from starling.common.wire import messages as wire
-from starling.rollout.core.rollout import Action, Fail, Forget, Generate, Publish, Pull, Rollout, Switch
-from starling.rollout.settings import RolloutProcess, RolloutSettings
-from starling.rollout.shell.answer import answer_of, progress_of
+from starling.rollout.api.start import start_api
+from starling.rollout.core.rollout import (
+    Action,
+    Fail,
+    FallAsleep,
+    Forget,
+    Generate,
+    Publish,
+    Pull,
+    Rollout,
+    Switch,
+    WakeUp,
+)
+from starling.rollout.engine.base import EngineLostError
+from starling.rollout.env.choice import make_environment
+from starling.rollout.env.trajectory import Played
+from starling.rollout.settings import RolloutProcess
+from starling.rollout.shell.adoption import Adoptions, Pulled
+from starling.rollout.shell.door import Door
+from starling.rollout.shell.engines import Engines, hello_of, make_spec
+from starling.rollout.shell.groups import Groups
+from starling.rollout.shell.player import Closes, Player, Waits
 from starling.rollout.shell.preparation import Preparation, Prepared
 from starling.rollout.shell.serving import Serving
 
 if TYPE_CHECKING:
-    from starling.rollout.engine.transformers import TransformersEngine
+    from starling.rollout.engine.base import Engine
 
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
 GAUGE_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1
-SPLIT = ("prepare_s", "read_s", "unpack_s", "digest_s", "confirm_s")
-"""What is told of a pull beside its length."""
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """The pulling thread has done."""
-
-    lease: str
-    problem: str | None
-    seconds: float = 0.0
-    size_bytes: int = 0
-    sent_bytes: int = 0
-    transport: str = ""
-    lanes: tuple[str, ...] = ()
-    split: dict[str, float] = field(default_factory=dict)
 
 
 class Shell:
-    """One rollout replica of one rank."""
+    """One rollout replica."""
 
     def __init__(self, settings: RolloutProcess, arguments: ServiceArguments) -> None:
-        """Build the model. Its weights come from the policy; only what is below adapters it loads.
+        """Make the engine. Its weights come from the policy, unless it is to load those in the model's folder.
 
         Raises:
-            ConfigError: it cannot be built.
+            ConfigError: it cannot be made.
         """
-        lora = settings.model.lora
-        path = check_model_folder(settings.model.path, weights=lora is not None)
+        own = settings.rollout
+        path = check_model_folder(settings.model.path, weights=own.load_weights or settings.model.lora is not None)
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
-        from starling.rollout.engine.model import build_model
+        from starling.rollout.engine.model import read_config
         from starling.rollout.engine.vision import PromptEncoder
-        from starling.weightsync.execute.pull import Puller
         from starling.weightsync.layout import encode
-        from starling.weightsync.layouts.adapters import base_of
-        from starling.weightsync.layouts.modules import layout_of
 
-        self._settings = settings
+        self._settings, self._arguments = settings, arguments
         trusted = settings.model.trust_remote_code
-        model = build_model(
-            path,
-            dtype=settings.model.dtype,
-            device=settings.model.device,
-            weights=False,
-            lora=lora,
-            trust_remote_code=trusted,
-        )
+        config = read_config(path, trust_remote_code=trusted)
+        self._environment = make_environment(own.environment)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
-        self._engine = _make_engine(model, self._tokenizer, path, settings.rollout)
-        layout = layout_of(self._engine.tensors(), arguments.name, base=base_of(model, lora))
-        self._puller = Puller(layout, digests=settings.weights.digests)
-        self._offers: dict[str, Any] = {}
-        self._temperatures: dict[str, float] = {}
-        """Of the groups that the engine has, by lease."""
-        self._core = Rollout(pull_s=settings.rollout.pull_timeout_s, version_s=settings.rollout.version_timeout_s)
-        self._pulls = ThreadPoolExecutor(1, thread_name_prefix="pull")
-        self._closing = threading.Event()
-        self._link = Link(link_settings(arguments, settings), _hello(settings.rollout), (encode(layout),))
-        encoder = PromptEncoder(model, self._tokenizer, path, max_media_bytes=settings.rollout.max_media_bytes)
-        self._preparation = Preparation(encoder.encode, self._link.put, settings.rollout.media_timeout_s)
+        self._wake: Callable[[], None] = lambda: None  # until there is a link
+        spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake())
+        self._engines = Engines(spec)
+        self._engine: Engine = self._engines.make()
+        self._lost: EngineLostError | None = None
+        self._samples = True
+        """The engine is not paused."""
+        self._core = Rollout(
+            version=self._engine.version,
+            mode=own.adoption,
+            in_place=not own.double_buffer,
+            pull_s=own.pull_timeout_s,
+            version_s=own.version_timeout_s,
+            finish_s=own.finish_timeout_s,
+        )
+        layout = self._engine.layout()
+        self._link = Link(link_settings(arguments, settings), hello_of(own, self._engine), (encode(layout),))
+        self._wake = self._link.wake
+        self._groups = Groups(self._link.answer, lambda ids: decode(self._tokenizer, ids))
+        self._adoptions = Adoptions(self._link, timeout_s=own.pull_timeout_s, mode=own.adoption)
+        tools = self._environment.tools if self._environment else ()
+        encoder = PromptEncoder(config, self._tokenizer, path, max_media_bytes=own.max_media_bytes, tools=tools)
+        self._preparation = Preparation(encoder.encode, self._link.put, own.media_timeout_s)
         self._serving = Serving(layout, settings, self._link.answer, self._link.put, self._changed)
+        self._door = Door(self._link.wake)
+        self._player: Player | None = None
+        self._api: Closes | None = None
         self._num_tokens, self._gauged_at, self._told_at = 0, time.monotonic(), float("-inf")
-        self._last_pull = Pulled("", None)
-        log.info("ready", max_model_len=self._engine.max_model_len)
+        log.info("ready", engine=own.engine, version=self._engine.version, max_model_len=self._engine.max_model_len)
+
+    def _start_environment(self) -> Player | None:
+        """Start what plays groups, where `rollout.environment.kind` names an environment."""
+        if self._environment is None:
+            return None
+        settings, longest = self._settings.rollout.environment, self._engine.max_model_len
+        return Player(settings, self._environment, self._tokenizer, self._door, self._link.put, max_model_len=longest)
+
+    def _start_api(self) -> Closes | None:
+        """Start the HTTP server over the door, where it is enabled or the environment has need of it."""
+        parts = (self._engines.spec, self._tokenizer, self._engine.max_model_len, self._door, self._environment)
+        return start_api(*parts, folder=self._arguments.folder, version=lambda: self._core.version)
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller says that nothing more will come."""
@@ -112,8 +121,9 @@ class Shell:
         self._link.start()
         reason, ended = "its service failed", False
         try:
+            self._player, self._api = self._start_environment(), self._start_api()
             while not stop and not ended:
-                inbound = self._link.receive(0.0 if self._may_generate else IDLE_S)
+                inbound = self._link.receive(0.0 if self._may_step else IDLE_S)
                 while inbound is not None and not ended:
                     if isinstance(inbound, Ended):
                         reason, ended = inbound.reason, True
@@ -121,24 +131,44 @@ class Shell:
                             raise inbound.error
                     self._act(self._decide(inbound))
                     inbound = self._link.receive(0.0)
-                if self._may_generate and not ended:
-                    self._generate()
-                self._look()
+                if not ended:
+                    self._turn()
             if stop:
                 reason = f"stopped by {stop.name}"
+            self._interrupt(reason)
+            for lease in () if self._player is None else self._player.leave(reason, self._link.answer):
+                self._act(self._core.finished(lease))
         finally:
             end_within(STOP_S)
-            self._closing.set()  # ends a pull, for which the puller would wait
-            self._link.close(reason)
-            self._pulls.shutdown(wait=False, cancel_futures=True)
-            self._preparation.close()
-            self._puller.close()
-            self._serving.close()
+            self._close(reason)
+
+    def _close(self, reason: str) -> None:
+        for started in (self._door, self._player, self._api):  # the door first: they wait for what it has
+            if started is not None:
+                started.close()
+        self._link.close(reason)
+        self._adoptions.close()  # ends a pull, for which the engine would wait
+        self._preparation.close()
+        self._engine.close()
+        self._serving.close()
 
     @property
-    def _may_generate(self) -> bool:
-        """The engine may sample, and has what to sample: not all that it was given may be prepared yet."""
-        return self._core.may_generate and bool(self._engine.num_running or self._engine.num_waiting)
+    def _may_step(self) -> bool:
+        # Where it may not generate, it is paused: then it may still have ended something, or be lost. One that is lost
+        # asleep is made again when it is woken: until then others have its devices.
+        return self._engine.ready and not self._core.asleep
+
+    def _turn(self) -> None:
+        """Do what is to be done between two looks at the messages."""
+        try:
+            self._door.serve(self._engine, admit=self._core.may_generate)
+            if self._may_step:
+                self._step()
+        except EngineLostError as error:
+            self._lost = error
+        self._look()
+        if self._lost is not None:
+            self._replace_engine(self._lost)
 
     def _changed(self) -> None:
         """Look at once, when another thread has news for the heartbeats."""
@@ -152,27 +182,45 @@ class Shell:
             return
         self._told_at = now
         self._act(self._core.tick(now))
-        for lease, reason in self._preparation.expire(now):
-            self._core.finished(lease)
-            self._fail(lease, reason)
-        waits = (*self._core.waits(now), *self._preparation.waits(now), *self._serving.waits(now))
-        self._link.report(offered=self._serving.offered, waits=waits)
+        waits = [*self._core.waits(now), *self._serving.waits(now)]
+        waiting: list[Waits] = [self._preparation] if self._player is None else [self._preparation, self._player]
+        for each in waiting:
+            for lease, reason in each.expire(now):
+                self._groups.forget(self._engine, lease)
+                self._act([Fail(lease, reason), *self._core.finished(lease)])
+            waits += each.waits(now)
+        self._link.report(version=self._core.version, offered=self._serving.offered, waits=tuple(waits))
+        self._gauge(now)
+
+    def _gauge(self, now: float) -> None:
+        elapsed, num_tokens = now - self._gauged_at, self._engine.num_tokens - self._num_tokens
+        if elapsed < GAUGE_EVERY_S:
+            return
+        if num_tokens or self._engine.num_running:  # an idle engine's speed is what it was
+            self._link.report(gauges={"tokens_per_s": num_tokens / elapsed, "rows": self._engine.num_running})
+        self._num_tokens, self._gauged_at = self._engine.num_tokens, now
 
     def _decide(self, inbound: Any) -> list[Action]:
         match inbound:
-            case Command(message=wire.GenerateGroup() as message):
-                return self._core.generate(message) if self._link.work(message.lease) else []
-            case Command(message=wire.AdoptWeights() as message, buffers=buffers):
-                return self._core.adopt(message, buffers) if self._link.work(message.lease) else []
-            case Command(message=wire.PublishWeights() as message):
-                return self._core.publish(message) if self._link.work(message.lease) else []
-            case Prepared():
-                if self._preparation.take(inbound.message.lease):
-                    self._begin(inbound)
+            case Command(message=message) if not self._link.work(message.lease):
                 return []
-            case Pulled():
-                self._last_pull = inbound
-                return self._core.pulled(inbound.lease, inbound.problem)
+            case Command(message=wire.GenerateGroup() as message, buffers=buffers):
+                return self._core.generate(message, buffers)
+            case Command(message=wire.AdoptWeights() as message, buffers=buffers):
+                return self._core.adopt(message, buffers)
+            case Command(message=wire.PublishWeights() as message):
+                return self._core.publish(message)
+            case Command(message=wire.Sleep() as message):
+                return self._core.sleep(message)
+            case Command(message=wire.Wake() as message):
+                return self._core.wake(message)
+            case Prepared():
+                return self._begin(inbound) if self._preparation.take(inbound.message.lease) else []
+            case Played(lease=lease):
+                assert self._player is not None, "it has put it"
+                return self._core.finished(lease) if self._player.tell(inbound, self._link.answer) else []
+            case Pulled(lease=lease, problem=problem):
+                return self._core.pulled(lease, problem)
             case GivenUp(leases=leases):
                 return self._core.given_up(leases)
             case Future():
@@ -183,94 +231,115 @@ class Shell:
             case _:
                 raise AssertionError(f"a rollout is not sent {inbound!r}")
 
-    def _act(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Generate(message=message):
-                    prepared = self._preparation.begin(message)
-                    if prepared is not None:
-                        self._begin(prepared)
-                case Pull(message=message, buffers=buffers):
-                    self._pull(message, buffers)
-                case Switch(lease=lease):
-                    self._switch(lease)
-                case Publish(message=message):
-                    self._publish(message)
-                case Forget(lease=lease):
-                    self._preparation.forget(lease)
-                    self._engine.cancel(lease)
-                    self._temperatures.pop(lease, None)
-                case Fail(lease=lease, reason=reason):
-                    self._fail(lease, reason)
+    def _act(self, actions: Sequence[Action]) -> None:
+        """Carry out what was decided, and what is decided on the way."""
+        self._adoptions.note(draining=self._core.adoption == "draining")
+        left = list(actions)
+        while left:
+            action = left.pop(0)
+            try:
+                left += self._carry_out(action)
+            except EngineLostError as error:  # another one is made when the rest is done
+                self._lost = error
+                if isinstance(action, FallAsleep | WakeUp):
+                    self._fail(action.lease, str(error))
+        self._pace()
 
-    def _begin(self, prepared: Prepared) -> None:
-        from starling.rollout.engine.base import GroupRequest, RequestError
+    def _carry_out(self, action: Action) -> list[Action]:
+        match action:
+            case Generate():
+                return self._take_up(action)
+            case Pull():
+                self._pace()
+                self._adoptions.pull(self._engine, action)
+            case Switch():
+                return self._switch(action)
+            case Publish(message=message):
+                self._publish(message)
+            case Forget(lease=lease):
+                self._forget(lease)
+            case Fail(lease=lease, reason=reason):
+                self._fail(lease, reason)
+            case FallAsleep():
+                return self._fall_asleep(action)
+            case WakeUp():
+                return self._wake_up(action)
+        return []
 
-        message = prepared.message
+    def _pace(self) -> None:
+        """Have the engine sample when it may, and only then."""
+        if self._samples == self._core.may_generate or self._lost is not None:
+            return
+        self._samples = not self._samples
         try:
-            if prepared.problem is not None:
-                raise RequestError(prepared.problem)
-            self._engine.add(
-                GroupRequest(message.lease, prepared.ids, message.num_completions, message.sampling, prepared.tensors)
-            )
-            self._temperatures[message.lease] = message.sampling.temperature
+            (self._engine.resume if self._samples else self._engine.pause)()
+        except EngineLostError as error:
+            self._lost = error
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def _take_up(self, order: Generate) -> list[Action]:
+        try:
+            self._groups.come(order)
         except StarlingError as error:
-            # The prompt is at fault, not this replica: no other would do better.
-            self._core.finished(message.lease)
-            self._fail(message.lease, f"prompt {message.prompt.id}: {error}", fatal=True)
+            return self._refuse(order.message, error)
+        prepared = self._preparation.begin(order.message)
+        return [] if prepared is None else self._begin(prepared)
 
-    def _generate(self) -> None:
-        from starling.rollout.engine.base import GroupFailed
+    def _begin(self, prepared: Prepared) -> list[Action]:
+        """Give a group whose prompt is prepared to the engine, or to the environment."""
+        lease = prepared.message.lease
+        try:
+            if self._player is not None and prepared.problem is None:
+                self._player.begin(prepared)
+            else:
+                self._groups.begin(self._engine, prepared)
+        except EngineLostError as error:
+            self._lost = error
+            return self._core.finished(lease)
+        except StarlingError as error:
+            return self._refuse(prepared.message, error)
+        return []
 
-        self._num_tokens += self._engine.num_running
+    def _refuse(self, message: wire.GenerateGroup, error: StarlingError) -> list[Action]:
+        """The prompt is at fault, not this replica: no other would do better."""
+        self._fail(message.lease, f"prompt {message.prompt.id}: {error}", fatal=True)
+        return self._core.finished(message.lease)
+
+    def _step(self) -> None:
         for result in self._engine.step():
-            self._core.finished(result.lease)
-            temperature = self._temperatures.pop(result.lease, -1.0)
-            if isinstance(result, GroupFailed):
-                self._fail(result.lease, result.reason)
-            else:
-                message, buffers = answer_of(result, lambda ids: decode(self._tokenizer, ids), temperature)
-                self._link.answer(result.lease, message, buffers)
-        elapsed = time.monotonic() - self._gauged_at
-        if elapsed >= GAUGE_EVERY_S:
-            self._link.report(gauges={"tokens_per_s": self._num_tokens / elapsed, "rows": self._engine.num_running})
-            self._num_tokens, self._gauged_at = 0, time.monotonic()
+            if self._door.settle(result):
+                continue
+            reason = self._groups.end(result)
+            failed = [] if reason is None else [Fail(result.lease, reason)]
+            self._act([*failed, *self._core.finished(result.lease)])
 
-    def _pull(self, message: wire.AdoptWeights, buffers: tuple[bytes, ...]) -> None:
-        from starling.weightsync.offer import decode_offer
-        from starling.weightsync.plan import decode_plan
+    def _forget(self, lease: str) -> None:
+        self._preparation.forget(lease)
+        if self._player is not None:
+            self._player.forget(lease)
+        self._groups.forget(self._engine, lease)
 
-        def work() -> Pulled:
-            offer, plan = decode_offer(buffers[0]), decode_plan(buffers[1])
-            self._offers = {message.lease: offer}
-            report = self._puller.pull(
-                offer,
-                plan,
-                deadline_s=self._settings.rollout.pull_timeout_s,
-                cancelled=self._closing.is_set,
-                progress=lambda progress: self._link.advance(message.lease, progress_of(progress)),
-            )
-            split = {name: getattr(report, name) for name in SPLIT}
-            return Pulled(
-                lease=message.lease,
-                problem=None,
-                seconds=report.seconds,
-                size_bytes=report.size_bytes,
-                sent_bytes=sum(report.bytes_by_source.values()),
-                transport=report.transport,
-                lanes=report.lanes,
-                split=split,
-            )
+    def _interrupt(self, reason: str, *, lost: bool = False) -> None:
+        """Hand over the controller's groups, and keep what others asked for until the engine goes on."""
+        for lease in self._groups.interrupt(self._engine, reason, self._preparation.forget_all(), lost=lost):
+            self._act(self._core.finished(lease))
+        self._door.take_back(self._engine)
 
-        def done(future: Future[Pulled]) -> None:
-            error = future.exception()
-            if error is None:
-                self._link.put(future.result())
-            else:
-                # Whatever went wrong, the old version stays in use and the controller is told.
-                self._link.put(Pulled(message.lease, f"{type(error).__name__}: {error}"))
+    # --- weights ---------------------------------------------------------------------------------------------------
 
-        self._pulls.submit(work).add_done_callback(done)
+    def _switch(self, order: Switch) -> list[Action]:
+        begin = time.perf_counter()
+        try:
+            adopted = self._engine.adopt(order.mode)
+        except WeightsError as error:
+            return self._core.not_switched(str(error))
+        switch_s = time.perf_counter() - begin
+        actions = self._core.switched(order.lease, proven=adopted.proven)
+        self._link.report(version=self._core.version)
+        if adopted.proven:
+            self._link.answer(order.lease, self._adoptions.answer(order.lease, adopted, switch_s))
+        return actions
 
     def _publish(self, message: wire.PublishWeights) -> None:
         try:
@@ -279,60 +348,44 @@ class Shell:
             self._fail(message.lease, str(error))
         self._told_at = float("-inf")
 
-    def _switch(self, lease: str) -> None:
-        begin = time.perf_counter()
-        offer = self._offers.pop(lease)
-        version = self._puller.switch(self._engine.tensors())
-        root = self._puller.attest(self._engine.tensors(), offer)
-        self._engine.set_version(version)
-        pause_s = time.perf_counter() - begin
-        actions = self._core.switched(lease, proven=root == offer.root)
+    # --- the engine ------------------------------------------------------------------------------------------------
+
+    def _replace_engine(self, error: EngineLostError) -> None:
+        """Go on with another engine. What the lost one ran is for other replicas, as far as it had come."""
+        log.error("engine_lost", reason=str(error))
+        self._act(self._core.lost())
+        self._interrupt(f"its engine was lost: {error}", lost=True)
+        self._adoptions.void()
+        left_s = self._settings.rollout.vllm.start_timeout_s
+        wait = wire.Wait(what="another engine to start", on="engine", since_s=0.0, seconds_left=left_s)
+        self._link.report(version=-1, waits=(wait,))
+        self._engine = self._engines.replace(self._engine, error)
+        self._lost, self._samples, self._num_tokens = None, True, 0
+        actions = self._core.replaced(self._engine.version)
         self._link.report(version=self._core.version)
-        if self._core.version == version:
-            pull = self._last_pull
-            adopted = wire.WeightsAdopted(
-                lease=lease,
-                version=version,
-                root=root,
-                pull_s=pull.seconds,
-                pause_s=pause_s,
-                size_bytes=pull.size_bytes,
-                sent_bytes=pull.sent_bytes,
-                transport=pull.transport,
-                lanes=pull.lanes,
-                split=pull.split,
-            )
-            self._link.answer(lease, adopted)
         self._act(actions)
+
+    def _fall_asleep(self, order: FallAsleep) -> list[Action]:
+        if not order.again:
+            self._pace()
+            self._interrupt("it gives its devices to others")
+            self._engine.sleep()
+        self._link.answer(order.lease, wire.Slept(lease=order.lease))
+        return []
+
+    def _wake_up(self, order: WakeUp) -> list[Action]:
+        actions: list[Action] = []
+        if not order.again:
+            self._engine.wake_up()
+            actions = self._core.woken(self._engine.version)
+            self._link.report(version=self._core.version)
+        self._link.answer(order.lease, wire.Awake(lease=order.lease))
+        return actions
 
     def _fail(self, lease: str, reason: str, *, fatal: bool = False) -> None:
         log.warning("failed", lease=lease, reason=reason)
         failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason=reason, fatal=fatal)
         self._link.answer(lease, failed)
-
-
-def _make_engine(model: Any, tokenizer: Any, path: Path, settings: RolloutSettings) -> TransformersEngine:
-    from starling.rollout.engine.model import end_token_ids, trained_length
-    from starling.rollout.engine.transformers import TransformersEngine
-
-    return TransformersEngine(
-        model,
-        eos_token_ids=end_token_ids(tokenizer, path),
-        max_rows=settings.max_rows,
-        max_model_len=trained_length(model.config, settings.max_model_len),
-        exclusive=settings.exclusive,
-    )
-
-
-def _hello(settings: RolloutSettings) -> wire.Hello:
-    return wire.Hello(
-        role="rollout",
-        host=host_name(),
-        pid=os.getpid(),
-        num_slots=settings.num_slots,
-        has_layout=True,
-        serves=True,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

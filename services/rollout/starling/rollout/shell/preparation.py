@@ -81,6 +81,13 @@ class Preparation:
         if reading is not None and reading.future is not None:
             reading.future.cancel()
 
+    def forget_all(self) -> list[str]:
+        """Want none of them any longer; return their leases."""
+        leases = list(self._readings)
+        for lease in leases:
+            self.forget(lease)
+        return leases
+
     def expire(self, now: float) -> list[tuple[str, str]]:
         """Give up the leases whose media took too long; return them with the reason."""
         late = [lease for lease, reading in self._readings.items() if now - self._clock(reading) >= self._timeout_s]

@@ -1,0 +1,611 @@
+"""What every engine must do: one suite, which each engine's test module runs by a class of its own.
+
+    class TestMine(EngineConformance):
+        rollout: ClassVar = {"engine": "module:Class"}
+
+One engine serves all tests of a class, as some take long to start. A test leaves it empty, and whatever version it
+holds: the rig knows those weights, and a plain model of transformers that has them is the reference.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.common.errors import WeightsError
+from starling.common.settings import ModelSettings, WeightsSettings
+from starling.common.wire.messages import Sampling, Status
+from starling.rollout.engine.base import (
+    Adopted,
+    CacheMode,
+    Completion,
+    Engine,
+    EngineSpec,
+    GroupFailed,
+    GroupRequest,
+    GroupResult,
+    Partial,
+    RequestError,
+)
+from starling.rollout.engine.choice import make_engine
+from starling.rollout.engine.model import live_tensors
+from starling.rollout.settings import RolloutSettings
+from starling.weightsync.execute.publish import Publisher
+from starling.weightsync.layouts.modules import layout_of
+from starling.weightsync.offer import Offer, Transport
+from starling.weightsync.plan import make_plan
+
+torch.set_num_threads(1)
+
+CONTEXT = 512
+MAX_ROWS = 16
+EOS = 3
+"""Rare enough, and common enough: about every thirtieth token of a random model ends its completion."""
+DEADLINE_S = 120.0
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    # Wide initial weights: attention and positions then decide the logits, and an error in either shows.
+    "initializer_range": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine can, and how exactly."""
+
+    tolerance: float = 1e-5
+    """Of log-probabilities, against a forward pass of transformers in float32."""
+    has_cache: bool = True
+    """It keeps keys and values; otherwise every adoption is as good as `recompute`."""
+    resumes_draws: bool = True
+    """A completion that goes on from where it was interrupted is the one that it would have been."""
+    long: int = 60
+    """So many tokens that a completion does not end by itself while a test does something to it. An engine that goes on
+    by itself needs more."""
+    transport: Transport = "tcp"
+    """How the weights travel in these tests."""
+
+
+@dataclass
+class Heard:
+    """A listener, and what it was told."""
+
+    wake: Callable[[], None]
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+
+    def __call__(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        assert len(token_ids) == len(logprobs) > 0
+        self.logprobs.setdefault(index, []).extend(logprobs)
+        self.tokens.setdefault(index, []).extend(token_ids)
+        self.wake()
+
+    def has(self, num_tokens: int, num_completions: int = 1) -> Callable[[], bool]:
+        """Return whether so many completions have at least so many tokens, to wait for it."""
+        return lambda: sum(len(tokens) >= num_tokens for tokens in list(self.tokens.values())) >= num_completions
+
+
+class Rig:
+    """An engine, the weights that it has had, and one who publishes them."""
+
+    def __init__(self, folder: Path, rollout: dict[str, Any], facts: Facts) -> None:
+        self.facts, self.folder = facts, folder
+        self._woken = threading.Event()
+        self.models: dict[int, Any] = {0: make_reference(folder)}
+        self.engine: Engine = make_engine(spec_of(folder, rollout, self._woken.set))
+        self.vocab_size = int(self.models[0].config.vocab_size)
+        self.results: dict[str, GroupResult | GroupFailed] = {}
+        self._pulls = ThreadPoolExecutor(1)
+        tensors = live_tensors(self.models[0])
+        self.publisher = Publisher(layout_of(tensors, "policy-0"), transport=facts.transport, delta_versions=0)
+        self._num_leases = 0
+
+    @property
+    def model(self) -> Any:
+        """The reference with the weights in use."""
+        return self.models[self.engine.version]
+
+    def close(self) -> None:
+        self.engine.close()
+        self.publisher.close()
+        self._pulls.shutdown()
+
+    def heard(self) -> Heard:
+        """Make a listener; what it hears ends a wait of `until`."""
+        return Heard(self._woken.set)
+
+    def request(self, prompt: list[int], count: int = 1, listener: Any = None, **sampling: Any) -> GroupRequest:
+        """Write a request with a lease of its own; `sampling` are the fields of `Sampling`."""
+        self._num_leases += 1
+        asked = Sampling(**{"max_tokens": 8, **sampling})
+        return GroupRequest(f"generate:t{self._num_leases}:0", prompt, count, asked, listener=listener)
+
+    def prompt(self, seed: int, length: int) -> list[int]:
+        """Return `length` token ids, without one that ends."""
+        drawn = np.random.default_rng(seed).integers(EOS + 1, self.vocab_size, length)
+        return [int(token) for token in drawn]
+
+    def until(self, there: Callable[[], bool], what: str) -> None:
+        """Go on until `there`, within a deadline."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not there():
+            assert time.monotonic() < deadline, f"no {what} within {DEADLINE_S} s"
+            if not self.engine.ready:
+                self._woken.wait(0.1)
+                self._woken.clear()
+            for ended in self.engine.step():
+                assert ended.lease not in self.results, "it ended once"
+                self.results[ended.lease] = ended
+
+    def finish(self, *requests: GroupRequest) -> list[GroupResult]:
+        """Go on until these groups have ended well; return what came of them."""
+        self.until(lambda: all(request.lease in self.results for request in requests), "result")
+        found = [self.results.pop(request.lease) for request in requests]
+        assert all(isinstance(result, GroupResult) for result in found), found
+        return found  # type: ignore[return-value]
+
+    def run(self, *requests: GroupRequest) -> list[GroupResult]:
+        """Add groups, and finish them."""
+        for request in requests:
+            self.engine.add(request)
+        return self.finish(*requests)
+
+    def offer(self) -> Offer:
+        """Publish another version, with other weights."""
+        version = max(self.models) + 1
+        self.models[version] = make_reference(self.folder, seed=version)
+        return self.publisher.publish(version, live_tensors(self.models[version]))
+
+    def pull(self, offer: Offer, *, in_place: bool = False, cancelled: bool = False) -> None:
+        """Have the engine pull, in a thread, while it goes on."""
+        plan = make_plan(self.publisher.layout, self.engine.layout())
+        pull: Future[Any] = self._pulls.submit(
+            self.engine.pull,
+            offer,
+            plan,
+            deadline_s=60.0,
+            cancelled=lambda: cancelled,
+            progress=lambda progress: None,
+            in_place=in_place,
+        )
+        pull.add_done_callback(lambda _: self._woken.set())
+        self.until(pull.done, "end of the pull")
+        pull.result()
+
+    def adopt(self, mode: CacheMode) -> Adopted:
+        """Bring the engine to another version, as the shell does."""
+        offer = self.offer()
+        self.pull(offer)
+        return self.switch(offer, mode)
+
+    def switch(self, offer: Offer, mode: CacheMode) -> Adopted:
+        """Have the engine adopt what it has pulled."""
+        adopted = self.engine.adopt(mode)
+        assert adopted.proven
+        assert adopted.root == offer.root
+        assert adopted.version == self.engine.version == offer.version
+        return adopted
+
+    def check(self, asked: GroupRequest, result: GroupResult, versions: set[int] | None = None) -> None:
+        """Hold everything that was promised of a result against what was asked for."""
+        assert result.lease == asked.lease
+        assert result.prompt_ids.tolist() == asked.prompt_ids
+        assert result.prompt_ids.dtype == np.int32
+        assert len(result.completions) == asked.num_completions
+        for completion in result.completions:
+            self._check_form(asked, completion)
+            if versions is None:
+                assert set(completion.versions.tolist()) == {self.engine.version}
+                expected = self.logprobs(self.model, asked, completion)
+                self.close_to(completion.logprobs, expected)
+
+    def _check_form(self, asked: GroupRequest, completion: Completion) -> None:
+        tokens = completion.token_ids.tolist()
+        assert (completion.token_ids.dtype, completion.logprobs.dtype, completion.versions.dtype) == (
+            np.int32,
+            np.float32,
+            np.int32,
+        )
+        assert len(tokens) == len(completion.logprobs) == len(completion.versions) > 0
+        stops = {EOS, *asked.sampling.stop_token_ids}
+        assert not stops & set(tokens[:-1]), "it went on behind its end"
+        bound = min(asked.sampling.max_tokens, CONTEXT - len(asked.prompt_ids))
+        if tokens[-1] in stops:
+            assert completion.status is Status.OK
+        else:
+            assert (len(tokens), completion.status) == (bound, Status.TRUNCATED)
+
+    def logprobs(self, model: Any, asked: GroupRequest, completion: Completion | Partial) -> Any:
+        """Return the log-probabilities of a completion's tokens by one plain pass over the whole sequence."""
+        tokens = completion.token_ids.tolist()
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*asked.prompt_ids, *tokens]]), use_cache=False).logits[0]
+        found = torch.log_softmax(logits / (asked.sampling.temperature or 1.0), dim=-1)
+        return found[torch.arange(len(tokens)) + len(asked.prompt_ids) - 1, torch.tensor(tokens)].numpy()
+
+    def close_to(self, found: Any, expected: Any) -> None:
+        """Compare log-probabilities."""
+        np.testing.assert_allclose(found, expected, rtol=self.facts.tolerance, atol=self.facts.tolerance)
+
+
+def make_reference(folder: Path, seed: int = 0) -> Any:
+    """Return a model with the weights that `seed` decides."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+def make_folder(folder: Path) -> Path:
+    """Write a tiny model with a tokenizer and the weights of version 0."""
+    make_model_folder(
+        ScratchSettings(config=CONFIG, alphabet="abcdefghijklmnopqrstuvwxyz>", max_length=CONTEXT), folder
+    )
+    make_reference(folder).save_pretrained(folder)
+    return folder
+
+
+def spec_of(folder: Path, rollout: dict[str, Any], wake: Callable[[], None]) -> EngineSpec:
+    """Return what an engine of the model in `folder` is made of."""
+    return EngineSpec(
+        path=folder,
+        model=ModelSettings(path=str(folder), dtype="float32", device="cpu"),
+        rollout=RolloutSettings(**{"load_weights": True, "max_rows": MAX_ROWS, "max_model_len": CONTEXT, **rollout}),
+        weights=WeightsSettings(),
+        name="rollout-0",
+        eos_token_ids=(EOS,),
+        max_model_len=CONTEXT,
+        wake=wake,
+    )
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warm": {"temperature": 0.7},
+    "greedy": {"temperature": 0.0},
+    "truncated": {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+    "top_p": {"top_p": 0.5},
+}
+
+
+class EngineConformance:
+    """The suite. A subclass says which engine, by settings of the rollout, and what is known of it."""
+
+    rollout: ClassVar[dict[str, Any]] = {}
+    facts: ClassVar[Facts] = Facts()
+
+    @pytest.fixture(scope="class")
+    def rig(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+        rig = Rig(make_folder(tmp_path_factory.mktemp("model") / "tiny"), self.rollout, self.facts)
+        yield rig
+        rig.close()
+
+    @pytest.fixture(autouse=True)
+    def empty(self, rig: Rig) -> Iterator[None]:
+        """Let every test find an empty engine, and leave one."""
+        assert (rig.engine.num_running, rig.engine.num_waiting) == (0, 0)
+        yield
+        assert (rig.engine.num_running, rig.engine.num_waiting) == (0, 0)
+        assert not rig.results
+
+    # --- tokens ----------------------------------------------------------------------------------------------------
+
+    def test_it_begins_with_the_weights_of_the_folder(self, rig: Rig) -> None:
+        assert rig.engine.version >= 0
+        assert rig.engine.max_model_len == CONTEXT
+
+    @pytest.mark.parametrize("kind", SAMPLINGS)
+    def test_log_probabilities_are_those_of_a_forward_pass(self, rig: Rig, kind: str) -> None:
+        asked = [
+            rig.request(rig.prompt(n, length), 2, seed=n, max_tokens=20, **SAMPLINGS[kind])
+            for n, length in enumerate((1, 9, 40))
+        ]
+        for one, result in zip(asked, rig.run(*asked), strict=True):
+            rig.check(one, result)
+            if kind == "greedy":
+                assert result.completions[0].token_ids.tolist() == result.completions[1].token_ids.tolist()
+            for completion in result.completions if one.sampling.top_k else ():
+                self._check_top_k(rig, one, completion)
+
+    def _check_top_k(self, rig: Rig, asked: GroupRequest, completion: Completion) -> None:
+        sequence = torch.tensor([[*asked.prompt_ids, *completion.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = rig.model(input_ids=sequence, use_cache=False).logits[0, len(asked.prompt_ids) - 1 : -1]
+        best = logits.topk(asked.sampling.top_k).indices.tolist()
+        assert all(token in among for token, among in zip(completion.token_ids.tolist(), best, strict=True))
+
+    def test_tokens_are_counted(self, rig: Rig) -> None:
+        before = rig.engine.num_tokens
+        (result,) = rig.run(rig.request(rig.prompt(1, 4), 3, max_tokens=9))
+        assert rig.engine.num_tokens - before == sum(len(c.token_ids) for c in result.completions)
+
+    def test_a_listener_hears_every_token_once(self, rig: Rig) -> None:
+        heard = rig.heard()
+        (result,) = rig.run(rig.request(rig.prompt(2, 5), 3, heard, max_tokens=12))
+        for index, completion in enumerate(result.completions):
+            assert heard.tokens[index] == completion.token_ids.tolist()
+            np.testing.assert_allclose(heard.logprobs[index], completion.logprobs, rtol=1e-6)
+
+    def test_seeds_decide_the_draws(self, rig: Rig) -> None:
+        prompt = rig.prompt(3, 6)
+
+        def tokens(*asked: GroupRequest) -> list[list[list[int]]]:
+            return [[c.token_ids.tolist() for c in result.completions] for result in rig.run(*asked)]
+
+        ((first, second),) = tokens(rig.request(prompt, 2, seed=1, max_tokens=12))
+        assert first != second, "completions of a group differ"
+        crowd = [rig.request(rig.prompt(n, 3 + n), 2, seed=n, max_tokens=12) for n in range(3)]
+        again, other, *_ = tokens(
+            rig.request(prompt, 2, seed=1, max_tokens=12), rig.request(prompt, 2, seed=2, max_tokens=12), *crowd
+        )
+        assert again == [first, second], "whatever shares the batch"
+        assert other != again
+
+    # --- ends ------------------------------------------------------------------------------------------------------
+
+    def test_a_stop_token_ends_a_completion_and_is_part_of_it(self, rig: Rig) -> None:
+        prompt = rig.prompt(4, 5)
+        (plain,) = rig.run(rig.request(prompt, temperature=0.0, max_tokens=10))
+        tokens = plain.completions[0].token_ids.tolist()
+        stop = tokens[min(4, len(tokens) - 1)]
+        asked = rig.request(prompt, temperature=0.0, max_tokens=10, stop_token_ids=(stop,))
+        (stopped,) = rig.run(asked)
+        rig.check(asked, stopped)
+        assert stopped.completions[0].token_ids.tolist() == tokens[: tokens.index(stop) + 1]
+        assert stopped.completions[0].status is Status.OK
+
+    @pytest.mark.parametrize("room", [1, 3])
+    def test_the_context_bounds_a_completion(self, rig: Rig, room: int) -> None:
+        asked = rig.request(rig.prompt(5, CONTEXT - room), 2, max_tokens=50)
+        (result,) = rig.run(asked)
+        rig.check(asked, result)
+        assert max(len(completion.token_ids) for completion in result.completions) <= room
+
+    def test_more_groups_than_fit(self, rig: Rig) -> None:
+        asked = [rig.request(rig.prompt(n, 3), 7, seed=n, max_tokens=4 + n) for n in range(5)]
+        for one, result in zip(asked, rig.run(*asked), strict=True):
+            rig.check(one, result)
+
+    # --- refusals --------------------------------------------------------------------------------------------------
+
+    BAD: ClassVar[dict[str, tuple[Callable[[Rig], GroupRequest], str]]] = {
+        "empty prompt": (lambda rig: rig.request([]), "empty"),
+        "no room": (lambda rig: rig.request([5] * CONTEXT), "no room"),
+        "negative id": (lambda rig: rig.request([5, -1]), "-1"),
+        "id out of range": (lambda rig: rig.request([rig.vocab_size]), "outside"),
+        "no completion": (lambda rig: rig.request([5], 0), "num_completions is 0"),
+        "too many completions": (lambda rig: rig.request([5], MAX_ROWS + 1), f"num_completions is {MAX_ROWS + 1}"),
+        "no token": (lambda rig: rig.request([5], max_tokens=0), "max_tokens is 0"),
+        "temperature": (lambda rig: rig.request([5], temperature=-1.0), "temperature is -1"),
+        "top_p": (lambda rig: rig.request([5], top_p=0.0), "top_p is 0"),
+        "top_k": (lambda rig: rig.request([5], top_k=-1), "top_k is -1"),
+        "huge top_k": (lambda rig: rig.request([5], top_k=1 << 63), "top_k is 9223372036854775808"),
+        "stop token": (lambda rig: rig.request([5], stop_token_ids=(6, rig.vocab_size)), "stop token id"),
+        "negative stop token": (lambda rig: rig.request([5], stop_token_ids=(-1,)), "stop token id -1"),
+        "huge stop token": (lambda rig: rig.request([5], stop_token_ids=(1 << 63,)), "stop token id"),
+    }
+
+    @pytest.mark.parametrize("case", BAD)
+    def test_a_bad_request_fails_alone(self, rig: Rig, case: str) -> None:
+        make, text = self.BAD[case]
+        good = rig.request(rig.prompt(6, 4), 2, max_tokens=6)
+        rig.engine.add(good)
+        with pytest.raises(RequestError, match=text):
+            rig.engine.add(make(rig))
+        rig.check(good, *rig.finish(good))
+
+    def test_a_lease_that_is_held_is_refused(self, rig: Rig) -> None:
+        asked = rig.request(rig.prompt(7, 4), max_tokens=self.facts.long)
+        rig.engine.add(asked)
+        with pytest.raises(RequestError, match="held already"):
+            rig.engine.add(asked)
+        rig.finish(asked)
+        rig.run(asked)  # it is free again
+
+    # --- interruptions ---------------------------------------------------------------------------------------------
+
+    def test_cancelled_groups_leave_the_others_alone(self, rig: Rig) -> None:
+        heard = rig.heard()
+        runs = rig.request(rig.prompt(8, 4), 4, heard, max_tokens=self.facts.long)
+        stays = rig.request(rig.prompt(9, 5), 3, max_tokens=12)
+        waits = rig.request(rig.prompt(10, 5), MAX_ROWS, max_tokens=self.facts.long)
+        for one in (runs, stays, waits):
+            rig.engine.add(one)
+        rig.until(heard.has(1), "token")
+        assert rig.engine.cancel(waits.lease)
+        assert rig.engine.cancel(runs.lease)
+        assert not rig.engine.cancel(runs.lease)
+        assert not rig.engine.cancel("unknown")
+        rig.check(stays, *rig.finish(stays))
+
+    def test_a_paused_engine_samples_nothing(self, rig: Rig) -> None:
+        heard = rig.heard()
+        asked = rig.request(rig.prompt(11, 4), 3, heard, max_tokens=self.facts.long)
+        rig.engine.add(asked)
+        rig.until(heard.has(2), "token")
+        rig.engine.pause()
+        rig.engine.pause()  # a second call changes nothing
+        before = rig.engine.num_tokens
+        late = rig.request(rig.prompt(12, 4), max_tokens=4)
+        rig.engine.add(late)
+        for _ in range(20):
+            assert all(ended.lease == asked.lease for ended in self._kept(rig))
+        assert rig.engine.num_tokens == before
+        rig.engine.resume()
+        for one, result in zip((asked, late), rig.finish(asked, late), strict=True):
+            rig.check(one, result)
+
+    def _kept(self, rig: Rig) -> list[GroupResult | GroupFailed]:
+        """Step once, and keep what ended before the pause."""
+        ended = rig.engine.step()
+        rig.results.update((one.lease, one) for one in ended)
+        return ended
+
+    def test_what_is_interrupted_goes_on(self, rig: Rig) -> None:
+        plain, whole = self._long_group(rig)
+        heard = rig.heard()
+        first = replace(plain, lease="generate:cut:0", listener=heard)
+        rig.engine.add(first)
+        rig.until(heard.has(3, num_completions=2), "token")
+        partials = rig.engine.interrupt(first.lease)
+        assert partials is not None
+        assert rig.engine.interrupt(first.lease) is None, "it is taken out"
+        for index, partial in enumerate(partials):
+            assert partial.token_ids.tolist() == heard.tokens.get(index, [])
+            assert len(partial.token_ids) == len(partial.logprobs) == len(partial.versions)
+        again = rig.heard()
+        second = replace(first, partial=partials, listener=again)
+        (result,) = rig.run(second)
+        rig.check(second, result)
+        for index, (completion, partial) in enumerate(zip(result.completions, partials, strict=True)):
+            tokens, num = completion.token_ids.tolist(), len(partial.token_ids)
+            assert tokens[:num] == partial.token_ids.tolist(), "no token is thrown away"
+            np.testing.assert_array_equal(completion.logprobs[:num], partial.logprobs)
+            assert tokens[num:] == again.tokens.get(index, []), "and none is told twice"
+            if self.facts.resumes_draws:
+                assert tokens == whole.completions[index].token_ids.tolist()
+
+    def _long_group(self, rig: Rig) -> tuple[GroupRequest, GroupResult]:
+        """Return a group of which some completion is long enough to be interrupted, and what it comes to."""
+        for seed in range(40):
+            asked = rig.request(rig.prompt(13, 6), 3, seed=seed, max_tokens=self.facts.long)
+            (result,) = rig.run(asked)
+            if max(len(completion.token_ids) for completion in result.completions) > self.facts.long // 3:
+                return asked, result
+        raise AssertionError("every completion ends early")
+
+    def test_what_had_ended_stays_so(self, rig: Rig) -> None:
+        prompt = rig.prompt(14, 5)
+        (done,) = rig.run(rig.request(prompt, 2, max_tokens=6, stop_token_ids=()))
+        ended = tuple(Partial(c.token_ids, c.logprobs, c.versions, c.status) for c in done.completions)
+        asked = rig.request(prompt, 2, max_tokens=6)
+        (result,) = rig.run(replace(asked, partial=ended))
+        for before, after in zip(done.completions, result.completions, strict=True):
+            assert before.token_ids.tolist() == after.token_ids.tolist()
+            assert before.status is after.status
+
+    def test_partial_completions_that_do_not_fit_are_refused(self, rig: Rig) -> None:
+        nothing = Partial(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+        asked = rig.request(rig.prompt(15, 5), 2)
+        with pytest.raises(RequestError, match="1 partial completions for a group of 2"):
+            rig.engine.add(replace(asked, partial=(nothing,)))
+        assert rig.engine.interrupt(asked.lease) is None
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
+    @pytest.mark.parametrize("mode", ["keep", "recompute", "salt"])
+    def test_new_weights_between_two_tokens(self, rig: Rig, mode: CacheMode, in_place: bool) -> None:
+        heard, old, offer = rig.heard(), rig.engine.version, rig.offer()
+        if not in_place:
+            beside = rig.request(rig.prompt(15, 5), 2, max_tokens=self.facts.long)
+            rig.engine.add(beside)
+            rig.pull(offer)
+            rig.check(beside, *rig.finish(beside))
+        asked = [rig.request(rig.prompt(16, 7), 3, heard, seed=1, max_tokens=self.facts.long)]
+        asked += [rig.request(rig.prompt(17 + n, 20 * n + 1), 2, seed=n, max_tokens=self.facts.long) for n in range(2)]
+        for one in asked:
+            rig.engine.add(one)
+        rig.until(heard.has(3), "token")
+        if in_place:
+            rig.engine.pause()
+            rig.pull(offer, in_place=True)
+        adopted = rig.switch(offer, mode)
+        rig.engine.resume()
+        assert bool(adopted.recomputed_tokens) == (mode == "recompute" and self.facts.has_cache)
+        results = rig.finish(*asked)
+        seen: set[int] = set()
+        for one, result in zip(asked, results, strict=True):
+            rig.check(one, result, {old, adopted.version})
+            for completion in result.completions:
+                seen |= set(completion.versions.tolist())
+                self._check_versions(rig, one, completion, (old, adopted.version), mode)
+        assert seen == {old, adopted.version}
+        # Those that come later know nothing of the old weights; under `keep` they may share what these left behind.
+        later = rig.request(asked[0].prompt_ids if mode != "keep" else rig.prompt(99, 5), 2, seed=3, max_tokens=9)
+        rig.check(later, *rig.run(later))
+
+    def _check_versions(
+        self, rig: Rig, asked: GroupRequest, completion: Completion, versions: tuple[int, int], mode: CacheMode
+    ) -> None:
+        """Hold each token's log-probability against a pass of the weights that it is said to be of."""
+        old, new = versions
+        num_old = int((completion.versions == old).sum())
+        assert completion.versions.tolist() == [old] * num_old + [new] * (len(completion.versions) - num_old)
+        before = rig.logprobs(rig.models[old], asked, completion)
+        rig.close_to(completion.logprobs[:num_old], before[:num_old])
+        if mode == "recompute" or not self.facts.has_cache or not num_old:
+            after = rig.logprobs(rig.models[new], asked, completion)
+            rig.close_to(completion.logprobs[num_old:], after[num_old:])
+        elif num_old < len(completion.versions):
+            rig.close_to(completion.logprobs[num_old:], self._on_old_cache(rig, asked, completion, num_old, versions))
+
+    def _on_old_cache(
+        self, rig: Rig, asked: GroupRequest, completion: Completion, num_old: int, versions: tuple[int, int]
+    ) -> Any:
+        """Return the log-probabilities of the new weights' tokens on the keys and values that the old ones left."""
+        tokens = completion.token_ids.tolist()
+        sequence = torch.tensor([[*asked.prompt_ids, *tokens]])
+        fed = len(asked.prompt_ids) + num_old - 1
+        with torch.no_grad():
+            past = rig.models[versions[0]](input_ids=sequence[:, :fed], use_cache=True).past_key_values
+            logits = rig.models[versions[1]](
+                input_ids=sequence[:, fed:-1], past_key_values=past, use_cache=True
+            ).logits[0]
+        found = torch.log_softmax(logits / (asked.sampling.temperature or 1.0), dim=-1)
+        return found.gather(-1, torch.tensor(tokens[num_old:])[:, None])[:, 0].numpy()
+
+    def test_what_it_holds_is_what_was_published(self, rig: Rig) -> None:
+        rig.adopt("keep")
+        held = rig.engine.tensors()
+        assert bool(held) == rig.engine.serves
+        published = live_tensors(rig.model)
+        assert not held or held.keys() == published.keys()
+        assert all(torch.equal(tensor.cpu(), published[name]) for name, tensor in held.items())
+
+    def test_an_adoption_needs_a_pull(self, rig: Rig) -> None:
+        version = rig.engine.version
+        asked = rig.request(rig.prompt(20, 5), 2, max_tokens=9)
+        rig.engine.add(asked)
+        with pytest.raises(WeightsError):
+            rig.engine.adopt("keep")
+        assert rig.engine.version == version
+        rig.check(asked, *rig.finish(asked))
+
+    def test_a_pull_that_fails_changes_nothing(self, rig: Rig) -> None:
+        asked = rig.request(rig.prompt(21, 5), 2, max_tokens=9)
+        rig.engine.add(asked)
+        version, offer = rig.engine.version, rig.offer()
+        with pytest.raises(WeightsError):
+            rig.pull(offer, cancelled=True)
+        with pytest.raises(WeightsError):
+            rig.engine.adopt("keep")
+        assert rig.engine.version == version
+        rig.check(asked, *rig.finish(asked))
+        rig.adopt("keep")
+
+    def test_it_sleeps_and_wakes_up(self, rig: Rig) -> None:
+        rig.engine.pause()
+        rig.engine.sleep()
+        rig.engine.wake_up()
+        rig.engine.resume()
+        if rig.engine.version < 0:
+            rig.adopt("recompute")
+        asked = rig.request(rig.prompt(22, 5), 2, max_tokens=9)
+        rig.check(asked, *rig.run(asked))

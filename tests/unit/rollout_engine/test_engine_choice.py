@@ -1,0 +1,91 @@
+"""Which engine is made, and how often again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance import make_folder, spec_of
+
+from starling.common.errors import ConfigError
+from starling.rollout.engine.base import EngineLostError, EngineSpec
+from starling.rollout.engine.choice import make_engine
+from starling.rollout.engine.transformers import TransformersEngine
+from starling.rollout.shell.engines import Engines
+
+DOOMED = '''
+from pathlib import Path
+
+from starling.rollout.engine.base import EngineLostError
+
+MADE = Path(__file__).with_name("made")
+REFUSES = Path(__file__).with_name("refuses")
+
+
+class Doomed:
+    """An engine that counts itself, and cannot be made while a file is there."""
+
+    def __init__(self, spec):
+        with MADE.open("a") as file:
+            file.write("o")
+        if REFUSES.exists():
+            REFUSES.unlink()
+            raise EngineLostError("it did not start")
+
+    def close(self):
+        with MADE.open("a") as file:
+            file.write("x")
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def spec(folder: Path, engine: str, **rollout: Any) -> EngineSpec:
+    return spec_of(folder, {"engine": engine, **rollout}, lambda: None)
+
+
+def test_the_embedded_engine_by_its_name(folder: Path) -> None:
+    engine = make_engine(spec(folder, "transformers"))
+    assert isinstance(engine, TransformersEngine)
+    assert engine.version == 0
+    assert make_engine(spec(folder, "transformers", load_weights=False)).version == -1
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("transformer", "rollout.engine = 'transformer' is no engine; did you mean 'transformers'?"),
+        ("sglang-x", "choose transformers, vllm, or `module:Class` for your own"),
+        ("nowhere.py:Mine", "there is no file"),
+        ("json:Mine", "Engine 'json:Mine': no 'Mine' in there"),
+    ],
+)
+def test_a_name_of_none(folder: Path, name: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine|Engine") as raised:
+        make_engine(spec(folder, name))
+    assert complaint in str(raised.value)
+
+
+def test_a_lost_engine_is_made_again_so_often(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "doomed.py").write_text(DOOMED)
+    engines = Engines(spec(folder, f"{tmp_path / 'doomed.py'}:Doomed", max_engine_restarts=2))
+    engine = engines.make()
+    engine = engines.replace(engine, EngineLostError("it died"))
+    (tmp_path / "refuses").touch()
+    with pytest.raises(EngineLostError, match=r"made again 2 times within 600 s already .*: it did not start"):
+        engines.replace(engine, EngineLostError("it died again"))
+    assert (tmp_path / "made").read_text() == "oxoxo", "each was closed before the next"
+
+
+def test_what_was_lost_long_ago_counts_no_more(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "doomed.py").write_text(DOOMED)
+    name = f"{tmp_path / 'doomed.py'}:Doomed"
+    engines = Engines(spec(folder, name, max_engine_restarts=1, engine_restart_window_s=1e-6))
+    engine = engines.make()
+    for _ in range(3):
+        engine = engines.replace(engine, EngineLostError("it died"))
+    assert (tmp_path / "made").read_text() == "o" + "xo" * 3

@@ -1,0 +1,39 @@
+"""The embedded engine does what every engine must, and so does the one of docs/extend/engine.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from conformance import EngineConformance, Facts, Rig, make_folder
+
+PAGE = Path(__file__).parents[3] / "docs/extend/engine.md"
+
+
+class TestTransformers(EngineConformance):
+    """Groups share their batches."""
+
+
+class TestExclusive(EngineConformance):
+    """Each group has a batch of its own."""
+
+    rollout: ClassVar[dict[str, Any]] = {"exclusive": True}
+
+
+class TestEngineOfOnesOwn(EngineConformance):
+    """It is taken from the page that shows it, and loaded by the name of its file."""
+
+    facts: ClassVar[Facts] = Facts(has_cache=False)
+
+    @pytest.fixture(scope="class")
+    def rig(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+        folder = tmp_path_factory.mktemp("own")
+        found = dict(re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+        file = folder / "plain_engine.py"
+        file.write_text(found["python"])
+        rig = Rig(make_folder(folder / "tiny"), {"engine": f"{file}:PlainEngine"}, self.facts)
+        yield rig
+        rig.close()

@@ -1,0 +1,90 @@
+"""The endpoint of a rollout process: it is found by its file, answers while it may, and goes with its replica."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from replica_desk import DEADLINE_S, Desk, ended, replica
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from starling.cli.scratch import ScratchSettings, make_model_folder
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_model_folder(ScratchSettings(config=SMALL, max_length=4096), folder)
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+def address(folder: Path) -> dict[str, str]:
+    """Wait for the file that tells the address."""
+    file, until = folder / "api/rollout-0.json", time.monotonic() + DEADLINE_S
+    while not file.is_file():
+        assert time.monotonic() < until, "it never listened"
+        time.sleep(0.05)
+    assert file.stat().st_mode & 0o777 == 0o600
+    told: dict[str, str] = json.loads(file.read_text())
+    return told
+
+
+def test_the_endpoint_comes_and_goes_with_its_replica(desk: Desk, trained: Path, tmp_path: Path) -> None:
+    flags = ("--model.path", str(trained), "--model.device", "cpu", "--rollout.load-weights", "true")
+    own = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
+    with replica(desk, "rollout-0", tmp_path, *flags, *own) as process:
+        hello, _ = desk.hello("rollout-0")
+        assert hello.version == 0
+        told = address(tmp_path)
+        assert told["api_key"] == "a key of mine"
+        client = openai.OpenAI(base_url=told["base_url"], api_key=told["api_key"], max_retries=0, timeout=DEADLINE_S)
+        answer = client.completions.create(model=told["model"], prompt="abc", max_tokens=5)
+        assert answer.choices[0].starling["versions"] == [{"version": 0, "start": 0, "end": 5}]  # type: ignore[attr-defined]
+        assert client.models.retrieve("tiny").starling["version"] == 0  # type: ignore[attr-defined]
+
+        stream = client.completions.create(model="tiny", prompt="q", max_tokens=4000, temperature=0, stream=True)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="this replica leaves; ask another one") as failed:
+            list(stream)
+        assert failed.value.code == "stopping"
+        assert ended(process) == 0
+    assert not (tmp_path / "api/rollout-0.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--rollout.api.host", "no.such.host.invalid"), "the endpoint cannot listen on no.such.host.invalid:0"),
+        (("--rollout.api.port", "70000"), "rollout.api.port = 70000"),
+    ],
+)
+def test_an_address_that_cannot_be(
+    desk: Desk, trained: Path, tmp_path: Path, flags: tuple[str, ...], problem: str
+) -> None:
+    shared = ("--model.path", str(trained), "--model.device", "cpu", "--rollout.load-weights", "true")
+    with replica(desk, "rollout-0", tmp_path, *shared, "--rollout.api.enabled", "true", *flags) as process:
+        _, errors = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode != 0
+        assert problem in errors
+        assert "Traceback" not in errors

@@ -1,0 +1,280 @@
+"""The engine of a rollout's process: interrupted, asleep, lost and made again, given new weights in every mode."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SMALL
+from replica_desk import Desk, ended, replica
+
+from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.common.wire import messages as wire
+from starling.policy.train.model import load_model, tensors
+from starling.weightsync.execute.publish import Publisher
+from starling.weightsync.layout import Layout, decode, encode
+from starling.weightsync.layouts.modules import layout_of
+from starling.weightsync.plan import make_plan
+
+pytestmark = pytest.mark.slow
+
+NAME = "rollout-0"
+LONG = 3000
+"""Tokens that take some seconds. The most likely token of these models is never the one that ends a completion."""
+FRAGILE = '''
+from pathlib import Path
+
+from starling.rollout.engine.base import EngineLostError
+from starling.rollout.engine.choice import embedded
+
+BREAK = Path(__file__).with_name("break")
+KILL = Path(__file__).with_name("kill")
+
+
+class Fragile:
+    """The embedded engine, which a file breaks while it runs something, and another one at any time. They go then."""
+
+    def __init__(self, spec):
+        self._engine, self._lost = embedded(spec), False
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    @property
+    def ready(self):
+        return KILL.exists() or self._lost or self._engine.ready
+
+    def wake_up(self):
+        self._look()
+        self._engine.wake_up()
+
+    def step(self):
+        self._look()
+        return self._engine.step()
+
+    def _look(self):
+        for file, counts in (KILL, True), (BREAK, self._engine.num_running):
+            if counts and file.exists():
+                file.unlink()
+                self._lost = True
+        if self._lost:
+            raise EngineLostError("somebody broke it")
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model folder with weights, and a long context."""
+    folder = tmp_path_factory.mktemp("models") / "long"
+    make_model_folder(ScratchSettings(config=SMALL, alphabet="abcdefgh>", max_length=LONG + 100), folder)
+    load_model(folder, init="random", seed=5).save_pretrained(folder)
+    return folder
+
+
+def flags(model: Path, *more: str) -> tuple[str, ...]:
+    return ("--model.path", str(model), "--model.device", "cpu", "--rollout.load-weights", "true", *more)
+
+
+def group(desk: Desk, max_tokens: int, text: str = "abc>", **more: Any) -> wire.GenerateGroup:
+    """Ask for the two most likely completions, which are the same."""
+    return wire.GenerateGroup(
+        lease=desk.lease("generate"),
+        purpose="train",
+        prompt=wire.Prompt(id="p", text=text),
+        num_completions=2,
+        sampling=wire.Sampling(max_tokens=max_tokens, temperature=0.0),
+        min_version=0,
+        **more,
+    )
+
+
+def runs(desk: Desk) -> None:
+    """Wait until it generates, and has told so."""
+    desk.heartbeat(NAME, lambda told: told.gauges.get("rows", 0) > 0 and told.gauges["tokens_per_s"] > 0)
+
+
+def arrays(buffers: tuple[bytes, ...]) -> tuple[Any, Any, Any]:
+    """Return token ids, log-probabilities and versions of both completions, [2, tokens], of the last three buffers."""
+    kinds = (np.int32, np.float32, np.int32)
+    ids, logprobs, versions = (np.frombuffer(b, k).reshape(2, -1) for b, k in zip(buffers[-3:], kinds, strict=True))
+    return ids, logprobs, versions
+
+
+def test_a_group_goes_on_elsewhere_with_what_was_left_of_it(desk: Desk, model: Path, tmp_path: Path) -> None:
+    exclusive = flags(model, "--rollout.exclusive", "true")
+    with replica(desk, NAME, tmp_path, *exclusive) as first:
+        hello, _ = desk.hello(NAME)
+        assert hello.version == 0, "it has the weights of the folder"
+        asked = group(desk, LONG)
+        desk.send(NAME, asked)
+        runs(desk)
+        first.terminate()
+        left, buffers = desk.answer(NAME, asked.lease, wire.GroupInterrupted)
+        assert left.temperature == asked.sampling.temperature
+        assert left.reason == "stopped by SIGTERM"
+        assert ended(first) == 0
+    num = left.partial[0].num_tokens
+    assert 0 < num < LONG
+    assert [meta.status for meta in left.partial] == [None, None]
+    more = num + 20
+    with replica(desk, NAME, tmp_path, *exclusive):
+        desk.hello(NAME)
+        plain = group(desk, more)
+        _, whole = desk.ask(NAME, plain, wire.GroupGenerated)
+        again = group(desk, more, partial=left.partial, tensors=left.tensors)
+        generated, result = desk.ask(NAME, again, wire.GroupGenerated, buffers)
+        assert [trajectory.num_tokens for trajectory in generated.trajectories] == [more, more]
+        assert result == whole, "to the bit"
+        assert arrays(result)[0][:, :num].tolist() == arrays(buffers)[0].tolist()
+
+        bad = group(desk, more, partial=(wire.PartialMeta(num_tokens=num + 1),) * 2, tensors=left.tensors)
+        failed, _ = desk.ask(NAME, bad, wire.LeaseFailed, buffers)
+        assert failed.fatal
+        assert f"its partial completions have {2 * num + 2} tokens, and buffers of" in failed.reason
+
+
+def test_asleep_it_has_handed_over_what_it_ran(desk: Desk, model: Path, tmp_path: Path) -> None:
+    with replica(desk, NAME, tmp_path, *flags(model)) as process:
+        desk.hello(NAME)
+        asked = group(desk, LONG)
+        desk.send(NAME, asked)
+        runs(desk)
+        desk.ask(NAME, wire.Sleep(lease=desk.lease("sleep")), wire.Slept)
+        left, _ = desk.answer(NAME, asked.lease, wire.GroupInterrupted)
+        assert left.partial[0].num_tokens > 0
+        desk.ask(NAME, wire.Sleep(lease=desk.lease("sleep")), wire.Slept)
+        later = group(desk, 4)
+        desk.send(NAME, later)
+        told = desk.heartbeat(NAME, lambda told: bool(told.waits))
+        assert [wait.what for wait in told.waits] == ["an order to wake up"]
+        desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.Awake)
+        desk.answer(NAME, later.lease, wire.GroupGenerated)
+        process.terminate()
+        assert ended(process) == 0
+
+
+def test_an_engine_that_is_lost_is_made_again(desk: Desk, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fragile.py"
+    file.write_text(FRAGILE)
+    own = ("--rollout.engine", f"{file}:Fragile", "--rollout.max-engine-restarts", "1")
+    with replica(desk, NAME, tmp_path, *flags(model, *own)) as process:
+        desk.hello(NAME)
+        for times in (1, 2):
+            asked = group(desk, LONG)
+            desk.send(NAME, asked)
+            runs(desk)
+            (tmp_path / "break").touch()
+            left, _ = desk.answer(NAME, asked.lease, wire.GroupInterrupted)
+            assert left.reason == "its engine was lost: somebody broke it"
+            assert left.partial[0].num_tokens > 0
+            if times == 1:
+                desk.ask(NAME, group(desk, 4), wire.GroupGenerated)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert errors.splitlines()[-1] == (
+            "starling rollout-0: the engine was lost, and made again 1 times within 600 s already "
+            "(rollout.max_engine_restarts): somebody broke it"
+        )
+
+
+def test_an_engine_that_is_lost_before_it_has_weights_is_made_again(desk: Desk, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fragile.py"
+    file.write_text(FRAGILE)
+    published = tensors(load_model(model, init="random", seed=6))
+    source = layout_of(published, "policy-0")
+    own = ("--rollout.engine", f"{file}:Fragile", "--rollout.load-weights", "false")
+    with (
+        replica(desk, NAME, tmp_path, *flags(model), *own),
+        Publisher(source, transport="tcp", delta_versions=0) as publisher,
+    ):
+        _, (layout,) = desk.hello(NAME)
+        (tmp_path / "kill").touch()
+        desk.heartbeat(NAME, lambda _: not (tmp_path / "kill").exists())
+        order = wire.AdoptWeights(lease=desk.lease("adopt"), version=1, source="policy-0")
+        plan = encode(make_plan(source, decode(Layout, layout)))
+        desk.ask(NAME, order, wire.WeightsAdopted, (encode(publisher.publish(1, published)), plan))
+        desk.ask(NAME, group(desk, 4), wire.GroupGenerated)
+
+
+def test_an_engine_that_is_lost_asleep_is_made_again_when_it_is_woken(desk: Desk, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fragile.py"
+    file.write_text(FRAGILE)
+    with replica(desk, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Fragile")):
+        desk.hello(NAME)
+        desk.ask(NAME, wire.Sleep(lease=desk.lease("sleep")), wire.Slept)
+        (tmp_path / "kill").touch()
+        desk.ask(NAME, wire.Sleep(lease=desk.lease("sleep")), wire.Slept)
+        asked = group(desk, 4)
+        desk.send(NAME, asked)
+        told = desk.heartbeat(NAME, lambda told: bool(told.waits))
+        assert [wait.what for wait in told.waits] == ["an order to wake up"]
+        assert (tmp_path / "kill").exists(), "nobody touched it"
+        failed, _ = desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.LeaseFailed)
+        assert failed.reason == "somebody broke it"
+        desk.answer(NAME, asked.lease, wire.GroupGenerated)
+
+
+def test_a_pull_in_place_that_fails_is_told_of_and_made_good(desk: Desk, model: Path, tmp_path: Path) -> None:
+    published = tensors(load_model(model, init="random", seed=6))
+    source = layout_of(published, "policy-0")
+    with replica(desk, NAME, tmp_path, *flags(model, "--rollout.double-buffer", "false")):
+        _, (layout,) = desk.hello(NAME)
+        plan = encode(make_plan(source, decode(Layout, layout)))
+        with Publisher(source, transport="tcp", delta_versions=0) as publisher:
+            gone = encode(publisher.publish(1, published))
+        order = wire.AdoptWeights(lease=desk.lease("adopt"), version=1, source="policy-0")
+        failed, _ = desk.ask(NAME, order, wire.LeaseFailed, (gone, plan))
+        assert "WeightsError" in failed.reason
+        assert desk.heartbeat(NAME, lambda told: told.version == -1).waits == ()
+        asked = group(desk, 4)
+        desk.send(NAME, asked)
+        told = desk.heartbeat(NAME, lambda told: bool(told.waits))
+        assert [wait.what for wait in told.waits] == ["an order to adopt version 0 or newer"]
+        with Publisher(source, transport="tcp", delta_versions=0) as publisher:
+            order = wire.AdoptWeights(lease=desk.lease("adopt"), version=2, source="policy-0")
+            desk.ask(NAME, order, wire.WeightsAdopted, (encode(publisher.publish(2, published)), plan))
+        _, result = desk.answer(NAME, asked.lease, wire.GroupGenerated)
+        assert set(arrays(result)[2].ravel()) == {2}
+
+
+MODES = {
+    "keep": ("--rollout.adoption", "keep"),
+    "recompute": ("--rollout.adoption", "recompute"),
+    "finish": ("--rollout.adoption", "finish"),
+    "in place": ("--rollout.adoption", "recompute", "--rollout.double-buffer", "false"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_new_weights_in_every_mode(desk: Desk, model: Path, tmp_path: Path, mode: str) -> None:
+    published = tensors(load_model(model, init="random", seed=6))
+    source = layout_of(published, "policy-0")
+    with (
+        replica(desk, NAME, tmp_path, *flags(model, *MODES[mode])) as process,
+        Publisher(source, transport="tcp", delta_versions=0) as publisher,
+    ):
+        _, (layout,) = desk.hello(NAME)
+        plan = make_plan(source, decode(Layout, layout))
+        asked = group(desk, LONG if mode != "finish" else LONG // 2)
+        desk.send(NAME, asked)
+        runs(desk)
+        order = wire.AdoptWeights(lease=desk.lease("adopt"), version=1, source="policy-0")
+        buffers = (encode(publisher.publish(1, published)), encode(plan))
+        adopted, _ = desk.ask(NAME, order, wire.WeightsAdopted, buffers)
+        assert adopted.mode == {"in place": "recompute"}.get(mode, mode)
+        assert (adopted.recomputed_tokens > 0) == (adopted.mode == "recompute")
+        assert (adopted.pause_s > adopted.pull_s) == (mode == "in place")
+        if mode != "finish":
+            desk.send(NAME, wire.Release(leases=(asked.lease,)))
+        else:
+            assert adopted.drain_s > 0.0
+            generated, result = desk.answer(NAME, asked.lease, wire.GroupGenerated)
+            assert {trajectory.newest_version for trajectory in generated.trajectories} == {0}
+            assert set(arrays(result)[2].ravel()) == {0}
+        _, result = desk.ask(NAME, group(desk, 5, "ab>"), wire.GroupGenerated)
+        assert set(arrays(result)[2].ravel()) == {1}
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == 0
