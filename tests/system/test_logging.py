@@ -74,7 +74,7 @@ def a_logger_is_not_installed(folder: Path) -> None:
     workplace(folder, logging={"loggers": ["nowhere.py:log"]})
     with run(folder) as command:
         assert command.wait() != 0, command.story()
-    assert "the logger 'nowhere.py:log' cannot be had: there is no file" in command.output + command.story()
+    assert "the logger 'nowhere.py:log': there is no file" in command.output + command.story()
 
 
 def the_controller_is_killed(folder: Path) -> None:

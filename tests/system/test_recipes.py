@@ -33,7 +33,7 @@ def test_every_recipe_resolves(tmp_path: Path) -> None:
     recipes = sorted(RECIPES.glob("*.toml"))
     assert recipes
     for path in recipes:
-        flags = ["--model.path", str(pretrained)] if path.stem in ("lora", "dpo", "distill") else []
+        flags = ["--model.path", str(pretrained)] if path.stem in ("lora", "dpo", "distill", "evaluate") else []
         flags += ["--teacher.path", str(pretrained)] if path.stem == "distill" else []
         assert load_recipe([path], flags).run.name == path.stem
 

@@ -42,6 +42,20 @@ def test_synchronous_training_equals_the_walk_to_the_bit(tmp_path: Path) -> None
 
 
 @pytest.mark.system
+def test_taking_turns_on_the_same_devices_changes_nothing(tmp_path: Path) -> None:
+    run("examples/walk.py", str(RECIPE), str(tmp_path / "walk"))
+    run(
+        *("-m", "starling.cli.main", "run", str(RECIPE), "--run.folder", str(tmp_path / "runs")),
+        *("--launch.colocate", "true"),
+    )
+    attempt = tmp_path / "runs/walk/attempt-1"
+    assert weights(tmp_path / "walk/checkpoint") == weights(attempt / "checkpoints/step-6")
+    lines = [msgspec.json.decode(line) for line in (attempt / "metrics.jsonl").read_text().splitlines()]
+    turns = [line["role"] for line in lines if line["kind"] == "turn"]
+    assert turns[:4] == ["rollout", "policy", "rollout", "policy"]
+
+
+@pytest.mark.system
 def test_deltas_change_nothing_but_what_travels(tmp_path: Path) -> None:
     """bf16 at a small learning rate: most elements keep their bits, and the same run comes out."""
     flags = ("--model.dtype", "bfloat16", "--policy.optimizer.learning-rate", "0.00005")
@@ -56,7 +70,8 @@ def test_deltas_change_nothing_but_what_travels(tmp_path: Path) -> None:
     adopted = [line for line in lines if line["kind"] == "adopted"]
     assert all(line["attested"] for line in adopted)
     assert adopted[0]["sent_bytes"] == adopted[0]["size_bytes"]
-    assert adopted[-1]["sent_bytes"] < adopted[-1]["size_bytes"] / 2
+    # The last version may come when the run is over: what the least of them sent does not depend on that.
+    assert min(line["sent_bytes"] for line in adopted) < adopted[0]["size_bytes"] / 2
 
 
 def test_the_walk_is_short_enough_to_read() -> None:

@@ -12,7 +12,7 @@ from starling.algo.staleness import num_slots
 from starling.cli.recipe import Recipe
 from starling.cli.scratch import make_model_folder
 from starling.common.errors import ConfigError
-from starling.controller.settings import PREFERENCE_KINDS
+from starling.controller.settings import ANSWERING_KINDS, PREFERENCE_KINDS
 from starling.policy.settings.optimizer import OptimizerSettings
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,6 +24,8 @@ def arithmetic(recipe: Recipe) -> list[str]:
     Raises:
         ConfigError: there is no such algorithm or option of it, or no such model.
     """
+    if recipe.run.learns_from is None:
+        return [*_answering(recipe), f"model: {_size(recipe)}, in each of {recipe.launch.num_rollouts} instances"]
     lines = []
     steps, what, kind = recipe.examples, "examples", "supervised"
     if recipe.run.kind in PREFERENCE_KINDS:
@@ -33,6 +35,13 @@ def arithmetic(recipe: Recipe) -> list[str]:
         lines.append(f"{kind}: {steps.num_steps} steps x {steps.examples_per_step} {what} = {total} {what}")
     if recipe.sft.num_steps and recipe.run.kind not in PREFERENCE_KINDS:
         lines.append(_described(recipe.policy.sft.optimizer, " of the supervised steps"))
+    if recipe.run.kind == "replay":
+        rl = recipe.rl
+        num = rl.num_steps * rl.prompts_per_step
+        lines.append(
+            f"the run: {rl.num_steps} steps x {rl.prompts_per_step} groups = {num} groups of {recipe.data.source}"
+        )
+        lines += [*_algorithm(recipe), _described(recipe.policy.optimizer)]
     if recipe.run.kind == "rl" and recipe.rl.num_steps:
         lines += [*_reinforcement(recipe), *_algorithm(recipe), _described(recipe.policy.optimizer)]
     if recipe.run.kind == "dpo":
@@ -42,8 +51,7 @@ def arithmetic(recipe: Recipe) -> list[str]:
     if recipe.run.kind == "reward_model":
         lines.append(_described(recipe.policy.reward_model.optimizer))
     lines.append(_trained(recipe))
-    parameters, item_bytes = num_parameters(recipe), ITEM_BYTES[recipe.model.dtype]
-    size = f"{parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes"
+    size = _size(recipe)
     travels = recipe.plan().needs_rollouts
     if recipe.model.lora is not None or not travels:
         lines.append(f"model: {size}")
@@ -51,6 +59,25 @@ def arithmetic(recipe: Recipe) -> list[str]:
         what = size if recipe.model.lora is None else "the adapters alone"
         lines.append(f"weight sync: {what} to each of {recipe.launch.num_rollouts} rollouts, after every step")
     return lines
+
+
+def _size(recipe: Recipe) -> str:
+    parameters, item_bytes = num_parameters(recipe), ITEM_BYTES[recipe.model.dtype]
+    return f"{parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes"
+
+
+def _answering(recipe: Recipe) -> list[str]:
+    """Say what a run without a policy generates."""
+    rl, kind = recipe.rl, recipe.run.kind
+    if kind == "serve":
+        return ["the run: requests, until it is stopped"]
+    if kind in ANSWERING_KINDS:
+        return [f"the run: each prompt once, {recipe.evaluation.num_completions} completions of each"]
+    prompts = rl.num_steps * rl.prompts_per_step
+    return [
+        f"the run: {rl.num_steps} files x {rl.prompts_per_step} prompts x {rl.group_size} completions = "
+        f"{prompts * rl.group_size} sequences"
+    ]
 
 
 def _reinforcement(recipe: Recipe) -> list[str]:

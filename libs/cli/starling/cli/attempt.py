@@ -66,6 +66,15 @@ class Attempt:
         return cls(folder.absolute())
 
     @classmethod
+    def create_at(cls, folder: Path) -> Attempt:
+        """Make `folder` that of an attempt. Raises ConfigError when it cannot be made."""
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; give another one") from None
+        return cls(folder.absolute())
+
+    @classmethod
     def find(cls, folder: Path | None) -> Attempt:
         """Return the attempt in `folder`, or the newest of the run in it, or of the runs below ``./runs`` for None.
 

@@ -37,17 +37,20 @@ def begin_from(recipe: Recipe, state: str) -> Recipe:
 
 def _next_kind(recipe: Recipe, state: State) -> Kind:
     """Return what the first step after `state` learns from."""
-    supervised = recipe.run.kind == "rl" and state.version < recipe.plan().num_supervised_steps
-    return "sft" if supervised else recipe.run.kind
+    kind = recipe.run.learns_from
+    assert kind is not None, "that is a problem"
+    return "sft" if kind == "rl" and state.version < recipe.plan().num_supervised_steps else kind
 
 
 def _problem(recipe: Recipe, state: State) -> str | None:
-    plan, trainer, kind = recipe.plan(), state.trainer, recipe.run.kind
+    plan, trainer, kind = recipe.plan(), state.trainer, recipe.run.learns_from
+    if kind is None:
+        return f"a run of run.kind = {recipe.run.kind!r} trains nothing; let model.path be what `starling export` makes"
     # Reinforcement begins with supervised steps, or goes on from those of a run that made nothing else.
     goes_on_from = ("sft", "rl") if kind == "rl" else (kind,)
     if trainer is not None and trainer.kind not in goes_on_from:
         return (
-            f"its last step was one of {trainer.kind}, and the recipe has run.kind = {kind!r}; "
+            f"its last step was one of {trainer.kind}, and the recipe has run.kind = {recipe.run.kind!r}; "
             "give a state of such a run, or let model.path be what `starling export` makes of this one"
         )
     if state.version >= plan.last_step:

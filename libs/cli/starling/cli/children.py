@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -33,6 +33,8 @@ class Child:
     role: str
     module: str
     arguments: tuple[str, ...]
+    environment: dict[str, str]
+    """What it has besides that of all."""
     process: subprocess.Popen[str] | ForkedProcess
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
@@ -74,10 +76,17 @@ class Children:
         self.all: list[Child] = []
         logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, name: str, role: str, arguments: Sequence[str], module: str = "") -> Child:
-        """Start `module`, or else the service `role`, as `name`."""
-        module = module or SERVICES[role]
-        child = Child(name, role, module, tuple(arguments), self._begin(role, module, arguments))
+    def start(
+        self,
+        name: str,
+        role: str,
+        arguments: Sequence[str],
+        module: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start `module`, or else the service `role`, as `name`, with more of an `environment`."""
+        module, more = module or SERVICES[role], dict(environment or {})
+        child = Child(name, role, module, tuple(arguments), more, self._begin(role, module, arguments, more))
         self._read(child)
         self.all.append(child)
         return child
@@ -85,12 +94,15 @@ class Children:
     def restart(self, child: Child, *more: str) -> None:
         """Start a process that has ended again, as it was started before, with `more` arguments."""
         assert child.code is not None, f"{child.name} still runs"
-        child.process = self._begin(child.role, child.module, (*child.arguments, *more))
+        child.process = self._begin(child.role, child.module, (*child.arguments, *more), child.environment)
         child.reported, child.due = False, None
         self._read(child)
 
-    def _begin(self, role: str, module: str, arguments: Sequence[str]) -> subprocess.Popen[str] | ForkedProcess:
-        return self._forks.start(module, arguments) if role in FORKED else self._spawn(module, arguments)
+    def _begin(
+        self, role: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[str] | ForkedProcess:
+        start = self._forks.start if role in FORKED else self._spawn
+        return start(module, arguments, environment)
 
     def _read(self, child: Child) -> None:
         output = child.process.stdout
@@ -100,7 +112,7 @@ class Children:
         )
         child.reader.start()
 
-    def _spawn(self, module: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    def _spawn(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
@@ -108,7 +120,7 @@ class Children:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=self._environment,
+            env={**self._environment, **environment},
             # Its own session: Ctrl-C reaches the supervisor only, which then ends the run in order.
             start_new_session=True,
             preexec_fn=die_with_parent,

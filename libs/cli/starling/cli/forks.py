@@ -64,17 +64,21 @@ class Forks:
             os.environ.clear()
             os.environ.update(previous)
 
-    def start(self, module: str, arguments: Sequence[str]) -> ForkedProcess:
-        """Run `module` as `python -m` would, once the imports are done; does not wait for that."""
+    def start(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
+        """Run `module` as `python -m` would, once the imports are done; does not wait for that.
+
+        `environment` comes on top of the server's: what is imported has not looked at any GPU yet.
+        """
         output, its_end = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_run, args=(module, list(arguments), its_end))
+        process = self._context.Process(target=_run, args=(module, list(arguments), dict(environment), its_end))
         process.start()
         its_end.close()
         return ForkedProcess(process, output)
 
 
-def _run(module: str, arguments: list[str], output: Connection) -> None:
+def _run(module: str, arguments: list[str], environment: dict[str, str], output: Connection) -> None:
     """Be `module`, in a fork of the server."""
+    os.environ.update(environment)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MODULES = {**SERVICES, "sim": "starling.sim.cli"}
 """Commands that are programs of their own, started by name: this package needs none of them to be installed."""
 OPERATIONS = ("status", "why", "set", "evaluate", "stop")
+NOT_EVALUATED = ("--evaluation.at-start=false", "--evaluation.at-end=false", "--evaluation.every=0")
+"""What a run has no versions for, or generates nothing for, whatever its recipe says."""
 USAGE = """usage: starling COMMAND ...
 
   run RECIPE.toml [--config MORE.toml ...] [--section.key value ...] [--dry-run]
@@ -36,6 +38,16 @@ USAGE = """usage: starling COMMAND ...
                         a new run that goes on from a state of another one: its folder, or a URL
   export RUN_OR_STATE OUT [--ema] [--model FOLDER]
                         write the model of a saved state in Hugging Face form, without a run
+  evaluate --model DIR --tasks TASK[,TASK] [--num-gpus N] [--tp-size T] [--out FOLDER] [...]
+                        answer the prompts of tasks with a model, score the answers, and print the figures
+  infer --model DIR PROMPTS.jsonl [--num-gpus N] [--tp-size T] [--out FILE] [...]
+                        answer the prompts of a file with a model
+  serve --model DIR [--num-gpus N] [--tp-size T] [...]
+                        answer requests of OpenAI clients with a model, until Ctrl-C
+  rollout --only RECIPE.toml [--section.key value ...]
+                        generate and score without a policy, and keep the trajectories
+  policy --replay FOLDER RECIPE.toml [--section.key value ...]
+                        train from kept trajectories, without rollouts
   status [RUN_FOLDER]   what a run is doing: its phase, its replicas, its groups
   why [RUN_FOLDER]      what a run waits for, on whom, and for how long already
   set [RUN_FOLDER] KEY VALUE
@@ -75,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": run,
         **{name: partial(operate, name) for name in OPERATIONS},
+        "infer": partial(answer, "infer"),
+        "serve": partial(answer, "serve"),
         "smoke": smoke,
         "plan": plan,
         "sync-report": sync_report,
@@ -89,6 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     previous = signal.signal(signal.SIGINT, leave)
     try:
+        if command == "rollout" and "--only" in rest:
+            return run(generate_only(rest))
+        if command == "policy" and any(word.partition("=")[0] == "--replay" for word in rest):
+            return run(replay_from(rest))
+        if command == "evaluate" and is_answering(rest):
+            return answer(command, rest)
         return run_module(command, rest) if command in MODULES else commands[command](rest)
     except StarlingError as error:
         print(f"starling: {error}", file=sys.stderr)
@@ -176,12 +196,17 @@ def resume(argv: Sequence[str]) -> int:
     return supervise(load_recipe([attempt.recipe], []), attempt)
 
 
-def supervise(recipe: Recipe, attempt: Attempt) -> int:
-    """Run the processes of an attempt to its end, and say what came of it. Returns the exit code."""
+def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
+    """Run the processes of an attempt to its end, and say what came of it. Returns the exit code.
+
+    `out`: where the answers of a run that only answers prompts go, besides its folder.
+    """
     from rich.console import Console
 
     from starling.cli.report import report
+    from starling.cli.results import finish_answering
     from starling.cli.supervisor import InterruptedRunError, Supervisor
+    from starling.controller.settings import ANSWERING_KINDS
 
     begin = time.monotonic()
     try:
@@ -191,10 +216,42 @@ def supervise(recipe: Recipe, attempt: Attempt) -> int:
         return 130
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if recipe.run.kind == "serve":
+            return 0
+        if recipe.run.kind in ANSWERING_KINDS:
+            return finish_answering(recipe, attempt, out)
         report(attempt, time.monotonic() - begin, Console())
     except KeyboardInterrupt:
         print(f"starling: the run is over, without a report; its files are in {attempt.folder}", file=sys.stderr)
     return 0
+
+
+def replay_from(argv: Sequence[str]) -> list[str]:
+    """Return the command line of `starling run` that `starling policy --replay FOLDER RECIPE ...` stands for."""
+    from starling.cli.recipe import load_recipe
+    from starling.controller.data.trajectories import TRAJECTORIES, check_enough, num_usable
+
+    parser = argparse.ArgumentParser(prog="starling policy --replay", allow_abbrev=False)
+    parser.add_argument("--replay", type=Path, required=True, metavar="FOLDER", help="the trajectories of a run")
+    parser.add_argument("recipe", type=Path)
+    known, flags = parser.parse_known_args(list(argv))
+    folder = known.replay
+    settings = ["--run.kind=replay", f"--data.source={TRAJECTORIES}{folder.absolute()}", *NOT_EVALUATED]
+    recipe = load_recipe([known.recipe], [*settings, *flags])
+    num, per_step = num_usable(folder), recipe.rl.prompts_per_step
+    check_enough(folder, num, per_step)
+    steps = min(recipe.rl.num_steps, num // per_step)
+    print(f"replay: {num} groups = {num // per_step} steps x {per_step} prompts; {steps} are made", flush=True)
+    return [str(known.recipe), *settings, *flags, f"--rl.num-steps={steps}"]
+
+
+def generate_only(argv: Sequence[str]) -> list[str]:
+    """Return the command line of `starling run` that `starling rollout --only RECIPE ...` stands for."""
+    parser = argparse.ArgumentParser(prog="starling rollout --only", allow_abbrev=False)
+    parser.add_argument("--only", action="store_true", required=True)
+    parser.add_argument("recipe", type=Path)
+    known, flags = parser.parse_known_args(list(argv))
+    return [str(known.recipe), "--run.kind=generate", "--sft.num-steps=0", *NOT_EVALUATED, *flags]
 
 
 def operate(command: str, argv: Sequence[str]) -> int:
@@ -202,6 +259,19 @@ def operate(command: str, argv: Sequence[str]) -> int:
     from starling.cli import operate as commands
 
     return commands.main(command, argv)
+
+
+def is_answering(argv: Sequence[str]) -> bool:
+    """Say whether `starling evaluate` is to evaluate a model, and not the newest version of a run that goes on."""
+    words = {word.partition("=")[0] for word in argv}
+    return bool(words & {"--model", "--tasks", "--resume"})
+
+
+def answer(command: str, argv: Sequence[str]) -> int:
+    """`starling evaluate --model`, `infer` and `serve`."""
+    from starling.cli import answering
+
+    return answering.main(command, argv)
 
 
 def smoke(argv: Sequence[str]) -> int:

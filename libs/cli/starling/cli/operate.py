@@ -49,7 +49,9 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """Return the command line of one command."""
-    parser = argparse.ArgumentParser(prog=f"starling {command}", description=SUMMARY[command], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"starling {command}", description=SUMMARY[command], epilog=EPILOG.get(command), allow_abbrev=False
+    )
     parser.add_argument(
         "folder",
         nargs="?",
@@ -95,6 +97,8 @@ SUMMARY = {
     "evaluate": "Evaluate the newest version on the held-out prompts, now.",
     "stop": "End a run in good order: the step in hand, then a checkpoint.",
 }
+
+EPILOG = {"evaluate": "With --model it is another command, a run of its own: starling evaluate --model DIR --help."}
 
 
 def _controller(known: argparse.Namespace) -> tuple[str, Path | None, str]:

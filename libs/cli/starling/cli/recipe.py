@@ -14,11 +14,13 @@ from pydantic import Field, model_validator
 from starling.cli.scratch import ScratchSettings
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, Section, WeightsSettings, load
-from starling.controller.settings import ControllerProcess
+from starling.controller.settings import ANSWERING_KINDS, ControllerProcess
 from starling.policy.settings.policy import PolicySettings, check_adapters
 from starling.reward.settings import RewardSettings
 from starling.rollout.settings import RolloutSettings, TeacherSettings
 
+IMPORTS_S = 60.0
+"""What a process may take to import what its engine needs, before that begins to start."""
 MODEL_FOLDER = "model"
 """Where in an attempt's folder a model from nothing is."""
 
@@ -35,10 +37,15 @@ class LaunchSettings(Section):
 
     num_rollouts: int = Field(default=1, ge=0)
     """Rollout replicas."""
+    gpus_per_rollout: int = Field(default=0, ge=0)
+    """GPUs that each of them sees, by CUDA_VISIBLE_DEVICES: the first the first so many, and so on. 0: all see all."""
     num_rewards: int = Field(default=1, ge=0)
     """Reward replicas; none where the recipe has no scorers."""
     num_teachers: int = Field(default=1, ge=0)
     """Teachers, where the recipe has a [teacher]."""
+    colocate: bool = False
+    """Policy and rollouts share their devices, and take turns: who is not at work keeps its tensors in the memory of
+    the host. With `rl.max_staleness` above 0, rollouts give back what they have in hand whenever a step is full."""
     num_threads: int = Field(default=1, ge=1)
     """Threads that each process computes with (OMP_NUM_THREADS). Processes that spin on shared cores are very slow."""
     screen: Literal["auto", "live", "plain"] = "auto"
@@ -70,18 +77,30 @@ class Recipe(ControllerProcess):
             raise ValueError(f"model.path = {self.model.path!r} and [model.scratch] exclude each other; remove one")
         if self.model.scratch is not None and self.model.lora is not None:
             raise ValueError("[model.scratch] has no weights that [model.lora] could adapt; give the path of a model")
-        check_adapters(self.model, self.policy)
-        generates = self.plan().needs_rollouts
+        if self.model.scratch is not None and self.run.learns_from is None:
+            raise ValueError(
+                f"[model.scratch] has no weights, and run.kind = {self.run.kind!r} has no policy to draw any; give the "
+                "path of a model"
+            )
+        check_adapters(self.model, self.policy, self.weights)
+        generates, scores = self.plan().needs_rollouts, self.run.kind not in ("infer", "serve")
         if generates and self.launch.num_rollouts == 0:
             raise ValueError("launch.num_rollouts = 0, but this run generates completions; set at least 1")
-        if generates and self.launch.num_rewards == 0 and self.reward is not None:
+        if generates and scores and self.launch.num_rewards == 0 and self.reward is not None:
             raise ValueError("launch.num_rewards = 0, but this run scores completions; set at least 1")
-        if generates and self.reward is None and self.teacher is None:
+        if self.run.kind == "evaluate" and self.reward is None:
+            raise ValueError("this run evaluates completions and nothing scores them; add [[reward.scorers]]")
+        if generates and scores and self.reward is None and self.teacher is None:
             raise ValueError(
                 "this run generates completions and nothing scores them; add [[reward.scorers]], or a [teacher] to "
                 "learn from"
             )
-        if self.teacher is not None:
+        if self.launch.colocate and not self.plan().publishes:
+            raise ValueError(
+                f"launch.colocate = true, but run.kind = {self.run.kind!r} has no policy and rollouts that could take "
+                "turns; remove it"
+            )
+        if self.teacher is not None and self.run.kind != "replay":
             self._check_teacher(self.teacher)
         if generates:
             self._check_rows()
@@ -89,7 +108,7 @@ class Recipe(ControllerProcess):
 
     def _check_teacher(self, teacher: TeacherSettings) -> None:
         """A teacher is for the groups of reinforcement learning, and is there for all of them."""
-        if self.plan().num_steps == 0:
+        if self.plan().num_steps == 0 or not self.plan().keeps_tokens:
             raise ValueError(
                 f"[teacher] sees what the policy generates, and run.kind = {self.run.kind!r} makes no such steps; "
                 "remove it, or set run.kind = 'rl' and rl.num_steps"
@@ -104,19 +123,20 @@ class Recipe(ControllerProcess):
     @property
     def replicas(self) -> dict[str, int]:
         """How many replicas of each role a run on this machine has."""
+        policy = {"policy": 1} if self.run.learns_from is not None else {}
         if not self.plan().needs_rollouts:
-            return {"policy": 1}
-        return {
-            "policy": 1,
+            return policy
+        scores = self.reward is not None and self.run.kind not in ("infer", "serve")
+        return policy | {
             "rollout": self.launch.num_rollouts,
-            "reward": self.launch.num_rewards if self.reward is not None else 0,
+            "reward": self.launch.num_rewards if scores else 0,
             "teacher": self.launch.num_teachers if self.teacher is not None else 0,
         }
 
     def _check_rows(self) -> None:
         """A group is generated in one batch, so it must fit."""
         sizes = {"rl.group_size": self.rl.group_size if self.plan().num_steps else 0}
-        if self.evaluation.at_start or self.evaluation.at_end:
+        if self.evaluation.at_start or self.evaluation.at_end or self.run.kind in ANSWERING_KINDS:
             sizes["evaluation.num_completions"] = self.evaluation.num_completions
         for key, size in sizes.items():
             if size > self.rollout.max_rows:
@@ -129,14 +149,26 @@ class Recipe(ControllerProcess):
 def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     """Read a recipe and resolve what follows from it. Raises ConfigError."""
     recipe = load(Recipe, files, flags)
+    untrained = recipe.run.learns_from is None
     if recipe.model.scratch is None:
-        check_model_folder(recipe.model.path, weights=recipe.policy.init == "pretrained")
+        wanted = untrained or recipe.policy.init == "pretrained"
+        check_model_folder(recipe.model.path, weights=wanted, may_draw=not untrained)
     if recipe.teacher is not None:
         check_model_folder(recipe.teacher.path, weights=True, key="teacher.path")
     launched = recipe.replicas
     counts = {"num_rollouts": launched.get("rollout", 1), "num_teachers": launched.get("teacher", 0)}
     counts["num_rewards"] = launched.get("reward", 1)
-    return recipe.model_copy(update={"controller": recipe.controller.model_copy(update=counts)})
+    rollout = recipe.rollout
+    if untrained:
+        rollout = rollout.model_copy(update={"load_weights": True})
+    if recipe.run.kind == "serve":
+        rollout = rollout.model_copy(update={"api": rollout.api.model_copy(update={"enabled": True})})
+    start_s = recipe.controller.start_s
+    if rollout.engine == "vllm":  # it may take longer to start than the run would wait for its rollouts
+        start_s = max(start_s, rollout.vllm.start_timeout_s + IMPORTS_S)
+    follows = {**counts, "start_s": start_s, "colocate": recipe.launch.colocate}
+    controller = recipe.controller.model_copy(update=follows)
+    return recipe.model_copy(update={"controller": controller, "rollout": rollout})
 
 
 def to_toml(recipe: Recipe) -> str:

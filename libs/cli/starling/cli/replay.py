@@ -17,7 +17,7 @@ from rich.table import Table
 from starling.common.errors import ConfigError
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.messages import Heartbeat, Hello, LeaseFailed, Leave
-from starling.controller.core.events import Event, Fetched, PeerLost, Received, StopRequested, Ticked
+from starling.controller.core.events import Event, Fetched, PeerLost, Received, StopRequested, Stored, Ticked
 from starling.controller.shell.recording import Source
 from starling.controller.shell.replay import Replayed, replay
 from starling.controller.shell.status import History, snapshot
@@ -127,7 +127,9 @@ def in_words(event: Event) -> str:
         case StopRequested(reason=reason):
             return f"a stop was asked for: {reason}"
         case Fetched(step=step, records=records):
-            return f"{len(records)} records of step {step} came from the journal"
+            return f"{len(records)} records of step {step} were read"
+        case Stored(step=step):
+            return f"the groups of step {step} are in a file"
 
 
 def _said(message: Any) -> str:

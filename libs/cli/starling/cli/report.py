@@ -10,19 +10,23 @@ from rich.table import Table
 
 from starling.cli.attempt import Attempt, read_metrics
 from starling.cli.screen import shown
+from starling.controller.data.trajectories import FOLDER
 
 
 def report(attempt: Attempt, seconds: float, console: Console) -> None:
     """Print the table of a finished run and draw its curve."""
     lines = read_metrics(attempt.metrics)
-    steps = [line for line in lines if line["kind"] == "step" and "reward_mean" in line]
+    steps = [line for line in lines if line["kind"] == "step" and "staleness_max" in line]
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     adopted = [line for line in lines if line["kind"] == "adopted"]
     table = Table(title=f"{attempt.folder.parent.name}: {seconds:.0f} s", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    for name, text in _rows(lines, steps, evaluations, adopted):
+    files = [line for line in lines if line["kind"] == "step" and "num_prompts" in line]
+    for name, text in file_rows(files) if files else _rows(lines, steps, evaluations, adopted):
         table.add_row(name, text)
+    if (attempt.folder / FOLDER).is_dir():
+        table.add_row("trajectories", shown(attempt.folder / FOLDER))
     if steps:
         curve = attempt.folder / "reward.png"
         draw_curve(steps, evaluations, curve)
@@ -88,6 +92,22 @@ def _rows(
                 f"median pull {pull * 1e3:.1f} ms, pause {pause * 1e3:.1f} ms",
             )
         )
+    return rows
+
+
+def file_rows(files: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the rows of a run without a policy, by what is told of each of its files."""
+    total = {name: sum(file[name] for file in files) for name in ("num_prompts", "num_failed", "num_tokens")}
+    rows = [
+        ("prompts", f"{total['num_prompts']} in {len(files)} files, {total['num_failed']} of them without an answer"),
+        ("tokens", f"{total['num_tokens']:,}"),
+    ]
+    rewards = [
+        (file["reward_mean"], file["num_prompts"] - file["num_failed"]) for file in files if "reward_mean" in file
+    ]
+    if rewards:
+        mean = sum(reward * num for reward, num in rewards) / sum(num for _, num in rewards)
+        rows.append(("reward", f"mean {mean:.3f}"))
     return rows
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from starling.cli.recipe import Recipe
-from starling.common.ids import Objective
+from starling.common.ids import Activity, Objective
 from starling.common.wire.telemetry import Snapshot
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -61,10 +61,11 @@ class PlainScreen:
         self._next_step = 0
         self._every = {
             recipe.plan().objective: max(1, recipe.examples.num_steps // 5),
-            "rl": max(1, recipe.rl.num_steps // 20),
+            **dict.fromkeys(("rl", "replay"), max(1, recipe.rl.num_steps // 20)),
         }
         self._phase = ""
         self._num_evaluations = 0
+        self._next_answer = 1
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -82,6 +83,10 @@ class PlainScreen:
         for summary in snapshot.evaluations[self._num_evaluations :]:
             self._print(f"evaluation of version {summary['version']:.0f}: {evaluation_text(summary)}")
         self._num_evaluations = len(snapshot.evaluations)
+        if snapshot.num_prompts and snapshot.num_answered >= self._next_answer:
+            self._next_answer = min(snapshot.num_prompts, snapshot.num_answered + max(1, snapshot.num_prompts // 20))
+            self._next_answer += snapshot.num_answered == snapshot.num_prompts
+            self._print(answered_text(snapshot))
         if snapshot.step and snapshot.version >= self._next_step and snapshot.phase in self._every:
             self._next_step = snapshot.version + self._every[snapshot.phase]
             self._print(step_text(snapshot))
@@ -153,9 +158,12 @@ class LiveScreen:
         row.add_column(ratio=1)
         row.add_column(justify="right", width=30)
         left = "" if left_s is None else f"about {duration(left_s)} left"
+        what, done, goal = "step", snapshot.version, snapshot.last_step
+        if snapshot.num_prompts:
+            what, done, goal = "prompt", snapshot.num_answered, snapshot.num_prompts
         row.add_row(
-            f"step {snapshot.version} of {snapshot.last_step}",
-            ProgressBar(total=max(1, snapshot.last_step), completed=snapshot.version),
+            f"{what} {done} of {goal}",
+            ProgressBar(total=max(1, goal), completed=done),
             f"{duration(snapshot.elapsed_s)}  {left}",
         )
         return row
@@ -170,9 +178,9 @@ class LiveScreen:
         elif "loss" in snapshot.step:
             table.add_row("loss", f"{snapshot.step['loss']:.4f}")
         if "staleness_max" in snapshot.step:
-            bound = self._recipe.rl.max_staleness
+            allowed = "" if snapshot.phase == "replay" else f" of {self._recipe.rl.max_staleness} allowed"
             mean, most = snapshot.step["staleness_mean"], snapshot.step["staleness_max"]
-            table.add_row("staleness", f"mean {mean:.2f}, most {most:.0f} of {bound} allowed")
+            table.add_row("staleness", f"mean {mean:.2f}, most {most:.0f}{allowed}")
         for alarm in snapshot.alarms:
             table.add_row("alarm", Text(alarm, style="red"))
         if "filtered_share" in snapshot.step:
@@ -193,14 +201,17 @@ class Pace:
     def left_s(self, snapshot: Snapshot) -> float | None:
         """Return the seconds to the end of the present phase, None while unknown."""
         now = time.monotonic()
+        at = snapshot.num_answered if snapshot.num_prompts else snapshot.version
         if snapshot.phase != self._phase:
-            self._phase, self._from = snapshot.phase, (now, snapshot.version)
-        goal = snapshot.last_step if snapshot.phase == "rl" else snapshot.num_supervised_steps
+            self._phase, self._from = snapshot.phase, (now, at)
+        goal = snapshot.num_prompts or snapshot.last_step
+        if snapshot.phase in get_args(Objective):
+            goal = snapshot.num_supervised_steps
         since, first = self._from
-        done = snapshot.version - first
-        if snapshot.phase not in (*get_args(Objective), "rl") or done < 2:
+        done = at - first
+        if snapshot.phase not in (*get_args(Objective), *get_args(Activity)) or done < 2:
             return None
-        return (now - since) / done * max(0, goal - snapshot.version)
+        return (now - since) / done * max(0, goal - at)
 
 
 def _replicas(snapshot: Snapshot) -> RenderableType:
@@ -220,13 +231,21 @@ def step_text(snapshot: Snapshot) -> str:
     step = snapshot.step
     speed = sum(r.gauges.get("tokens_per_s", 0.0) for r in snapshot.replicas if r.role == "rollout")
     parts = [f"step {snapshot.version} of {snapshot.last_step}", f"{duration(snapshot.elapsed_s)}"]
-    if snapshot.rewards and snapshot.phase == "rl":
+    if snapshot.rewards and snapshot.phase in ("rl", "replay"):
         parts.append(f"reward {recent_mean(snapshot.rewards):.3f}")
         parts.append(f"staleness {step.get('staleness_max', 0):.0f}")
         parts.append(f"{speed:,.0f} tokens/s")
     elif step.get("loss") is not None:
         parts.append(f"loss {step['loss']:.4f}")
     return "  ".join(parts)
+
+
+def answered_text(snapshot: Snapshot) -> str:
+    """Return one line on how many prompts are answered."""
+    speed = sum(r.gauges.get("tokens_per_s", 0.0) for r in snapshot.replicas if r.role == "rollout")
+    parts = [f"prompt {snapshot.num_answered} of {snapshot.num_prompts}", duration(snapshot.elapsed_s)]
+    parts += [f"reward {recent_mean(snapshot.rewards):.3f}"] if snapshot.rewards else []
+    return "  ".join([*parts, f"{speed:,.0f} tokens/s"])
 
 
 def evaluation_text(summary: dict[str, float | str | None]) -> str:

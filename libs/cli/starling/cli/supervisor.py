@@ -23,6 +23,7 @@ from types import FrameType
 
 from starling.cli.attempt import OBSERVER, Attempt, read_metrics
 from starling.cli.children import Child, Children
+from starling.cli.instances import devices_of
 from starling.cli.recipe import MODEL_FOLDER, Recipe
 from starling.cli.restarts import Restarts
 from starling.cli.screen import Screen, make_screen
@@ -33,6 +34,12 @@ from starling.common.observe.process import EXIT_USAGE
 POLL_S = 0.1
 START_S = 60.0
 LEAVE_S = 5.0
+KEEPS = {
+    "rl": "the step in hand, then a checkpoint",
+    "serve": "requests in hand get no answer",
+    **dict.fromkeys(("generate", "evaluate", "infer"), "what is answered is kept"),
+}
+"""What becomes of the work in hand when a run is stopped, by its kind; that of others is as in `rl`."""
 REPLACEABLE = ("rollout", "teacher")
 """The roles of which one replica can do without another."""
 ENDING = ("draining", "over")
@@ -102,7 +109,9 @@ class Supervisor:
         self.children.start("controller", "controller", common)
         address = self._await_address(self._make_model())
         for role, name in names:
-            self.children.start(name, role, [*common, "--name", name, "--controller", address])
+            devices = devices_of(name, recipe.launch.gpus_per_rollout) if role == "rollout" else {}
+            arguments = [*common, "--name", name, "--controller", address]
+            self.children.start(name, role, arguments, environment=devices)
         self._watch_controller()
 
     def _make_model(self) -> Child | None:
@@ -189,7 +198,7 @@ class Supervisor:
         now = time.monotonic()
         if self._stop_by is None:
             self._stop_by = now + self.recipe.launch.stop_s
-            self.screen.say("stopping in order: the step in hand, then a checkpoint; Ctrl-C again kills")
+            self.screen.say(f"stopping in order: {KEEPS.get(self.recipe.run.kind, KEEPS['rl'])}; Ctrl-C again kills")
         # Only a controller that listens has taken over the signal.
         if not self._stopping and self._watch is not None:
             self._stopping = True
@@ -261,7 +270,8 @@ class Supervisor:
             # A replica's own error explains more than the controller's report that it is gone.
             failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
             raise RunFailedError(self._report(failed[0] if failed and controller.code == 1 else controller))
-        if self._interrupts and not read_metrics(self.attempt.metrics, "checkpoint"):
+        trains = self.recipe.run.learns_from is not None
+        if self._interrupts and trains and not read_metrics(self.attempt.metrics, "checkpoint"):
             raise InterruptedRunError("stopped before the first step was made; there is nothing to save")
         for child in self.children.running():
             if child.name not in self._joined:  # started again too late: it has nothing, and nobody would tell it

@@ -1,0 +1,218 @@
+"""Environments in whole runs: what the page says works as it stands, and what goes wrong costs only what it is of."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system_runs import WORDS, Command, attempt, checkpoints, metrics, run, together, trained, workplace, write_prompts
+
+pytestmark = pytest.mark.system
+
+PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
+SCRATCH = {
+    "alphabet": "abcdefghijklmnopqrstuvwxyz>0123456789=+_/<\n ",
+    "max_length": 96,
+    "chat_template": "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else '<eos>' }}{% endfor %}",
+}
+FEW = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "max_staleness": 0}
+ALL = {"algorithm": {"skip_zero_advantage": False}}
+"""So that every sampled token is trained, and tells how far policy and rollout are apart."""
+
+
+def blocks() -> dict[str, str]:
+    """Return the files that the page shows, by the names in their first lines."""
+    return dict(re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def place(folder: Path, name: str, **changes: dict[str, Any]) -> Path:
+    """Make a workplace with the files of the page that are called `name`, and its part of a recipe."""
+    shown = tomllib.loads(blocks()[f"{name}.toml"])
+    sections = {
+        "sft": {"num_steps": 0},
+        "rl": FEW,
+        "evaluation": {},
+        "data": {"held_out": 0},
+        "policy": ALL,
+        **shown,
+        **changes,
+    }
+    workplace(folder, **sections)
+    (folder / f"{name}.py").write_text(blocks()[f"{name}.py"])
+    return folder
+
+
+def scratch(folder: Path) -> None:
+    """Give the recipe's model an alphabet for what is said, and a chat template."""
+    import tomli_w
+
+    path = folder / "tiny.toml"
+    recipe = tomllib.loads(path.read_text())
+    recipe["model"]["scratch"] |= SCRATCH
+    path.write_text(tomli_w.dumps(recipe))
+
+
+def finished(folder: Path) -> Command:
+    scratch(folder)
+    with run(folder) as command:
+        assert command.wait(180) == 0, command.story()
+    return command
+
+
+def reinforced(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(folder, "step") if line["phase"] == "rl"]
+
+
+def masks_are_exact(folder: Path) -> None:
+    """The policy finds the probabilities that the rollout told, at just as many tokens as were sampled."""
+    for line in reinforced(folder):
+        num = FEW["prompts_per_step"] * FEW["group_size"]
+        assert line["num_trained_tokens"] == line["num_tokens"] == pytest.approx(line["completion_tokens_mean"] * num)
+        assert line["mismatch_max"] < 1e-3
+        assert line["reward_min"] <= line["reward_mean"] <= line["reward_max"]
+
+
+def an_environment_of_ones_own(folder: Path) -> None:
+    place(folder, "guessing", data={"held_out": 0, "format": ""})
+    finished(folder)
+    masks_are_exact(folder)
+    steps = metrics(folder, "step")
+    assert len(steps) == 4
+    assert all(1.0 <= line["env/guesses"] <= 3.0 and line["turns_mean"] == line["env/guesses"] for line in steps)
+    assert all(line["score/environment"] == line["reward_mean"] for line in steps)
+    rows = [json.loads(line) for line in (attempt(folder) / "samples.jsonl").read_text().splitlines()]
+    assert any("no>" in row["completion"] and row["num_turns"] > 1 for row in rows)
+    assert checkpoints(folder) == ["step-4"]
+
+
+def tools(folder: Path) -> None:
+    """After a warm-up that teaches the call, the model is answered."""
+    place(
+        folder,
+        "calculator",
+        sft={"num_steps": 60, "examples_per_step": 9},
+        data={"held_out": 0, "format": "="},
+        policy={**ALL, "sft": {"optimizer": {"learning_rate": 1e-2}}},
+    )
+    rows = [{"question": "x", "answer": f"{a}+{b}"} for a in range(3) for b in range(3)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "calculator.py").write_text(
+        blocks()["calculator.py"].replace('text.startswith("=")', "True")  # the prompt has it
+    )
+    finished(folder)
+    masks_are_exact(folder)
+    steps = reinforced(folder)
+    assert len(steps) == 4
+    assert sum(line["env/tool_calls"] for line in steps) > 0, "it has learnt to call"
+    assert sum(line["env/tool_errors"] for line in steps) == 0
+    rows = [json.loads(line) for line in (attempt(folder) / "samples.jsonl").read_text().splitlines()]
+    assert any("<tool_response>" in row["completion"] for row in rows)
+
+
+WRONG = """
+import time
+
+from starling.rollout.env.base import Episode
+
+
+async def play(episode: Episode, *, raises: str, hangs: str, blocks: str) -> float:
+    import asyncio
+
+    word = episode.prompt.text.rstrip(">")
+    await episode.reply(max_tokens=2)
+    if word == raises:
+        raise LookupError(f"nothing is known of {word}")
+    if word == hangs:
+        await asyncio.sleep(3600)
+    if word == blocks:
+        time.sleep(3600)
+    episode.say_text(">")
+    return float(len((await episode.reply(max_tokens=2)).text))
+"""
+
+
+def what_goes_wrong_costs_what_it_is_of(folder: Path) -> None:
+    options = {"raises": WORDS[0], "hangs": WORDS[1]}
+    workplace(
+        folder,
+        sft={"num_steps": 0},
+        rl={"num_steps": 9, "prompts_per_step": 4, "group_size": 4, "max_tries": 1},
+        evaluation={},
+        data={"held_out": 0},
+        reward={"scorers": [{"name": "environment"}]},
+        rollout={
+            "environment": {"kind": "wrong.py:play", "timeout_s": 5.0, "options": {**options, "blocks": WORDS[2]}}
+        },
+    )
+    (folder / "wrong.py").write_text(WRONG)
+    write_prompts(folder, WORDS[:39])
+    finished(folder)
+    dropped = {line["prompt"].rpartition("/")[2]: line for line in metrics(folder, "discarded")}
+    assert {"0", "1", "2"} <= set(dropped)
+    said = {row: line["reason"] for row, line in dropped.items()}
+    assert f"the environment raised LookupError: nothing is known of {WORDS[0]}" in said["0"]
+    assert "the environment took longer than 5 s" in said["1"]
+    assert "could not be stopped: it must not block" in said["2"]
+    assert {line["status"] for line in dropped.values()} == {"env_error"}
+    assert not {f"train/0/{row}" for row in dropped} & set(trained(folder))
+    assert checkpoints(folder) == ["step-9"]
+    assert metrics(folder, "step")[-1]["num_env_errors"] >= 6
+
+
+SLOW = """
+import asyncio
+
+from starling.rollout.env.base import Episode
+
+
+async def play(episode: Episode) -> float:
+    await episode.reply(max_tokens=2)
+    await asyncio.sleep(0.7)
+    episode.say_text(">")
+    return float(len((await episode.reply(max_tokens=2)).text))
+"""
+
+
+def a_rollout_that_leaves_loses_no_prompt(folder: Path) -> None:
+    workplace(
+        folder,
+        launch={"num_rollouts": 2},
+        sft={"num_steps": 0},
+        rl={"num_steps": 10, "prompts_per_step": 4, "group_size": 2, "max_tries": 0},
+        evaluation={},
+        data={"held_out": 0},
+        reward={"scorers": [{"name": "environment"}]},
+        rollout={"num_slots": 2, "environment": {"kind": "slow.py:play"}},
+    )
+    (folder / "slow.py").write_text(SLOW)
+    write_prompts(folder, WORDS[:40])
+    scratch(folder)
+    with run(folder) as command:
+        command.until(lambda: len(metrics(folder, "step")) >= 2, "two steps", 180)
+        command.titled("rollout-0").terminate()
+        assert command.wait(180) == 0, command.story()
+    assert trained(folder) == {f"train/0/{row}": 1 for row in range(40)}
+    assert metrics(folder, "discarded") == [], "what it gave back has not failed"
+
+
+def bad_settings_are_refused(folder: Path) -> None:
+    workplace(folder, rollout={"environment": {"kind": "tool"}})
+    with run(folder) as command:
+        assert command.wait() != 0
+    assert "rollout.environment.kind is 'tool': did you mean 'tools'" in command.output + command.errors
+
+
+def test_environments(tmp_path: Path) -> None:
+    scenarios = (
+        an_environment_of_ones_own,
+        tools,
+        what_goes_wrong_costs_what_it_is_of,
+        a_rollout_that_leaves_loses_no_prompt,
+        bad_settings_are_refused,
+    )
+    together(*(partial(one, tmp_path / one.__name__) for one in scenarios), at_once=2)

@@ -1,0 +1,126 @@
+"""Agents in whole runs: what the page says works as it stands, and its conversations are trained to the token."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import tomli_w
+from system_runs import attempt, checkpoints, metrics, run, workplace
+
+pytestmark = pytest.mark.system
+
+PAGE = (Path(__file__).parents[2] / "docs/openai.md").read_text()
+CHAT = "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else '<eos>' }}{% endfor %}"
+FEW = {"num_steps": 3, "prompts_per_step": 4, "group_size": 4, "max_staleness": 0}
+
+
+def shown(name: str) -> str:
+    """Return the file that the page shows under `name`."""
+    return dict(re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))[name]
+
+
+def place(folder: Path, **sections: dict[str, Any]) -> None:
+    """Make a workplace for conversations with `sections` of a recipe."""
+    workplace(
+        folder,
+        sft={"num_steps": 0},
+        rl=FEW,
+        evaluation={},
+        sampling={"max_tokens": 20},
+        data={"held_out": 0, "format": ""},
+        policy={"algorithm": {"skip_zero_advantage": False}},
+        **sections,
+    )
+    recipe = tomllib.loads((folder / "tiny.toml").read_text())
+    recipe["model"]["scratch"] |= {"chat_template": CHAT, "max_length": 96}
+    (folder / "tiny.toml").write_text(tomli_w.dumps(recipe))
+
+
+def exact(folder: Path) -> list[dict[str, Any]]:
+    """Return the steps: the policy finds the log-probabilities that were told, at just as many tokens as were sampled.
+
+    All of those are trained, so that one which the mask has wrong would show.
+    """
+    steps = [line for line in metrics(folder, "step") if line["phase"] == "rl"]
+    assert len(steps) == FEW["num_steps"]
+    for line in steps:
+        num = FEW["prompts_per_step"] * FEW["group_size"]
+        assert line["num_trained_tokens"] == line["num_tokens"] == pytest.approx(line["completion_tokens_mean"] * num)
+        assert line["mismatch_max"] < 1e-3
+    return steps
+
+
+def test_an_agent_is_trained_by_exchanging_its_address(tmp_path: Path) -> None:
+    page: dict[str, Any] = tomllib.loads(shown("speller.toml"))
+    page["rollout"]["api"] = {"enabled": True, "key": "mine"}
+    place(tmp_path, **page)
+    (tmp_path / "speller.py").write_text(shown("speller.py"))
+    told: list[Any] = []
+    with run(tmp_path) as command:
+
+        def listens() -> bool:
+            """Ask beside the run, as soon as there are weights."""
+            file = attempt(tmp_path) / "api/rollout-0.json" if (tmp_path / "runs").is_dir() else None
+            if file is None or not file.is_file():
+                return command.process.poll() is not None
+            address = json.loads(file.read_text())
+            client = openai.OpenAI(base_url=address["base_url"], api_key="mine", max_retries=0, timeout=60)
+            try:
+                told.append(client.completions.create(model=address["model"], prompt="a>", max_tokens=3))
+            except openai.APIError:
+                return command.process.poll() is not None  # it leaves
+            return True
+
+        command.until(listens, "an answer beside the run", 180)
+        assert command.wait(180) == 0, command.story()
+    assert told
+    assert all(span["version"] >= 0 for span in told[0].choices[0].starling["versions"])
+    for line in exact(tmp_path):
+        assert line["env/num_branches"] == 1.0
+        assert 1.0 <= line["turns_mean"] <= 2.0
+        assert line["score/environment"] == line["reward_mean"]
+    rows = [json.loads(line) for line in (attempt(tmp_path) / "samples.jsonl").read_text().splitlines()]
+    assert any("no>" in row["completion"] and row["num_turns"] == 2 for row in rows)
+    assert checkpoints(tmp_path) == ["step-3"]
+    assert not list((attempt(tmp_path) / "api").iterdir()), "who has ended is not to be found"
+
+
+VERIFIERS = """
+import verifiers as vf
+from datasets import Dataset
+
+
+class Nagging(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": "no"}]
+
+
+def share(completion, answer):
+    text = "".join(message["content"] for message in completion if message["role"] == "assistant")
+    return sum(letter in answer for letter in text) / max(1, len(text))
+
+
+def nag():
+    return Nagging(
+        dataset=Dataset.from_list([{"question": "a", "answer": "a"}]), max_turns=2, rubric=vf.Rubric(funcs=[share])
+    )
+"""
+
+
+def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
+    environment = {"kind": "verifiers", "options": {"environment": "nagging.py:nag"}, "turn_max_tokens": 5}
+    place(tmp_path, rollout={"environment": environment}, reward={"scorers": [{"name": "environment"}]})
+    (tmp_path / "nagging.py").write_text(VERIFIERS)
+    with run(tmp_path) as command:
+        assert command.wait(180) == 0, command.story()
+    steps = exact(tmp_path)
+    # The library ends where the model says nothing, and does not count that turn.
+    assert all(1.0 <= line["env/num_turns"] <= line["turns_mean"] <= 2.0 for line in steps)
+    assert all(line["env/share"] == pytest.approx(line["reward_mean"]) for line in steps)
+    assert not (attempt(tmp_path) / "api").exists(), "nobody else was to listen"
