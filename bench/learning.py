@@ -7,6 +7,12 @@ mostly spells backward the words that it has seen. Each step samples 16 groups o
 exactly `staleness` versions ago and trains them with the policy's own trainer; engine, scorer, trainer and settings are
 those that the services use, in one process per run, so that nothing but the staleness decides the age of a sample.
 
+Decoupled PPO makes four updates of a step, for with one its ratio is always 1 and its clip never acts. Each has half of
+the learning rate: of a quarter of the batch that is what Adam takes to the same end (the square root rule,
+arXiv:2205.10287), so that all algorithms move about as far in a step. How far the weights move within the versions that
+a sample is late decides what becomes of it, before any algorithm does: at a staleness of 8, GRPO at four times the rate
+collapses, and four updates at the whole rate fall back for 30 steps, whether GRPO or decoupled PPO makes them.
+
 A run *collapses* when the mean reward of its last steps falls below half of the best that it had before, or below what
 it began with. Curves are means over seeds; the picture shows all of them.
 """
@@ -15,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -109,7 +116,10 @@ def learn(checkpoint: Path, algorithm: str, staleness: int, seed: int, num_steps
 
     torch.set_num_threads(1)
     recipe = load_recipe([Path(__file__).resolve().parent.parent / "recipes" / "quickstart.toml"], [])
-    settings = recipe.policy.model_copy(update={"algorithm": AlgorithmSettings(**ALGORITHMS[algorithm])})
+    chosen = AlgorithmSettings(**ALGORITHMS[algorithm])
+    rate = recipe.policy.optimizer.learning_rate / math.sqrt(chosen.num_minibatches)
+    optimizer = recipe.policy.optimizer.model_copy(update={"learning_rate": rate})
+    settings = recipe.policy.model_copy(update={"algorithm": chosen, "optimizer": optimizer})
     tokenizer, prompts = AutoTokenizer.from_pretrained(checkpoint), load_prompts(recipe.data)
     policy = load_model(checkpoint)
     trainer = RlTrainer(policy, settings, total_steps=num_steps)

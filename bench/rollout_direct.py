@@ -1,0 +1,97 @@
+"""vLLM by itself, as `rollout.py` compares with it: AsyncLLM in a process that does nothing else.
+
+    python rollout_direct.py SETTINGS.json
+
+Started with the arguments and the environment that Starling's engine starts it with, but for Starling's own extension
+of its workers. Told a load of prompts, as
+one line of JSON on standard input, it gives all of them to vLLM at once, a request with n completions for each, asks
+for final outputs only, and says how long it took and how many tokens came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from starling.common.settings import ModelSettings, WeightsSettings, validate
+from starling.rollout.engine.base import EngineSpec
+from starling.rollout.engine.vllm.start import arguments, environment
+from starling.rollout.settings import RolloutSettings
+
+
+def spec_of(settings: dict[str, Any]) -> EngineSpec:
+    """Return what an engine with these settings would be made of."""
+    model = validate(ModelSettings, settings["model"])
+    rollout = validate(RolloutSettings, settings["rollout"])
+    return EngineSpec(
+        path=Path(model.path),
+        model=model,
+        rollout=rollout,
+        weights=WeightsSettings(),
+        name="direct",
+        eos_token_ids=tuple(settings["eos_token_ids"]),
+        max_model_len=rollout.max_model_len,
+        wake=lambda: None,
+    )
+
+
+async def generate(engine: Any, jobs: list[dict[str, Any]], eos_token_ids: list[int]) -> int:
+    """Have all jobs done. Returns how many tokens were sampled."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    async def one(number: int, job: dict[str, Any]) -> int:
+        params = SamplingParams(
+            n=job["num_completions"],
+            temperature=1.0,
+            max_tokens=job["max_tokens"],
+            seed=job["seed"],
+            stop_token_ids=eos_token_ids,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        num_tokens = 0
+        async for output in engine.generate({"prompt_token_ids": job["prompt_ids"]}, params, f"{time.time()}-{number}"):
+            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        return num_tokens
+
+    return sum(await asyncio.gather(*(one(number, job) for number, job in enumerate(jobs))))
+
+
+async def serve(settings: dict[str, Any], answers: Any) -> None:
+    """Start vLLM, and do what standard input says until it ends."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    given = arguments(spec_of(settings))
+    del given["worker_extension_cls"]  # which brings weights into its workers, and on a CPU keeps room for them
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+    try:
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            begin = time.monotonic()
+            num_tokens = await generate(engine, json.loads(line), settings["eos_token_ids"])
+            answer = {"seconds": time.monotonic() - begin, "num_tokens": num_tokens}
+            print(json.dumps(answer), file=answers, flush=True)
+    finally:
+        engine.shutdown()
+
+
+def main() -> None:
+    """Be the process."""
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM writes to standard output, too
+    os.environ.update(environment(spec_of(settings), on_cpu=settings["on_cpu"]))
+    asyncio.run(serve(settings, answers))
+
+
+if __name__ == "__main__":
+    main()
