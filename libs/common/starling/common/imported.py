@@ -83,7 +83,7 @@ def _run_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # whatever it raised is raised again; half a module must not be found the next time
         del sys.modules[name]
         raise
     return module
