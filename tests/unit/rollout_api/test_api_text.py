@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -56,6 +56,7 @@ def test_pieces_joined_are_the_text_even_of_bytes_that_are_no_text(ids: list[int
 
 
 @given(texts, st.lists(st.text(alphabet=WORDS, min_size=1, max_size=3), max_size=3), st.lists(st.integers(0, 40)))
+@example("aï", ["a"], [])  # one token ends the stop text and begins a character
 def test_a_stop_text_is_never_told(text: str, stops: list[str], cuts: list[int]) -> None:
     ids = tokenizer().encode(text).ids
     told, stream = streamed(ids, cuts, stops)

@@ -54,6 +54,8 @@ class TextStream:
             fresh = self._fresh()
             if fresh and not fresh.endswith(BROKEN):
                 self._extend(fresh)
+            elif self._first_stop(whole := fresh.rstrip(BROKEN)) is not None:
+                self._extend(whole)  # the token that began a character completed a stop text before it
         return self._text[begin : self._told]
 
     def close(self) -> str:
@@ -71,15 +73,20 @@ class TextStream:
         return self._decode(self._ids[self._begin :])[len(known) :]
 
     def _extend(self, fresh: str) -> None:
-        searched = max(0, len(self._text) - max(map(len, self._stops), default=0))
+        end = self._first_stop(fresh)
         self._text += fresh
         self._begin, self._read = self._read, len(self._ids)
-        ends = [at for stop in self._stops if (at := self._text.find(stop, searched)) >= 0]
-        if ends:
-            self.stopped, self._text = True, self._text[: min(ends)]
+        if end is not None:
+            self.stopped, self._text = True, self._text[:end]
             self._told = len(self._text)
         else:
             self._told = max(self._told, len(self._text) - _overlap(self._text, self._stops))
+
+    def _first_stop(self, fresh: str) -> int | None:
+        """Return where in the text, grown by `fresh`, the first stop text begins; None where there is none."""
+        begin = max(0, len(self._text) - max(map(len, self._stops), default=0))
+        searched = self._text[begin:] + fresh
+        return min((begin + at for stop in self._stops if (at := searched.find(stop)) >= 0), default=None)
 
 
 def _overlap(text: str, stops: Sequence[str]) -> int:
