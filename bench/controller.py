@@ -32,6 +32,7 @@ from typing import Any, Literal
 from controller_cluster import Cluster, Prompts, plan_for
 from figure import machine, print_figure, progress
 
+from starling.common.observe.process import collect_seldom
 from starling.controller.core.events import Command, Prune, Write
 from starling.controller.core.machine import Controller
 from starling.controller.shell.journal import Journal
@@ -127,6 +128,7 @@ def main() -> None:
         profile.runcall(play, 1024, 3)
         pstats.Stats(profile).sort_stats("tottime").print_stats(35)
         return
+    collect_seldom()  # as the controller's process does
     rounds = 3 if arguments.quick else 5
     detail: dict[str, Any] = {"machine": machine(), "cores": os.cpu_count()}
     rates: dict[str, list[float]] = {"alone": [], "durable": [], "256": [], "8192": []}

@@ -178,6 +178,9 @@ def _on_a_rail(sources: Sequence[Place], destinations: Sequence[Place]) -> Bools
         rail: number for number, rail in enumerate(sorted({r for p in (*sources, *destinations) for r in p.rails}))
     }
 
+    if not rails:
+        return np.zeros((len(sources), len(destinations)), bool)
+
     def membership(places: Sequence[Place]) -> Ints:
         table = np.zeros((len(places), len(rails)), np.int64)
         for row, place in enumerate(places):

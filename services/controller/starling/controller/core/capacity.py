@@ -1,6 +1,7 @@
 """Who may be given more work: replicas with a free slot, by what they hold, have in hand, and are fast at.
 
-All of it is derived from the leases in force and told again whenever those of a member change.
+All of it is derived from the leases in force. Most events change those of somebody, and few then ask who is free: who
+changed is noted, and looked at when somebody asks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Capacity:
         self.rates = Rates()
         self.resting: dict[str, float] = {}
         """Rollouts that get no group for now, and until when."""
+        self.changed: dict[str, Member] = {}
+        """Whose work or version changed since `update` was called for it."""
 
     def update(self, member: Member, evaluation: Evaluation | None, num_rollouts: int) -> None:
         """Note how many slots `member` has free, after its work or its version changed."""
@@ -56,7 +59,8 @@ class Capacity:
         self.resting.pop(member.name, None)
 
     def drop(self, member: Member, evaluation: Evaluation | None) -> None:
-        """Give `member` nothing for now."""
+        """Give `member` nothing until it changes."""
+        self.changed.pop(member.name, None)
         for free in (self.routing, self.rewards, self.teachers):
             free.drop(member)
         if evaluation is not None:

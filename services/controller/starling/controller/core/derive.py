@@ -100,19 +100,21 @@ def dispatch(state: State) -> None:
     """
     evaluation = state.evaluation
     while evaluation is not None and (group := evaluation.next_longest()) is not None:
+        state.up_to_date()
         found = evaluation.free.soonest(evaluation.version, group.expected_tokens)
         if found is None:
             break
         _generate(state, found.member, evaluation, group, evaluation.version)
     if not _may_generate(state):
         return
-    ledger, routing = state.ledger, state.capacity.routing
+    ledger = state.ledger
     while (group := ledger.next_waiting()) is not None:
         required = state.required_version(group)
         longest = ledger.next_longest()
         if longest is not None and longest is not group and state.required_version(longest) == required:
             group = longest
         tokens = group.expected_tokens
+        routing = state.up_to_date().routing
         found = routing.soonest(required, tokens)
         if found is None or routing.should_wait(found, required, tokens, ledger.waiting_tokens):
             return  # the groups behind it need at least as new a version
@@ -124,7 +126,7 @@ def score(state: State) -> None:
     books: tuple[Groups, ...] = (state.ledger,) if state.evaluation is None else (state.evaluation, state.ledger)
     for book in books:
         while (group := book.next_to_score()) is not None:
-            member = state.capacity.rewards.least_busy()
+            member = state.up_to_date().rewards.least_busy()
             if member is None:
                 return
             _score(state, member, group)
@@ -133,7 +135,7 @@ def score(state: State) -> None:
 def teach(state: State) -> None:
     """Give generated groups to teachers, whether they are scored yet or not."""
     while (group := state.ledger.next_to_teach()) is not None:
-        member = state.capacity.teachers.least_busy()
+        member = state.up_to_date().teachers.least_busy()
         if member is None:
             return
         _teach(state, member, group)

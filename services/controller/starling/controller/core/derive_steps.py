@@ -70,8 +70,11 @@ def train(state: State) -> None:
     if not state.plan.has_policy:
         write_file(state)
         return
-    policies, plan, step = state.current_policies(), state.plan, state.version + 1
-    if state.step is not None or not policies or step > plan.last_step:
+    plan, step = state.plan, state.version + 1
+    if state.step is not None or step > plan.last_step or not _has_work(state, step):
+        return
+    policies = state.current_policies()
+    if not policies:
         return
     if not all(member.told for member in policies) or not state.may_policies_work():
         return
@@ -100,6 +103,13 @@ def deal_again(state: State, policy: Member, step: int, groups: list[Group]) -> 
         trained = tuple(train_group(group) for group in groups)
         command = msgspec.structs.replace(command, groups=trained, next_prompt=_next_prompt(groups))
     _deal(state, policy, command, buffers_of(groups))
+
+
+def _has_work(state: State, step: int) -> bool:
+    """Say whether there is anything to make a step of. Most groups that are scored are not the last of theirs."""
+    if step <= state.plan.num_supervised_steps or state.plan.replays:
+        return True
+    return state.ledger.is_full() or bool(state.ledger.sealed(step))
 
 
 def _may_seal(state: State) -> bool:

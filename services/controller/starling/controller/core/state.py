@@ -244,11 +244,22 @@ class State:
             self.send(peer, wire.Release(leases=leases))
 
     def update_free(self, member: Member, kind: str = "") -> None:
-        """Note who has how many free slots, after work of `kind` came or went, or its version changed."""
-        if self.turns.shared and not self.turns.may_work(member):
-            self.capacity.drop(member, self.evaluation)
-        elif member.told and (not kind or kind in TAKES_SLOT):
-            self.capacity.update(member, self.evaluation, self.membership.num("rollout"))
+        """Note that the free slots of `member` changed: work of `kind` came or went, or it has another version."""
+        if not kind or kind in TAKES_SLOT:
+            self.capacity.changed[member.name] = member
+
+    def up_to_date(self) -> Capacity:
+        """Return who has how many free slots now."""
+        capacity = self.capacity
+        if capacity.changed:
+            changed, capacity.changed = capacity.changed, {}
+            num_rollouts = self.membership.num("rollout")
+            for member in changed.values():
+                if self.turns.shared and not self.turns.may_work(member):
+                    capacity.drop(member, self.evaluation)
+                elif member.told:
+                    capacity.update(member, self.evaluation, num_rollouts)
+        return capacity
 
     def group_of(self, lease: str) -> tuple[Groups, Group] | None:
         """Return the group that a generate, score or teach lease is about, and the book that it is in."""

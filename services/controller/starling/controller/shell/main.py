@@ -14,7 +14,7 @@ import structlog
 from starling.common.errors import StarlingError
 from starling.common.net.curve import load_allowed
 from starling.common.net.hub import Arrival, Hub, HubKeys
-from starling.common.observe.process import StopSignal, end_process
+from starling.common.observe.process import StopSignal, collect_seldom, end_process
 from starling.common.service import ServiceArguments, serve
 from starling.common.wire.messages import Release
 from starling.controller.core.events import (
@@ -276,6 +276,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the controller."""
+    collect_seldom()
     return serve("controller", ControllerProcess, Shell, argv)
 
 
