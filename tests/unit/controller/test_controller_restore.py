@@ -219,7 +219,7 @@ def known(state: State) -> dict[str, Any]:
         "published": state.rounds.version,
         "roots": state.rounds.roots,
         "saved": (state.saved_step, state.kept_from),
-        "metrics": state.known_metrics(),
+        "metrics": state.known.metrics(),
         "groups": groups_of(ledger, state.version),
         "filtered": (ledger.num_filtered, ledger.num_filtered_in_a_row, tuple(ledger.passed(state.version + 1))),
         "counts": (ledger.num_admitted, ledger.num_discarded, ledger.num_sealed, ledger.num_trained_groups),

@@ -82,16 +82,7 @@ def make_moves(
     """
     held_rows, held = _distinct(source)
     wanted_rows, wanted = _distinct(destination)
-    overlap = first_overlap(held[:, 0], held[:, 1])
-    if overlap is not None:
-        shared = _box(*_intersections(held[[overlap[0]]], held[[overlap[1]]])[0])
-        raise WeightsError(
-            f"Tensor {names.tensor}: box {shared} lies in two different shards of {names.source}; planning needs boxes "
-            "of one tensor to be equal or apart."
-        )
-    of_wanted, of_held = meeting_pairs(wanted[:, 0], wanted[:, 1], held[:, 0], held[:, 1])
-    parts = _intersections(wanted[of_wanted], held[of_held])
-    _check_covered(wanted, of_wanted, held[of_held], parts, names)
+    of_wanted, of_held, parts = _meetings(wanted, held, names)
 
     holder_order = np.argsort(held_rows, kind="stable")
     holder_order = holder_order[held_rows[holder_order] >= 0]
@@ -213,6 +204,25 @@ def _distinct(split: Split) -> tuple[Ints, Ints]:
     boxes, inverse = np.unique(corners, axis=0, return_inverse=True)
     numbers[rows] = inverse.reshape(-1)
     return numbers, boxes.reshape(len(boxes), 2, num_dims)
+
+
+def _meetings(wanted: Ints, held: Ints, names: Names) -> tuple[Ints, Ints, Ints]:
+    """Return which wanted boxes meet which held ones, and what they share, which makes up every wanted box.
+
+    Raises:
+        WeightsError: as `make_moves`.
+    """
+    overlap = first_overlap(held[:, 0], held[:, 1])
+    if overlap is not None:
+        shared = _box(*_intersections(held[[overlap[0]]], held[[overlap[1]]])[0])
+        raise WeightsError(
+            f"Tensor {names.tensor}: box {shared} lies in two different shards of {names.source}; planning needs boxes "
+            "of one tensor to be equal or apart."
+        )
+    of_wanted, of_held = meeting_pairs(wanted[:, 0], wanted[:, 1], held[:, 0], held[:, 1])
+    parts = _intersections(wanted[of_wanted], held[of_held])
+    _check_covered(wanted, of_wanted, held[of_held], parts, names)
+    return of_wanted, of_held, parts
 
 
 def _intersections(some: Ints, others: Ints) -> Ints:

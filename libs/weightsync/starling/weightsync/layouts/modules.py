@@ -64,26 +64,19 @@ def layout_of(
     owners: dict[Memory, str] = {}
     for key, tensor in tensors.items():
         name = (names or {}).get(key, key)
-        local = local_tensor(tensor)
-        if local.layout is not torch.strided or local.device.type == "meta":
-            raise WeightsError(f"Tensor {key} of {replica} is {local.layout} on {local.device} and has no memory.")
+        local = _checked(local_tensor(tensor), key, replica)
         shape, strides = tuple(local.shape), tuple(local.stride())
         memory = (local.device, local.data_ptr(), shape, strides, local.dtype)
         owner = owners.setdefault(memory, name) if local.numel() else name
         if table:
             parameter = _listed(known, name, tensor, replica)
         else:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in ITEM_BYTES:
-                raise WeightsError(
-                    f"Tensor {key} of {replica} has element type {dtype}, expected one of {', '.join(ITEM_BYTES)}."
-                )
-            parameter = whole(name, tuple(tensor.shape), dtype)
             if name in index:
                 raise WeightsError(f"Two tensors of {replica} are named {name}; {key} is the second.")
+            parameter = whole(name, tuple(tensor.shape), _dtype(tensor, key, replica))
             index[name] = len(specs)
             tie = "" if owner == name else owner
-            specs[name] = TensorSpec(name=name, shape=parameter.shape, dtype=dtype, same_as=tie)
+            specs[name] = TensorSpec(name=name, shape=parameter.shape, dtype=parameter.dtype, same_as=tie)
         if owner == name:
             held = _held(tensor, key, replica) if isinstance(tensor, DTensor) else None
             shards.extend(shards_of(parameter, index, storage=key, strides=strides, held=held))
@@ -91,6 +84,21 @@ def layout_of(
     layout = Layout(replica=replica, tensors=tuple(specs.values()), ranks=ranks, base=base)
     check_layout(layout)
     return layout
+
+
+def _checked(local: torch.Tensor, key: str, replica: str) -> torch.Tensor:
+    if local.layout is not torch.strided or local.device.type == "meta":
+        raise WeightsError(f"Tensor {key} of {replica} is {local.layout} on {local.device} and has no memory.")
+    return local
+
+
+def _dtype(tensor: torch.Tensor, key: str, replica: str) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise WeightsError(
+            f"Tensor {key} of {replica} has element type {dtype}, expected one of {', '.join(ITEM_BYTES)}."
+        )
+    return dtype
 
 
 def local_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -52,7 +52,7 @@ def save(state: State) -> None:
 def _grant_save(state: State) -> None:
     version, policies = state.version, state.current_policies()
     if policies and state.now >= state.save_after:
-        command = functools.partial(wire.SaveCheckpoint, step=version, state=True, metrics=state.known_metrics())
+        command = functools.partial(wire.SaveCheckpoint, step=version, state=True, metrics=state.known.metrics())
         state.grant(policies[0], "save", version, lambda lease: command(lease=lease))
 
 

@@ -40,7 +40,7 @@ def close(state: State, evaluation: Evaluation) -> None:
     summary = evaluation.summary()
     state.note("evaluation", **summary)
     state.write(EvaluationClosed(number=evaluation.number, summary=summary))
-    state.knows(summary, "eval/")
+    state.known.evaluation(summary)
     state.evaluated[evaluation.cause] = evaluation.version
     state.evaluation = None
     for name in sorted(evaluation.pinned):

@@ -43,7 +43,7 @@ def commit(state: State) -> None:
     before, state.alarms = state.alarms, alarms.alarms_after(step, state.alarms)
     changed = {f"set/{key}": value for key, value in state.changes.as_of(step.number).items()}
     told = {"phase": phase, **metrics, **changed, **alarms.told(state.alarms)}
-    state.knows(told)
+    state.known.step(told)
     state.write(StepCommitted(step=step.number, metrics=told))
     state.note("step", step=step.number, **told)
     alarms.tell(state, step.number, before)

@@ -1,11 +1,39 @@
-"""What the groups of a step say of themselves, beside what the policies measure."""
+"""What is measured: by the policies, in evaluations, and what the groups of a step say of themselves."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from starling.algo.staleness import staleness
 from starling.common.wire.messages import Status
 from starling.controller.core.groups import Group
 from starling.controller.core.ledger import Ledger
+
+
+@dataclass
+class Known:
+    """What was measured of the newest step, and in the newest evaluation that is over."""
+
+    _of_step: dict[str, float] = field(default_factory=dict)
+    _of_evaluation: dict[str, float] = field(default_factory=dict)
+
+    def step(self, told: Mapping[str, Any]) -> None:
+        """Keep the numbers of what was told of a step."""
+        self._of_step = _numbers(told)
+
+    def evaluation(self, told: Mapping[str, Any]) -> None:
+        """Keep the numbers of what was told of an evaluation."""
+        self._of_evaluation = {f"eval/{name}": value for name, value in _numbers(told).items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is known of the newest version."""
+        return {**self._of_step, **self._of_evaluation}
+
+
+def _numbers(told: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in told.items() if type(value) in (int, float)}
 
 
 def filtered_metrics(ledger: Ledger, step: int) -> dict[str, float]:

@@ -58,7 +58,7 @@ def _apply(state: State, kept: Kept) -> None:
             elif not state.plan.publishes:
                 state.ledger.trained(step)
             state.alarms = as_told(metrics)
-            state.knows(metrics)
+            state.known.step(metrics)
         case records.VersionPublished(version=version, root=root):
             _publish(state, version, root)
         case records.SettingChanged(key=key, value=value, step=step, request=request):
@@ -120,7 +120,7 @@ def _close(state: State, closed: records.EvaluationClosed) -> None:
     evaluation = state.evaluation
     if evaluation is not None and evaluation.number == closed.number:
         state.evaluated[evaluation.cause] = int(closed.summary["version"])
-        state.knows(closed.summary, "eval/")
+        state.known.evaluation(closed.summary)
         state.evaluation = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +20,7 @@ from starling.controller.core.finish import Ending, Stage
 from starling.controller.core.groups import Group, Groups
 from starling.controller.core.leases import Leases
 from starling.controller.core.membership import Member, Membership
+from starling.controller.core.metrics import Known
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import Kept, MemberLeft, Record
 from starling.controller.core.rounds import Rounds
@@ -98,8 +99,7 @@ class State:
         self.idle_since = 0.0
         self.failing_since: dict[str, float] = {}
         """Since when a replica has failed to take over or to offer weights, again and again."""
-        self._metrics, self._eval_metrics = dict[str, float](), dict[str, float]()
-        """What was measured of the newest step, and in the newest evaluation that is over."""
+        self.known = Known()
         self.has_generated = False
         """Some group has been given to a rollout: the run does with fewer replicas than it began with."""
         self.drops_in_a_row = 0
@@ -117,18 +117,6 @@ class State:
         """Note that a policy can continue from version `step`."""
         if step > self.saved_step:
             self.kept_from, self.saved_step = self.saved_step, step
-
-    def knows(self, told: Mapping[str, Any], prefix: str = "") -> None:
-        """Keep the numbers of what was told of a step or, with a `prefix` to their names, of an evaluation."""
-        numbers = {f"{prefix}{name}": float(value) for name, value in told.items() if type(value) in (int, float)}
-        if prefix:
-            self._eval_metrics = numbers
-        else:
-            self._metrics = numbers
-
-    def known_metrics(self) -> dict[str, float]:
-        """Return what is known of the newest version."""
-        return {**self._metrics, **self._eval_metrics}
 
     # --- what the run is like --------------------------------------------------------------------------------------
 
