@@ -21,7 +21,7 @@ def mappings() -> list[str]:
 def test_memory_keeps_its_bytes_and_goes_with_its_last_view(size: int) -> None:
     descriptor = os.memfd_create(NAME)
     os.posix_fallocate(descriptor, 0, size)
-    memory = map_shared(descriptor, size)
+    memory = map_shared(descriptor, size, writable=True)
     assert memory.nbytes == size
     assert memory.ctypes.data % HUGE_BYTES == 0
     content = np.random.default_rng(size).integers(0, 256, size, np.uint8)
@@ -47,7 +47,7 @@ def test_it_ends_when_it_is_stopped() -> None:
         asked.append(len(asked) > 0)
         return asked[-1]
 
-    memory = map_shared(descriptor, 2 * CHUNK_BYTES)
+    memory = map_shared(descriptor, 2 * CHUNK_BYTES, writable=True)
     os.close(descriptor)
     assert collapse(memory, stopped) in (0, CHUNK_BYTES)
 
@@ -56,6 +56,6 @@ def test_no_room_is_an_error() -> None:
     descriptor = os.memfd_create(NAME)
     try:
         with pytest.raises(OSError, match="memory"):
-            map_shared(descriptor, 1 << 60)
+            map_shared(descriptor, 1 << 60, writable=True)
     finally:
         os.close(descriptor)

@@ -17,8 +17,9 @@ from starling.weightsync.layout import ITEM_BYTES, Box
 from starling.weightsync.layouts.families import model_of
 from starling.weightsync.layouts.fused import transformers_table
 from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.layouts.parameters import region
+from starling.weightsync.layouts.parameters import Parameter, Part, Table, in_terms_of, region, whole
 from starling.weightsync.layouts.presets import PRESETS
+from starling.weightsync.layouts.vllm import worker_table
 
 TEXT: dict[str, Any] = {
     "hidden_size": 16,
@@ -47,6 +48,7 @@ LATENT = {
     "v_head_dim": 8,
 }
 VISION = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 10, "out_hidden_size": 16, "patch_size": 2}
+OLD_VISION = {"depth": 1, "embed_dim": 8, "hidden_size": 16, "mlp_ratio": 2, "num_heads": 2, "patch_size": 2}
 DEEP = {**VISION, "num_position_embeddings": 9, "deepstack_visual_indexes": [0]}
 
 CASES: dict[str, tuple[str, Any]] = {
@@ -73,9 +75,41 @@ CASES: dict[str, tuple[str, Any]] = {
         "Qwen3VLForConditionalGeneration",
         transformers.Qwen3VLConfig(text_config={**TEXT, "head_dim": 6}, vision_config=DEEP, tie_word_embeddings=True),
     ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        transformers.Qwen2VLConfig(text_config=TEXT, vision_config=OLD_VISION),
+    ),
+    "qwen2_vl tied": (
+        "Qwen2VLForConditionalGeneration",
+        transformers.Qwen2VLConfig(text_config=TEXT, vision_config=OLD_VISION, tie_word_embeddings=True),
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        transformers.Qwen3VLMoeConfig(
+            text_config={**TEXT, "head_dim": 6, "num_experts": 4, "moe_intermediate_size": 6, "mlp_only_layers": [1]},
+            vision_config=DEEP,
+            tie_word_embeddings=False,
+        ),
+    ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**LATENT, q_lora_rank=10)),
     "deepseek_v3 without q_lora": ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**LATENT, q_lora_rank=None)),
 }
+
+
+def each_expert(disk: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Take apart what a file holds of all experts of a layer in one tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in disk.items():
+        module, _, kind = name.rpartition(".")
+        if not module.endswith(".experts"):
+            found[name] = tensor
+            continue
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for e, expert in enumerate(tensor):
+            found |= {
+                f"{module}.{e}.{part}.weight": rows for part, rows in zip(kinds, expert.chunk(len(kinds)), strict=True)
+            }
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,7 +123,7 @@ def test_every_parameter_of_the_class_is_made_of_the_tensors_on_the_disk(case: s
     module.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        disk = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+        disk = each_expert({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - it is no mapping
 
     owned = {weight.spec.name: weight.spec for weight in model_of(written).weights if not weight.spec.same_as}
     assert {key: spec.shape for key, spec in owned.items()} == {key: tuple(t.shape) for key, t in disk.items()}
@@ -115,12 +149,63 @@ def test_every_parameter_of_the_class_is_made_of_the_tensors_on_the_disk(case: s
         assert key in tied or bool((count == 1).all()), key
 
 
+@pytest.mark.parametrize("case", ["qwen3 tied", "qwen3_moe", "qwen2_5_vl", "qwen3_vl_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("tp", "whole_experts"), [(1, False), (2, False), (2, True)])
+def test_what_a_worker_holds_in_terms_of_the_trainers_parameters(case: str, tp: int, whole_experts: bool) -> None:
+    """A worker takes the same elements, whether the source names published tensors or its module's parameters."""
+    name, config = CASES[case]
+    written = json.loads(config.to_json_string())
+    trained = transformers_table(written, "float32")
+    sizes = {p.name: torch.Size(p.shape) for p in trained.parameters}
+    numbered = {
+        key: torch.arange(size.numel()).reshape(size) + (n << 20) for n, (key, size) in enumerate(sizes.items())
+    }
+    published: dict[str, torch.Tensor] = {spec.name: torch.full(spec.shape, -1) for spec in trained.tensors}
+    for parameter in reversed(trained.parameters):  # of tied ones the first counts
+        fill(published, parameter, numbered[parameter.name], published=True)
+    for rank in range(tp):
+        table = worker_table(written, rank, tp=tp, whole_experts=whole_experts, dtype="float32")
+        turned = in_terms_of(table, trained)
+        assert {spec.name for spec in turned.tensors if not spec.same_as} == set(
+            getattr(transformers, name)(config).state_dict()
+        ) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+        for before, after in zip(table.parameters, turned.parameters, strict=True):
+            ours, theirs = torch.full(before.shape, -1), torch.full(before.shape, -1)
+            fill(published, before, ours)
+            fill(numbered, after, theirs)
+            assert torch.equal(ours, theirs), before.name
+            assert len(after.parts) <= 3, "experts of one rank lie one after the other"
+
+
+def fill(tensors: dict[str, torch.Tensor], parameter: Parameter, memory: torch.Tensor, published: bool = False) -> None:
+    """Copy what `parameter` is made of into its `memory`; with `published` from there."""
+    for part in parameter.parts:
+        at = tuple(slice(o, o + n) for o, n in zip(part.box.offset, part.box.size, strict=True))
+        start = sum(o * s for o, s in zip(part.offset, memory.stride(), strict=True))
+        view = memory.as_strided(part.box.size, [memory.stride(dim) for dim in part.dims], start)
+        if published:
+            tensors[part.tensor][at] = view
+        else:
+            view.copy_(tensors[part.tensor][at])
+
+
 def test_parts_of_a_parameter_are_disjoint() -> None:
     for parameter in transformers_table(json.loads(CASES["qwen3_moe"][1].to_json_string())).parameters:
         regions = [region(part, len(parameter.shape)) for part in parameter.parts]
         inside = Box(offset=(0,) * len(parameter.shape), size=parameter.shape)
         assert sum(box.volume for box in regions) == inside.volume
         assert all(intersection(box, inside) == box for box in regions)
+
+
+def test_a_stack_goes_into_a_stack_only() -> None:
+    stack = whole("stack", (3, 4), "float32")
+    rows = tuple(Part(tensor=f"row {n}", box=Box(offset=(0,), size=(4,)), offset=(n, 0), dims=(1,)) for n in range(3))
+    made = Table(tensors=(), parameters=(Parameter(name="stack", shape=(3, 4), dtype="float32", parts=rows),))
+    one = Part(tensor="row 2", box=Box(offset=(0,), size=(4,)), offset=(0,), dims=(0,))
+    alone = Table(tensors=(), parameters=(Parameter(name="alone", shape=(4,), dtype="float32", parts=(one,)),))
+    with pytest.raises(WeightsError, match="stack stacks row 2, which the parameter that is to hold it does not"):
+        in_terms_of(alone, made)
+    assert in_terms_of(made, made).parameters == (stack,)
 
 
 def test_parameters_that_are_not_in_the_table_are_named() -> None:

@@ -11,7 +11,7 @@ from memory_pair import layouts
 from puller_models import Model
 
 from starling.weightsync.execute.arena import Arena
-from starling.weightsync.execute.digests import digest_of_array
+from starling.weightsync.execute.digests import digest_of_array, digest_of_copy
 from starling.weightsync.execute.memory import Array, grouped, packed_arrays, packing_bytes, part_of
 from starling.weightsync.execute.scratch import Rooms
 from starling.weightsync.execute.source import Holding
@@ -193,3 +193,19 @@ def test_a_sampled_digest_does_not_depend_on_how_a_box_lies(
     box = wide.reshape(rows, columns + 7)[:, 3 : columns + 3]
     packed = np.ascontiguousarray(box)
     assert digest_of_array(box, "sampled", salt) == digest_of_array(packed, "sampled", salt)
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    columns=st.sampled_from([0, 1, 700_000]),
+    item_bytes=st.sampled_from([1, 4]),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_digest_taken_on_the_way_is_that_of_the_box(shape: tuple[int, ...], columns: int, item_bytes: int) -> None:
+    shape = (*shape[:1], columns) if columns else shape
+    draw = np.random.default_rng(columns)
+    wide = draw.integers(0, 256, tuple(2 * n for n in shape), np.uint8).astype(f"u{item_bytes}")
+    box = wide[tuple(slice(n // 2, n // 2 + n) for n in shape)]
+    place = np.zeros(shape, box.dtype)
+    assert digest_of_copy(place, box) == digest_of_array(box)
+    np.testing.assert_array_equal(place, box)

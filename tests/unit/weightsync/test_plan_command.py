@@ -60,7 +60,13 @@ def test_quantised_weights_are_fewer_bytes(config: str, tmp_path: Path, capsys: 
     num_rows = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)
     for sides in (["fsdp4", "tp1", "--model", config], [str(tmp_path / "policy"), str(tmp_path / "rollout")]):
         assert main(["plan", *sides, "--quantise", "fp8_row", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["estimate"]["total_bytes"] == kept + codes + 4 * num_rows
+        found = json.loads(capsys.readouterr().out)
+        assert found["estimate"]["total_bytes"] == kept + codes + 4 * num_rows
+        assert found["packing_bytes"] == 2 * 128 * 64 + 4 * 2 * 128  # gate and up: one layer in vLLM
+    assert main(["plan", "fsdp4", "tp2", "--model", config, "--quantise", "fp8_row"]) == 0
+    assert "repacking         8.70 kB on a rank of vllm: one layer" in capsys.readouterr().out
+    assert main(["plan", "fsdp4", "tp2", "--model", config]) == 0
+    assert "repacking" not in capsys.readouterr().out
     assert main(["plan", "fsdp4", "tp1", "--model", config, "--quantise", "fp7"]) != 0
     assert "There is no format 'fp7'" in capsys.readouterr().err
 

@@ -15,7 +15,8 @@ from puller_models import Model, Storages, equal, evolved, local, publish, publi
 from transport_peers import served_transports
 
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.deltas import History, compare
+from starling.weightsync.delta.boxes import apply_box
+from starling.weightsync.execute.deltas import MIN_PART_BYTES, History, Part, Step, parts_of
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller, PullReport
 from starling.weightsync.execute.requests import Compare, Read, decode_request, sealed
@@ -58,6 +59,10 @@ class World:
         assert self.puller.attest(self.live, offer) == offer.root
         return report
 
+    def compared(self) -> None:
+        """Wait until the newest version has been compared with the one before: who publishes sooner gives that up."""
+        assert all(each._comparing is None or each._comparing.result(DEADLINE_S) for each in self.publishers)
+
     def close(self) -> None:
         self.puller.close()
         self._publishers.__exit__(None, None, None)
@@ -93,7 +98,7 @@ def test_who_missed_a_version_gets_the_chain_and_who_missed_more_gets_everything
     for missed, deltas in ((1, True), (2, False)):
         for _ in range(missed):
             world.publish()
-            assert all(each._comparing is None or each._comparing.result(DEADLINE_S) for each in world.publishers)
+            world.compared()
         report = world.pull(world.publish())
         assert (report.num_deltas > 0) == deltas
         assert (travelled(report) < report.size_bytes) == deltas
@@ -131,6 +136,7 @@ def test_after_a_pull_that_broke_off_what_is_held_still_counts(world: World) -> 
             progress=lambda progress: seen.append(progress.bytes_done),
             cancelled=lambda: len(seen) > 0,
         )
+    world.compared()
     report = world.pull(world.publish())  # some hold the first version, some perhaps the second
     assert report.num_deltas > 0
 
@@ -316,9 +322,9 @@ def history_of(num_versions: int, limit_bytes: int = 1 << 30) -> tuple[History, 
         new[rng.integers(0, len(new), 1000)] ^= 1
         arrays.append(new)
         history.begin(version + 1, version, version - 1)
-        assert not history.ready(version + 1)
-        history.end(compare(version - 1, [arrays[-2]], version, [new], lambda: False))
-        assert history.ready(version + 1)
+        assert not history.ready(version + 1, [(0, PIECE.box)])
+        assert history.compare([arrays[-2]], [new], lambda: False, lambda: None) is not None
+        assert history.ready(version + 1, [(0, PIECE.box)])
     return history, arrays
 
 
@@ -343,11 +349,75 @@ def test_a_history_keeps_to_its_memory() -> None:
 def test_a_step_that_is_missing_ends_the_chain() -> None:
     history, arrays = history_of(4)
     history.begin(6, 5, 4)
-    assert history.bases(6) == (0, 1, 2, 3, 4)
-    history.end(None)
+    assert history.bases(6) == (1, 2, 3, 4)
+    assert history.compare([arrays[4]], [arrays[4]], lambda: True, lambda: None) is None
     assert history.bases(6) == ()
     assert history.of(6, 0, PIECE.box, 4) is None
-    assert compare(4, [arrays[4]], 5, [arrays[4]], lambda: True) is None
+
+
+ROWS = Piece(names=("m",), dtype="uint16", box=Box(offset=(2, 3), size=(8, MIN_PART_BYTES)))
+
+
+def rows(first: int, num: int) -> Box:
+    return Box(offset=(first, 3), size=(num, MIN_PART_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("wished", "expected"),
+    [
+        ([], [ROWS.box]),
+        ([ROWS.box], [ROWS.box]),
+        ([rows(6, 4), rows(2, 4)], [rows(2, 4), rows(6, 4)]),
+        ([rows(3, 2), rows(7, 1)], [rows(2, 1), rows(3, 2), rows(5, 2), rows(7, 1), rows(8, 2)]),
+        ([rows(2, 4), rows(5, 5)], [ROWS.box]),  # two kinds of readers
+        ([Box(offset=(2, 3), size=(8, 10))], [ROWS.box]),  # columns
+    ],
+)
+def test_a_piece_is_compared_in_the_runs_of_rows_that_are_asked_for(wished: list[Box], expected: list[Box]) -> None:
+    assert parts_of(ROWS, wished) == tuple(expected)
+
+
+def test_small_parts_scalars_and_nothing_are_not_cut() -> None:
+    small = Piece(names=("m",), dtype="uint16", box=Box(offset=(0,), size=(MIN_PART_BYTES // 2,)))
+    assert parts_of(small, [Box(offset=(0,), size=(5,))]) == (small.box,)
+    scalar = Piece(names=("s",), dtype="uint16", box=Box(offset=(), size=()))
+    assert parts_of(scalar, [scalar.box]) == (scalar.box,)
+    assert parts_of(Piece(names=("e",), dtype="uint16", box=Box(offset=(0,), size=(0,))), []) == ()
+
+
+def test_what_has_been_compared_is_known_before_the_rest() -> None:
+    first, second = rows(2, 4), rows(6, 4)
+    step = Step(0, 1, [[first, second]])
+    step.add(0, Part(first, None, None))
+    assert [step.knows(0, box) for box in (first, rows(3, 2), second, ROWS.box)] == [True, True, False, False]
+    step.add(0, Part(second, None, None))
+    assert step.knows(0, ROWS.box)
+    assert step.part(0, ROWS.box) is None
+
+
+def test_the_parts_that_were_asked_for_are_compared_next_and_boxes_across_them_go_whole() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 1 << 16, ROWS.box.size, np.uint16)]
+    history = History([ROWS], 2, 1 << 30, lambda _: True)
+    history.begin(1, 0, -1)
+    halves = [rows(2, 4), rows(6, 4)]
+    for version in range(1, 3):
+        new = arrays[-1].copy()
+        new[:, :: 100 + version] ^= 1
+        arrays.append(new)
+        history.begin(version + 1, version, version - 1)
+        assert not history.ready(version + 1, [(0, halves[0])])
+        total = history.compare([arrays[-2]], [new], lambda: False, lambda: None)
+        assert total is not None
+        assert sum(total.num_pieces.values()) == version
+        assert all(history.of(version + 1, 0, half, version - 1) is not None for half in halves)
+    assert history.of(3, 0, ROWS.box, 1) is None
+    for half, begin in zip(halves, (0, 4), strict=True):
+        data = history.of(3, 0, half, 0)  # a chain of a part that is cut and of one that is not
+        assert data is not None
+        held = arrays[0][begin : begin + 4].copy()
+        apply_box(data, held)
+        np.testing.assert_array_equal(held, arrays[2][begin : begin + 4])
 
 
 @pytest.mark.parametrize(

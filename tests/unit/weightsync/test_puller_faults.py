@@ -41,7 +41,7 @@ class World:
         self.live: Storages = zeros(self.destination, 0)
         self._publishers = publishers(self.source, [transport] * 2)
         self.publishers = self._publishers.__enter__()
-        self.puller = Puller(self.destination, stall_s=0.3)
+        self.puller = Puller(self.destination, stall_s=5.0)
 
     def publish(self, version: int) -> Offer:
         return publish(self.publishers, self.source, version, self.model.full(version))

@@ -369,3 +369,20 @@ def test_what_does_not_fit_is_refused() -> None:
     odd = Box(offset=(0, 3), size=(8, 13))
     with pytest.raises(WeightsError, match="cuts through a byte of nvfp4 codes"):
         quantise_with(tensor[region(odd)], odd, partial_amax(tensor[region(odd)], odd, pairs), pairs)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+def test_the_default_element_type_of_a_process_is_nothing_to_it(form: Format) -> None:
+    """Engines set it to that of their model while they make and load it."""
+    tensor = weights((128, 128), torch.bfloat16)
+    spec = spec_of(tensor, form)
+    expected = quantise(tensor, spec)
+    numbers = dequantise(expected, spec)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = quantise(tensor, spec)
+        assert torch.equal(raw(found.data), raw(expected.data))
+        assert torch.equal(raw(found.scales), raw(expected.scales))
+        assert torch.equal(raw(dequantise(found, spec)), raw(numbers))
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -16,11 +16,13 @@ from weights_peers import blank, same, weights
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.agent import has_nixl
 from starling.weightsync.execute.arena import Arena, Mapping
+from starling.weightsync.execute.huge import HUGE_BYTES
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.execute.pull import Puller
 from starling.weightsync.layout import Box, Layout, Piece, Place, RankLayout, Shard, TensorSpec, decode_layout, encode
 from starling.weightsync.layouts.modules import layout_of
 from starling.weightsync.offer import Offer, Transport, decode_offer, make_offer
+from starling.weightsync.peaks import PAGE_BYTES
 from starling.weightsync.plan import make_plan
 
 torch.set_num_threads(1)
@@ -91,6 +93,8 @@ def test_a_lease_keeps_its_snapshot_until_the_writer_has_waited() -> None:
         reader.open(first, "")
     memory = reader.open(first, token)
     assert not memory.flags.writeable
+    begin = PAGE_BYTES + arena.slots[first & 1].ctypes.data - arena.slots[0].ctypes.data
+    assert (memory.ctypes.data - begin) % HUGE_BYTES == 0
     second, token = arena.commit(arena.claim(0.0))
     third, _ = arena.commit(arena.claim(0.0))  # the newer slot: the older one is being read
     assert second & 1 == third & 1 != first & 1
@@ -244,6 +248,28 @@ def test_a_fused_parameter_is_several_shards_of_one_storage() -> None:
     assert puller.attest(live, offer) == offer.root
     live["qk"][7, 4] += 1
     assert puller.attest(live, offer) != offer.root
+    puller.close()
+
+
+def test_a_pull_in_place_fills_the_tensors_that_it_is_given() -> None:
+    """What was worked out for one pull serves the next only where the tensors are the same."""
+    tensors = {"w": torch.randn(6, 5)}
+    layout = layout_of(tensors, "policy-0")
+    plan = make_plan(layout, layout)
+    one, other, moved = torch.zeros(6, 5), torch.zeros(6, 5), torch.zeros(12, 5)
+    puller = Puller(layout)
+    with Publisher(layout, transport="local") as publisher:
+        for version, live in enumerate([one, one, other, None, moved[:6], moved[6:], one]):
+            tensors["w"] += 1
+            offer = publisher.publish(version, tensors)
+            into = None if live is None else {"w": live}
+            puller.pull(offer, plan, deadline_s=DEADLINE_S, into=into)
+            if live is None:
+                live = torch.zeros(6, 5)
+                puller.switch({"w": live})
+            assert live.equal(tensors["w"])
+            assert puller.attest({"w": live}, offer) == offer.root
+    assert not other.equal(one)
     puller.close()
 
 

@@ -61,7 +61,7 @@ class Rollout:
         done: list[object] = []
 
         def asked() -> bool:
-            if not done and any(tensor.any() for tensor in self.puller._staged):
+            if not done and self.puller._staging is not None and self.puller._staging.any():
                 done.append(act())
             return False
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import hmac
 import logging
-import mmap
 import os
 import re
 import secrets
@@ -82,15 +81,15 @@ class Mapping:
             size = os.fstat(self._fd).st_size
             if size < PAGE_BYTES:
                 raise WeightsError(f"{address} is not an arena: it has {size} bytes.")
-            memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
+            memory = map_shared(self._fd, size, writable=False)
+        except OSError as error:
             os.close(self._fd)
             raise WeightsError(f"The arena {address} cannot be mapped: {error}.") from error
         except WeightsError:
             os.close(self._fd)
             raise
-        self._header: npt.NDArray[np.uint64] | None = np.frombuffer(memory, np.uint64, PAGE_BYTES // 8)
-        self._bytes: Memory | None = np.frombuffer(memory, np.uint8)
+        self._header: npt.NDArray[np.uint64] | None = memory[:PAGE_BYTES].view(np.uint64)
+        self._bytes: Memory | None = memory
         self._held = self._slot = 0
         self._num_slots, self._extent, list_bytes = (int(self._header[at]) for at in (1, 2, 3))
         end = PAGE_BYTES + self._num_slots * self._extent + list_bytes
@@ -163,7 +162,7 @@ class Arena:
         try:
             os.posix_fallocate(self._fd, 0, end + len(listed))  # no memory is an error here, and not a SIGBUS later
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._bytes: Memory = map_shared(self._fd, end + len(listed))
+            self._bytes: Memory = map_shared(self._fd, end + len(listed), writable=True)
         except OSError as error:
             os.close(self._fd)
             raise WeightsError(f"No {end} bytes of memory for {num_slots} snapshots: {error.strerror}.") from error

@@ -70,5 +70,14 @@ def digest_of_array(array: Array, digests: Digests = "full", salt: int = 0) -> b
     return hasher.digest()
 
 
+def digest_of_copy(destination: Array, source: Array) -> bytes:
+    """Copy a box to where it is contiguous, and return its digest: each chunk is digested while it is in the cache."""
+    hasher = Hasher()
+    for index in chunks_of(destination):
+        np.copyto(destination[index], source[index])
+        hasher.update(destination[index])
+    return hasher.digest()
+
+
 DigestCache = Once[Key, bytes]
 """Digests of one snapshot."""

@@ -32,11 +32,11 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class _Mapped:
     """A mapping that lasts as long as anything looks into it."""
 
-    def __init__(self, address: int, size_bytes: int) -> None:
+    def __init__(self, address: int, size_bytes: int, *, writable: bool) -> None:
         self._address, self._size_bytes = address, size_bytes
         self._unmap = _libc.munmap
         self.__array_interface__: dict[str, Any] = {
-            "data": (address, False),
+            "data": (address, not writable),
             "shape": (size_bytes,),
             "typestr": "|u1",
             "version": 3,
@@ -46,8 +46,10 @@ class _Mapped:
         self._unmap(self._address, self._size_bytes)
 
 
-def map_shared(descriptor: int, size_bytes: int) -> Memory:
-    """Map a file of memory for reading and writing, every page present, at an address where huge pages may begin.
+def map_shared(descriptor: int, size_bytes: int, *, writable: bool) -> Memory:
+    """Map a file of memory at an address where huge pages may begin: a mapping elsewhere sees their small parts only.
+
+    One that is `writable` has every page present; any other meets pages when it reads them.
 
     Raises:
         OSError: there is no room.
@@ -59,9 +61,9 @@ def map_shared(descriptor: int, size_bytes: int) -> Memory:
         _libc.munmap(reserved, address - reserved)
     if reserved_end > end:
         _libc.munmap(end, _paged(reserved_end) - end)
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
-    _map(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor)
-    return np.asarray(_Mapped(address, size_bytes))
+    flags = mmap.MAP_SHARED | _MAP_FIXED | (mmap.MAP_POPULATE if writable else 0)
+    _map(address, size_bytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0), flags, descriptor)
+    return np.asarray(_Mapped(address, size_bytes, writable=writable))
 
 
 def collapse(memory: Memory, stopped: Callable[[], bool]) -> int:

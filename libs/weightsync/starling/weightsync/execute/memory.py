@@ -54,6 +54,19 @@ def packed_arrays(pieces: Sequence[Piece], memory: Memory) -> tuple[Array, ...]:
     )
 
 
+def lie_alike(some: Sequence[Array | None], others: Sequence[Array | None]) -> bool:
+    """Whether arrays are, one by one, the same elements in the same memory."""
+    return len(some) == len(others) and all(map(_lie_alike, some, others))
+
+
+def _lie_alike(one: Array | None, other: Array | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.dtype != other.dtype or one.shape != other.shape or one.strides != other.strides:
+        return False
+    return one.ctypes.data == other.ctypes.data or not one.size
+
+
 def part_of(array: Array, box: Box, part: Box) -> Array:
     """Return `part` of an array that holds `box`, as a view."""
     if part == box:
@@ -100,20 +113,31 @@ def packing_bytes(groups: Sequence[Sequence[Array]], lies_ready: Callable[[Seque
     return packed_bytes(sizes, [len(group) for group in groups], [lies_ready(group) for group in groups])
 
 
+def _copy(_index: int, place: Array, array: Array) -> None:
+    np.copyto(place, array)
+
+
 def pack(
-    groups: Sequence[Sequence[Array]], room: Memory, lies_ready: Callable[[Sequence[Array]], bool] = is_direct
+    groups: Sequence[Sequence[Array]],
+    room: Memory,
+    lies_ready: Callable[[Sequence[Array]], bool] = is_direct,
+    copy: Callable[[int, Array, Array], None] = _copy,
 ) -> list[Memory]:
-    """Return each segment as flat memory: where it lies, or packed into `room`."""
+    """Return each segment as flat memory: where it lies, or packed into `room`.
+
+    `copy` takes the index of a box among all, its place, and the box.
+    """
     segments: list[Memory] = []
-    begin = 0
+    begin = first = 0
     for group in groups:
+        first += len(group)
         if lies_ready(group):
             segments.append(flat_bytes(group[0]))
             continue
         size = payload_bytes([array.nbytes for array in group])
         segments.append(room[begin : begin + size])
-        for array, place in blocks_of(segments[-1], group):
-            np.copyto(place, array)
+        for index, (array, place) in enumerate(blocks_of(segments[-1], group), first - len(group)):
+            copy(index, place, array)
         begin += aligned(size)
     return segments
 

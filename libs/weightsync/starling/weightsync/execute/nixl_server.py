@@ -67,9 +67,7 @@ class _Reply:
     request: Read | Compare
     granted: Granted
     snapshot: Memory
-    """As it lies for the session."""
-    shift: int
-    """From there to where it is registered."""
+    """All of it, as it is registered."""
     room: Memory = field(default_factory=lambda: _NO_MEMORY)
     prepared: Future[list[Memory]] | None = None
     told: Future[Answer] | None = None
@@ -91,9 +89,8 @@ class _Reply:
     def places(self) -> Iterator[tuple[int, int]]:
         """Yield the address and the bytes of each prepared segment."""
         assert self.prepared is not None
-        for group, segment in zip(self.groups, self.prepared.result(), strict=True):
-            address = segment.ctypes.data + (self.shift if self.is_registered(group) else 0)
-            yield (address if segment.nbytes else 0), segment.nbytes
+        for segment in self.prepared.result():
+            yield (segment.ctypes.data if segment.nbytes else 0), segment.nbytes
 
 
 class _Connection:
@@ -169,7 +166,7 @@ class _Connection:
         asked = [reply.request.number for reply in self._waiting] + list(self._replies)
         if len(asked) >= MAX_WAITING or request.number in asked:
             raise WeightsError(f"A reader asks for too much, or twice under number {request.number}.")
-        reply = _Reply(request, granted, self._session.memory, self._session.shift)
+        reply = _Reply(request, granted, self._session.memory)
         reply.placed = reply.taken = isinstance(request, Compare)
         self._waiting.append(reply)
 
@@ -187,9 +184,8 @@ class _Connection:
             return False
         reply.room = room
         self._replies[reply.request.number] = reply
-        reply.told = self._server.work(partial(reply.granted.answer, reply.request.number))
         if room.nbytes:
-            reply.prepared = self._server.work(lambda: pack(groups, room, is_registered))
+            reply.prepared = self._server.work(lambda: reply.granted.pack(groups, room, is_registered))
         else:
             reply.prepared = Future()
             reply.prepared.set_result(pack(groups, room, is_registered))
@@ -198,7 +194,6 @@ class _Connection:
     def _finish(self, reply: _Reply) -> bool:
         """Tell what is ready; return whether the reply is done with."""
         assert reply.prepared is not None
-        assert reply.told is not None
         number = reply.request.number
         if not reply.placed and reply.prepared.done():
             metadata = b""
@@ -207,7 +202,9 @@ class _Connection:
             place = Place(number=number, metadata=metadata, segments=tuple(reply.places()))
             self.line.send(PLACE, sealed(msgspec.msgpack.encode(place)))
             reply.placed, reply.ends = True, time.monotonic() + TAKE_S
-        if reply.placed and not reply.answered and reply.told.done():
+        if reply.told is None and reply.prepared.done():
+            reply.told = self._server.work(partial(reply.granted.answer, number))
+        if reply.placed and not reply.answered and reply.told is not None and reply.told.done():
             self._answer(reply.told.result())
             reply.answered = True
         if not reply.answered or not reply.taken:

@@ -16,7 +16,7 @@ import torch
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.metrics import Total
 from starling.weightsync.execute.arena import Arena, SnapshotsBusyError, WhenBusy
-from starling.weightsync.execute.deltas import History, compare
+from starling.weightsync.execute.deltas import History
 from starling.weightsync.execute.digests import Digests, digest_of_array
 from starling.weightsync.execute.link import is_loopback
 from starling.weightsync.execute.memory import Array, packed_arrays
@@ -194,7 +194,7 @@ class Publisher:
         self._digesting[slot] = future
         if self._history is not None and base >= 0:
             self._stop_comparing.clear()
-            self._comparing = self._pool.submit(self._compare, base, before, version, slot)
+            self._comparing = self._pool.submit(self._compare, before, slot)
         return Publication(version, time.perf_counter() - begin, future, self._comparing)
 
     def close(self, deadline_s: float = CLOSE_S) -> None:
@@ -236,18 +236,20 @@ class Publisher:
         elif not future.cancelled():
             future.exception(DIGEST_S)  # it ends after some milliseconds
 
-    def _compare(self, base: int, before: int, version: int, slot: int) -> Total | None:
+    def _compare(self, before: int, slot: int) -> Total | None:
         """Runs in the digesting thread, after the digests."""
-        step = None
+        assert self._history is not None
         try:
             arrays = self._arrays
-            step = compare(base, arrays[before], version, arrays[slot], self._stop_comparing.is_set)
+            return self._history.compare(arrays[before], arrays[slot], self._stop_comparing.is_set, self._tell)
         finally:
-            if self._history is not None:
-                self._history.end(step)
-            if self._server is not None:
-                self._server.wake()
-        return None if step is None else step.total
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let readers who wait for deltas look again."""
+        server = self._server
+        if server is not None:
+            server.wake()
 
     def _digest(self, version: int, snapshot: int, token: str, arrays: tuple[Array, ...]) -> RankOffer:
         """Runs in the digesting thread."""

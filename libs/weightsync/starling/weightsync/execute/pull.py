@@ -14,26 +14,28 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Final, Literal
 
 import msgspec
 import torch
 
 from starling.common.errors import WeightsError
+from starling.weightsync.execute.attest import Attestation, cut_digests
 from starling.weightsync.execute.deadline import Deadline, never
-from starling.weightsync.execute.digests import Digests, digest_of_array
-from starling.weightsync.execute.memory import Array, Memory, allocate, packed_arrays, part_of
+from starling.weightsync.execute.digests import Digests
+from starling.weightsync.execute.memory import Array, Memory, allocate, lie_alike, packed_arrays
 from starling.weightsync.execute.relay import Relay
 from starling.weightsync.execute.scratch import Scratch
 from starling.weightsync.execute.stage import BucketRead, Stage, make_stage
-from starling.weightsync.execute.tensors import array_of, live_views, packed_views, place_array, tensor_part
+from starling.weightsync.execute.tensors import array_of, live_view, live_views, packed_views, place_array, tensor_part
 from starling.weightsync.execute.transfer import Delta, Progress, Terms, Transfer
 from starling.weightsync.execute.wire import Peer
 from starling.weightsync.execute.wires import Wires
-from starling.weightsync.layout import Box, Layout, check_layout, packed_offsets, pieces_of
-from starling.weightsync.offer import DIGEST_BYTES, Offer, RankOffer, Transport, attested_root, check_offer, root_of
+from starling.weightsync.layout import Layout, check_layout, packed_offsets, pieces_of
+from starling.weightsync.offer import Offer, RankOffer, Transport, check_offer
 from starling.weightsync.plan import Plan
 from starling.weightsync.segments import most_at_once
 
@@ -106,13 +108,14 @@ class Puller:
         _, self._extent_bytes = packed_offsets(piece.size_bytes for piece in self._pieces)
         self._relay = None if relay is None else Relay(self._pieces, rank, relay, host)
         self._staging: Memory | None = None if self._relay is None else self._relay.memory
-        self._staged: tuple[Array, ...] = ()
         self._scratch_bytes = scratch_bytes
         self._scratch: Scratch | None = None
         threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weightsync-copy")
         self._wires = Wires(self._pool)
         self._stage: Stage | None = None
+        self._targets: tuple[Array | None, ...] = ()
+        """What the stage fills."""
         self._held: dict[bool, tuple[Plan | None, list[int]]] = {}  # versions in staging, and in place (True)
         self._offer: Offer | None = None
         self._sent: dict[int, bytes] = {}
@@ -187,24 +190,42 @@ class Puller:
             WeightsError: nothing is staged, a pull is under way, or the tensors do not fit the layout; then nothing
                 was touched.
         """
-        if not self._busy.acquire(blocking=False):  # waiting would pause the engine for the length of a pull
-            raise WeightsError("There is no staged version to switch to: a pull is under way.")
-        try:
-            if self._staged_version < 0 or self._staging is None:
-                raise WeightsError("There is no staged version to switch to: pull first.")
+        with self._switching() as staged:
             live = live_views(self._layout, self._rank, tensors)
-            self.state, self.version = "torn", -1
-            self._held.pop(True, None)
-            with torch.no_grad():
-                for destination, source in zip(
-                    live, packed_views(self._layout, self._rank, self._staging), strict=True
-                ):
-                    destination.copy_(source)
-            self.version, self._staged_version = self._staged_version, -1
-            self.state = "current"
-            return self.version
-        finally:
-            self._busy.release()
+            self._tear()
+            for destination, source in zip(live, staged, strict=True):
+                destination.copy_(source)
+        return self.version
+
+    def switch_in_turns(self, turns: Iterable[Mapping[str, torch.Tensor]], offer: Offer) -> str:
+        """Switch where what the layout describes is there only for a moment, and attest it: an engine repacks it.
+
+        Args:
+            turns: tensors by the names of storages, each storage once; those of a turn have been filled, and what they
+                hold been digested, when the next is asked for.
+            offer: the version that is staged.
+
+        Returns: as `attest`.
+
+        Raises:
+            WeightsError: as `switch` and `attest`, or a storage that came in no turn; then it is torn.
+        """
+        with self._switching() as staged:
+            attestation = self._attestation(offer)
+            storages = [shard.storage for shard in self._layout.ranks[self._rank].shards]
+            left = set(range(len(storages)))
+            for tensors in turns:
+                self._tear()
+                mine = [index for index in left if storages[index] in tensors]
+                live = {index: live_view(self._layout, self._rank, index, tensors) for index in mine}
+                for index, destination in live.items():
+                    destination.copy_(staged[index])
+                attestation.take_shards(live)
+                left.difference_update(mine)
+            if left:
+                raise WeightsError(f"Nothing was given for {storages[min(left)]} of {self._layout.replica}.")
+            sent = self._sent  # the next pull may begin at once, and has another
+        return attestation.root(sent)
 
     def attest(self, tensors: Mapping[str, torch.Tensor], offer: Offer) -> str:
         """Return the root of what the live tensors really hold of the version of `offer`.
@@ -214,28 +235,36 @@ class Puller:
         Raises:
             WeightsError: that version is not the one pulled last.
         """
+        attestation = self._attestation(offer)
+        live = live_views(self._layout, self._rank, tensors)
+        list(self._pool.map(lambda index: attestation.take_bucket(index, live), range(len(self._sent))))
+        return attestation.root(self._sent)
+
+    @contextmanager
+    def _switching(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Hold what is staged, to be put into the live tensors within."""
+        if not self._busy.acquire(blocking=False):  # waiting would pause the engine for the length of a pull
+            raise WeightsError("There is no staged version to switch to: a pull is under way.")
+        try:
+            if self._staged_version < 0 or self._staging is None:
+                raise WeightsError("There is no staged version to switch to: pull first.")
+            with torch.no_grad():
+                yield packed_views(self._layout, self._rank, self._staging)
+            self.version, self._staged_version = self._staged_version, -1
+            self.state = "current"
+        finally:
+            self._busy.release()
+
+    def _tear(self) -> None:
+        """From here on live tensors are written to."""
+        self.state, self.version = "torn", -1
+        self._held.pop(True, None)
+
+    def _attestation(self, offer: Offer) -> Attestation:
         stage = self._stage
         if stage is None or self._offer != offer or len(self._sent) != len(stage.reads):
             raise WeightsError(f"Version {offer.version} is not the one pulled last: there is nothing to attest.")
-        live = live_views(self._layout, self._rank, tensors)
-        arrays = [array_of(tensor) for tensor in live]
-
-        def held(read: BucketRead) -> list[bytes]:
-            found = []
-            for shard, box in zip(read.shards, read.boxes, strict=True):
-                outer, array = self._pieces[shard].box, arrays[shard]
-                if array is None:
-                    array = array_of(tensor_part(live[shard], outer, box.box).contiguous().cpu())
-                    assert array is not None
-                    outer = box.box
-                found.append(digest_of_array(part_of(array, outer, box.box), self._digests, offer.version))
-            return found
-
-        held_root, sent_root = _Root(), _Root()
-        for index, (read, digests) in enumerate(zip(stage.reads, self._pool.map(held, stage.reads), strict=True)):
-            held_root.add(read, digests)
-            sent_root.add(read, _cut(self._sent[index], len(read.boxes)))
-        return attested_root(offer, root_of(sent_root.proofs), root_of(held_root.proofs))
+        return Attestation(stage, self._pieces, self._digests, offer)
 
     def close(self) -> None:
         """Close every connection; waits for a pull under way to end, which its deadline ensures."""
@@ -243,7 +272,7 @@ class Puller:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._wires.close()
             if self._relay is not None:
-                self._staging, self._staged, self._stage = None, (), None
+                self._staging, self._targets, self._stage = None, (), None
                 self._relay.close()
 
     def _pull(
@@ -275,7 +304,7 @@ class Puller:
         def arrived(index: int, digests: bytes, deltas: Sequence[Delta]) -> None:
             self._sent[index] = digests
             if relay is not None:
-                relay.arrived(stage.reads[index], _cut(digests, len(stage.reads[index].boxes)), deltas)
+                relay.arrived(stage.reads[index], cut_digests(digests, len(stage.reads[index].boxes)), deltas)
 
         if live is not None:
             self.state, self.version = "torn", -1
@@ -324,20 +353,22 @@ class Puller:
         return versions
 
     def _make_stage(self, plan: Plan, live: Sequence[torch.Tensor] | None) -> Stage:
-        if live is not None:  # the tensors may be others each time
-            self._stage = make_stage(plan, self._layout, self._rank, [array_of(tensor) for tensor in live])
-            self._staged = ()
+        """Return what is to be done: the same as for the pull before, unless the plan or the tensors are others."""
+        targets: tuple[Array | None, ...]
+        if live is not None:
+            targets = tuple(array_of(tensor) for tensor in live)
             if self._relay is None:
                 self._held.pop(False, None)
                 self._staging = None  # a replica whose engine is paused for its pulls needs none
-            return self._stage
-        if self._staging is None:
-            self._staging = allocate(self._extent_bytes)
-        if not self._staged:
-            self._staged, self._stage = packed_arrays(self._pieces, self._staging), None
-        if self._stage is None or self._stage.plan != plan:
-            self._stage = make_stage(plan, self._layout, self._rank, self._staged)
-        return self._stage
+        else:
+            if self._staging is None:
+                self._staging = allocate(self._extent_bytes)
+            targets = packed_arrays(self._pieces, self._staging)
+        stage = self._stage
+        if stage is None or (stage.plan is not plan and stage.plan != plan) or not lie_alike(targets, self._targets):
+            stage = make_stage(plan, self._layout, self._rank, targets)
+            self._stage, self._targets = stage, targets
+        return stage
 
     def _make_scratch(self, stage: Stage, peers: Mapping[int, Sequence[Peer]]) -> Scratch:
         scatters = all(peer.wire.scatters for group in peers.values() for peer in group)
@@ -369,20 +400,5 @@ class Puller:
         return self._wires.peers(groups)
 
 
-class _Root:
-    """What a root is computed of."""
-
-    def __init__(self) -> None:
-        self.proofs: list[tuple[str, Box, bytes]] = []
-
-    def add(self, read: BucketRead, digests: Sequence[bytes]) -> None:
-        self.proofs += [(box.names[0], box.box, digest) for box, digest in zip(read.boxes, digests, strict=True)]
-
-
 def _stand_ins(relays: Sequence[Offer]) -> list[RankOffer]:
     return [rank for relay in relays for rank in relay.ranks]
-
-
-def _cut(digests: bytes, num: int) -> list[bytes]:
-    """Return the digests of `num` boxes; empty ones where there are none."""
-    return [digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES] for index in range(num)]

@@ -26,7 +26,7 @@ from starling.weightsync.execute.channel import (
     split_address,
 )
 from starling.weightsync.execute.deadline import LONGEST_WAIT_S
-from starling.weightsync.execute.memory import Memory, allocate, grouped, pack, packing_bytes
+from starling.weightsync.execute.memory import Memory, allocate, grouped, packing_bytes
 from starling.weightsync.execute.requests import (
     ANSWER_BYTES,
     REQUEST_BYTES,
@@ -154,16 +154,16 @@ class SocketServer:
                     patience = time.monotonic() + SILENCE_S
                 continue
             patience = None
-            answer = framed(granted.answer(request.number))
             if isinstance(request, Read):
                 groups = grouped(granted.payload, request.segments)
                 needed = packing_bytes(groups)
                 if room.nbytes < needed:
                     room = allocate(0)  # the old room goes before the new one comes
                     room = allocate(needed)
-                carrier.send(answer, pack(groups, room))
+                segments = granted.pack(groups, room)
+                carrier.send(framed(granted.answer(request.number)), segments)
                 continue
-            channel.send([answer])
+            channel.send([framed(granted.answer(request.number))])
             if isinstance(request, Open):
                 carrier.opened()
 

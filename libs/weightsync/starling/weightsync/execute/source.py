@@ -18,8 +18,8 @@ from starling.common.errors import WeightsError
 from starling.weightsync.boxes import contains, intersection
 from starling.weightsync.execute.arena import Arena, Mapping
 from starling.weightsync.execute.deltas import Deltas, NoDeltas
-from starling.weightsync.execute.digests import DigestCache, Key, digest_of_array
-from starling.weightsync.execute.memory import Array, Memory, packed_arrays, part_of
+from starling.weightsync.execute.digests import DigestCache, Key, digest_of_array, digest_of_copy
+from starling.weightsync.execute.memory import Array, Memory, is_direct, pack, packed_arrays, part_of
 from starling.weightsync.execute.requests import Answer, Compare, Open, Read, Release, Request
 from starling.weightsync.layout import Box, Piece, packed_offsets
 
@@ -118,8 +118,31 @@ class Granted:
     ready: Callable[[], bool] = _always
     """Whether all boxes are there. Raises WeightsError when they will never be."""
 
+    def pack(
+        self,
+        groups: Sequence[Sequence[Array]],
+        room: Memory,
+        lies_ready: Callable[[Sequence[Array]], bool] = is_direct,
+    ) -> list[Memory]:
+        """As `memory.pack`, of all of the payload. What is packed is digested as it passes, still in the cache."""
+        return pack(groups, room, lies_ready, self._copy)
+
+    def _copy(self, index: int, place: Array, array: Array) -> None:
+        copied = False
+
+        def copy() -> bytes:
+            nonlocal copied
+            copied = True
+            return digest_of_copy(place, array)
+
+        if self.cache is not None and array is self.boxes[index] and self.keys[index][2] == "full":
+            self.cache.of(self.keys[index], copy)
+        if not copied:
+            np.copyto(place, array)
+
     def answer(self, number: int) -> Answer:
-        """Say what was asked, computing what is not known yet. Any thread may do it, once it is `ready`."""
+        """Say what was asked, computing what is not known yet: best after `pack`. Any thread may do it, once it is
+        `ready`."""
         return Answer(number=number, digests=self._digests(), bases=self.bases, sizes=self.sizes())
 
     def _digests(self) -> bytes:
@@ -140,9 +163,7 @@ class Session:
         self._arrays: tuple[Array, ...] = ()
         self._snapshot = 0
         self.memory: Memory = np.empty(0, np.uint8)
-        """The opened snapshot, as it is granted."""
-        self.shift = 0
-        """What to add to an address in it to have its address in the arena."""
+        """The opened snapshot, where the arena has it: this is the mapping that is registered, and in huge pages."""
 
     @property
     def opened(self) -> bool:
@@ -206,7 +227,7 @@ class Session:
             data = (deltas.of(snapshot, index, box, base) for index, box in found)
             return tuple(0 if delta is None else delta.nbytes for delta in data)
 
-        return Granted(sizes=sizes, ready=lambda: deltas.ready(snapshot) and arrived())
+        return Granted(sizes=sizes, ready=lambda: deltas.ready(snapshot, found) and arrived())
 
     def _arrived(self, found: Sequence[tuple[int, Box]]) -> Callable[[], bool]:
         lease, arrivals = self._lease, self._source.arrivals
@@ -236,8 +257,8 @@ class Session:
         self._arrays, self._snapshot = (), 0
         if self._lease is None:
             self._lease = Mapping(self._source.address)
-        self.memory = memory = self._lease.open(request.snapshot, request.token)
-        self._arrays = packed_arrays(self._source.holding.pieces, memory)
-        self._snapshot = request.snapshot
+        self._lease.open(request.snapshot, request.token)
         slots = self._source.arena.slots
-        self.shift = slots[request.snapshot % len(slots)].ctypes.data - memory.ctypes.data
+        self.memory = slots[request.snapshot % len(slots)]
+        self._arrays = packed_arrays(self._source.holding.pieces, self.memory)
+        self._snapshot = request.snapshot

@@ -20,10 +20,11 @@ def live_views(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -
     Raises:
         WeightsError: a storage that is missing, of another element type, or too small.
     """
-    return tuple(_live_view(layout, rank, index, tensors) for index in range(len(layout.ranks[rank].shards)))
+    return tuple(live_view(layout, rank, index, tensors) for index in range(len(layout.ranks[rank].shards)))
 
 
-def _live_view(layout: Layout, rank: int, index: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def live_view(layout: Layout, rank: int, index: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return one shard of `rank`; as `live_views`."""
     shard = layout.ranks[rank].shards[index]
     spec = layout.tensors[shard.tensor]
     tensor = tensors.get(shard.storage)

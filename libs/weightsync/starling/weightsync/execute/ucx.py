@@ -175,9 +175,8 @@ class _Connection:
         if room is None:
             return False
         self._replies.append(reply)
-        reply.answered = self._server.work(partial(reply.granted.answer, reply.request.number))
         if room.nbytes:
-            reply.prepared = self._server.work(lambda: pack(groups, room))
+            reply.prepared = self._server.work(lambda: reply.granted.pack(groups, room))
         else:
             reply.prepared = Future()
             reply.prepared.set_result(pack(groups, _NOTHING))
@@ -186,15 +185,15 @@ class _Connection:
     def _finish(self, reply: _Reply) -> bool:
         """Send what is ready; return whether the reply is done with."""
         assert reply.prepared is not None
-        assert reply.answered is not None
         if not reply.sending and reply.prepared.done():
             reply.sending = True
+            reply.answered = self._server.work(partial(reply.granted.answer, reply.request.number))
             for index, segment in enumerate(reply.prepared.result()):
                 sent = segment if segment.nbytes else _NOTHING
                 reply.sends.append(self._link.send(self.endpoint, sent, reply.first_tag + index))
         while reply.sends and reply.sends[0].completed:
             reply.sends.popleft().check()
-        if not reply.told and reply.answered.done():
+        if not reply.told and reply.answered is not None and reply.answered.done():
             reply.told = True
             self._answer(reply.answered.result())
         if not reply.sending or reply.sends or not reply.told:

@@ -8,12 +8,13 @@ them, and what vLLM fuses. No weights and no torch are needed, so a model can be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layout import ITEM_BYTES
+from starling.weightsync.layouts.towers import qwen2_5_tower, qwen2_tower, qwen3_tower
 from starling.weightsync.layouts.weights import Config, Cut, Entries, Model, Tensors, Weight
 
 
@@ -42,6 +43,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     vllm: tuple[Fusion, ...] = ()
     """Fused parameters of the class in vLLM."""
     vllm_prefixes: tuple[tuple[str, str], ...] = ()
+    vllm_repeats_ends: bool = False
+    """vLLM has what is before and after the layers in every stage of a pipeline, also where it does not use it."""
 
 
 def model_of(config: Config, dtype: str = "") -> Model:
@@ -166,60 +169,31 @@ def _qwen3_moe(config: Config, dtype: str) -> Model:
     )
 
 
+def _qwen2_vl(config: Config, dtype: str) -> Model:
+    """List a vision tower and a Qwen2 decoder."""
+    return _with_tower(_qwen2(_text_entries(config), dtype), "qwen2_vl", qwen2_tower(config, dtype))
+
+
 def _qwen2_5_vl(config: Config, dtype: str) -> Model:
     """List a vision tower and a Qwen2 decoder."""
-    decoder = _decoder(_text_entries(config), dtype, "qwen2_5_vl", _Text(qkv_bias=True))
-    read, make = Entries(config.get("vision_config") or {}), Tensors(dtype)
-    hidden, inner, heads = read.size("hidden_size"), read.size("intermediate_size"), read.size("num_heads")
-    patch, merged = read.size("patch_size", 14), hidden * read.size("spatial_merge_size", 2) ** 2
-    channels, frames = read.size("in_channels", read.size("in_chans", 3)), read.size("temporal_patch_size", 2)
-    weights = [make("visual.patch_embed.proj.weight", hidden, channels, frames, patch, patch, stage="first")]
-    for i in range(read.size("depth")):
-        at = f"visual.blocks.{i}"
-        weights += [make(f"{at}.norm{n}.weight", hidden) for n in (1, 2)]
-        for name, shape in (("weight", (3 * hidden, hidden)), ("bias", (3 * hidden,))):
-            weights.append(make(f"{at}.attn.qkv.{name}", *shape, cut="rows", units=3 * heads, blocks=3))
-        weights += make.linear(f"{at}.attn.proj", hidden, hidden, cut="columns", units=heads, layer=-1, bias=True)
-        weights += make.gated(f"{at}.mlp", hidden, inner, layer=-1, bias=True)
-    out = read.size("out_hidden_size")
-    weights.append(make("visual.merger.ln_q.weight", hidden))
-    weights += make.linear("visual.merger.mlp.0", merged, merged, cut="rows", layer=-1, bias=True)
-    weights += make.linear("visual.merger.mlp.2", out, merged, cut="columns", layer=-1, bias=True)
-    return _with_tower(decoder, weights)
+    return _with_tower(_qwen2(_text_entries(config), dtype), "qwen2_5_vl", qwen2_5_tower(config, dtype))
 
 
 def _qwen3_vl(config: Config, dtype: str) -> Model:
     """List a vision tower and a Qwen3 decoder, into whose first layers mergers of their own feed deeper features."""
-    text = _text_entries(config)
-    bias = Entries(text).flag("attention_bias")
-    decoder = _decoder(text, dtype, "qwen3_vl", _Text(qkv_bias=bias, output_bias=bias, head_norms=True))
-    vision = config.get("vision_config") or {}
-    read, make = Entries(vision), Tensors(dtype)
-    hidden, inner, heads = read.size("hidden_size"), read.size("intermediate_size"), read.size("num_heads")
-    patch, merged = read.size("patch_size", 16), hidden * read.size("spatial_merge_size", 2) ** 2
-    channels, frames = read.size("in_channels", 3), read.size("temporal_patch_size", 2)
-    at = "model.visual"
-    weights = [
-        make(f"{at}.patch_embed.proj.weight", hidden, channels, frames, patch, patch),
-        make(f"{at}.patch_embed.proj.bias", hidden),
-        make(f"{at}.pos_embed.weight", read.size("num_position_embeddings"), hidden),
-    ]
-    for block in (f"{at}.blocks.{i}" for i in range(read.size("depth"))):
-        weights += [make(f"{block}.norm{n}.{part}", hidden) for n in (1, 2) for part in ("weight", "bias")]
-        for name, shape in (("weight", (3 * hidden, hidden)), ("bias", (3 * hidden,))):
-            weights.append(make(f"{block}.attn.qkv.{name}", *shape, cut="rows", units=3 * heads, blocks=3))
-        weights += make.linear(f"{block}.attn.proj", hidden, hidden, cut="columns", units=heads, layer=-1, bias=True)
-        weights += make.linear(f"{block}.mlp.linear_fc1", inner, hidden, cut="rows", layer=-1, bias=True)
-        weights += make.linear(f"{block}.mlp.linear_fc2", hidden, inner, cut="columns", layer=-1, bias=True)
-    deep = range(len(read.indices("deepstack_visual_indexes")))
-    mergers = [(f"{at}.merger", hidden), *((f"{at}.deepstack_merger_list.{i}", merged) for i in deep)]
-    for merger, normed in mergers:
-        weights += [make(f"{merger}.norm.{part}", normed) for part in ("weight", "bias")]
-        weights += make.linear(f"{merger}.linear_fc1", merged, merged, cut="rows", layer=-1, bias=True)
-        weights += make.linear(
-            f"{merger}.linear_fc2", read.size("out_hidden_size"), merged, cut="columns", layer=-1, bias=True
-        )
-    return _with_tower(_renamed(decoder, "model.", "model.language_model."), weights)
+    decoder = _renamed(_qwen3(_text_entries(config), dtype), "model.", "model.language_model.")
+    return _with_tower(decoder, "qwen3_vl", qwen3_tower(config, dtype))
+
+
+def _qwen3_vl_moe(config: Config, dtype: str) -> Model:
+    """List the same with a decoder of experts.
+
+    Published files hold all experts of a layer in one tensor, transposed, and those that transformers writes in one
+    that is not. Here each expert has its own, as in the files of `qwen3_moe`: what trainers and engines hold is made of
+    the same rows.
+    """
+    decoder = _renamed(_qwen3_moe(_text_entries(config), dtype), "model.", "model.language_model.")
+    return _with_tower(decoder, "qwen3_vl_moe", qwen3_tower(config, dtype))
 
 
 def _text_entries(config: Config) -> Config:
@@ -230,10 +204,9 @@ def _text_entries(config: Config) -> Config:
     return text
 
 
-def _with_tower(decoder: Model, weights: Sequence[Weight]) -> Model:
-    """Put a vision tower before a decoder: it runs before the first layer, and so lives where that does."""
-    tower = tuple(msgspec.structs.replace(weight, stage="first") for weight in weights)
-    return msgspec.structs.replace(decoder, weights=(*tower, *decoder.weights))
+def _with_tower(decoder: Model, family: str, tower: Sequence[Weight]) -> Model:
+    """Put a vision tower before a decoder."""
+    return msgspec.structs.replace(decoder, family=family, weights=(*tower, *decoder.weights))
 
 
 def _renamed(model: Model, before: str, now: str) -> Model:
@@ -310,27 +283,29 @@ _VLLM_STACKED: Final = (
 )
 _VLLM_LATENT: Final = (Fusion(members=("q_a_proj", "kv_a_proj_with_mqa"), name="fused_qkv_a_proj"), _VLLM_MLP)
 _DEEPSEEK: Final = Family(weights=_deepseek_v3, transformers=_STACKED, vllm=(*_VLLM_LATENT, *_VLLM_STACKED))
+_QWEN3_MOE: Final = Family(
+    weights=_qwen3_moe, transformers=_STACKED, vllm=(*_VLLM, *_VLLM_STACKED), vllm_repeats_ends=True
+)
+_QWEN2_VISION: Final[dict[str, Any]] = {
+    "transformers_prefixes": (("visual.", "model.visual."), ("model.", "model.language_model.")),
+    "vllm": _VLLM,
+    "vllm_prefixes": (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+}
+_QWEN3_VISION: Final = (
+    ("model.visual.", "visual."),
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
 
 FAMILIES: Final[dict[str, Family]] = {
     "llama": Family(weights=_llama, vllm=_VLLM),
     "qwen2": Family(weights=_qwen2, vllm=_VLLM),
     "qwen3": Family(weights=_qwen3, vllm=_VLLM),
-    "qwen3_moe": Family(weights=_qwen3_moe, transformers=_STACKED, vllm=(*_VLLM, *_VLLM_STACKED)),
-    "qwen2_5_vl": Family(
-        weights=_qwen2_5_vl,
-        transformers_prefixes=(("visual.", "model.visual."), ("model.", "model.language_model.")),
-        vllm=_VLLM,
-        vllm_prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
-    ),
-    "qwen3_vl": Family(
-        weights=_qwen3_vl,
-        vllm=_VLLM,
-        vllm_prefixes=(
-            ("model.visual.", "visual."),
-            ("model.language_model.", "language_model.model."),
-            ("lm_head.", "language_model.lm_head."),
-        ),
-    ),
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen2_vl": Family(weights=_qwen2_vl, **_QWEN2_VISION),
+    "qwen2_5_vl": Family(weights=_qwen2_5_vl, **_QWEN2_VISION),
+    "qwen3_vl": Family(weights=_qwen3_vl, vllm=_VLLM, vllm_prefixes=_QWEN3_VISION),
+    "qwen3_vl_moe": msgspec.structs.replace(_QWEN3_MOE, weights=_qwen3_vl_moe, vllm_prefixes=_QWEN3_VISION),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
 }

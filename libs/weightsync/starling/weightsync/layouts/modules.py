@@ -57,48 +57,31 @@ def layout_of(
         WeightsError: a tensor that is not strided, is on `meta`, has an element type that does not travel, is a partial
             sum, or is not what `table` says.
     """
-    known = {_plain(parameter.name): parameter for parameter in table.parameters} if table else {}
+    known = {plain_name(parameter.name): parameter for parameter in table.parameters} if table else {}
     specs = {spec.name: spec for spec in table.tensors} if table else {}
     index = {name: i for i, name in enumerate(specs)}
     shards: list[Shard] = []
     owners: dict[Memory, str] = {}
     for key, tensor in tensors.items():
         name = (names or {}).get(key, key)
-        local = _checked(local_tensor(tensor), key, replica)
-        shape, strides = tuple(local.shape), tuple(local.stride())
-        memory = (local.device, local.data_ptr(), shape, strides, local.dtype)
-        owner = owners.setdefault(memory, name) if local.numel() else name
+        memory = _memory(tensor, key, replica)
+        owner = owners.setdefault(memory, name) if local_tensor(tensor).numel() else name
         if table:
             parameter = _listed(known, name, tensor, replica)
         else:
+            parameter = _whole(name, key, tensor, replica)
             if name in index:
                 raise WeightsError(f"Two tensors of {replica} are named {name}; {key} is the second.")
-            parameter = whole(name, tuple(tensor.shape), _dtype(tensor, key, replica))
             index[name] = len(specs)
             tie = "" if owner == name else owner
             specs[name] = TensorSpec(name=name, shape=parameter.shape, dtype=parameter.dtype, same_as=tie)
         if owner == name:
             held = _held(tensor, key, replica) if isinstance(tensor, DTensor) else None
-            shards.extend(shards_of(parameter, index, storage=key, strides=strides, held=held))
-    ranks = (RankLayout(place=place or _found_place(tensors.values()), shards=tuple(shards)),)
+            shards.extend(shards_of(parameter, index, storage=key, strides=memory[3], held=held))
+    ranks = (RankLayout(place=place or found_place(tensors.values()), shards=tuple(shards)),)
     layout = Layout(replica=replica, tensors=tuple(specs.values()), ranks=ranks, base=base)
     check_layout(layout)
     return layout
-
-
-def _checked(local: torch.Tensor, key: str, replica: str) -> torch.Tensor:
-    if local.layout is not torch.strided or local.device.type == "meta":
-        raise WeightsError(f"Tensor {key} of {replica} is {local.layout} on {local.device} and has no memory.")
-    return local
-
-
-def _dtype(tensor: torch.Tensor, key: str, replica: str) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
-        raise WeightsError(
-            f"Tensor {key} of {replica} has element type {dtype}, expected one of {', '.join(ITEM_BYTES)}."
-        )
-    return dtype
 
 
 def local_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -165,9 +148,27 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     return tuple(here[0].tolist()) if len(here) else None
 
 
+def _memory(tensor: torch.Tensor, key: str, replica: str) -> Memory:
+    """Return what this process holds of `tensor`: tensors for which it is the same are tied."""
+    local = local_tensor(tensor)
+    if local.layout is not torch.strided or local.device.type == "meta":
+        raise WeightsError(f"Tensor {key} of {replica} is {local.layout} on {local.device} and has no memory.")
+    return local.device, local.data_ptr(), tuple(local.shape), tuple(local.stride()), local.dtype
+
+
+def _whole(name: str, key: str, tensor: torch.Tensor, replica: str) -> Parameter:
+    """Return `tensor` as a parameter that is a canonical tensor itself."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise WeightsError(
+            f"Tensor {key} of {replica} has element type {dtype}, expected one of {', '.join(ITEM_BYTES)}."
+        )
+    return whole(name, tuple(tensor.shape), dtype)
+
+
 def _listed(known: Mapping[str, Parameter], name: str, tensor: torch.Tensor, replica: str) -> Parameter:
     """Return the table's entry for a live tensor, which must have its shape and element type."""
-    parameter = known.get(_plain(name))
+    parameter = known.get(plain_name(name))
     if parameter is None:
         raise WeightsError(f"Parameter {name} of {replica} is not in the table of its model's family.")
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -180,14 +181,15 @@ def _listed(known: Mapping[str, Parameter], name: str, tensor: torch.Tensor, rep
     return parameter
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return `name` without what wrappers add and without what vLLM's versions disagree on."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
         name = name.replace(wrapper, "")
     return name.replace(".experts.routed_experts.", ".experts.")
 
 
-def _found_place(tensors: Iterable[torch.Tensor]) -> Place:
+def found_place(tensors: Iterable[torch.Tensor]) -> Place:
+    """Return this host, with the device of the first of `tensors`."""
     device = next((str(tensor.device) for tensor in tensors), "cpu")
     return Place(host=socket.gethostname(), device=device)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from starling.common.errors import WeightsError
 from starling.weightsync.boxes import intersection
 from starling.weightsync.layout import ITEM_BYTES, Box, Shard, TensorSpec
 from starling.weightsync.layouts.placements import Held
@@ -44,6 +45,86 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole model, with the tied names."""
     parameters: tuple[Parameter, ...]
     """In the module's own names. A tied name is a parameter too, made of its owner: some ranks hold a copy."""
+
+
+def in_terms_of(table: Table, other: Table) -> Table:
+    """Say what the parameters of `table` are made of by those of `other`, in place of the canonical tensors.
+
+    Whoever publishes the parameters of a module as they are, by the module's own names, needs no table; who has other
+    ones, such as an engine's workers, then says which of those it takes. Neighbours that lie one after the other in
+    both become one part: of stacked experts one for all, not one for each.
+
+    Args:
+        table: of the same model; each tensor of it is in some parameter of `other`.
+        other: what is taken for tensors now. Of parameters that are made of the same tensors the first owns them.
+
+    Raises:
+        WeightsError: a stack in `other` that is none in `table`.
+    """
+    homes: dict[str, list[tuple[str, Part]]] = {}
+    owners: dict[str, str] = {}
+    specs = []
+    for parameter in other.parameters:
+        owner = owners.setdefault(parameter.parts[0].tensor, parameter.name)
+        tie = "" if owner == parameter.name else owner
+        specs.append(TensorSpec(name=parameter.name, shape=parameter.shape, dtype=parameter.dtype, same_as=tie))
+        for part in () if tie else parameter.parts:
+            homes.setdefault(part.tensor, []).append((parameter.name, part))
+    parameters = []
+    for parameter in table.parameters:
+        parts = (
+            _moved(part, home, name, len(parameter.shape))
+            for part in parameter.parts
+            for name, home in homes.get(part.tensor, ())
+        )
+        merged = _merged(part for part in parts if part is not None)
+        parameters.append(msgspec.structs.replace(parameter, parts=merged))
+    return Table(tensors=tuple(specs), parameters=tuple(parameters))
+
+
+def _moved(part: Part, home: Part, name: str, num_dims: int) -> Part | None:
+    """Return what of `part` comes from parameter `name`, of which `home` is a part; `num_dims` of the one it fills."""
+    shared = intersection(part.box, home.box)
+    if shared is None:
+        return None
+    unused = [dim for dim in range(num_dims) if dim not in part.dims]
+    start, size = list(home.offset), [1] * len(home.offset)
+    dims: dict[int, int] = {}
+    for at, (there, here) in enumerate(zip(home.dims, part.dims, strict=True)):
+        start[there] += shared.offset[at] - home.box.offset[at]
+        size[there], dims[there] = shared.size[at], here
+    for there in range(len(size)):
+        if there not in dims:  # of the stack it is one index, wherever that lies
+            if not unused:
+                raise WeightsError(f"{name} stacks {part.tensor}, which the parameter that is to hold it does not.")
+            dims[there] = unused.pop(0)
+    offset = list(part.offset)
+    for at, here in enumerate(part.dims):
+        offset[here] += shared.offset[at] - part.box.offset[at]
+    box = Box(offset=tuple(start), size=tuple(size))
+    return Part(tensor=name, box=box, offset=tuple(offset), dims=tuple(dims[there] for there in range(len(size))))
+
+
+def _merged(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Join parts that follow each other along the first dim of their tensor, and likewise where they are put."""
+    made: list[Part] = []
+    last: dict[tuple[object, ...], int] = {}
+    for part in parts:
+        if not part.dims:
+            made.append(part)
+            continue
+        along, box = part.dims[0], part.box
+        beside = (*part.offset[:along], *part.offset[along + 1 :])
+        key = (part.tensor, part.dims, box.offset[1:], box.size[1:], beside)
+        before = made[last[key]] if key in last else None
+        step = before.box.size[0] if before else 0
+        if before and (box.offset[0], part.offset[along]) == (before.box.offset[0] + step, before.offset[along] + step):
+            longer = Box(offset=before.box.offset, size=(step + box.size[0], *box.size[1:]))
+            made[last[key]] = msgspec.structs.replace(before, box=longer)
+        else:
+            last[key] = len(made)
+            made.append(part)
+    return tuple(made)
 
 
 def whole(name: str, shape: Sequence[int], dtype: str) -> Parameter:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
+import msgspec
+
 from starling.common.errors import WeightsError
 from starling.weightsync.layout import Layout, Place
 from starling.weightsync.layouts.cuts import even_stages, expert_parallel, pipeline_parallel, tensor_parallel
@@ -32,6 +34,7 @@ def worker_table(
     tp: int = 1,
     pp: int = 1,
     whole_experts: bool = False,
+    whole_tower: bool = False,
     layers_of_stages: Sequence[int] = (),
     dtype: str = "",
 ) -> Table:
@@ -43,6 +46,7 @@ def worker_table(
         tp: size of tensor parallelism.
         pp: number of pipeline stages.
         whole_experts: whether whole experts are dealt out over the `tp` ranks, rather than a share of each.
+        whole_tower: whether each rank has the whole vision tower and images are dealt out, rather than a share of it.
         layers_of_stages: layers of each stage; by default as vLLM deals them out.
         dtype: as for `model_of`.
 
@@ -50,8 +54,8 @@ def worker_table(
         WeightsError: an unknown family, or sizes that do not fit the model.
     """
     model = model_of(config, dtype)
-    stages = _stages(model, tp, pp, layers_of_stages)
-    parameters = _parameters(family_of(config), model, rank, tp, stages, whole_experts)
+    groups = _groups(model, tp, pp, layers_of_stages, whole_experts, whole_tower)
+    parameters = _parameters(family_of(config), model, rank, groups)
     return Table(tensors=tuple(weight.spec for weight in model.weights), parameters=parameters)
 
 
@@ -62,6 +66,7 @@ def worker_layout(
     tp: int = 1,
     pp: int = 1,
     whole_experts: bool = False,
+    whole_tower: bool = False,
     layers_of_stages: Sequence[int] = (),
     dtype: str = "",
     places: Sequence[Place] = (),
@@ -75,44 +80,62 @@ def worker_layout(
         places: where each worker runs; unknown when empty.
     """
     model, family = model_of(config, dtype), family_of(config)
-    stages = _stages(model, tp, pp, layers_of_stages)
-    ranks = [_parameters(family, model, rank, tp, stages, whole_experts) for rank in range(tp * pp)]
+    groups = _groups(model, tp, pp, layers_of_stages, whole_experts, whole_tower)
+    ranks = [_parameters(family, model, rank, groups) for rank in range(tp * pp)]
     return layout_of_parameters(replica, [weight.spec for weight in model.weights], ranks, places)
 
 
-def _stages(model: Model, tp: int, pp: int, given: Sequence[int]) -> tuple[int, ...]:
+class _Groups(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine's workers share a model."""
+
+    tp: int
+    layers_of_stages: tuple[int, ...]
+    whole_experts: bool
+    whole_tower: bool
+
+
+def _groups(model: Model, tp: int, pp: int, given: Sequence[int], whole_experts: bool, whole_tower: bool) -> _Groups:
     stages = tuple(given) or even_stages(model.num_layers, pp)
     if tp < 1 or len(stages) != pp or sum(stages) != model.num_layers:
         raise WeightsError(
             f"Stages of {stages} layers do not fit a model of {model.num_layers} layers on {pp} x {tp} workers."
         )
-    return stages
+    return _Groups(tp=tp, layers_of_stages=stages, whole_experts=whole_experts, whole_tower=whole_tower)
 
 
-def _parameters(
-    family: Family, model: Model, rank: int, tp: int, stages: tuple[int, ...], whole_experts: bool
-) -> tuple[Parameter, ...]:
-    if not 0 <= rank < tp * len(stages):
-        raise WeightsError(f"There is no worker {rank} among {len(stages)} x {tp}.")
-    stage, index = divmod(rank, tp)
+def _parameters(family: Family, model: Model, rank: int, groups: _Groups) -> tuple[Parameter, ...]:
+    if not 0 <= rank < groups.tp * len(groups.layers_of_stages):
+        raise WeightsError(f"There is no worker {rank} among {len(groups.layers_of_stages)} x {groups.tp}.")
+    stage, index = divmod(rank, groups.tp)
     held: list[LocalWeight] = []
     for weight in model.weights:
-        lives = pipeline_parallel(weight, model, stages)
-        if weight.spec.same_as or (isinstance(lives, Only) and stage not in lives.indices):
+        if weight.spec.same_as or not _lives(weight, family, model, stage, groups):
             continue
-        placement = _placement(weight, model, tp, whole_experts)
+        placement = _placement(weight, model, groups)
         if isinstance(placement, Only) and index not in placement.indices:
             continue
-        held.append(_local(weight, tp, index, placement))
+        held.append(_local(weight, groups.tp, index, placement))
     return fused_parameters(held, family.vllm, family.vllm_prefixes)
 
 
-def _placement(weight: Weight, model: Model, tp: int, whole_experts: bool) -> Placement:
-    if whole_experts and weight.expert >= 0:
-        return expert_parallel(weight, model.num_experts, tp)
-    if weight.cut in ("rows", "columns") and weight.spec.shape[1 if weight.cut == "columns" else 0] % tp:
-        raise WeightsError(f"vLLM cannot share {weight.spec.name} of shape {weight.spec.shape} evenly over {tp} ranks.")
-    return tensor_parallel(weight, tp, vocabulary_multiple=VOCABULARY_MULTIPLE)
+def _lives(weight: Weight, family: Family, model: Model, stage: int, groups: _Groups) -> bool:
+    """Say whether a stage of the pipeline has `weight`: vLLM makes some in all of them, and uses them in one."""
+    if weight.tower or (family.vllm_repeats_ends and weight.stage != "layer"):
+        return True
+    lives = pipeline_parallel(weight, model, groups.layers_of_stages)
+    return not isinstance(lives, Only) or stage in lives.indices
+
+
+def _placement(weight: Weight, model: Model, groups: _Groups) -> Placement:
+    if groups.whole_tower and weight.tower:
+        return REPLICATE
+    if groups.whole_experts and weight.expert >= 0:
+        return expert_parallel(weight, model.num_experts, groups.tp)
+    if weight.cut in ("rows", "columns") and weight.spec.shape[1 if weight.cut == "columns" else 0] % groups.tp:
+        raise WeightsError(
+            f"vLLM cannot share {weight.spec.name} of shape {weight.spec.shape} evenly over {groups.tp} ranks."
+        )
+    return tensor_parallel(weight, groups.tp, vocabulary_multiple=VOCABULARY_MULTIPLE)
 
 
 def _local(weight: Weight, tp: int, index: int, placement: Placement) -> LocalWeight:

@@ -39,6 +39,8 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
     """Index of its layer; -1 outside the layers."""
     expert: int = -1
     """Index of its expert; -1 for what is not a routed expert's."""
+    tower: bool = False
+    """Of a vision tower: it runs before the first layer, and so lives where that does."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,9 +90,9 @@ class Entries:
 class Tensors:
     """Makes weights of one element type."""
 
-    def __init__(self, dtype: str) -> None:
-        """Make weights of element type `dtype`."""
-        self._dtype = dtype
+    def __init__(self, dtype: str, *, tower: bool = False) -> None:
+        """Make weights of element type `dtype`, those of a `tower` or others."""
+        self._dtype, self._tower = dtype, tower
 
     def __call__(
         self,
@@ -107,7 +109,16 @@ class Tensors:
     ) -> Weight:
         """Make one weight of the given name and shape; the rest as in `Weight` and `TensorSpec`."""
         spec = TensorSpec(name=name, shape=shape, dtype=dtype or self._dtype, same_as=same_as)
-        return Weight(spec=spec, cut=cut, units=units, blocks=blocks, stage=stage, layer=layer, expert=expert)
+        return Weight(
+            spec=spec,
+            cut=cut,
+            units=units,
+            blocks=blocks,
+            stage="first" if self._tower else stage,
+            layer=layer,
+            expert=expert,
+            tower=self._tower,
+        )
 
     def linear(
         self, name: str, rows: int, columns: int, *, cut: Cut, layer: int, bias: bool = False, units: int = 0

@@ -110,7 +110,7 @@ def values_of_bytes(form: Format, device: torch.device) -> torch.Tensor:
     byte = torch.arange(256, dtype=torch.uint8)
     if form.codes_per_byte == 1:
         return byte.view(torch.float8_e4m3fn).float().to(device)
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32)
     codes = torch.stack((byte & 15, byte >> 4), -1).long()
     return torch.cat((magnitudes, -magnitudes))[codes].view(torch.int64).flatten().to(device)
 

@@ -188,7 +188,8 @@ def _unknown(job: Job) -> Amax:
     """Return maxima that spoil all that they are combined with."""
     box = job.spec.scale_box(job.box)
     groups = torch.full(box.size, torch.nan, dtype=torch.float32)
-    return Amax(box=box, groups=groups, total=torch.tensor(torch.nan) if job.spec.format.two_level else None)
+    total = torch.tensor(torch.nan, dtype=torch.float32) if job.spec.format.two_level else None
+    return Amax(box=box, groups=groups, total=total)
 
 
 def _whole(job: Job, own: Amax, heard: Sequence[Amax], total: torch.Tensor | None) -> Amax:
@@ -202,4 +203,4 @@ def _whole(job: Job, own: Amax, heard: Sequence[Amax], total: torch.Tensor | Non
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([value.flatten() for value in values]) if values else torch.empty(0)
+    return torch.cat([value.flatten() for value in values]) if values else torch.empty(0, dtype=torch.float32)
