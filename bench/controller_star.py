@@ -25,7 +25,8 @@ from controller_traffic import GROUP_SIZE, POLICY, Result, hear, lead_rollouts, 
 from starling.common.ids import lease_id
 from starling.common.net import curve
 from starling.common.net.hub import Arrival, Hub, HubKeys
-from starling.common.net.link import Command, Ended, Link, LinkSettings
+from starling.common.net.link import Command, Ended, Link
+from starling.common.net.settings import LinkSettings
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import Down, Status
 

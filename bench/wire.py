@@ -40,7 +40,8 @@ from starling.common.net.frames import receive, send
 from starling.common.net.hub import Arrival, Hub, HubKeys
 from starling.common.net.keyring import make_keys
 from starling.common.net.limits import Limits
-from starling.common.net.link import Command, Ended, Link, LinkSettings
+from starling.common.net.link import Command, Ended, Link
+from starling.common.net.settings import LinkSettings
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope
 

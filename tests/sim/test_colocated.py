@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from starling.common.standing import Standing
 from starling.controller.core.turns import Turns
 from starling.sim.errors import Violation
 from starling.sim.faults import ALL
@@ -16,6 +17,9 @@ from starling.sim.world import World
 
 SEEDS = range(10)
 PACE = 8.0
+CUT_EVERY_S = 20.0
+CUT_LEASES = 12.0
+"""So long are lines cut at most: six times as long as it takes until others may have the devices of a rollout."""
 
 
 def colocated(seed: int, mix: str) -> Scenario:
@@ -25,10 +29,24 @@ def colocated(seed: int, mix: str) -> Scenario:
     return replace(scenario, plan=plan, faults=slowed(scenario.faults, PACE), patience_s=1800.0)
 
 
+def cut_off(seed: int, mix: str) -> Scenario:
+    """Return one in which lines are cut for long, and may give in the end what was said meanwhile."""
+    scenario = colocated(seed, mix)
+    plan = replace(scenario.plan, num_steps=10, start_s=1800.0)
+    faults = replace(scenario.faults, partition_every_s=CUT_EVERY_S, cut_leases=CUT_LEASES, late=0.7)
+    return replace(scenario, plan=plan, faults=faults, patience_s=3600.0)
+
+
 @pytest.mark.parametrize("mix", ALL)
 def test_the_promises_hold(mix: str) -> None:
     for seed in SEEDS:
         World(colocated(seed, mix)).run()
+
+
+@pytest.mark.parametrize("mix", ["partitions", "everything"])
+def test_the_promises_hold_when_lines_are_cut_for_longer_than_the_devices_are_waited_for(mix: str) -> None:
+    for seed in SEEDS:
+        World(cut_off(seed, mix)).run()
 
 
 def test_a_stop_at_any_moment_ends_in_good_order() -> None:
@@ -50,9 +68,9 @@ def test_they_take_turns_and_give_back_what_they_have() -> None:
     assert sum(given_back.values()) > 0
 
 
-def run_one_of(seed: int, mix: str) -> str:
+def run_one_of(scenario: Scenario) -> str:
     try:
-        World(colocated(seed, mix)).run()
+        World(scenario).run()
     except Violation as violation:
         return str(violation)
     return ""
@@ -66,10 +84,21 @@ def who_is_lost_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Turns, "left", lambda self, member, now, *, gone: self.told(member))
 
 
+def nobody_gives_way(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Standing, "holds", lambda self, now: True)
+    patch.setattr(Standing, "is_over", lambda self, role, now: False)
+
+
+def test_replicas_that_keep_their_devices_when_they_are_lost_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody_gives_way(monkeypatch)
+    violations = [run_one_of(cut_off(seed, "partitions")) for seed in SEEDS]
+    assert any("which is awake" in violation for violation in violations)
+
+
 @pytest.mark.parametrize(("bug", "mix"), [(nobody_is_asked_to_sleep, "calm"), (who_is_lost_is_forgotten, "partitions")])
 def test_a_controller_that_wakes_too_early_is_found_out(
     bug: Callable[[pytest.MonkeyPatch], None], mix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
-    violations = [run_one_of(seed, mix) for seed in SEEDS]
+    violations = [run_one_of(colocated(seed, mix)) for seed in SEEDS]
     assert any("which is awake" in violation or "in its sleep" in violation for violation in violations)

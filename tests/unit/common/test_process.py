@@ -59,3 +59,38 @@ def test_who_ends_in_time_is_left_alone() -> None:
 def test_without_a_deadline_nothing_is_cut_short() -> None:
     done = run("None", "threading.Event().wait(0.8)", 0.0)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+BROKEN_OFF = """
+import threading
+from starling.common.observe.process import Stopped, StopSignal, run_service
+
+def body():
+    stop = StopSignal(60.0)
+    stop.install()
+    try:
+        with stop.breaking_off():
+            print("ready", flush=True)
+            threading.Event().wait(600.0)
+    except Stopped as stopped:
+        print("broken off by", stopped, flush=True)
+    try:
+        with stop.breaking_off():
+            print("begun", flush=True)
+    except Stopped:
+        print("not begun", flush=True)
+
+raise SystemExit(run_service("replica-0", body))
+"""
+
+
+def test_what_takes_long_is_broken_off() -> None:
+    with subprocess.Popen([sys.executable, "-c", BROKEN_OFF], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.terminate()
+            output, _ = process.communicate(timeout=60.0)
+        finally:
+            process.kill()
+    assert (process.returncode, output) == (0, "broken off by SIGTERM\nnot begun\n")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.explain import explain
+from starling.controller.core.finish import Stage
 from starling.controller.core.membership import Member
 from starling.controller.core.turns import Turns
 
@@ -77,6 +79,22 @@ def test_nobody_wakes_beside_one_who_was_lost_awake() -> None:
     assert turns.obstacle([], 25.0) == "", "two leases after it was given up"
 
 
+def test_a_policy_may_be_in_a_step_that_it_cannot_break_off() -> None:
+    turns, policy = Turns(shared=True, lease_s=10.0, side="rollout"), member_of("policy-0")
+    turns.answered(policy, sleeps=False)
+    turns.left(policy, 5.0, gone=False)
+    assert turns.obstacle([], 304.9) == "policy-0"
+    assert turns.obstacle([], 305.0) == ""
+
+
+def test_who_shares_devices_is_told_so() -> None:
+    script = Script(colocate=True)
+    for name, shares in (("policy-0", True), ("reward-0", False), ("rollout-0", True)):
+        script.joins(name)
+        [welcome] = [send.message for send in script.sent if isinstance(send.message, wire.Welcome)]
+        assert welcome.shares_devices == shares
+
+
 def test_who_is_gone_for_certain_or_slept_or_came_back_keeps_nobody_from_waking() -> None:
     for slept, gone, returns in ((True, False, False), (False, True, False), (False, False, True)):
         turns, rollout = Turns(shared=True, lease_s=10.0), member_of("rollout-0")
@@ -89,9 +107,12 @@ def test_who_is_gone_for_certain_or_slept_or_came_back_keeps_nobody_from_waking(
 
 def test_a_controller_that_begins_again_wakes_nobody_at_once() -> None:
     turns = Turns(shared=True, lease_s=10.0)
-    turns.not_before = 20.0
+    turns.begin_again(0.0)
     assert turns.obstacle([], 19.0) == "whoever was lost before the controller's restart"
     assert turns.obstacle([member_of("rollout-0")], 20.0) == "rollout-0", "of whom nobody knows whether it sleeps"
+    turns.side = "rollout"
+    assert turns.obstacle([], 299.0) == "whoever was lost before the controller's restart", "a policy in a step"
+    assert turns.obstacle([member_of("policy-0")], 20.0) == "policy-0", "which is the one that was"
 
 
 def test_a_rollout_that_gave_groups_back_to_sleep_gets_work_when_it_wakes() -> None:
@@ -117,3 +138,30 @@ def test_what_cannot_sleep_now_is_told_again_after_a_while() -> None:
     assert told(script) == []
     script.waits(0.1)
     assert told(script) == ["rollout-0 sleeps"]
+
+
+ASLEEP = "this policy sleeps: wake it first"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_order_that_finds_the_policy_asleep_for_want_of_the_controller_is_given_again(lost: bool) -> None:
+    """It was on its way when the line was cut; whether the controller had lost the policy meanwhile or not."""
+    script = generating()
+    script.makes_groups(0, 1)
+    answers(script, "rollout-0")
+    answers(script, "policy-0")
+    assert script.state.leases.of("policy-0", "train")
+    if lost:
+        script.waits(6.0)
+        script.beats("rollout-0", version=0)
+        script.beats("reward-0")
+        script.waits(6.0)
+        assert not script.state.membership.of("policy")
+    script.joins("policy-0")
+    script.fails("policy-0", "train:1:0", ASLEEP, fatal=True)
+    assert script.state.ending.stage is Stage.RUNNING
+    script.beats("policy-0", version=0)
+    lines = answers(script, "policy-0")
+    assert any("train:1:1 train0 train1" in line for line in lines), lines
+    script.fails("policy-0", "train:1:1", "out of memory")
+    assert script.state.ending.stage is not Stage.RUNNING, "awake it has no such excuse"

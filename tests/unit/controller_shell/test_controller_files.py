@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from starling.controller.core.stored import StoredGroup
 from starling.controller.data.load import load_data
 from starling.controller.data.trajectories import FOLDER, INDEX, Trajectories, num_usable, read_file, read_index
 from starling.controller.settings import ControllerProcess
-from starling.controller.shell.files import Files, FilesError
+from starling.controller.shell.files import Files, FilesError, Writing
 
 PAGE = Path(__file__).parents[3] / "docs/replay.md"
 
@@ -50,6 +51,31 @@ def files(tmp_path: Path) -> Files:
 
 def stored(folder: Path) -> list[list[StoredGroup]]:
     return [list(read_file(folder / FOLDER, line)) for line in read_index(folder / FOLDER)]
+
+
+def test_files_are_written_beside_whoever_wants_them_in_their_order(files: Files, tmp_path: Path) -> None:
+    woken = threading.Semaphore(0)
+    writing = Writing(files, woken.release)
+    for step in (1, 2):
+        writing.begin(step, [group(step)])
+    found: list[int] = []
+    while len(found) < 2:
+        assert woken.acquire(timeout=60.0)
+        found += writing.written()
+    assert found == [1, 2]
+    assert stored(tmp_path) == [[group(1)], [group(2)]]
+    writing.close()
+
+
+def test_what_cannot_be_written_is_told_to_whoever_asks(files: Files, tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("a file where the folder is to be")
+    woken = threading.Semaphore(0)
+    writing = Writing(files, woken.release)
+    writing.begin(1, [group(1)])
+    assert woken.acquire(timeout=60.0)
+    with pytest.raises(FilesError, match="the trajectories of step 1 cannot be written"):
+        writing.written()
+    writing.close()
 
 
 def test_what_is_written_is_read_again_also_by_another_decoder(files: Files, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from starling.common.net.curve import load_key
-from starling.common.net.link import Link, LinkSettings
+from starling.common.net.link import Link
+from starling.common.net.settings import LinkSettings
 from starling.common.wire.messages import Hello
 
 

@@ -15,7 +15,8 @@ from starling.common.ids import Role
 from starling.common.net import curve
 from starling.common.net.hub import Arrival, Hub, HubKeys, PeerLost
 from starling.common.net.limits import LIMITS, Limits, role_of
-from starling.common.net.link import Link, LinkSettings
+from starling.common.net.link import Link
+from starling.common.net.settings import LinkSettings
 from starling.common.wire import messages as wire
 
 RUN = "run-1"

@@ -13,8 +13,9 @@ from net_desk import RUN, Desk, calling, generated, received, score
 
 from starling.common.errors import ConfigError, RefusedError
 from starling.common.net import link as link_module
-from starling.common.net.hub import Hub, PeerLost
-from starling.common.net.link import Command, Ended, GivenUp, Link, LinkSettings
+from starling.common.net.hub import MAX_RELEASES, Hub, PeerLost
+from starling.common.net.link import Command, Ended, GivenUp, Link
+from starling.common.net.settings import LinkSettings
 from starling.common.net.watch import Watch
 from starling.common.wire import messages as wire
 from starling.common.wire.telemetry import Snapshot
@@ -249,6 +250,34 @@ def test_releases_wait_for_each_other_and_for_nobody_else(desk: Desk, keys: Path
         assert received(link, GivenUp).leases == leases, "in one message"
 
 
+def test_who_is_told_to_go_has_heard_before_what_was_released(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys, "reward-0", buffers=()) as link:
+        desk.admit("reward-0")
+        desk.hub.send("reward-0", wire.ScoreGroup(lease="score:1:0", prompt=wire.Prompt(id="p"), completions=()))
+        received(link, Command)
+        desk.hub.release("reward-0", ("score:1:0",))
+        desk.hub.send("reward-0", wire.Drain(reason="the run is over"))
+        assert received(link, GivenUp).leases == ("score:1:0",)
+        assert received(link, Ended).reason == "the run is over"
+
+
+def test_nothing_is_released_to_who_has_left(desk: Desk, keys: Path) -> None:
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        link.close("it was told to go")
+        desk.next(wire.Leave, "rollout-0")
+        seq_out = desk.hub._peers.by_name["rollout-0"].seq_out
+        desk.hub.release("rollout-0", tuple(f"score:{i}:0" for i in range(MAX_RELEASES)))
+        assert desk.hub._peers.by_name["rollout-0"].seq_out == seq_out, "it was not even tried"
+        desk.lost("rollout-0")
+        assert desk.hub.num_unsent == 0
+
+
+def test_a_poll_that_waits_is_woken(desk: Desk) -> None:
+    threading.Timer(0.2, desk.hub.wake).start()
+    assert desk.hub.poll(3600.0) == []
+
+
 def test_a_lease_that_is_granted_again_is_not_forgotten_by_an_old_release(desk: Desk, keys: Path) -> None:
     with calling(desk.hub.address, keys) as link:
         desk.admit("rollout-0")
@@ -316,3 +345,23 @@ def test_more_than_a_burst_arrives_once_and_in_order(desk: Desk, keys: Path, mon
         unanswered = set(leases)
         while unanswered:
             unanswered.discard(desk.next(wire.GroupGenerated)[1].lease)
+
+
+def test_who_introduces_itself_anew_says_so_first_and_until_it_is_heard(desk: Desk, keys: Path) -> None:
+    """Else a controller that is slow takes one that fell asleep for one that is awake."""
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        desk.hub.send("rollout-0", score("score:1:0"))
+        received(link, Command)
+        beat, _ = desk.next(wire.Heartbeat)
+        prefix, welcome = f"rollout-0/{beat.envelope.epoch}/", wire.Welcome(heartbeat_s=0.05, lease_s=10.0)
+        link.introduce()
+        link.answer("score:1:0", generated("score:1:0"))
+        anew, _ = desk.next(wire.Hello)
+        desk.next(wire.GroupGenerated)
+        desk.hub.send("rollout-0", welcome, cause=f"{prefix}{beat.envelope.seq}")
+        for _ in range(2):
+            again, _ = desk.next(wire.Hello)
+        assert again.envelope.seq > anew.envelope.seq
+        desk.hub.send("rollout-0", welcome, cause=f"{prefix}{anew.envelope.seq}")
+        desk.next(wire.Heartbeat)

@@ -6,20 +6,23 @@ import argparse
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import structlog
 from pydantic import BaseModel
 
 from starling.common.errors import ConfigError
 from starling.common.ids import Role
 from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.limits import role_of
-from starling.common.net.link import LinkSettings
-from starling.common.observe.process import STOP_S, StopSignal, run_service, without_collection
+from starling.common.net.settings import LinkSettings
+from starling.common.observe.process import STOP_S, Stopped, StopSignal, run_service, without_collection
 from starling.common.settings import ServiceSettings, describe, load
 
+log = structlog.get_logger(__name__)
 S = TypeVar("S", bound=ServiceSettings)
 
 SECTIONS = (
@@ -178,7 +181,10 @@ def serve(
     make_shell: Callable[[S, ServiceArguments], Shell],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Be the service `role`: read the command line and the settings, then run. Returns the exit code."""
+    """Be the service `role`: read the command line and the settings, then run. Returns the exit code.
+
+    A replica that is told to stop before it is ready, which may take minutes, leaves at once.
+    """
     stop = StopSignal(None if role == "controller" else STOP_S)
     given = sys.argv[1:] if argv is None else argv
 
@@ -186,8 +192,12 @@ def serve(
         arguments = parse_arguments(role, given, schema)
         settings = load(schema, arguments.configs, arguments.flags, others=SECTIONS)
         stop.install()
-        with without_collection():
-            shell = make_shell(settings, arguments)
+        try:
+            with without_collection(), nullcontext() if role == "controller" else stop.breaking_off():
+                shell = make_shell(settings, arguments)
+        except Stopped:
+            log.info("stopped_before_ready", signal=stop.name)
+            return
         shell.run(stop)
 
     return run_service(role if role == "controller" else process_name(role, given), body)

@@ -22,7 +22,10 @@ class Faults:
     silent_deaths: float = 0.0
     """Share of the deaths and partitions that close no connection."""
     partition_every_s: float = 0.0
-    """Some replicas and the controller do not hear each other for a while, up to two leases long."""
+    """Some replicas and the controller do not hear each other for a while, up to `cut_leases` long."""
+    cut_leases: float = 2.0
+    late: float = 0.0
+    """Share of the partitions after which what was said meanwhile, on either side, arrives all the same."""
     join_every_s: float = 0.0
     """A replica that nobody expected joins."""
     leave_every_s: float = 0.0

@@ -62,8 +62,8 @@ class Host:
         self.notes: list[Note] = []
         self.finish: Finish | None = None
         self.num_events = 0
-        self._waiting: deque[tuple[int, Command]] = deque()
-        self._deferred: list[Event] = []
+        self._waiting: deque[tuple[int, Command, str]] = deque()
+        self._deferred: list[tuple[Event, str]] = []
         self._seq = 0
         self._crashed_at: list[float] = []
 
@@ -79,8 +79,8 @@ class Host:
         self._world.promises.begin(self.journal)
         self._tick(self.incarnation)
         deferred, self._deferred = self._deferred, []
-        for event in deferred:
-            self._clock.after(0.1 * self._rng.random(), self._come_late, event)
+        for late in deferred:
+            self._clock.after(0.1 * self._rng.random(), self._come_late, *late)
 
     def crash(self) -> None:
         """Die, and be started again after a while."""
@@ -92,33 +92,33 @@ class Host:
         self.journal.crash()
         self._clock.after(LONGEST_OUTAGE_S * self._rng.random() ** 2, self.start)
 
-    def take(self, event: Event) -> None:
-        """Let the controller decide, and look at what it decided."""
+    def take(self, event: Event, cause: str = "") -> None:
+        """Let the controller decide, and look at what it decided; `cause`: the id of the message that came."""
         if self.finish is not None:
             return
         if not self.up:
             if self._rng.random() < 0.5:  # what its peers' sockets still hold comes when the line is up again
-                self._deferred.append(event)
+                self._deferred.append((event, cause))
             return
         self.num_events += 1
         self._world.invariants.before_event(event)
         commands = self.controller.step(event)
         self._world.promises.decided(event, commands)
         for command in commands:
-            self._do(command)
+            self._do(command, cause)
         self._world.invariants.after_event(self._clock.now, commands)
 
-    def _come_late(self, event: Event) -> None:
+    def _come_late(self, event: Event, cause: str) -> None:
         now = self._clock.now
         if isinstance(event, Received):
-            self.take(Received(now, event.sender, event.epoch, event.message, event.buffers))
+            self.take(Received(now, event.sender, event.epoch, event.message, event.buffers), cause)
 
     def _tick(self, incarnation: int) -> None:
         if self.up and incarnation == self.incarnation:
             self.take(Ticked(self._clock.now))
             self._clock.after(TICK_S, self._tick, incarnation)
 
-    def _do(self, command: Command) -> None:
+    def _do(self, command: Command, cause: str) -> None:
         match command:
             case Write(record=record, payload=payload):
                 self._world.promises.written(record, self.journal.num_records)
@@ -128,16 +128,16 @@ class Host:
             case _:
                 if isinstance(command, Send):
                     self._world.promises.asked(command)
-                self._waiting.append((self.journal.num_records, command))
+                self._waiting.append((self.journal.num_records, command, cause))
                 self._flush()
 
     def _flush(self) -> None:
         """Carry out what waits for nothing any more."""
         while self._waiting and self._waiting[0][0] <= self.journal.num_durable:
-            _, command = self._waiting.popleft()
+            _, command, cause = self._waiting.popleft()
             match command:
                 case Send():
-                    self._send(command)
+                    self._send(command, cause)
                 case Prune(step=step):
                     self.journal.prune(step)
                 case Store(step=step, groups=groups):
@@ -156,14 +156,14 @@ class Host:
         if self.up and incarnation == self.incarnation:
             self.take(Stored(self._clock.now, step))
 
-    def _send(self, send: Send) -> None:
+    def _send(self, send: Send, cause: str) -> None:
         self._world.promises.sent(send)
         replica = self._world.peer(send.peer)
         if replica is None or not replica.alive:
             return
         self._seq += 1
         envelope = Envelope(
-            protocol=PROTOCOL_VERSION, run="r", sender=CONTROLLER, epoch=self.incarnation, seq=self._seq
+            protocol=PROTOCOL_VERSION, run="r", sender=CONTROLLER, epoch=self.incarnation, seq=self._seq, cause=cause
         )
         frames = codec.pack(envelope, send.message, send.buffers)
         self._world.network.carry(send.peer, False, self._arrive, self.incarnation, replica.hear, send.peer, frames)

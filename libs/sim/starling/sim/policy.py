@@ -109,23 +109,19 @@ class Policy(Replica):
 
     def _take(self) -> None:
         ready = next((work for work in self._todo if not self._must_wait(work[0])), None)
-        if ready is not None and not self.awake and not isinstance(ready[0], wire.Sleep | wire.Wake):
-            # It fell asleep by itself: what it was given before goes on when it is woken.
-            turns = (work for work in self._todo if isinstance(work[0], wire.Sleep | wire.Wake))
-            ready = next(turns, None)
         if ready is None or self._lease:
             return
         self._todo.remove(ready)
         message, buffers = ready
         self._lease = message.lease
-        if not self.book.work(message.lease):
+        if not self.works(message.lease):
             self._done()
             return
         if isinstance(message, wire.Sleep | wire.Wake):
             self._later(0.05, lambda: self._turn(message))
             return
-        demand(self.awake, f"{self.name} is to work in its sleep: {message}")
-        objection = self._objection(message)
+        # It may have fallen asleep by itself since it was asked.
+        objection = self._objection(message) if self.awake else "this policy sleeps: wake it first"
         if objection is not None:
             self.fail(message.lease, objection)
             self._done()

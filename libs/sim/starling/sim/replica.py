@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from starling.common.ids import Role, lease_order
 from starling.common.leases import LeaseBook
+from starling.common.standing import Standing
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 from starling.sim.errors import Violation, demand
@@ -38,7 +39,7 @@ class Replica:
         """How many times as long as usual its work takes."""
         self.awake = not world.plan.colocate
         """It has its devices; where these are shared, a replica loads beside them."""
-        self._welcomed_at = world.clock.now
+        self.standing = Standing(f"{name}/{epoch}/")
         self._turned = (0, 0)
         """The newest order to sleep or to wake."""
         self._seq = 0
@@ -49,23 +50,23 @@ class Replica:
         """Speak, and again when it is time."""
         if not self.alive:
             return
-        shared = self.world.plan.colocate and self.role in ("policy", "rollout")
-        if (
-            shared
-            and self.awake
-            and not self.is_in_step
-            and self.world.clock.now - self._welcomed_at > self.world.plan.lease_s
-        ):
+        now = self.world.clock.now
+        if self.awake and self.standing.is_over(self.role, now):
+            self.die()
+            self.world.start_again(self)
+            return
+        if self.awake and not self.is_in_step and not self.standing.holds(now):
             # Whoever has lost the controller cannot know whose turn it is.
             self.awake = self.welcomed = False
             self.dozes()
+        self.standing.says(self._seq + 1, now)
         if self.welcomed:
             self.say(
                 wire.Heartbeat(
                     leases=self.book.held(), version=self.version, offered=self.offered, waits=tuple(self.waits())
                 )
             )
-            for message, buffers in self.book.due(self.world.clock.now):
+            for message, buffers in self.book.due(now):
                 self.say(message, buffers)
         else:
             self._say_hello()
@@ -100,7 +101,8 @@ class Replica:
         self._incarnation = envelope.epoch
         match message:
             case wire.Welcome():
-                self.welcomed, self._welcomed_at = True, self.world.clock.now
+                self.welcomed = True
+                self.standing.answered(envelope.cause, message, self.book, self.world.clock.now)
             case wire.Introduce():
                 self.welcomed = False
             case wire.Refused(reason=reason):
@@ -144,6 +146,12 @@ class Replica:
         """Send a result, and keep it until the lease is released."""
         if self.alive and self.book.answer(lease, message, buffers, self.world.clock.now):
             self.say(message, buffers)
+
+    def works(self, lease: str) -> bool:
+        """Take up a lease; False when it is wanted no longer, as in `starling.common.net.link`."""
+        if self.standing.forbids(lease, self.world.clock.now):
+            self.book.release((lease,))
+        return self.book.work(lease)
 
     def fail(self, lease: str, reason: str) -> None:
         """Say that a lease cannot be met."""

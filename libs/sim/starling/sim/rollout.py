@@ -97,7 +97,8 @@ class Rollout(Replica):
 
     def do(self, message: wire.Work, buffers: Buffers) -> None:
         """Generate, adopt, or serve."""
-        self.book.work(message.lease)
+        if not self.works(message.lease):
+            return
         match message:
             case wire.GenerateGroup():
                 self._asked[message.lease] = message, buffers

@@ -117,7 +117,8 @@ class World:
     def _hear(self, frames: Frames) -> None:
         envelope, message = codec.unpack_envelope(frames), codec.unpack_up(frames)
         buffers = tuple(bytes(frame) for frame in frames[2:])
-        self.host.take(Received(self.now, envelope.sender, envelope.epoch, message, buffers))
+        cause = f"{envelope.sender}/{envelope.epoch}/{envelope.seq}"
+        self.host.take(Received(self.now, envelope.sender, envelope.epoch, message, buffers), cause)
 
     def peer(self, name: str) -> Replica | Operator | None:
         """Return who has this name."""
@@ -221,11 +222,13 @@ class World:
         """Cut some replicas off from the controller for a while; what they do among each other goes on."""
         names = self._alive(*ROLES)
         chosen = [name for name in names if self.rng.random() < self.rng.choice((0.1, 0.3, 1.0))]
-        self.network.part(chosen)
+        late = self.rng.random() < self.faults.late if self.faults.late else False
+        self.network.part(chosen, late=late)
         if self.rng.random() >= self.faults.silent_deaths:
             for name in chosen:
                 self.clock.after(0.02 * self.rng.random(), self._lose, name)
-        self.clock.after(2 * self.plan.lease_s * self.rng.random() ** 2, self.network.heal, chosen)
+        longest_s = self.faults.cut_leases * self.plan.lease_s
+        self.clock.after(longest_s * self.rng.random() ** 2, self.network.heal, chosen)
 
     def _join(self) -> None:
         self._start(self.rng.choice(self._joining))

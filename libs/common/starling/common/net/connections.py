@@ -53,6 +53,8 @@ class Peer:
     seq_out: int = 0
     num_missed: int = 0
     """Messages that could not be sent, because it did not read."""
+    has_left: bool = False
+    """It has said farewell, and forgotten its leases."""
     complain_at: float = float("-inf")
     """When the log may say so again, in monotonic seconds."""
 

@@ -27,7 +27,7 @@ from starling.common.net.connections import Peer, Peers, cut
 from starling.common.net.frames import receive, send
 from starling.common.net.limits import LIMITS, Allowance, Limits, Rules, rules_of
 from starling.common.wire import codec
-from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Hello, Refused, Release, Up
+from starling.common.wire.messages import PROTOCOL_VERSION, Down, Drain, Envelope, Hello, Leave, Refused, Release, Up
 
 log = structlog.get_logger(__name__)
 
@@ -128,7 +128,7 @@ class Hub:
         self._bind(self._publisher, telemetry or bind.rpartition(":")[0] + ":0")
         self.address = self._last_endpoint(self._socket)
         self.telemetry_address = self._last_endpoint(self._publisher)
-        self._patience_ms = -1
+        self._patience_ms, self._awoken = -1, False
         self._look_at = self._reload_at = float("-inf")
 
     def poll(self, timeout_s: float) -> list[Arrival | PeerLost]:
@@ -138,8 +138,7 @@ class Hub:
         then the peers that are lost: what a peer said last counts.
         """
         happened: list[Arrival | PeerLost] = []
-        now = time.monotonic()
-        deadline = now + timeout_s
+        deadline = (now := time.monotonic()) + timeout_s
         while True:
             if now >= self._look_at:
                 self._look_at = now + LOOK_EVERY_S
@@ -160,16 +159,22 @@ class Hub:
                 closed, self._closed = self._closed, []
                 return happened + [PeerLost(name) for name, route in closed if self._peers.forget(name, route)]
             now = time.monotonic()
-            if now >= deadline:
+            if now >= deadline or self._awoken:
+                self._awoken = False
                 return happened
+
+    def wake(self) -> None:
+        """End a `poll` that waits, within `LOOK_EVERY_S`. From any thread."""
+        self._awoken = True
 
     def send(self, name: str, message: Down, *, cause: str = "", buffers: codec.Buffers = ()) -> bool:
         """Send to a peer. Returns False when it is not connected or not reading; its heartbeats will heal that."""
         peer = self._peers.by_name.get(name)
         if peer is None:
             return False
-        if name in self._releases and getattr(message, "lease", None) in self._releases[name]:
-            self._send_releases(name)  # it is granted anew, and must not be forgotten thereafter
+        waiting = self._releases.get(name)
+        if waiting is not None and (isinstance(message, Drain) or getattr(message, "lease", None) in waiting):
+            self._send_releases(name)  # it goes at once; or it is granted anew, and must not be forgotten thereafter
         peer.seq_out += 1
         envelope = Envelope(
             protocol=PROTOCOL_VERSION,
@@ -209,7 +214,9 @@ class Hub:
 
     def _send_releases(self, *names: str) -> None:
         for name in names:
-            self.send(name, Release(leases=tuple(self._releases.pop(name))))
+            leases, peer = self._releases.pop(name), self._peers.by_name.get(name)
+            if peer is not None and not peer.has_left:
+                self.send(name, Release(leases=tuple(leases)))
         if not self._releases:
             self._release_at = float("inf")
 
@@ -289,6 +296,8 @@ class Hub:
             return None
         if peer is None or peer.epoch != envelope.epoch or peer.name != envelope.sender:
             self._remember(route, envelope, last, rules)
+        if isinstance(message, Leave):
+            self._peers.by_name[envelope.sender].has_left = True
         return Arrival(envelope, message, buffers)
 
     def _check(self, envelope: Envelope, frame: zmq.Frame, peer: Peer | None) -> Rules:

@@ -35,13 +35,15 @@ import zmq
 
 from starling.common.errors import RefusedError, StarlingError, UnreachableError, WireError
 from starling.common.leases import LeaseBook
-from starling.common.net import curve
 from starling.common.net.dealer import Dealer
 from starling.common.net.epoch import make_epoch
+from starling.common.net.fence import Fence
 from starling.common.net.frames import is_readable, receive
+from starling.common.net.settings import LinkSettings
 from starling.common.net.told import Told
+from starling.common.standing import MAX_SEQ
 from starling.common.wire import codec, messages
-from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, Up, Work
+from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, Up, Welcome, Work
 
 log = structlog.get_logger(__name__)
 
@@ -82,21 +84,6 @@ class Ended:
 Inbound = Command | GivenUp | Ended
 
 
-@dataclass(frozen=True)
-class LinkSettings:
-    """Whom to call, as whom, and how long to wait."""
-
-    name: str
-    run: str
-    controller: str
-    """Address of the controller, ``tcp://host:port``."""
-    key: curve.KeyFile | None
-    connect_s: float = 60.0
-    """How long to wait for the controller's first word."""
-    silence_s: float = 300.0
-    """How long the controller may stay silent afterwards: it may be starting again."""
-
-
 class Link:
     """The line of one replica. `receive` belongs to the working thread; the rest may be called in any thread."""
 
@@ -104,6 +91,7 @@ class Link:
         """Prepare to say `hello`."""
         self._settings, self._hello, self._hello_buffers = settings, hello, hello_buffers
         self._epoch, self._seq = make_epoch(), 0
+        self.fence = Fence(f"{settings.name}/{self._epoch}/", hello.role)
         self._lock = threading.RLock()
         self._book = LeaseBook(resend_s=RESEND_S)
         self._told = Told(version=hello.version)
@@ -111,6 +99,7 @@ class Link:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._nudged = self._awoken = False
         self._welcomed = self._full = False
+        self._anew_from = 0  # a welcome to an earlier message is to what this replica was before
         self._incarnation = -1  # the controller's, as far as it was heard
         self._owes_all = False  # who was away may not have heard any answer
         self._heartbeat_s = 1.0
@@ -187,7 +176,14 @@ class Link:
     def work(self, lease: str) -> bool:
         """Say that `lease` is being worked on now. Returns False when it is wanted no longer."""
         with self._lock:
-            return self._book.work(lease)
+            return self.fence.may_do(lease, self._book) and self._book.work(lease)
+
+    def introduce(self) -> None:
+        """Say `Hello` again, before anything else: what the controller knows of this replica is no longer so."""
+        with self._lock:
+            self._introduce()
+            self._anew_from, self._spoken_at = self._seq + 1, float("-inf")
+            self._speak(time.monotonic())
 
     def advance(self, lease: str, progress: messages.LeaseProgress) -> None:
         """Let the next heartbeats say how far the work on `lease` has come, until it is answered."""
@@ -236,6 +232,7 @@ class Link:
                 # First of all, so that nobody is called silent who spoke while this process stood still. And last: a
                 # send may take note of what has come, and then the descriptor tells nobody of it any more.
                 self._hear_all()
+                self.fence.check(now)
                 try:
                     assert self._dealer is not None
                     self._look(self._dealer)
@@ -260,6 +257,7 @@ class Link:
             self._send(self._told.heartbeat(self._book.held(), now))
         else:
             self._send(msgspec.structs.replace(self._hello, version=self._told.version), self._hello_buffers)
+        self.fence.says(self._seq, now)
 
     def _send_again(self, now: float) -> None:
         if now >= self._look_at and self._welcomed and now - self._heard_at < QUIET_S:
@@ -342,7 +340,10 @@ class Link:
             return True
         self._heard = True
         self._linger_until = time.monotonic() + LINGER_MS / 1000
-        self._act(message, parts)
+        # What it answers counts in any case; but it is no welcome to who has become another since.
+        answered = self.fence.answered(envelope.cause, message, self._book) if type(message) is Welcome else MAX_SEQ
+        if answered >= self._anew_from:
+            self._act(message, parts)
         return True
 
     def _is_newest(self, epoch: int) -> bool:

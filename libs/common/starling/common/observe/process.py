@@ -30,6 +30,10 @@ STOP_S = 25.0
 """How long a replica may take to end in good order; less than the half minute after which clusters kill."""
 
 
+class Stopped(BaseException):
+    """What was under way is broken off, as the process was told to end. No `Exception`: nobody takes it for theirs."""
+
+
 class StopSignal:
     """Set by SIGTERM or SIGINT; a second one ends the process at once.
 
@@ -40,6 +44,7 @@ class StopSignal:
         self.event = threading.Event()
         self.name = ""
         self._deadline_s = deadline_s
+        self._breaks_off = False
 
     def install(self, notify: Callable[[], None] = lambda: None) -> None:
         """Take over SIGTERM and SIGINT; `notify` is called from the signal handler."""
@@ -55,6 +60,24 @@ class StopSignal:
         if self._deadline_s is not None:
             end_within(self._deadline_s)
         self._notify()
+        if self._breaks_off:
+            self._breaks_off = False
+            raise Stopped(self.name)
+
+    @contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """Break off what the main thread does here, which takes long and does not look at this signal meanwhile.
+
+        Raises:
+            Stopped: wherever it was when the signal came; at the beginning, when that had come before.
+        """
+        self._breaks_off = True
+        try:
+            if self:
+                raise Stopped(self.name)
+            yield
+        finally:
+            self._breaks_off = False
 
     def __bool__(self) -> bool:
         return self.event.is_set()

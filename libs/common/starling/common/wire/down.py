@@ -18,6 +18,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
     heartbeat_s: float
     lease_s: float
+    shares_devices: bool = False
+    """Others may take its devices when it is lost: it must give them away itself when nothing that it said within
+    `lease_s` was answered."""
 
 
 class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):

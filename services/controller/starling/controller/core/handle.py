@@ -329,6 +329,10 @@ def failed(state: State, member: Member, message: wire.LeaseFailed) -> None:
             state.look_behind(member)
     elif kind in ("sleep", "wake"):
         state.turns.refused(member, state.now)  # it is told again
+    elif member.role == "policy" and kind != "save" and not state.turns.may_work(member):
+        # The order found it asleep: it had lost this controller meanwhile. What it was to do is given again.
+        if kind == "train" and state.step is not None and state.step.shares.pop(member.name, None) is not None:
+            state.step.broken = True
     elif kind == "publish" and member.version != int(subject):
         return  # it went on to the next step: that version will be published instead
     elif kind == "train" and member.shares_steps and state.step is not None:

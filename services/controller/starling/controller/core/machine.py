@@ -102,7 +102,7 @@ class Controller:
         """Set the deadlines that a restored state could not set, for want of a clock."""
         state = self.state
         if state.incarnation > 1:
-            state.turns.not_before = state.now + 2 * state.plan.lease_s
+            state.turns.begin_again(state.now)
         state.await_until = state.now + AWAITED_HEARTBEATS * state.plan.heartbeat_s
         if state.ending.stage is Stage.DRAINING:
             state.ending.drain(state.now)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from starling.common.ids import Activity, LeaseKind, Objective, Purpose
-from starling.common.wire.messages import Sampling
+from starling.common.ids import Activity, LeaseKind, Objective, Purpose, Role
+from starling.common.wire.messages import Sampling, Welcome
 
 RESUMED_WITH: tuple[str, ...] = (
     "seed",
@@ -160,6 +160,11 @@ class RunPlan:
         if not self.has_policy:
             return True
         return not self.replays and (self.num_steps > 0 or self.evaluate_at_start or self.evaluate_at_end)
+
+    def welcome(self, role: Role) -> Welcome:
+        """Return what members of a role are told, again and again."""
+        shares = self.colocate and role in ("policy", "rollout")
+        return Welcome(heartbeat_s=self.heartbeat_s, lease_s=self.lease_s, shares_devices=shares)
 
     def patience_s(self, kind: LeaseKind) -> float:
         """Return how long a lease of this kind may take."""

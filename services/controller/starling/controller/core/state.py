@@ -194,7 +194,7 @@ class State:
 
     def welcome(self, member: Member) -> None:
         """Tell a replica that it is a member."""
-        self.send(member.name, wire.Welcome(heartbeat_s=self.plan.heartbeat_s, lease_s=self.plan.lease_s))
+        self.send(member.name, self.plan.welcome(member.role))
 
     def refuse(self, name: str, reason: str) -> None:
         """Tell a replica that it is no member, and why."""

@@ -4,8 +4,8 @@
       (who joins, returns or is taken over by another controller is unknown: it is told again, and answers again)
 
 Nobody is told to wake before everybody of the other side has said that it sleeps. Who is lost without a farewell may be
-awake all the same: until it comes back, or two leases have passed, in which it must have fallen asleep by itself for
-want of the controller, the others sleep on.
+awake all the same: until it comes back, or so many leases have passed that it must have fallen asleep by itself, or be
+gone, for want of the controller (see `starling.common.standing`), the others sleep on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from starling.common.standing import LEASES
 from starling.controller.core.membership import Member
 
 Side = Literal["policy", "rollout"]
@@ -30,8 +31,8 @@ class Turns:
     lease_s: float
     side: Side = "policy"
     """Whose turn it is, or is about to be: the first version must be published."""
-    not_before: float = float("-inf")
-    """Nobody is woken before then: a controller that begins again does not know who was lost before."""
+    _not_before: dict[Side, float] = field(default_factory=dict)
+    """Until when somebody of a side may be awake who was lost before the controller's restart."""
     _awake: set[str] = field(default_factory=set)
     _asleep: set[str] = field(default_factory=set)
     _lost: dict[str, tuple[Side, float]] = field(default_factory=dict)
@@ -81,11 +82,18 @@ class Turns:
         if self.shared and not gone and not slept:
             for side in SIDES:
                 if member.role == side:
-                    self._lost[member.name] = side, now + 2 * self.lease_s
+                    self._lost[member.name] = side, now + LEASES[side] * self.lease_s
+
+    def begin_again(self, now: float) -> None:
+        """The controller was started again: what was before, only the members can tell."""
+        self._not_before = {side: now + LEASES[side] * self.lease_s for side in SIDES}
 
     def obstacle(self, others: Iterable[Member], now: float) -> str:
         """Say who keeps those whose turn it is from waking; empty when nobody does."""
-        if now < self.not_before:
+        others = list(others)
+        # There is one policy, mostly: who has come is the one that was.
+        unknown: Side = "policy" if self.other == "policy" and not others else "rollout"
+        if now < self._not_before.get(unknown, now):
             return "whoever was lost before the controller's restart"
         self._lost = {name: (side, until) for name, (side, until) in self._lost.items() if until > now}
         awake = [member.name for member in others if not self.sleeps(member)]

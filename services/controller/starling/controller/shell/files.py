@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -59,6 +61,35 @@ class Files:
         _sync_folder(self._folder)
         _write_through(self._folder / INDEX, _encoded(line), os.O_APPEND)
         self._known().add(step)
+
+
+class Writing:
+    """Writes files beside the controller's loop: a disk takes its time, and others' heartbeats do not wait."""
+
+    def __init__(self, files: Files, wake: Callable[[], None]) -> None:
+        """`wake`: called, from another thread, when `written` has something to return or to raise."""
+        self._files, self._wake = files, wake
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._under_way: deque[tuple[int, Future[None]]] = deque()
+
+    def begin(self, step: int, groups: Sequence[StoredGroup]) -> None:
+        """Have the groups of `step` written, after those that came before."""
+        future = self._thread.submit(self._files.write, step, groups)
+        self._under_way.append((step, future))
+        future.add_done_callback(lambda _: self._wake())
+
+    def written(self) -> list[int]:
+        """Return the steps that are on disk since the last call. Raises FilesError."""
+        steps = []
+        while self._under_way and self._under_way[0][1].done():
+            step, future = self._under_way.popleft()
+            future.result()
+            steps.append(step)
+        return steps
+
+    def close(self) -> None:
+        """Begin nothing more. What is being written is whole, or written again."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _encoded(line: Line) -> bytes:

@@ -36,7 +36,7 @@ from starling.controller.core.machine import Controller
 from starling.controller.data.load import Loaded, load_data
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.durable import Durable
-from starling.controller.shell.files import Files
+from starling.controller.shell.files import Files, Writing
 from starling.controller.shell.journal import Journal
 from starling.controller.shell.lines import Lines
 from starling.controller.shell.loggers.fanout import Fanout
@@ -96,7 +96,7 @@ class Shell:
         self._finish: Finish | None = None
         patience_s = settings.controller.journal_s
         self._durable = Durable(self._journal, self._do, patience_s=patience_s, stalled=self._stalled)
-        self._files = Files(self._folder, settings.run.id)
+        self._writing = Writing(Files(self._folder, settings.run.id), self.hub.wake)
         self._loaded: Loaded | None = None
         self._done: list[Fetched | Stored] = []
         """What was read and written for the core, which has not heard of it yet."""
@@ -115,6 +115,7 @@ class Shell:
             self._serve(self._controller, stop)
         finally:
             self.hub.close()
+            self._writing.close()
             self._journal.close()
             for lost in self._loggers.close():
                 self._write_line("logger", lost)
@@ -193,6 +194,7 @@ class Shell:
     def _settle(self, controller: Controller) -> None:
         """Make durable what was decided, say what follows, and hand over what was read and written meanwhile."""
         self._durable.flush()
+        self._done += [Stored(time.monotonic(), step) for step in self._writing.written()]
         while self._done:
             self._take(controller, self._done.pop(0), "files")
             self._durable.flush()
@@ -230,8 +232,7 @@ class Shell:
                 records = self._journal.fetch(step) if files is None else files.records(step)
                 self._done.append(Fetched(time.monotonic(), step, records))
             case Store(step=step, groups=groups):
-                self._files.write(step, groups)
-                self._done.append(Stored(time.monotonic(), step))
+                self._writing.begin(step, groups)
             case Finish():
                 self._finish = command
                 log.info("finished", ok=command.ok, reason=command.reason)

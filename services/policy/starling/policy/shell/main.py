@@ -118,7 +118,7 @@ class Shell:
 
     def _begin_publishing(self, layout: Layout) -> Publisher:
         from starling.weightsync.execute.publish import Publisher
-        from starling.weightsync.quantise.recipe import linear_weights
+        from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
 
         settings = self._settings
         form = settings.weights.quantise
@@ -129,7 +129,7 @@ class Shell:
             read_timeout_s=settings.policy.publish_timeout_s,
             digests=settings.weights.digests,
             delta_versions=settings.policy.delta_versions,
-            quantise=linear_weights(form) if form else None,
+            quantise=linear_weights(form, FUSED_BY_VLLM) if form else None,
         )
 
     def run(self, stop: StopSignal) -> None:
@@ -160,6 +160,10 @@ class Shell:
                     self._saving.keep_wish(self._progress.version)
                 self._expire()
                 self._tell()
+                if not (self._progress.asleep or self._link.fence.may_keep_devices):
+                    self._sleep()
+                    log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
+                    self._link.introduce()
             reason = f"stopped by {stop.name}"
             if self._progress.asleep:
                 self._saving.finish()  # to save it would need the devices, which others have
@@ -223,11 +227,10 @@ class Shell:
                     with self._clock.within("checkpoint"):
                         self._saving.save(message)
                 case wire.Sleep():
-                    freed_bytes = self._learner.sleep()
-                    self._progress.asleep = True
-                    log.info("asleep", freed_bytes=freed_bytes)
+                    self._sleep()
                     self._link.answer(message.lease, wire.Slept(lease=message.lease))
                 case wire.Wake():
+                    self._link.fence.keeps_devices(True)
                     self._learner.wake()
                     self._progress.asleep = False
                     self._link.answer(message.lease, wire.Awake(lease=message.lease))
@@ -235,6 +238,12 @@ class Shell:
             raise  # no answer: the step is made again, by who begins from the newest state
         except StarlingError as error:
             self._link.answer(message.lease, failure_of(message.lease, error, self._progress.version))
+
+    def _sleep(self) -> None:
+        freed_bytes = self._learner.sleep()
+        self._link.fence.keeps_devices(False)
+        self._progress.asleep = True
+        log.info("asleep", freed_bytes=freed_bytes)
 
     def _train(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> wire.StepTrained:
         self._watch.begin()
