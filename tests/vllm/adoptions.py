@@ -13,9 +13,10 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from engines import (
@@ -24,6 +25,7 @@ from engines import (
     FAMILIES,
     Held,
     Source,
+    adapted_model,
     checkpoint,
     forward_logprobs,
     held,
@@ -33,14 +35,25 @@ from engines import (
     source,
 )
 
+from starling.common.settings import LoraSettings
 from starling.common.wire.messages import Status
-from starling.rollout.engine.base import CacheMode, GroupResult
+from starling.rollout.engine.base import CacheMode, GroupRequest, GroupResult
 
+Ask: TypeAlias = Callable[[str, int], GroupRequest]
+"""Makes the request of a lease and a number."""
 NUM_CHECKPOINTS = 3
 """Version v has the weights of checkpoint v modulo this."""
 GROUPS_IN_FLIGHT = 6
 GROUP_SIZE = 3
 MAX_TOKENS = 160
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Layers that every family has adapters on."""
+
+
+def ask_text(lease: str, number: int) -> GroupRequest:
+    """Return the request for the group `number` of a load."""
+    prompt = random_prompt(4 + number % 13, number)
+    return request(lease, prompt, GROUP_SIZE, max_tokens=MAX_TOKENS, seed=number, temperature=1.0)
 
 
 @dataclass
@@ -48,6 +61,7 @@ class Load:
     """What is generated meanwhile: as one group ends another begins."""
 
     held: Held
+    ask: Ask = ask_text
     num_added: int = 0
     begun_at: dict[str, int] = field(default_factory=dict)
     """The version in use as a group was added, by lease."""
@@ -58,10 +72,7 @@ class Load:
         while len(self.begun_at) - len(self.results) < GROUPS_IN_FLIGHT:
             lease = f"load-{self.num_added}"
             self.begun_at[lease] = self.held.engine.version
-            prompt = random_prompt(4 + self.num_added % 13, self.num_added)
-            self.held.engine.add(
-                request(lease, prompt, GROUP_SIZE, max_tokens=MAX_TOKENS, seed=self.num_added, temperature=1.0)
-            )
+            self.held.engine.add(self.ask(lease, self.num_added))
             self.num_added += 1
 
     def step(self, timeout_s: float = 0.0) -> None:
@@ -84,12 +95,19 @@ class Outcome:
 
 
 def adopt_under_load(
-    held: Held, source: Source, num_adoptions: int, mode: CacheMode, *, first: int = 0, in_place: bool = False
+    held: Held,
+    source: Source,
+    num_adoptions: int,
+    mode: CacheMode,
+    *,
+    first: int = 0,
+    in_place: bool = False,
+    ask: Ask = ask_text,
 ) -> Outcome:
-    """Generate without a break, and adopt versions `first`, `first` + 1, ... one right after the other."""
+    """Generate what `ask` says without a break, and adopt versions `first`, `first` + 1, ... one after the other."""
     engine = held.engine
     plan = source.plan(engine)
-    load = Load(held)
+    load = Load(held, ask)
     adopt_s: list[float] = []
     recomputed = 0
     for version in range(first, first + num_adoptions):
@@ -119,14 +137,14 @@ def adopt_under_load(
     return Outcome(load.results, load.begun_at, adopt_s, recomputed)
 
 
-def check(outcome: Outcome, last: int) -> None:
+def check(outcome: Outcome, last: int, max_tokens: int = MAX_TOKENS) -> None:
     """Every completion arrived whole, with versions in order."""
     assert {result.lease for result in outcome.results} == set(outcome.begun_at)
     for result in outcome.results:
         assert len(result.completions) == GROUP_SIZE
         for completion in result.completions:
             assert completion.status is Status.TRUNCATED
-            assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) == MAX_TOKENS
+            assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) == max_tokens
             assert (np.diff(completion.versions) >= 0).all()
             assert outcome.begun_at[result.lease] <= completion.versions[0]
             assert completion.versions[-1] <= last
@@ -154,12 +172,21 @@ def main() -> None:
     parser.add_argument("--adoptions", type=int, default=200)
     parser.add_argument("--mode", choices=("keep", "recompute", "salt"), default="recompute")
     parser.add_argument("--transport", default="ucx")
+    parser.add_argument("--lora", action="store_true", help="adopt adapters instead of whole models")
     options = parser.parse_args()
     vllm = {"tensor_parallel_size": options.tp, "pipeline_parallel_size": options.pp}
+    lora = LoraSettings(targets=ATTENTION) if options.lora else None
     with tempfile.TemporaryDirectory() as name:
-        folders = [checkpoint(Path(name) / str(seed), options.family, seed) for seed in range(NUM_CHECKPOINTS)]
-        models = [read_model(folder) for folder in folders]
-        with source(folders, options.transport) as publisher, held(folders[0], vllm=vllm) as engine:
+        seeds = [0 if options.lora else seed for seed in range(NUM_CHECKPOINTS)]
+        folders = [checkpoint(Path(name) / str(index), options.family, seed) for index, seed in enumerate(seeds)]
+        models = [
+            read_model(folder) if lora is None else adapted_model(folder, lora, seed)
+            for seed, folder in enumerate(folders)
+        ]
+        with (
+            source(folders, options.transport, lora) as publisher,
+            held(folders[0], lora=lora, vllm=vllm) as engine,
+        ):
             begin = time.perf_counter()
             outcome = adopt_under_load(engine, publisher, options.adoptions, options.mode)
             seconds = time.perf_counter() - begin

@@ -16,18 +16,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from starling.common.settings import ModelSettings, WeightsSettings
+from starling.algo.architecture import auto_class
+from starling.common.settings import LoraSettings, ModelSettings, WeightsSettings
 from starling.common.wire.messages import Sampling
+from starling.policy.train.model import load_model, tensors
 from starling.rollout.engine.base import Engine, EngineSpec, GroupFailed, GroupRequest, GroupResult
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.settings import RolloutSettings
 from starling.weightsync.execute.publish import Publisher
 from starling.weightsync.layout import Layout, decode_layout, encode
+from starling.weightsync.layouts.adapters import add_adapters, base_of, travelling
 from starling.weightsync.layouts.modules import layout_of
 from starling.weightsync.offer import Offer, Transport, decode_offer
 from starling.weightsync.plan import Plan, make_plan
+from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
 
 torch.set_num_threads(1)
 
@@ -76,19 +80,44 @@ def checkpoint(folder: Path, family: str, seed: int) -> Path:
     return folder
 
 
+def publish_experts(file: Path) -> None:
+    """Turn the experts in `file` as in the published files of Qwen3-VL: transformers writes them otherwise."""
+    full = load_file(file)
+    save_file({name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in full.items()}, file)
+
+
 def read_model(folder: Path) -> Any:
     """Read a checkpoint with transformers."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    auto = auto_class(transformers.AutoConfig.from_pretrained(folder))
+    return auto.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
 
 
-def spec_of(folder: Path, wake: Any = None, **rollout: Any) -> EngineSpec:
+def adapted_model(folder: Path, lora: LoraSettings, seed: int) -> Any:
+    """Read a checkpoint with transformers and put adapters on it with peft, whose values `seed` decides."""
+    model = read_model(folder)
+    add_adapters(model, lora, seed=0)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in travelling(model, dict(model.named_parameters())).values():
+        tensor.data.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    return model.requires_grad_(False)
+
+
+def spec_of(
+    folder: Path,
+    wake: Any = None,
+    lora: LoraSettings | None = None,
+    *,
+    quantise: str = "",
+    dtype: str = "float32",
+    **rollout: Any,
+) -> EngineSpec:
     """Describe an engine for tests; `rollout` are the fields of `RolloutSettings`, those of `vllm` in a mapping."""
     vllm = {"kv_cache_mb": 16, "enforce_eager": True, "start_timeout_s": 500.0, **rollout.pop("vllm", {})}
     return EngineSpec(
         path=folder,
-        model=ModelSettings(path=str(folder)),
+        model=ModelSettings.model_validate({"path": str(folder), "dtype": dtype, "lora": lora}),
         rollout=RolloutSettings.model_validate({"engine": "vllm", "max_rows": 16, "vllm": vllm, **rollout}),
-        weights=WeightsSettings(),
+        weights=WeightsSettings.model_validate({"quantise": quantise}),
         name="rollout-0",
         eos_token_ids=(),
         max_model_len=CONTEXT,
@@ -141,8 +170,8 @@ def held(folder: Path, **rollout: Any) -> Iterator[Held]:
 
 
 def request(lease: str, prompt: list[int], count: int = 1, **rest: Any) -> GroupRequest:
-    """Write a request; `rest` are fields of `Sampling`, `partial` and `listener`."""
-    others = {name: rest.pop(name) for name in ("partial", "listener") if name in rest}
+    """Write a request; `rest` are fields of `Sampling`, `partial`, `listener` and `score_prompt`."""
+    others = {name: rest.pop(name) for name in ("partial", "listener", "score_prompt") if name in rest}
     sampling = Sampling(**{"max_tokens": 16, "temperature": 1.0, "seed": 1, **rest})
     return GroupRequest(lease, prompt, count, sampling, **others)
 
@@ -164,23 +193,51 @@ def forward_logprobs(
     return found
 
 
-def _publish(folders: list[Path], transport: Transport, pipe: Connection) -> None:
+def read_weights(folder: Path, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    """Read a checkpoint's tensors."""
+    weights = load_file(folder / "model.safetensors")
+    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+
+
+def _publish(
+    folders: list[Path], transport: Transport, lora: LoraSettings | None, quantise: str, dtype: str, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
-    weights = [load_file(folder / "model.safetensors") for folder in folders]
-    layout = layout_of(weights[0], "policy-0")
-    with Publisher(layout, transport=transport) as publisher:
-        pipe.send_bytes(encode(layout))
+    base = ""
+    if lora is not None:
+        models = [adapted_model(folder, lora, seed) for seed, folder in enumerate(folders)]
+        weights = [travelling(model, dict(model.named_parameters())) for model in models]
+        base = base_of(models[0], lora)
+    elif dtype == "float32":
+        weights = [tensors(load_model(folder)) for folder in folders]
+    else:
+        weights = [read_weights(folder, dtype) for folder in folders]
+    recipe = linear_weights(quantise, FUSED_BY_VLLM) if quantise else None
+    with Publisher(layout_of(weights[0], "policy-0", base=base), transport=transport, quantise=recipe) as publisher:
+        pipe.send_bytes(encode(publisher.layout))
         while (version := pipe.recv()) is not None:
             pipe.send_bytes(encode(publisher.publish(version, weights[version % len(weights)])))
 
 
 class Source:
-    """A publisher in a process of its own: version v is that of folder v modulo their number."""
+    """A publisher in a process of its own: version v is that of folder v modulo their number.
 
-    def __init__(self, folders: list[Path], transport: Transport = "ucx") -> None:
+    With `lora` it is that of `adapted_model` of the folder, with that number for a seed: give the same folder often.
+    """
+
+    def __init__(
+        self,
+        folders: list[Path],
+        transport: Transport = "ucx",
+        lora: LoraSettings | None = None,
+        *,
+        quantise: str = "",
+        dtype: str = "float32",
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_publish, args=(folders, transport, theirs), daemon=True)
+        arguments = (folders, transport, lora, quantise, dtype, theirs)
+        self._process = context.Process(target=_publish, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
         self.layout: Layout = decode_layout(self._answer())
@@ -210,9 +267,16 @@ class Source:
 
 
 @contextmanager
-def source(folders: list[Path], transport: Transport = "ucx") -> Iterator[Source]:
+def source(
+    folders: list[Path],
+    transport: Transport = "ucx",
+    lora: LoraSettings | None = None,
+    *,
+    quantise: str = "",
+    dtype: str = "float32",
+) -> Iterator[Source]:
     """Make a publisher that is gone afterwards."""
-    made = Source(folders, transport)
+    made = Source(folders, transport, lora, quantise=quantise, dtype=dtype)
     try:
         yield made
     finally:

@@ -189,11 +189,16 @@ def test_two_hundred_adoptions_under_load(running: Held, publisher: Source, mode
 
 
 def spanning(running: Held, publisher: Source, mode: Any, prompt: list[int], lease: str = "old") -> Any:
-    """Adopt a version in the middle of a group; return it, and a group of the same prompt that began afterwards."""
-    running.engine.add(request(lease, prompt, 2, max_tokens=90))
+    """Adopt a version in the middle of a group; return it, and a group of the same prompt that began afterwards.
+
+    It is pulled beforehand: however long that takes, the group is not through.
+    """
+    engine = running.engine
+    publisher.pull(engine, publisher.plan(engine), engine.version + 1)
+    engine.add(request(lease, prompt, 2, max_tokens=90))
     until_sampled(running, 40)
-    adopt(running, publisher, mode)
-    running.engine.add(request("new", prompt, 2, max_tokens=20))
+    assert engine.adopt(mode).proven
+    engine.add(request("new", prompt, 2, max_tokens=20))
     return running.finish(lease, "new")
 
 
@@ -256,6 +261,22 @@ def test_a_call_says_so_before_anything_else_does(folders: list[Path]) -> None:
         with pytest.raises(EngineLostError, match="process ended"):
             engine.pause()
         assert engine.ready
+
+
+def test_it_is_lost_when_its_process_hangs(folders: list[Path]) -> None:
+    others = engine_processes()
+    with held(folders[0], load_weights=True, engine_silence_s=4.0) as running:
+        running.engine.add(request("cut", [1, 2, 3], 3, max_tokens=200))
+        until_sampled(running, 30)
+        ours = engine_processes() - others
+        for process in ours:
+            os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineLostError, match=r"sampled no token for rollout.engine_silence_s = 4 s"):
+            running.finish("cut")
+        partial = running.engine.interrupt("cut")
+        assert partial is not None
+        assert sum(len(there.token_ids) for there in partial) >= 30
+    assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_it_says_so_when_its_process_is_killed(running: Held) -> None:

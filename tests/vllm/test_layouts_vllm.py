@@ -1,43 +1,30 @@
 """The arithmetic of vLLM's workers against vLLM's own model classes.
 
 For each parallelism as many processes as it has workers build the real class, each its part, fill it with NaN and let
-vLLM load a small checkpoint. Every element must then be what the table says: the canonical element of its box, exactly
-once, or padding, which is zero.
+vLLM load a small checkpoint. Every element must then be what the table says, in terms of the parameters that a policy
+publishes: the element of its box, exactly once, or padding, which is zero.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import traceback
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-os.environ.update(
-    GLOO_SOCKET_IFNAME="lo",
-    HF_HUB_OFFLINE="1",
-    TORCH_COMPILE_DISABLE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_NO_USAGE_STATS="1",
-)
 
 import pytest
 import torch
 import transformers
+from engines import publish_experts
 from safetensors.torch import load_file
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.engine.arg_utils import EngineArgs
+from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import initialize_model
+from workers import engine_config, in_workers
 
 from starling.rollout.engine.vllm.cpu import do_without_torchvision
+from starling.weightsync.layouts.fused import transformers_table
 from starling.weightsync.layouts.modules import layout_of
+from starling.weightsync.layouts.parameters import in_terms_of
 from starling.weightsync.layouts.vllm import worker_table
-
-DEADLINE_S = 120
 
 do_without_torchvision()
 
@@ -80,6 +67,7 @@ VISION = {
     "window_size": 16,
     "fullatt_block_indexes": [1],
 }
+DEEP_VISION = {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 CONFIGS: dict[str, tuple[str, Any]] = {
@@ -101,8 +89,24 @@ CONFIGS: dict[str, tuple[str, Any]] = {
         "Qwen3VLForConditionalGeneration",
         transformers.Qwen3VLConfig(
             text_config={**TEXT, "head_dim": 8, "rope_parameters": SECTIONS},
-            vision_config={**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            vision_config=DEEP_VISION,
             tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        transformers.Qwen2VLConfig(
+            text_config={**TEXT, "rope_parameters": SECTIONS},
+            vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 4},
+            tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        transformers.Qwen3VLMoeConfig(
+            text_config={**TEXT, "head_dim": 8, "rope_parameters": SECTIONS, **EXPERTS, "norm_topk_prob": True},
+            vision_config=DEEP_VISION,
+            tie_word_embeddings=False,
         ),
     ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(**LATENT, q_lora_rank=20)),
@@ -110,35 +114,29 @@ CONFIGS: dict[str, tuple[str, Any]] = {
 }
 
 
-def engine_config(folder: Path, tp: int, pp: int, whole_experts: bool) -> VllmConfig:
-    return EngineArgs(
-        model=str(folder),
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        enable_expert_parallel=whole_experts,
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        max_model_len=32,
-        distributed_executor_backend="mp",
-    ).create_engine_config()
-
-
-def check_worker(rank: int, tp: int, pp: int, whole_experts: bool, folder: Path, config: VllmConfig) -> None:
+def check_worker(rank: int, folder: Path, config: VllmConfig) -> None:
     """Build, load and compare the part of one worker."""
-    with set_current_vllm_config(config):
-        init_distributed_environment(tp * pp, rank, f"file://{folder}/meeting", 0, "gloo")
-        initialize_model_parallel(tp, pp)
-        torch.set_default_dtype(torch.float32)
-        module = initialize_model(config)
-        for parameter in module.parameters():
-            parameter.data.fill_(float("nan"))
-        full = load_file(folder / "model.safetensors")
-        module.load_weights(iter(full.items()))
+    parallel = config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    media = config.model_config.multimodal_config
+    module = initialize_model(config)
+    for parameter in module.parameters():
+        parameter.data.fill_(float("nan"))
+    module.load_weights(iter(load_file(folder / "model.safetensors").items()))
+    full: dict[str, torch.Tensor] = torch.load(folder / "trained.pt")
     written = json.loads((folder / "config.json").read_text())
-    table = worker_table(written, rank, tp=tp, pp=pp, whole_experts=whole_experts)
+    table = worker_table(
+        written,
+        rank,
+        tp=tp,
+        pp=pp,
+        whole_experts=parallel.enable_expert_parallel,
+        whole_tower=media is not None and media.mm_encoder_tp_mode == "data",
+    )
+    table = in_terms_of(table, transformers_table(written))
     live = dict(module.named_parameters())
-    assert {parameter.name for parameter in table.parameters} == set(live)
+    differing = {parameter.name for parameter in table.parameters} ^ set(live)
+    assert not differing, sorted(differing)
     layout = layout_of(live, "engine", table=table)
     count = {name: torch.zeros_like(parameter, dtype=torch.int32) for name, parameter in live.items()}
     for shard in layout.ranks[0].shards:
@@ -152,21 +150,8 @@ def check_worker(rank: int, tp: int, pp: int, whole_experts: bool, folder: Path,
         assert not live[name].data[times == 0].any(), f"{name} holds something where the table says padding"
 
 
-def run_worker(
-    rank: int, tp: int, pp: int, whole_experts: bool, folder: Path, config: VllmConfig, answer: Connection
-) -> None:
-    try:
-        check_worker(rank, tp, pp, whole_experts, folder, config)
-        answer.send("")
-    except BaseException:  # noqa: BLE001 - all that went wrong is for the parent to show
-        answer.send(traceback.format_exc())
-    finally:
-        answer.close()
-        os._exit(0)  # what the groups left running must not hold the process
-
-
 @pytest.mark.parametrize(
-    ("name", "tp", "pp", "whole_experts"),
+    ("name", "tp", "pp", "whole"),
     [
         ("llama", 1, 1, False),
         ("llama", 2, 1, False),
@@ -180,17 +165,22 @@ def run_worker(
         ("qwen3_moe", 2, 1, False),
         ("qwen3_moe", 2, 1, True),
         ("qwen3_moe", 4, 1, True),
+        ("qwen3_moe", 1, 2, False),
+        ("qwen2_vl", 2, 1, False),
+        ("qwen2_vl", 4, 1, True),
         ("qwen2_5_vl", 1, 1, False),
-        ("qwen2_5_vl", 2, 1, False),
-        ("qwen3_vl tied", 1, 1, False),
-        ("qwen3_vl tied", 2, 1, False),
+        ("qwen2_5_vl", 2, 2, False),
+        ("qwen3_vl tied", 2, 2, False),
+        ("qwen3_vl tied", 2, 1, True),
+        ("qwen3_vl_moe", 2, 1, False),
+        ("qwen3_vl_moe", 2, 2, True),
         ("deepseek_v3", 2, 1, False),
         ("deepseek_v3", 2, 1, True),
         ("deepseek_v3 without q_lora", 2, 1, False),
     ],
 )
 def test_workers_hold_what_the_table_says(
-    name: str, tp: int, pp: int, whole_experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tp: int, pp: int, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, made = CONFIGS[name]
     torch.manual_seed(0)
@@ -198,26 +188,10 @@ def test_workers_hold_what_the_table_says(
     for tensor in module.state_dict().values():
         tensor.normal_()
     module.save_pretrained(tmp_path)
-    group = f"starling-test-{os.getpid()}-{tmp_path.name}"
-    monkeypatch.setenv("VLLM_DIST_IDENT", group)
-    config = engine_config(tmp_path, tp, pp, whole_experts)  # once, as it asks a process of its own about the class
-    context = multiprocessing.get_context("fork")
-    workers = []
-    for rank in range(tp * pp):
-        mine, theirs = context.Pipe(duplex=False)
-        arguments = (rank, tp, pp, whole_experts, tmp_path, config, theirs)
-        worker = context.Process(target=run_worker, args=arguments, daemon=True)
-        worker.start()
-        theirs.close()
-        workers.append((worker, mine))
-    try:
-        for rank, (_, answer) in enumerate(workers):
-            assert answer.poll(DEADLINE_S), f"worker {rank} said nothing for {DEADLINE_S} s"
-            assert answer.recv() == ""
-    finally:
-        for worker, answer in workers:
-            worker.kill()
-            worker.join()
-            answer.close()
-        for left in Path("/dev/shm").glob(f"{group}-*"):  # vLLM does not remove them
-            left.unlink()
+    torch.save(module.state_dict(), tmp_path / "trained.pt")
+    if made.model_type == "qwen3_vl_moe":
+        publish_experts(tmp_path / "model.safetensors")
+    # Once, as it asks a process of its own about the class.
+    whole_experts = whole and "_experts" in (tmp_path / "config.json").read_text()
+    config = engine_config(tmp_path, tp, pp, whole_experts, mm_encoder_tp_mode="data" if whole else "weights")
+    in_workers(check_worker, config, tmp_path, monkeypatch)

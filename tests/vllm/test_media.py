@@ -13,27 +13,38 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
-from engines import Held, held, source, spec_of
-from tiny_vision import FAMILIES, PIXELS, ask, image, make_config, make_encoder, make_tokenizer, write_video
+from adoptions import GROUP_SIZE, adopt_under_load, check
+from engines import Held, held, publish_experts, source, spec_of
+from tiny_vision import PIXELS, ask, image, make_config, make_encoder, make_tokenizer, write_video
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Media, Prompt, Sampling
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, Partial, RequestError
 from starling.rollout.engine.vision import PromptEncoder, placeholders
-from starling.rollout.engine.vllm import media
 from starling.rollout.engine.vllm.engine import VllmEngine
 
 HEAD = 32
 """The smallest attention heads that vLLM's build for CPUs computes."""
+WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_5_vl": ("qwen2_5_vl", {}),
+    "qwen2_vl on two": ("qwen2_vl", {"tensor_parallel_size": 2}),
+    "qwen3_vl in two stages": ("qwen3_vl", {"pipeline_parallel_size": 2}),
+    "qwen3_vl_moe on two": ("qwen3_vl_moe", {"tensor_parallel_size": 2}),
+}
+MAX_TOKENS = 80
+"""Of a completion under load."""
 
 
 def sized(family: str) -> Any:
-    """Describe a tiny model with heads that are large enough."""
-    config = make_config(family)
-    text = config.text_config
-    text.hidden_size = config.vision_config.out_hidden_size = HEAD * text.num_attention_heads
+    """Describe a tiny model with heads that are large enough, and so four times as wide."""
+    config = make_config(family, initializer_range=0.12)  # or rounding alone would exceed what is allowed
+    text, vision = config.text_config, config.vision_config
+    text.hidden_size = HEAD * text.num_attention_heads
+    setattr(vision, "hidden_size" if family == "qwen2_vl" else "out_hidden_size", text.hidden_size)
     if family.startswith("qwen3"):
         text.head_dim = HEAD
+    if family == "qwen3_vl_moe":
+        text.moe_intermediate_size, text.norm_topk_prob = 32, True
     text.rope_parameters = {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -48,6 +59,8 @@ def write_model(folder: Path, config: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     model = transformers.AutoModelForImageTextToText.from_config(config).eval().requires_grad_(False)
     model.save_pretrained(folder)
+    if config.model_type == "qwen3_vl_moe":
+        publish_experts(folder / "model.safetensors")
     make_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
     return model
@@ -79,31 +92,34 @@ class Seeing:
         for completion in result.completions:
             assert not np.isin(completion.token_ids, never).any()
             assert set(completion.versions.tolist()) == {version}
-            wanted = forward_logprobs(self.models[version % 2], request, completion)
+            wanted = forward_logprobs(self.models[version % 2], result, completion, request.sampling.temperature)
             np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
 
 
-def forward_logprobs(model: Any, request: GroupRequest, completion: Completion) -> npt.NDArray[np.float32]:
+def forward_logprobs(
+    model: Any, result: GroupResult, completion: Completion, temperature: float
+) -> npt.NDArray[np.float32]:
     """Return the log-probabilities of sampled tokens by one forward pass of transformers, at the given positions."""
     sampled = torch.from_numpy(completion.token_ids).long()
-    ids = torch.tensor([[*request.prompt_ids, *sampled.tolist()]])
-    inputs = {name: torch.from_numpy(array) for name, array in request.tensors.items()}
+    ids = torch.tensor([[*result.prompt_ids.tolist(), *sampled.tolist()]])
+    inputs = {name: torch.from_numpy(array) for name, array in result.tensors.items()}
     if inputs:
         told = inputs["position_ids"].long()
         after = told[:, -1].max() + 1 + torch.arange(len(sampled))
         inputs["position_ids"] = torch.cat((told, after.repeat(3, 1)), 1)[:, None]
-    logits = model(ids, **inputs).logits[0, len(request.prompt_ids) - 1 : -1]
-    scaled = (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
+    logits = model(ids, **inputs).logits[0, len(result.prompt_ids) - 1 : -1]
+    scaled = (logits / (temperature or 1.0)).log_softmax(-1)
     found: npt.NDArray[np.float32] = scaled.gather(-1, sampled[:, None])[:, 0].numpy()
     return found
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=WORKERS)
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    family, vllm = WORKERS[request.param]
     base = tmp_path_factory.mktemp("models")
     folders = [base / "0", base / "1"]
-    models = [write_model(folder, sized(request.param), seed) for seed, folder in enumerate(folders)]
-    with held(folders[0], load_weights=True) as engine:
+    models = [write_model(folder, sized(family), seed) for seed, folder in enumerate(folders)]
+    with held(folders[0], load_weights=True, vllm=vllm) as engine:
         video = write_video(base / "video", 24, 16, 6)
         yield Seeing(engine, models, folders, make_encoder(folders[0], models[0]), video)
 
@@ -178,11 +194,43 @@ def test_adopted_weights_see_anew(seeing: Seeing) -> None:
             seeing.check(request, result, version)
 
 
+def test_adoptions_under_a_load_of_images(seeing: Seeing) -> None:
+    engine, first = seeing.held.engine, seeing.held.engine.version + 1
+    film = Media(kind="video", uri=seeing.video)
+    prompts = [
+        lambda seed: ask("a<image>b", image(24, 16, seed)),
+        lambda seed: ask("abc" * (1 + seed % 3)),
+        lambda seed: ask("<video>a<image>", film, image(16, 16, seed % 3)),
+    ]
+
+    def asked(lease: str, number: int) -> GroupRequest:
+        prompt = prompts[number % len(prompts)](number)
+        return seeing.ask_for(lease, prompt, GROUP_SIZE, max_tokens=MAX_TOKENS, temperature=1.0, seed=number)
+
+    with source(seeing.folders) as publisher:
+        outcome = adopt_under_load(seeing.held, publisher, 6, "recompute", first=first, ask=asked)
+    check(outcome, engine.version, MAX_TOKENS)
+    assert len({int(version) for r in outcome.results for c in r.completions for version in c.versions}) > 3
+    for result in outcome.results:
+        for completion in result.completions:
+            for parity in (0, 1):
+                wanted = forward_logprobs(seeing.models[parity], result, completion, 1.0)
+                mine = completion.versions % 2 == parity
+                np.testing.assert_allclose(completion.logprobs[mine], wanted[mine], atol=1e-4)
+
+
 def test_models_that_vllm_would_compute_otherwise_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="on one worker of vLLM only"):
-        media.check_model(sized("qwen2_5_vl"), 2)
-    config = sized("qwen3_vl")
-    del config.text_config.rope_parameters["mrope_interleaved"]
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="add mrope_interleaved = true"):
-        VllmEngine(spec_of(tmp_path))
+    experts, places = sized("qwen3_vl_moe"), sized("qwen3_vl")
+    experts.text_config.norm_topk_prob = False
+    del places.text_config.rope_parameters["mrope_interleaved"]
+    for config, sentence in ((experts, "add norm_topk_prob = true"), (places, "add mrope_interleaved = true")):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=sentence):
+            VllmEngine(spec_of(tmp_path))
+
+
+def test_experts_that_do_not_lie_as_they_are_published_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, sized("qwen3_vl_moe"), 0)
+    publish_experts(tmp_path / "model.safetensors")  # once more, and so back again
+    with pytest.raises(ConfigError, match=r"gate_up_proj in .* lies as transformers writes it, \[4, 64, 128\]"):
+        VllmEngine(spec_of(tmp_path, load_weights=True))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
-from engines import Held, checkpoint, held, read_model, request, source
+from engines import Held, checkpoint, forward_logprobs, held, random_prompt, read_model, request, source
 
 from starling.rollout.engine.base import EngineLostError
 from starling.rollout.engine.vllm.processes import engine_processes, shared_memory
@@ -27,17 +29,29 @@ from starling.rollout.engine.vllm.processes import engine_processes, shared_memo
 )
 def test_adoptions_under_load(family: str, tp: int, pp: int, num_adoptions: int, tmp_path: Path) -> None:
     folders = [checkpoint(tmp_path / str(seed), family, seed) for seed in range(NUM_CHECKPOINTS)]
+    models = [read_model(folder) for folder in folders]
     vllm = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     with source(folders) as publisher, held(folders[0], vllm=vllm) as engine:
         assert len(engine.engine.layout().ranks) == tp * pp
         files = shared_memory(engine_processes())
         assert bool(files) == (tp * pp > 1)
         outcome = adopt_under_load(engine, publisher, num_adoptions, "recompute")
+        check_scores(engine, models[engine.engine.version % NUM_CHECKPOINTS])
         if tp == 2 and family == "qwen3":
             end_of_one_worker(engine)
     assert not [file for file in files if file.exists()]
     check(outcome, num_adoptions - 1)
-    assert largest_difference(outcome.results, [read_model(folder) for folder in folders]) < 1e-4
+    assert largest_difference(outcome.results, models) < 1e-4
+
+
+def check_scores(engine: Held, model: Any) -> None:
+    """Compare what is told of a prompt with a forward pass."""
+    prompt = random_prompt(90, 4)
+    scores = engine.generate(prompt, 2, score_prompt=True, max_tokens=2).prompt_scores
+    assert scores is not None
+    assert scores.version == engine.engine.version
+    np.testing.assert_allclose(scores.logprobs, forward_logprobs(model, prompt[:1], prompt[1:]), atol=1e-4)
+    assert (scores.top_logprobs >= scores.logprobs).all()
 
 
 def end_of_one_worker(engine: Held) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from engines import checkpoint, spec_of
+from engines import DEADLINE_S, checkpoint, spec_of
 
 from starling.common.errors import ConfigError
-from starling.common.settings import LoraSettings
+from starling.common.observe.process import Stopped, StopSignal
 from starling.rollout.engine.base import EngineLostError
 from starling.rollout.engine.vllm import start
 from starling.rollout.engine.vllm.engine import VllmEngine
@@ -34,11 +39,15 @@ def test_the_version_is_one_that_this_was_written_for(monkeypatch: pytest.Monkey
         ({"max_num_batch_tokens": 1}, "did you mean 'max_num_batched_tokens'"),
         ({"qqqq": 1}, "'qqqq', which vLLM does not know; remove it"),
         ({"tensor_parallel_size": 2}, "which other settings decide"),
+        ({"data_parallel_size": 2}, "data_parallel_size = 2: a version would be put in place in one engine of several"),
+        ({"enable_eplb": True}, "enable_eplb = True: experts that move between workers"),
+        ({"enable_lora": True}, r"adapters are those of \[model.lora\]; remove it"),
+        ({"logprobs_mode": "processed_logprobs"}, "training wants those of softmax"),
     ],
 )
 def test_arguments_that_there_are_not(engine_args: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        start.arguments(spec_of(tmp_path, vllm={"engine_args": engine_args}))
+        start.arguments(spec_of(tmp_path, vllm={"engine_args": engine_args}), on_cpu=True)
 
 
 def test_heads_that_the_build_for_cpus_cannot_compute(tmp_path: Path) -> None:
@@ -49,22 +58,86 @@ def test_heads_that_the_build_for_cpus_cannot_compute(tmp_path: Path) -> None:
     assert not engine_processes()
 
 
+def test_whole_experts_that_the_build_for_cpus_cannot_compute(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(hidden_size=64, num_attention_heads=2, head_dim=32, num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
+    vllm = {"tensor_parallel_size": 2, "engine_args": {"enable_expert_parallel": True}}
+    with pytest.raises(ConfigError, match="enable_expert_parallel, and vLLM's build for CPUs cannot compute with some"):
+        VllmEngine(spec_of(tmp_path, vllm=vllm))
+    assert not engine_processes()
+
+
 def test_settings_become_arguments(tmp_path: Path) -> None:
-    made = start.arguments(
-        spec_of(tmp_path, max_rows=7, load_weights=True, vllm={"kv_cache_mb": 3, "engine_args": {"block_size": 64}})
-    )
+    vllm = {"kv_cache_mb": 3, "engine_args": {"block_size": 64, "nnodes": 1}}
+    made = start.arguments(spec_of(tmp_path, max_rows=7, load_weights=True, vllm=vllm), on_cpu=True)
     assert made["kv_cache_memory_bytes"] == 3 << 20
     assert (made["max_num_seqs"], made["load_format"], made["block_size"]) == (7, "auto", 64)
-    assert start.arguments(spec_of(tmp_path))["load_format"] == "dummy"
+    assert start.arguments(spec_of(tmp_path), on_cpu=True)["load_format"] == "dummy"
 
 
-def test_adapters_need_another_engine(tmp_path: Path) -> None:
-    import dataclasses
+def test_only_gpus_are_told_to_sleep(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, vllm={"engine_args": {"enable_sleep_mode": True}})
+    assert start.arguments(spec, on_cpu=False)["enable_sleep_mode"] is True
+    assert "enable_sleep_mode" not in start.arguments(spec, on_cpu=True)
 
-    spec = spec_of(tmp_path)
-    model = spec.model.model_copy(update={"lora": LoraSettings()})
-    with pytest.raises(ConfigError, match="vllm takes whole weights only"):
-        start.check_spec(dataclasses.replace(spec, model=model))
+
+def test_codes_are_told_of_in_the_models_configuration(tmp_path: Path) -> None:
+    spec = spec_of(checkpoint(tmp_path / "model", "qwen3", 0), quantise="mxfp4")
+    made = start.arguments(spec, on_cpu=True)
+    told = made["hf_overrides"]["quantization_config"]
+    assert (told["quant_method"], told["format"]) == ("compressed-tensors", "mxfp4-pack-quantized")
+    assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_norm"} <= {*told["ignore"]}
+    assert not any("proj" in name for name in told["ignore"])
+    spec = spec_of(spec.path, quantise="mxfp4", vllm={"engine_args": {"quantization": "fp8"}})
+    with pytest.raises(ConfigError, match="'quantization', which other settings decide"):
+        start.arguments(spec, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("qwen3", {"quantise": "fp8_row", "load_weights": True}, "those of model.path .rollout.load_weights.; leave"),
+        ("qwen3", {"quantise": "nvfp4"}, "'nvfp4' on vllm computes in bfloat16 only; set model.dtype"),
+        ("qwen3_moe", {"quantise": "fp8_row"}, "build for CPUs computes with no routed experts in codes"),
+        (
+            "qwen3",
+            {"quantise": "fp8_block"},
+            "one scale of 128 x 128 elements, and worker 0 of vllm would hold 128 x 64 of",
+        ),
+        (
+            "qwen3",
+            {"quantise": "mxfp4", "vllm": {"tensor_parallel_size": 2}},
+            "one scale of 1 x 32 elements, and worker 0 of vllm would hold 64 x 48 of model.layers.0.mlp.down_proj",
+        ),
+    ],
+)
+def test_codes_that_vllm_cannot_hold(family: str, changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        start.check_spec(spec_of(checkpoint(tmp_path / "model", family, 0), **changes))
+
+
+def test_codes_of_latent_attention_are_refused(tmp_path: Path) -> None:
+    transformers.DeepseekV3Config(num_hidden_layers=1, hidden_size=128).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="makes further weights of those of latent attention"):
+        start.check_spec(spec_of(tmp_path, quantise="fp8_row"))
+
+
+@pytest.mark.parametrize(("form", "least"), [("fp8_row", 7.5), ("fp8_block", 7.5), ("mxfp4", 8.0), ("nvfp4", 7.5)])
+def test_old_gpus_are_refused(form: str, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM says of a device that is not here."""
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    path = checkpoint(tmp_path / "model", "qwen3", 0)
+    config = json.loads((path / "config.json").read_text()) | {"hidden_size": 128, "intermediate_size": 128}
+    (path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    spec = spec_of(path, quantise=form, dtype="bfloat16")
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(7, 0))
+    with pytest.raises(ConfigError, match=f"needs a GPU of compute capability {least} for vllm, and this one has 7.0"):
+        start.check_spec(spec)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(9, 0))
+    start.check_spec(spec)
 
 
 def test_the_environment_is_that_of_the_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,4 +154,31 @@ def test_an_engine_that_does_not_come_up_leaves_nothing(tmp_path: Path) -> None:
     before = engine_processes()
     with pytest.raises(EngineLostError, match="start_timeout_s = 2 s"):
         VllmEngine(spec_of(checkpoint(tmp_path / "model", "llama", 0), vllm={"start_timeout_s": 2.0}))
+    assert engine_processes() == before
+
+
+@pytest.fixture
+def stop() -> Iterator[StopSignal]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stop = StopSignal()
+    stop.install()
+    yield stop
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_start_that_is_broken_off_leaves_nothing(tmp_path: Path, stop: StopSignal) -> None:
+    folder, before = checkpoint(tmp_path / "model", "llama", 0), engine_processes()
+
+    def terminate() -> None:
+        end = time.monotonic() + DEADLINE_S
+        while engine_processes() == before and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    with pytest.raises(Stopped), stop.breaking_off():
+        VllmEngine(spec_of(folder))
+    thread.join()
     assert engine_processes() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from starling.common.errors import ConfigError
+from starling.rollout.settings import VllmSettings
 
 ENVIRONMENT = {
     # Compiling a kernel for ranks of log-probabilities, which nobody reads, takes half a minute at the first token.
@@ -43,6 +45,19 @@ def check_heads(config: Any) -> None:
         raise ConfigError(
             f"the model's attention heads have {size} values, and vLLM's build for CPUs computes with "
             f"{', '.join(map(str, known))}; set rollout.engine = 'transformers'"
+        )
+
+
+def check_experts(settings: VllmSettings) -> None:
+    """Refuse to deal out whole experts: this build's kernel for them would end the engine at the first request.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if settings.engine_args.get("enable_expert_parallel") and settings.tensor_parallel_size > 1:
+        raise ConfigError(
+            "rollout.vllm.engine_args has enable_expert_parallel, and vLLM's build for CPUs cannot compute with some "
+            "of the experts; remove it, so that each worker has a share of each expert"
         )
 
 
@@ -107,6 +122,24 @@ def keep_weights() -> None:
     layers.dispatch_cpu_unquantized_gemm = pack_linear
     CPUUnquantizedExperts.process_weights_after_loading = pack_beside
     CPUUnquantizedExperts.apply = apply_packed
+
+
+def keep_experts() -> None:
+    """Have experts computed as ever beside adapters; to be called in a worker before it builds its model.
+
+    With adapters anywhere vLLM takes the one kernel that can have some on experts too. It is of Triton, which this
+    build comes without, and adapters on experts are refused.
+    """
+    import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as method
+
+    select = method.select_unquantized_moe_backend
+
+    def select_without(moe_config: Any) -> Any:
+        plain = copy.copy(moe_config)
+        plain.is_lora_enabled = False
+        return select(plain)
+
+    method.select_unquantized_moe_backend = select_without
 
 
 def complete_runner(runner: Any, *, first: bool) -> None:

@@ -19,7 +19,7 @@ from starling.rollout.engine.base import (
 )
 from starling.rollout.engine.request import check_partial, check_request, check_tensors
 from starling.rollout.engine.vision import cells_per_token, placeholders
-from starling.rollout.engine.vllm import start
+from starling.rollout.engine.vllm import adapters, start
 from starling.rollout.engine.vllm.groups import Group, check_temperature
 from starling.rollout.engine.vllm.pulls import await_workers
 from starling.rollout.engine.vllm.runner import Runner
@@ -37,7 +37,7 @@ class VllmEngine:
     """An `Engine` (see `base`) over vLLM. `ready` says that something ended: it computes by itself."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Start vLLM, with weights at random unless `rollout.load_weights`.
+        """Start vLLM, with weights at random unless `rollout.load_weights`, or below adapters.
 
         Raises:
             ConfigError: no vLLM that this was written for, or a setting that it does not take.
@@ -46,7 +46,7 @@ class VllmEngine:
         start.check_version()
         start.check_spec(spec)
         self._spec = spec
-        self._runner = runner = Runner(spec)
+        self._runner = runner = Runner(spec, None if spec.model.lora is None else adapters.read(spec))
         try:
             self._model_config = runner.model_config
             self._layout = runner.call(runner.layout(), spec.rollout.vllm.start_timeout_s)
@@ -242,8 +242,8 @@ class VllmEngine:
         """
         if not self._model_config.enable_sleep_mode and not self._runner.on_cpu:
             raise ConfigError(
-                "vllm gives its memory away only with rollout.vllm.engine_args.enable_sleep_mode = true; set it, or "
-                "launch.colocate = false"
+                "vllm gives its memory away only with rollout.vllm.engine_args.enable_sleep_mode = true, which "
+                "launch.colocate sets; set it, or launch.colocate = false"
             )
         self._runner.call(self._runner.sleep())
 

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from starling.common.wire.messages import Sampling, Status
-from starling.rollout.engine.base import Completion, GroupFailed, GroupRequest, GroupResult, Partial, RequestError
+from starling.rollout.engine.base import (
+    Completion,
+    GroupFailed,
+    GroupRequest,
+    GroupResult,
+    Partial,
+    PromptScores,
+    RequestError,
+)
 from starling.rollout.engine.vllm.versions import token_versions
 
 STATUS = {"stop": Status.OK, "length": Status.TRUNCATED}
@@ -34,6 +42,8 @@ class Row:
     status: Status | None = None
     collector: Any = None
     """vLLM's queue of what comes; None before the request is made."""
+    prompt_logprobs: Any = None
+    """What vLLM says of the prompt, where it is asked to."""
     unwanted: bool = False
     """Give the request up."""
     again: bool = False
@@ -48,6 +58,8 @@ class Row:
         """Take one `RequestOutput` in; return how many tokens it brought."""
         (completion,) = output.outputs
         self.token_ids += completion.token_ids
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
         # Two entries where the likeliest token is another one; the sampled one comes first.
         flat = completion.logprobs
         if flat is not None:
@@ -137,7 +149,19 @@ class Group:
             assert whole.status is not None
             completions.append(Completion(whole.token_ids, whole.logprobs, whole.versions, whole.status))
         prompt_ids = np.array(self.request.prompt_ids, np.int32)
-        return GroupResult(lease, prompt_ids, tuple(completions), self.request.tensors)
+        return GroupResult(lease, prompt_ids, tuple(completions), self.request.tensors, self._prompt_scores())
+
+    def _prompt_scores(self) -> PromptScores | None:
+        """Return what the first row's request was told of the prompt, with the version that sampled behind it."""
+        if not self.request.score_prompt:
+            return None
+        row = self.rows[0]
+        flat, version = row.prompt_logprobs, int(row.partial().versions[row.num_before])
+        # Two entries for each token but the first: its own, and that of the likeliest one. What was sampled before the
+        # request was made again stands behind the prompt.
+        starts = np.array(flat.start_indices[1 : len(self.request.prompt_ids)], np.int64)
+        logprobs, ids = np.array(flat.logprobs, np.float32), np.array(flat.token_ids, np.int32)
+        return PromptScores(logprobs[starts], ids[starts + 1], logprobs[starts + 1], version)
 
 
 def check_temperature(request: GroupRequest) -> None:
@@ -168,6 +192,7 @@ def sampling_arguments(group: Group, row: Row, eos_token_ids: tuple[int, ...]) -
         "ignore_eos": True,  # those of the tokenizer are listed; others would be those of the model's defaults
         "seed": row_seed(sampling, row),
         "logprobs": 0,
+        "prompt_logprobs": 1 if group.request.score_prompt and row.index == 0 else None,
         "flat_logprobs": True,
         "detokenize": False,
         "skip_clone": True,

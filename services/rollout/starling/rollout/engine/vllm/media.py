@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from vllm.multimodal.processing.context import InputProcessingContext
 from starling.common.errors import ConfigError
 from starling.rollout.engine.base import GroupRequest, RequestError
 from starling.rollout.engine.vision import placeholders
+from starling.weightsync.layouts.checkpoint import open_folder
 
 KINDS = {"image_grid_thw": ("image", "pixel_values"), "video_grid_thw": ("video", "pixel_values_videos")}
 """What vLLM calls what a grid describes, and the patches that belong to it."""
@@ -41,26 +43,45 @@ POSITIONS = "starling_position_ids"
 """By which name an item carries the positions from its first token to the next item, or the prompt's end."""
 
 
-def check_model(config: Any, num_workers: int) -> None:
-    """Refuse a model with vision that vLLM would not compute, or not as transformers does.
+def check_model(config: Any) -> None:
+    """Refuse a model with vision that vLLM would not compute as transformers does.
 
     Raises:
-        ConfigError: several workers, where vLLM's own processor would stand in the process above them; or a file that
-            leaves out an entry which vLLM goes by.
+        ConfigError: its file leaves out an entry which vLLM goes by.
     """
     if not placeholders(config):
         return
-    if num_workers > 1:
+    text = config.get_text_config()
+    if config.model_type == "qwen3_vl_moe" and not getattr(text, "norm_topk_prob", False):
         raise ConfigError(
-            f"a model of type {config.model_type} takes images on one worker of vLLM only, and "
-            f"rollout.vllm.tensor_parallel_size x pipeline_parallel_size is {num_workers}; set both to 1"
+            f"the text_config of a model of type {config.model_type} does not say norm_topk_prob, and vLLM would not "
+            "know how to weigh its experts; add norm_topk_prob = true to it in config.json"
         )
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rope = getattr(text, "rope_parameters", None) or {}
     if config.model_type.startswith("qwen3") and not rope.get("mrope_interleaved"):
         raise ConfigError(
             f"the rope_parameters of a model of type {config.model_type} do not say mrope_interleaved, and vLLM would "
             "take its positions for those of another family; add mrope_interleaved = true to them in config.json"
         )
+
+
+def check_files(folder: Path, config: Any) -> None:
+    """Refuse files of weights that vLLM would read, and take for others.
+
+    Raises:
+        ConfigError: experts of Qwen3-VL that do not lie transposed, as published ones do.
+    """
+    if config.model_type != "qwen3_vl_moe":
+        return
+    hidden = config.get_text_config().hidden_size
+    with open_folder(folder) as files:
+        for spec in files.tensors:
+            if spec.name.endswith(".experts.gate_up_proj") and spec.shape[1] != hidden:
+                raise ConfigError(
+                    f"{spec.name} in {str(folder)!r} lies as transformers writes it, {list(spec.shape)}, and vLLM "
+                    "wants it transposed, as it is published; set rollout.load_weights = false or rollout.engine = "
+                    "'transformers'"
+                )
 
 
 class _Sizes(BaseProcessingInfo):  # type: ignore[misc]

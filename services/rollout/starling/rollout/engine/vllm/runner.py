@@ -17,9 +17,10 @@ import structlog
 
 from starling.common.errors import StarlingError, WeightsError
 from starling.rollout.engine.base import EngineLostError, EngineSpec, Partial
-from starling.rollout.engine.vllm import cpu, processes, start
+from starling.rollout.engine.vllm import adapters, cpu, processes, start
 from starling.rollout.engine.vllm.groups import Group, Row, sampling_arguments
 from starling.rollout.engine.vllm.news import Listener
+from starling.rollout.engine.vllm.silence import await_silence
 from starling.weightsync.layout import Layout, decode_layout, encode
 from starling.weightsync.layouts.join import join_ranks
 
@@ -41,14 +42,20 @@ PATIENCE_S: Final = 2.0
 class Runner:
     """One vLLM engine: its processes, its thread, and the groups that it has."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, adapted: Layout | None = None) -> None:
         """Start it. Waits until its workers are ready.
+
+        Args:
+            spec: what it is made of.
+            adapted: the adapters that make up a version, where they do.
 
         Raises:
             ConfigError: a setting that vLLM does not take.
             EngineLostError: it did not start within `rollout.vllm.start_timeout_s`.
         """
-        self._spec = spec
+        self._spec, self._adapted = spec, adapted
+        self._adapters: Any = None
+        """What has a request computed with adapters, where there are any."""
         self._llm: Any = None
         self._lost: asyncio.Future[None] | None = None
         self._others = processes.engine_processes()
@@ -61,10 +68,10 @@ class Runner:
         """Groups that have ended, for whoever holds the engine."""
         self.loss = ""
         """Why the engine is lost; empty while it lives."""
-        self.num_tokens = 0
+        self.num_tokens = self._num_answers = 0
         self.salt = ""
         """What the cache of new requests is salted with."""
-        self.closed = self.on_cpu = False
+        self.closed = self.on_cpu = self._paused = False
         self._rows: set[Row] = set()
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -134,19 +141,29 @@ class Runner:
             for row in group.unfinished:
                 row.again = False
                 await self._abort(row)
-            _, stuck = await asyncio.wait(tasks, timeout=STUCK_S if self.loss else ANSWER_S)
-            for task in stuck:
-                task.cancel()
+            await self._end_tasks(tasks)
             self._admit()
         return tuple(row.partial() for row in group.rows)
+
+    async def _end_tasks(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Wait until vLLM has given rows up, or is lost: then it says no more than what has come of them."""
+        assert self._lost is not None
+        whole = asyncio.gather(*tasks, return_exceptions=True)
+        either: set[asyncio.Future[Any]] = {whole, self._lost}
+        await asyncio.wait(either, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            whole.cancel()
+            await asyncio.wait(tasks, timeout=STUCK_S)
 
     async def pause(self, *, clear_cache: bool) -> None:
         """Stop between two tokens."""
         await self.alive(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+        self._paused = True
 
     async def resume(self) -> None:
         """Go on."""
         await self.alive(self._llm.resume_generation())
+        self._paused = False
 
     async def ask_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all workers' extensions and return their answers in the order of ranks.
@@ -173,7 +190,7 @@ class Runner:
 
     async def sleep(self) -> None:
         """Give device memory away."""
-        await self.alive(self._llm.sleep(level=2))
+        await self.alive(self._llm.sleep(level=2 if self._adapted is None else 1))  # what is below adapters comes back
 
     async def wake_up(self) -> None:
         """Take it back."""
@@ -205,14 +222,19 @@ class Runner:
         settings = self._spec.rollout.vllm
         self.on_cpu = bool(current_platform.is_cpu())
         config = AutoConfig.from_pretrained(self._spec.path, trust_remote_code=self._spec.model.trust_remote_code)
-        media.check_model(config, settings.tensor_parallel_size * settings.pipeline_parallel_size)
+        media.check_model(config)
+        if self._spec.rollout.load_weights:
+            media.check_files(self._spec.path, config)
         media.take_prepared_prompts()
         if self.on_cpu:
             cpu.check_heads(config)
+            cpu.check_experts(settings)
             cpu.do_without_torchvision()
         wanted = start.environment(self._spec, on_cpu=self.on_cpu)
         with start.with_environment(wanted):
-            future = asyncio.run_coroutine_threadsafe(self._make(start.arguments(self._spec)), self._loop)
+            future = asyncio.run_coroutine_threadsafe(
+                self._make(start.arguments(self._spec, self._adapted, on_cpu=self.on_cpu)), self._loop
+            )
             try:
                 future.result(settings.start_timeout_s)
             except TimeoutError as error:
@@ -229,12 +251,28 @@ class Runner:
 
     async def _make(self, arguments: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from starling.rollout.engine.vllm.executor import executor_class
+
+        if self.closed:  # while vLLM was being imported
+            raise EngineLostError("its start was given up")
         # It blocks for as long as it takes; the thread has nothing else to do yet.
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        given = AsyncEngineArgs(**arguments)
+        config = given.create_engine_config(UsageContext.ENGINE_CONTEXT)  # as `from_engine_args`
+        self._llm = AsyncLLM(
+            config, executor_class(config), not given.disable_log_stats, log_requests=given.enable_log_requests
+        )
         self._lost = self._loop.create_future()
         self._llm.output_handler.add_done_callback(lambda _: self.lose("the engine's process ended"))
+        self._watching = self._loop.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Give up an engine that hangs."""
+        silence_s = self._spec.rollout.engine_silence_s
+        await await_silence(lambda: self._num_answers if self._rows and not self._paused else None, silence_s)
+        self.lose(f"it has requests, and sampled no token for rollout.engine_silence_s = {silence_s:g} s")
 
     def lose(self, reason: str) -> None:
         """Give the engine up."""
@@ -248,11 +286,21 @@ class Runner:
 
     async def layout(self) -> Layout:
         """Make all workers ready; return the layout of the whole engine."""
-        described = await self.ask_workers("starling_describe")
+        if self._adapted is None:
+            described = await self.ask_workers("starling_describe", self._spec.weights.quantise)
+        else:
+            assert self._spec.model.lora is not None
+            config = adapters.as_peft(self._spec.model.lora)
+            described = await self.ask_workers("starling_adapt", encode(self._adapted), config)
+            adapters.check_computed(await self.ask_workers("starling_missing"))
+            self._adapters = adapters.request()
         self._shared_memory = processes.shared_memory(self._processes)
         layout = join_ranks(self._spec.name, [decode_layout(part) for part in described])
-        arguments = (encode(layout), self._spec.weights.digests, self.listener.path)
-        await self.ask_workers("starling_join", *arguments)
+        weights = self._spec.weights
+        arguments = (encode(layout), weights.digests, self.listener.path, weights.quantise)
+        packed = await self.ask_workers("starling_join", *arguments)
+        if weights.quantise:
+            log.info("vLLM holds quantised weights", form=weights.quantise, packing_bytes=max(packed))
         return layout
 
     async def _shut_down(self) -> None:
@@ -261,9 +309,8 @@ class Runner:
                 await asyncio.wait_for(self.ask_workers("starling_close"), CLOSE_S / 2)
             except (TimeoutError, StarlingError) as error:
                 log.warning("workers did not end in good order", error=str(error))
-        for tasks in self._tasks.values():
-            for task in tasks:
-                task.cancel()
+        for task in (self._watching, *(task for tasks in self._tasks.values() for task in tasks)):
+            task.cancel()
         llm, self._llm = self._llm, None
         llm.shutdown(timeout=PATIENCE_S)
 
@@ -323,7 +370,9 @@ class Runner:
         parameters = SamplingParams(
             output_kind=RequestOutputKind.DELTA, **sampling_arguments(group, row, self._spec.eos_token_ids)
         )
-        row.collector = await self._llm.add_request(f"{group.number}-{row.index}", prompt, parameters)
+        row.collector = await self._llm.add_request(
+            f"{group.number}-{row.index}", prompt, parameters, lora_request=self._adapters
+        )
         row.again = not row.unwanted and salt != self.salt  # adopted meanwhile: see `restart_unbegun`
         if row.unwanted or row.again:
             await self._abort(row)
@@ -334,6 +383,7 @@ class Runner:
             self._take(group, row, output)
 
     def _take(self, group: Group, row: Row, output: Any) -> None:
+        self._num_answers += 1
         first = len(row.token_ids)
         self.num_tokens += row.take(output)
         listener = group.request.listener

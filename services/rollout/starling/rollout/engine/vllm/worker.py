@@ -11,23 +11,29 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from vllm.platforms import current_platform
 
 from starling.common.errors import WeightsError
 from starling.rollout.engine.vision import placeholders
-from starling.rollout.engine.vllm import cpu, media, sampler, watch
+from starling.rollout.engine.vllm import cpu, cpu_kernels, media, sampler, watch
 from starling.rollout.engine.vllm.news import News, Teller
+from starling.rollout.engine.vllm.slot import Slot
 from starling.weightsync.execute.digests import Digests
 from starling.weightsync.execute.pull import Puller
 from starling.weightsync.execute.transfer import Progress
 from starling.weightsync.layout import Layout, decode_layout, encode
+from starling.weightsync.layouts.fused import transformers_table
 from starling.weightsync.layouts.modules import layout_of
+from starling.weightsync.layouts.parameters import in_terms_of
 from starling.weightsync.layouts.vllm import worker_table
 from starling.weightsync.offer import Offer, decode_offer
 from starling.weightsync.plan import Plan, decode_plan
+
+if TYPE_CHECKING:
+    from starling.rollout.engine.vllm.packing import Packer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,8 +44,10 @@ watch.end_with_replica()
 media.take_prepared_prompts()
 if current_platform.is_cpu():
     cpu.keep_weights()
+    cpu.keep_experts()
     cpu.do_without_torchvision()
     cpu.mend_speculation()
+    cpu_kernels.install()
 
 
 def answered(method: Callable[P, T]) -> Callable[P, Answer]:
@@ -58,17 +66,28 @@ def answered(method: Callable[P, T]) -> Callable[P, Answer]:
 class Destination:
     """The weights of one worker, and what is pulled into them."""
 
-    def __init__(self, model: torch.nn.Module, layout: Layout, rank: int, digests: Digests, news: str) -> None:
+    def __init__(
+        self,
+        tensors: Callable[[], dict[str, torch.Tensor]],
+        place: Callable[[], None],
+        layout: Layout,
+        rank: int,
+        digests: Digests,
+        news: str,
+        packer: Packer | None,
+    ) -> None:
         """Make it ready to pull.
 
         Args:
-            model: this worker's part.
+            tensors: returns what this worker holds of a version, by the names of the layout.
+            place: has vLLM compute with what these hold, after they have changed.
             layout: of all workers.
             rank: of this one.
             digests: how a version is proven.
             news: where the replica listens.
+            packer: what brings quantised weights into vLLM's layers; None where there are none.
         """
-        self._model, self._rank = model, rank
+        self._tensors, self._place, self._rank, self._packer = tensors, place, rank, packer
         self._puller = Puller(layout, rank=rank, digests=digests)
         self._teller = Teller(news)
         self._cancelled = threading.Event()
@@ -90,23 +109,30 @@ class Destination:
 
     def adopt(self, version: int) -> str:
         """Put the version that was pulled in place, unless it is; return what this worker attests."""
+        if self._packer is not None:
+            return self._pack(self._packer, version)
         if self._puller.version != version:
             switched = self._puller.switch(self._tensors())
             if switched != version:
                 raise WeightsError(f"Version {switched} was staged, not {version}.")
-        if current_platform.is_cpu():
-            cpu.pack_again(self._model)
+        self._place()
         assert self._offer is not None
         return self._puller.attest(self._tensors(), self._offer)
+
+    def _pack(self, packer: Packer, version: int) -> str:
+        """Put a staged version of quantised weights in place, layer by layer; return what was attested of each."""
+        assert self._offer is not None
+        root = self._puller.switch_in_turns(packer.turns(), self._offer)
+        if self._puller.version != version:
+            raise WeightsError(f"Version {self._puller.version} was staged, not {version}.")
+        self._place()
+        return root
 
     def close(self) -> None:
         """End everything."""
         self.cancel()
         self._puller.close()
         self._teller.close()
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self._model.named_parameters())
 
     def _pull(
         self,
@@ -130,7 +156,8 @@ class Destination:
                 plan,
                 deadline_s=deadline_s,
                 cancelled=cancelled.is_set,
-                into=self._tensors() if in_place else None,
+                # What is packed has no place yet: its staging, in the host's memory, is all the same filled.
+                into=self._tensors() if in_place and self._packer is None else None,
                 progress=progress,
             )
         except Exception as error:  # noqa: BLE001 - the replica raises it
@@ -145,35 +172,69 @@ class WorkerExtension:
     rank: int
     model_runner: Any
     vllm_config: Any
+    starling_slot: Slot | None = None
+    """Where adapters go, where they make up a version."""
 
     @answered
-    def starling_describe(self) -> bytes:
-        """Make the worker ready; return its part of the layout."""
+    def starling_describe(self, quantise: str) -> bytes:
+        """Make the worker ready; return its part of the layout, in the form `weights.quantise`."""
+        self._starling_prepare()
         runner, config = self.model_runner, self.vllm_config
-        # A sampled placeholder would ask for an image that is not there, in the trainer if not here.
-        sampler.install(runner, sorted(placeholders(config.model_config.hf_config).values()))
-        media.place_as_told(runner.get_model(), config.model_config.hf_config)
         parallel = config.parallel_config
         tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        if current_platform.is_cpu():
-            cpu.complete_runner(runner, first=self.rank < tp)
-        table = worker_table(
-            json.loads((Path(config.model_config.model) / "config.json").read_text()),
+        described = json.loads((Path(config.model_config.model) / "config.json").read_text())
+        vision, dtype = config.model_config.multimodal_config, str(config.model_config.dtype).removeprefix("torch.")
+        mine = worker_table(
+            described,
             self.rank,
             tp=tp,
             pp=pp,
             whole_experts=parallel.enable_expert_parallel and tp > 1,
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            whole_tower=vision is not None and vision.mm_encoder_tp_mode == "data",
+            dtype=dtype,
         )
-        layout = layout_of(dict(runner.model.named_parameters()), f"worker {self.rank}", table=table)
-        return encode(layout)
+        # The policy publishes the parameters of transformers' class, by the names that they have there.
+        table = in_terms_of(mine, transformers_table(described, dtype))
+        if quantise:
+            from starling.rollout.engine.vllm.packing import packed_layout
+
+            return encode(packed_layout(runner.model, f"worker {self.rank}", table, quantise))
+        return encode(layout_of(dict(runner.model.named_parameters()), f"worker {self.rank}", table=table))
 
     @answered
-    def starling_join(self, layout: bytes, digests: Digests, news: str) -> None:
-        """Take the layout of all workers."""
-        self.starling_destination = Destination(
-            self.model_runner.model, decode_layout(layout), self.rank, digests, news
-        )
+    def starling_adapt(self, layout: bytes, config: dict[str, Any]) -> bytes:
+        """Make the worker ready for versions of adapters, see `slot.Slot`; return its part of the layout."""
+        self._starling_prepare()
+        adapted = decode_layout(layout)
+        self.starling_slot = Slot(self.model_runner.get_model(), adapted, config)
+        return encode(layout_of(self.starling_slot.tensors, f"worker {self.rank}", base=adapted.base))
+
+    @answered
+    def starling_missing(self) -> list[str]:
+        """Return the layers that have adapters in training, and none here."""
+        assert self.starling_slot is not None
+        return self.starling_slot.missing()
+
+    @answered
+    def starling_join(self, layout: bytes, digests: Digests, news: str, quantise: str) -> int:
+        """Take the layout of all workers; return the bytes of a layer that are needed beside quantised weights."""
+        model, slot, whole = self.model_runner.model, self.starling_slot, decode_layout(layout)
+        packer = None
+        if quantise:
+            from starling.rollout.engine.vllm.packing import Packer  # of inner functions of vLLM
+
+            packer = Packer(model, whole, self.rank, quantise, self.vllm_config)
+
+        def tensors() -> dict[str, torch.Tensor]:
+            return dict(model.named_parameters()) if slot is None else slot.tensors
+
+        def place() -> None:
+            changed = slot is None or slot.place()
+            if changed and current_platform.is_cpu():
+                cpu.pack_again(model)
+
+        self.starling_destination = Destination(tensors, place, whole, self.rank, digests, news, packer)
+        return packer.layer_bytes if packer else 0
 
     @answered
     def starling_pull(self, number: int, offer: bytes, plan: bytes, deadline_s: float, in_place: bool) -> None:
@@ -189,6 +250,14 @@ class WorkerExtension:
     def starling_adopt(self, version: int) -> str:
         """Put a version in place; see `Destination.adopt`."""
         return self.starling_destination.adopt(version)
+
+    def _starling_prepare(self) -> None:
+        runner, config = self.model_runner, self.vllm_config.model_config.hf_config
+        # A sampled placeholder would ask for an image that is not there, in the trainer if not here.
+        sampler.install(runner, sorted(placeholders(config).values()))
+        media.place_as_told(runner.get_model(), config)
+        if current_platform.is_cpu():
+            cpu.complete_runner(runner, first=self.rank < self.vllm_config.parallel_config.tensor_parallel_size)
 
     @answered
     def starling_close(self) -> None:

@@ -1,0 +1,160 @@
+"""Adapters on vLLM, as the replica sees them: which there are, and what vLLM is started with for them.
+
+The base is what vLLM loads from the model's folder, and it stays. vLLM gets one slot for adapters, which all requests
+use; what each worker does with a version of them is in `slot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from starling.common.errors import ConfigError
+from starling.common.settings import LoraSettings
+from starling.rollout.engine.base import EngineSpec
+
+if TYPE_CHECKING:
+    from starling.weightsync.layout import Layout
+
+NUMBER: Final = 1
+"""Which adapters requests name: there are no others."""
+WHOLE: Final = "modules_to_save"
+"""The part of a tensor's name by which peft tells a module that is trained whole."""
+
+
+def check(lora: LoraSettings) -> None:
+    """Refuse what vLLM cannot compute.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    for key, what in (("dora", "DoRA"), ("parameters", "adapters on weights that are no layer of their own")):
+        if getattr(lora, key):
+            raise ConfigError(
+                f"model.lora.{key} needs rollout.engine = 'transformers': vllm has no {what}; set that, or remove it"
+            )
+
+
+def read(spec: EngineSpec) -> Layout:
+    """Return which tensors make up a version, and the digest of what is below the adapters.
+
+    The model is read once for that, as the policy reads it, into the memory of the host; it is gone when this returns.
+
+    Raises:
+        ConfigError: the folder cannot be read, or adapters do not fit its model, or vLLM.
+    """
+    from starling.rollout.engine.model import build_model, live_tensors
+    from starling.weightsync.layouts.adapters import adapted_layers, base_name, base_of
+    from starling.weightsync.layouts.modules import layout_of
+
+    lora = spec.model.lora
+    assert lora is not None
+    model = build_model(
+        spec.path,
+        dtype=spec.model.dtype,
+        device="cpu",
+        weights=True,
+        lora=lora,
+        trust_remote_code=spec.model.trust_remote_code,
+    )
+    for name, layer in adapted_layers(model):
+        if hasattr(layer, "parameter_name"):
+            raise ConfigError(
+                f"[model.lora] adapts {base_name(name)}.{layer.parameter_name}, which is no layer of its own; vllm has "
+                "adapters on layers only: list those of attention in model.lora.targets, or set rollout.engine = "
+                "'transformers'"
+            )
+    layout = layout_of(live_tensors(model), spec.name, base=base_of(model, lora))
+    _check_whole([tensor.name for tensor in layout.tensors])
+    return layout
+
+
+def arguments(layout: Layout) -> dict[str, Any]:
+    """Return the arguments of `AsyncEngineArgs` for the adapters of `layout`.
+
+    Raises:
+        ConfigError: a rank is larger than any that vLLM computes with.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = [tensor.shape[0] for tensor in layout.tensors if ".lora_A." in tensor.name]
+    largest, possible = max(ranks, default=1), sorted(get_args(MaxLoRARanks))
+    if largest > possible[-1]:
+        raise ConfigError(
+            f"[model.lora] has adapters of rank {largest}, and vllm computes with ranks up to {possible[-1]}; set "
+            "model.lora.rank and model.lora.rank_pattern lower, or rollout.engine = 'transformers'"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(rank for rank in possible if rank >= largest),
+        # Others would be computed with adapters of zeros, in every pass.
+        "lora_target_modules": _endings(tensor.name for tensor in layout.tensors),
+    }
+
+
+def as_peft(lora: LoraSettings) -> dict[str, Any]:
+    """Return what vLLM reads of the configuration of adapters, under peft's names for it.
+
+    Which layers they are for it reads off the names of tensors.
+    """
+    return {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": [],
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": dict(lora.alpha_pattern),
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+    }
+
+
+def request() -> Any:
+    """Return what has a request computed with the adapters in the slot.
+
+    vLLM would read the folder if it had none of this number; it always has.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapters of the version in use", NUMBER, "/nowhere")
+
+
+def check_computed(missing: Sequence[Iterable[str]]) -> None:
+    """Check that each adapter is computed with by some worker, given what is `missing` in each.
+
+    Raises:
+        ConfigError: naming a layer whose adapter none has.
+    """
+    nowhere = set.intersection(*(set(layers) for layers in missing))
+    if nowhere:
+        raise ConfigError(
+            f"[model.lora] adapts {min(nowhere)}, where vllm has no adapters; leave it out by model.lora.exclude, or "
+            "set rollout.engine = 'transformers'"
+        )
+
+
+def layer_of(name: str) -> str:
+    """Return the layer that the tensor `name` of an adapter is for."""
+    return name.partition(".lora_")[0]
+
+
+def _endings(names: Iterable[str]) -> list[str]:
+    """Return the endings of the names of layers with adapters.
+
+    A number is the place in a list, as whole blocks have one, which vLLM would try to adapt; see `check_computed`.
+    """
+    endings = {layer_of(name).rpartition(".")[2] for name in names if f".{WHOLE}." not in name}
+    return sorted(ending for ending in endings if not ending.isdigit())
+
+
+def _check_whole(names: Sequence[str]) -> None:
+    """Check that no module that is trained whole is among those that vLLM makes ready for adapters."""
+    endings = _endings(names)
+    for name in names:
+        module = name.partition(f".{WHOLE}.")[0]
+        if module != name and module.rpartition(".")[2] in endings:
+            raise ConfigError(
+                f"model.lora.modules_to_save names {module}, and other layers of that ending have adapters, which vllm "
+                "cannot tell apart; leave it out, or set rollout.engine = 'transformers'"
+            )

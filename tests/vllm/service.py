@@ -1,0 +1,134 @@
+"""A rollout's process with vLLM in it, a controller's desk, and weights to adopt: all of one tiny model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import torch
+import transformers
+from engines import COMMON, Source, forward_logprobs, read_model, source
+from replica_desk import DEADLINE_S, Desk, replica
+
+from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.common.wire import messages as wire
+from starling.weightsync.layout import decode_layout, encode
+from starling.weightsync.plan import Plan, make_plan
+
+NAME = "rollout-0"
+CONTEXT = 2048
+ROWS = 16
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+"""One token of the model's, so that one with random weights writes it now and then."""
+CHAT = (
+    "{% for tool in tools or [] %}{{ '[' + tool.function.name + ']' }}{% endfor %}"
+    "{% for message in messages %}{{ message.role[0] + ':' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '(' + call.function.name + ')' }}{% endfor %}"
+    "{{ ';' }}{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+)
+OWNED = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def talking_checkpoints(base: Path, num: int = 2) -> list[Path]:
+    """Make folders of the same model with other random weights each: a token for each character, and one for `CALL`."""
+    config = {name: value for name, value in COMMON.items() if name not in OWNED}
+    first = base / "tiny-0"
+    make_model_folder(ScratchSettings(config=config, chat_template=CHAT, max_length=CONTEXT), first)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(first)
+    tokenizer.add_tokens([transformers.AddedToken(CALL, special=False, normalized=False)])
+    tokenizer.save_pretrained(first)
+    described = transformers.AutoConfig.from_pretrained(first)
+    described.vocab_size = len(tokenizer)
+    folders = [first, *(base / f"tiny-{index}" for index in range(1, num))]
+    for seed, folder in enumerate(folders):
+        if folder != first:
+            shutil.copytree(first, folder)
+        torch.manual_seed(seed)
+        transformers.AutoModelForCausalLM.from_config(described).save_pretrained(folder)
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | {"dtype": "float32"}))
+    return folders
+
+
+@dataclass
+class Service:
+    """A rollout's process that has adopted `version`, and what its weights must be."""
+
+    desk: Desk
+    process: subprocess.Popen[str]
+    source: Source
+    plan: Plan
+    models: list[Any]
+    base_url: str
+    api_key: str
+    model: str
+    version: int = 0
+
+    def client(self, **more: Any) -> openai.OpenAI:
+        """Return a client of its endpoint."""
+        return openai.OpenAI(**self.address, **more)
+
+    def async_client(self, **more: Any) -> openai.AsyncOpenAI:
+        """Return the same for coroutines."""
+        return openai.AsyncOpenAI(**self.address, **more)
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """What every client is given."""
+        return {"base_url": self.base_url, "api_key": self.api_key, "max_retries": 0, "timeout": DEADLINE_S}
+
+    def adopt(self) -> None:
+        """Have it adopt the next version, as a controller does."""
+        offer = self.source.publish(self.version + 1)
+        order = wire.AdoptWeights(lease=self.desk.lease("adopt"), version=offer.version, source="policy-0")
+        adopted, _ = self.desk.ask(NAME, order, wire.WeightsAdopted, (encode(offer), encode(self.plan)))
+        assert adopted.version == offer.version
+        self.version = offer.version
+
+    def logprobs(self, version: int, prompt: list[int], ids: list[int], temperature: float = 1.0) -> Any:
+        """Return the log-probabilities of `ids` behind a prompt, by the weights of `version`."""
+        return forward_logprobs(self.models[version % len(self.models)], prompt, ids, temperature)
+
+    def check(self, prompt: list[int], starling: Any, logprobs: list[float], temperature: float = 1.0) -> set[int]:
+        """Compare what was told of sampled tokens with a forward pass over the weights of each; return the versions."""
+        ids, found = starling["token_ids"], np.array(logprobs)
+        assert len(ids) == len(found)
+        ends = [0, *(span["end"] for span in starling["versions"])]
+        assert ends[:-1] == [span["start"] for span in starling["versions"]]
+        assert ends[-1] == len(ids)
+        for span in starling["versions"]:
+            here = slice(span["start"], span["end"])
+            wanted = self.logprobs(span["version"], prompt, ids, temperature)
+            np.testing.assert_allclose(found[here], wanted[here], atol=1e-4)
+        return {span["version"] for span in starling["versions"]}
+
+
+@contextmanager
+def service(base: Path, *flags: str) -> Iterator[Service]:
+    """Start it, with the first checkpoint's weights as version 0."""
+    folders = talking_checkpoints(base)
+    run = base / "run"
+    vllm = ("--rollout.vllm.kv-cache-mb", "32", "--rollout.vllm.enforce-eager", "true")
+    shared = ("--model.path", str(folders[0]), "--model.dtype", "float32", "--rollout.load-weights", "true")
+    own = ("--rollout.engine", "vllm", "--rollout.max-rows", str(ROWS), "--rollout.adoption", "recompute")
+    api = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
+    desk = Desk()
+    try:
+        with source(folders) as publisher, replica(desk, NAME, run, *shared, *own, *vllm, *api, *flags) as process:
+            hello, (layout,) = desk.hello(NAME)
+            assert hello.version == 0
+            desk.heartbeat(NAME, lambda _: (run / "api/rollout-0.json").is_file())
+            told = json.loads((run / "api/rollout-0.json").read_text())
+            plan = make_plan(publisher.layout, decode_layout(layout))
+            models = [read_model(folder) for folder in folders]
+            yield Service(desk, process, publisher, plan, models, **told)
+    finally:
+        desk.close()

@@ -1,0 +1,292 @@
+"""Adapters on a real vLLM: they alone are adopted, and every token is sampled as transformers and peft compute it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adoptions import ATTENTION, NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
+from engines import (
+    DEADLINE_S,
+    Held,
+    Source,
+    adapted_model,
+    checkpoint,
+    forward_logprobs,
+    held,
+    random_prompt,
+    read_model,
+    request,
+    source,
+    spec_of,
+)
+from system_runs import Command
+from test_engine import adopt, spanning, until_sampled
+from test_media import sized, write_model
+from tiny_vision import make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.common.errors import ConfigError, WeightsError
+from starling.common.settings import LoraSettings
+from starling.rollout.engine.vllm import adapters, start
+from starling.rollout.engine.vllm.engine import VllmEngine
+from starling.rollout.engine.vllm.processes import engine_processes
+from starling.weightsync.layouts.adapters import travelling
+from starling.weightsync.plan import make_plan
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+VARIED = LoraSettings(
+    rank=4,
+    alpha=6.0,
+    targets=r".*\.(q_proj|v_proj|o_proj|up_proj|down_proj)",
+    exclude=r".*layers\.1\..*down_proj",
+    rank_pattern={"v_proj": 12, r"layers\.0\.mlp\.up_proj": 2},
+    alpha_pattern={"down_proj": 3.0},
+    rslora=True,
+    modules_to_save=("lm_head",),
+)
+"""Some parts of fused projections and not others, ranks and scales of many kinds, a module that is trained whole."""
+
+REWARD = """\
+def reward(completion, reference, prompt_text, metadata):
+    return float(sum(map(ord, completion)) % 2)
+"""
+"""It differs within groups, or no token would be trained."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same base for every version."""
+    return [checkpoint(tmp_path_factory.mktemp("checkpoints") / "base", "llama", 0)] * NUM_CHECKPOINTS
+
+
+@pytest.fixture(scope="module")
+def models(folders: list[Path]) -> list[Any]:
+    return [adapted_model(folder, VARIED, seed) for seed, folder in enumerate(folders)]
+
+
+@pytest.fixture(scope="module")
+def publisher(folders: list[Path]) -> Iterator[Source]:
+    with source(folders, lora=VARIED) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engine(folders: list[Path]) -> Iterator[Held]:
+    with held(folders[0], lora=VARIED, load_weights=True) as made:
+        yield made
+
+
+@pytest.fixture
+def running(engine: Held, publisher: Source) -> Held:
+    """The engine, with some adapters in place."""
+    if engine.engine.version < 1:
+        adopt(engine, publisher)
+    return engine
+
+
+def largest_of(result: Any, model: Any) -> float:
+    """The most by which a group's log-probabilities differ from those of a forward pass over `model`."""
+    prompt = result.prompt_ids.tolist()
+    return max(
+        float(np.abs(c.logprobs - forward_logprobs(model, prompt, c.token_ids.tolist())).max())
+        for c in result.completions
+    )
+
+
+def test_it_begins_with_the_base_alone(engine: Held, folders: list[Path]) -> None:
+    assert engine.engine.version == 0
+    assert largest_of(engine.generate([1, 2, 3], 2), read_model(folders[0])) < 1e-4
+
+
+def test_adapters_alone_travel(engine: Held, publisher: Source, models: list[Any]) -> None:
+    sizes = [t.numel() * t.element_size() for t in travelling(models[0], dict(models[0].named_parameters())).values()]
+    plan = publisher.plan(engine.engine)
+    assert plan.total_bytes == sum(sizes)
+    assert {name.partition(".lora_")[0] for name in (spec.name for spec in engine.engine.layout().tensors)} >= {
+        "model.layers.1.self_attn.q_proj",
+        "lm_head.modules_to_save.default.weight",
+    }
+
+
+def test_adoptions_under_load(running: Held, publisher: Source, models: list[Any], folders: list[Path]) -> None:
+    first = running.engine.version + 1
+    outcome = adopt_under_load(running, publisher, 40, "recompute", first=first)
+    check(outcome, first + 39)
+    assert largest_difference(outcome.results, models) < 1e-4
+    assert largest_difference(outcome.results[:1], [read_model(folders[0])]) > 0.1, "the adapters matter"
+    versions = np.concatenate([c.versions for result in outcome.results for c in result.completions])
+    assert set(range(first, first + 40)) <= {*versions.tolist()}
+
+
+@pytest.mark.parametrize(
+    ("mode", "old_is_exact", "new_is_exact"),
+    [("recompute", True, True), ("salt", False, True), ("keep", False, False)],
+)
+def test_what_becomes_of_the_cache(
+    running: Held, publisher: Source, models: list[Any], mode: Any, old_is_exact: bool, new_is_exact: bool
+) -> None:
+    prompt = random_prompt(140, 9)  # more than a block of the cache, so that it is shared
+    before = running.engine.version
+    after = before + 1
+    old, new = spanning(running, publisher, mode, prompt)
+    for result, version, exact in ((old, before, True), (old, after, old_is_exact), (new, after, new_is_exact)):
+        worst = 0.0
+        for completion in result.completions:
+            wanted = forward_logprobs(models[version % NUM_CHECKPOINTS], prompt, completion.token_ids.tolist())
+            here = completion.versions == version
+            assert here.any()
+            worst = max(worst, float(np.abs(completion.logprobs - wanted)[here].max()))
+        assert (worst < 1e-4) == exact
+    adopt(running, publisher)  # recompute: what follows shares nothing that older adapters computed
+
+
+def test_a_version_can_be_pulled_in_place(running: Held, publisher: Source, models: list[Any]) -> None:
+    first = running.engine.version + 1
+    outcome = adopt_under_load(running, publisher, 3, "recompute", first=first, in_place=True)
+    check(outcome, first + 2)
+    assert largest_difference(outcome.results, models) < 1e-4
+
+
+def test_adapters_for_another_base_are_refused(engine: Held, tmp_path: Path) -> None:
+    with (
+        source([checkpoint(tmp_path / "other", "llama", 1)], lora=VARIED) as other,
+        pytest.raises(WeightsError, match="rollout-0 has its adapters on other weights than policy-0"),
+    ):
+        make_plan(other.layout, engine.engine.layout())
+
+
+def test_another_engine_takes_the_newest_adapters(
+    engine: Held, publisher: Source, models: list[Any], folders: list[Path]
+) -> None:
+    """The last with this engine. As when it is lost: the base is there again, and the next version is the newest."""
+    newest = engine.engine.version + 1
+    engine.engine.close()
+    with held(folders[0], lora=VARIED) as again:
+        assert again.engine.version == -1
+        publisher.pull(again.engine, publisher.plan(again.engine), newest)
+        assert again.engine.adopt("recompute").proven
+        result = again.generate(random_prompt(20, 3), 3)
+        assert all((completion.versions == newest).all() for completion in result.completions)
+        assert largest_of(result, models[newest % NUM_CHECKPOINTS]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "pp", "lora"),
+    [
+        ("llama", 2, 1, LoraSettings(rank=4, targets=(*ATTENTION, "down_proj", "lm_head"), modules_to_save=("norm",))),
+        ("qwen3_moe", 1, 2, LoraSettings(rank=2, targets=ATTENTION, exclude=r".*layers\.1\..*")),
+    ],
+)
+def test_several_workers(family: str, tp: int, pp: int, lora: LoraSettings, tmp_path: Path) -> None:
+    folders = [checkpoint(tmp_path / "base", family, 0)] * NUM_CHECKPOINTS
+    vllm = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    with source(folders, lora=lora) as publisher, held(folders[0], lora=lora, vllm=vllm) as engine:
+        assert len(engine.engine.layout().ranks) == tp * pp
+        outcome = adopt_under_load(engine, publisher, 8, "recompute")
+    check(outcome, 7)
+    models = [adapted_model(folder, lora, seed) for seed, folder in enumerate(folders)]
+    assert largest_difference(outcome.results, models) < 1e-4
+
+
+def test_the_language_half_of_a_model_with_vision(tmp_path: Path) -> None:
+    write_model(tmp_path, sized("qwen2_5_vl"), 0)
+    with pytest.raises(ConfigError, match=r"adapts model.visual\S+, where vllm has no adapters; leave it out by"):
+        VllmEngine(spec_of(tmp_path, lora=LoraSettings(rank=4)))
+    lora, vocabulary = LoraSettings(rank=4, exclude=r".*visual.*"), len(make_tokenizer())
+    with source([tmp_path] * 2, lora=lora) as publisher, held(tmp_path, lora=lora) as engine:
+        plan = publisher.plan(engine.engine)
+        publisher.pull(engine.engine, plan, 0)
+        assert engine.engine.adopt("recompute").proven
+        prompt = [token % vocabulary for token in range(8, 20)]
+        engine.engine.add(request("one", prompt, 2, max_tokens=60))
+        until_sampled(engine, 20)
+        publisher.pull(engine.engine, plan, 1)
+        assert engine.engine.adopt("recompute").proven
+        (result,) = engine.finish("one")
+    assert largest_difference([result], [adapted_model(tmp_path, lora, seed) for seed in (0, 1)]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "sentence"),
+    [
+        ("llama", {"dora": True}, "model.lora.dora needs rollout.engine = 'transformers': vllm has no DoRA"),
+        ("qwen3_moe", {"parameters": ("mlp.experts.down_proj",)}, "model.lora.parameters needs"),
+        ("qwen3_moe", {}, r"adapts model.layers.0.mlp.\S+, which is no layer of its own"),
+        ("llama", {"rank": 600, "targets": ["q_proj"]}, "adapters of rank 600, and vllm computes with ranks up to 512"),
+        (
+            "llama",
+            {"targets": r".*layers\.0\..*q_proj", "modules_to_save": ("layers.1.self_attn.q_proj",)},
+            "names model.layers.1.self_attn.q_proj, and other layers of that ending have adapters",
+        ),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_before_it_starts(
+    family: str, lora: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    before, folder = engine_processes(), checkpoint(tmp_path, family, 0)
+    with pytest.raises(ConfigError, match=sentence):
+        VllmEngine(spec_of(folder, lora=LoraSettings(**lora)))
+    assert engine_processes() == before
+
+
+def test_layers_that_no_worker_has_adapters_on() -> None:
+    adapters.check_computed([["a"], ["b"]])
+    with pytest.raises(ConfigError, match=r"adapts visual.b, where vllm has no adapters; leave it out by"):
+        adapters.check_computed([["a", "visual.b"], ["visual.b"]])
+
+
+def test_vllm_is_told_of_the_layers_that_there_are(tmp_path: Path) -> None:
+    spec = spec_of(checkpoint(tmp_path, "llama", 0), lora=VARIED)
+    made = start.arguments(spec, adapters.read(spec), on_cpu=True)
+    assert (made["load_format"], made["enable_lora"], made["max_loras"]) == ("auto", True, 1)
+    assert made["max_lora_rank"] == 16  # the least of those that there are, for 12
+    assert made["lora_target_modules"] == ["down_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    spec = spec_of(tmp_path, lora=VARIED, vllm={"engine_args": {"max_loras": 2}})
+    with pytest.raises(ConfigError, match="'max_loras', which other settings decide"):
+        start.arguments(spec, adapters.read(spec), on_cpu=True)
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """The recipe for adapters, with a model that is made from nothing, and few steps."""
+    config = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
+    model = tmp_path / "model"
+    make_model_folder(ScratchSettings(config=config, alphabet="abcdefghijklmnopqrstuvwxyz>", max_length=64), model)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings = {
+        "model.path": str(model),
+        "launch.num-rollouts": "1",
+        "sft.num-steps": "1",
+        "rl.num-steps": "3",
+        "rl.prompts-per-step": "2",
+        "rl.group-size": "4",
+        "rl.max-staleness": "0",  # then trainer and rollout are compared in each step
+        "evaluation.at-start": "false",
+        "evaluation.at-end": "false",
+        "reward.scorers": '[{name = "reward.py:reward"}]',
+        "rollout.engine": "vllm",
+        "rollout.vllm.kv-cache-mb": "16",
+        "rollout.vllm.enforce-eager": "true",
+    }
+    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    command = Command(tmp_path, "run", str(RECIPES / "lora.toml"), *flags, name="lora")
+    try:
+        assert command.wait(2 * DEADLINE_S) == 0, command.story()
+    finally:
+        command.put_down()
+    lines = [json.loads(line) for line in (tmp_path / "runs/lora/attempt-1/metrics.jsonl").read_text().splitlines()]
+    adopted = [line for line in lines if line["kind"] == "adopted"]
+    assert adopted
+    assert all(line["attested"] for line in adopted)
+    mismatches = [line["mismatch_max"] for line in lines if line["kind"] == "step" and "mismatch_max" in line]
+    assert len(mismatches) == 3
+    assert max(mismatches) < 1e-4

@@ -1,0 +1,84 @@
+"""Engines with quantised weights, with a cache of keys and values in FP8, and with both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
+from codes import dequantised
+from engines import checkpoint, forward_logprobs, held, read_model, read_weights, source
+
+from starling.policy.train.diagnose import mismatch
+from starling.rollout.engine.base import CacheMode, GroupResult
+
+
+def models_in(form: str, folders: list[Path], dtype: str) -> list[Any]:
+    """Read checkpoints with the numbers that their codes stand for."""
+    models = [read_model(folder) for folder in folders]
+    for model, folder in zip(models, folders, strict=True):
+        model.load_state_dict(dequantised(form, read_weights(folder, dtype)), strict=False)
+    return models
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    here = tmp_path_factory.mktemp("checkpoints")
+    return [checkpoint(here / str(seed), "qwen3", seed) for seed in range(NUM_CHECKPOINTS)]
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "tp", "in_place", "within"),
+    [
+        ("fp8_row", "float32", 2, False, 1e-4),
+        ("mxfp4", "float32", 1, True, 1e-4),
+        ("nvfp4", "bfloat16", 1, False, 0.25),
+    ],
+)
+def test_adoptions_of_codes_under_load(
+    form: str, dtype: str, tp: int, in_place: bool, within: float, folders: list[Path]
+) -> None:
+    options: dict[str, Any] = {"quantise": form, "dtype": dtype}
+    with (
+        source(folders, **options) as publisher,
+        held(folders[0], **options, vllm={"tensor_parallel_size": tp}) as engine,
+    ):
+        outcome = adopt_under_load(engine, publisher, 7, "recompute", in_place=in_place)
+    check(outcome, 6)
+    right = largest_difference(outcome.results, models_in(form, folders, dtype))
+    wrong = largest_difference(outcome.results, [read_model(folder) for folder in folders])
+    assert right < within < wrong
+
+
+@pytest.mark.parametrize("form", ["", "mxfp8"])
+def test_a_cache_in_fp8(form: str, folders: list[Path]) -> None:
+    """What the cache loses is a mismatch, which is measured; with codes beside it, there is no more of it."""
+    models = models_in(form, folders, "float32") if form else [read_model(folder) for folder in folders]
+    found: dict[str, dict[str, float]] = {}
+    with (
+        source(folders, quantise=form) as publisher,
+        held(folders[0], quantise=form, vllm={"kv_cache_dtype": "fp8"}) as engine,
+    ):
+        modes: tuple[tuple[int, CacheMode], ...] = ((0, "recompute"), (4, "keep"))
+        for first, mode in modes:
+            outcome = adopt_under_load(engine, publisher, 4, mode, first=first)
+            check(outcome, first + 3)
+            found[mode] = mismatch_of(outcome.results, models)
+    assert all(np.isfinite(list(metrics.values())).all() for metrics in found.values())
+    assert 1e-4 < found["recompute"]["mismatch_kl"] < 0.02 < found["keep"]["mismatch_kl"]
+
+
+def mismatch_of(results: list[GroupResult], models: list[Any]) -> dict[str, float]:
+    """Return the metrics that a policy would report of these tokens."""
+    told, expected = [], []
+    for result in results:
+        for completion in result.completions:
+            sampled, kinds = completion.token_ids.tolist(), completion.versions % len(models)
+            for kind in set(kinds.tolist()):
+                logprobs = forward_logprobs(models[kind], result.prompt_ids.tolist(), sampled)
+                expected.append(logprobs[kinds == kind])
+                told.append(completion.logprobs[kinds == kind])
+    trainer = np.concatenate(expected)
+    return mismatch(trainer, np.concatenate(told), np.ones_like(trainer))
