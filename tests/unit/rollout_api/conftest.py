@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from api_lone import Lone, lone_engine, make_model
 
+READ = ("--rollout.api.read-timeout-s", "5")
+
 
 @pytest.fixture(scope="session")
 def api_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -16,5 +18,5 @@ def api_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lone(api_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lone]:
-    with lone_engine(api_model, tmp_path_factory.mktemp("run"), "--rollout.api.max-requests", "64") as lone:
+    with lone_engine(api_model, tmp_path_factory.mktemp("run"), "--rollout.api.max-requests", "64", *READ) as lone:
         yield lone

@@ -35,7 +35,7 @@ def main(model: str, folder: str, *flags: str) -> None:
         weights=settings.weights,
         name="rollout-0",
         eos_token_ids=end_token_ids(tokenizer, model),
-        max_model_len=None,
+        max_model_len=settings.rollout.max_model_len,
         wake=wake.set,
     )
     engine = make_engine(spec)

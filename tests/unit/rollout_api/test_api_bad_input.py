@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
-from api_lone import DEADLINE_S, Lone
+from api_lone import DEADLINE_S, Lone, lone_engine
 
 from starling.rollout.api.app import MAX_BODY_BYTES
 from starling.rollout.api.ask import NEUTRAL, read_body, read_chat, read_text
@@ -16,6 +19,7 @@ from starling.rollout.api.messages import key_of
 from starling.rollout.api.refusal import ApiError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+KEY = "Bearer {}"
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
@@ -66,8 +70,11 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1, "a"]}, 'prompt = [1, "a"]: give a text'),
     ({"prompt": [[1], []]}, "prompt = [[1], []]: give a text"),
     ({"prompt": [True]}, "prompt = [true]: give a text"),
-    ({"echo": True}, "echo = true is not supported here; leave it out, or give false"),
-    ({"logprobs": 5}, "logprobs = 5 is not supported here; only the sampled token's log-probability is known: give 0"),
+    ({"echo": True, "stream": True}, "echo = true is not supported here; the prompt comes with the whole answer"),
+    ({"echo": "yes"}, 'echo = "yes": give true or false'),
+    ({"echo": False, "max_tokens": 0}, "max_tokens = 0: give a whole number of at least 1"),
+    ({"logprobs": 5, "temperature": 0}, "logprobs = 5 is not supported here; of sampled tokens only their own is "),
+    ({"logprobs": 1, "echo": True}, "logprobs = 1 is not supported here; of sampled tokens only their own is known"),
     ({"best_of": 3}, "best_of = 3 is not supported here; completions are not chosen among: leave it out"),
     ({"suffix": "end"}, 'suffix = "end" is not supported here'),
 ]
@@ -148,6 +155,10 @@ def test_all_that_is_obeyed_is_read() -> None:
     assert (ask.num_completions, ask.stop, ask.stop_token_ids) == (2, ("x",), (1, 2))
     assert (ask.logprobs, ask.stream, ask.include_usage) == (True, True, True)
     assert read_text(TEXT).ask.max_tokens == 16, "OpenAI's own default"
+    scored = read_text({**TEXT, "echo": True, "max_tokens": 0, "logprobs": 1})
+    assert (scored.echo, scored.top_logprobs, scored.ask.logprobs, scored.ask.max_tokens) == (True, True, True, 0)
+    likeliest = read_text({**TEXT, "temperature": 0, "logprobs": 1})
+    assert (likeliest.echo, likeliest.top_logprobs) == (False, True)
 
 
 def asked(lone: Lone, path: str, body: bytes | None, key: str | None) -> tuple[int, dict[str, Any]]:
@@ -184,3 +195,35 @@ def test_over_http(lone: Lone, path: str, body: bytes | None, key: str | None, s
     if status >= 400:
         assert told["error"].keys() == {"message", "type", "param", "code"}
         assert code is None or told["error"]["code"] == code
+
+
+@pytest.mark.slow
+def test_a_body_that_does_not_come_is_not_waited_for(lone: Lone) -> None:
+    host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {lone.api_key}\r\n"
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+        connection.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"model": '.encode())
+        told = b""
+        while part := connection.recv(4096):  # until it is closed
+            told += part
+    assert told.startswith(b"HTTP/1.1 408 ")
+    assert b"the body was not whole after 5 s; send it at once, or raise rollout.api.read_timeout_s" in told
+    assert asked(lone, "/health", None, None)[0] == 200
+
+
+@pytest.mark.slow
+def test_an_engine_that_scores_no_prompts_says_so(api_model: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/extend/engine.md").read_text()
+    found = dict(re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    (tmp_path / "plain_engine.py").write_text(found["python"])
+    flags = ("--rollout.engine", f"{tmp_path / 'plain_engine.py'}:PlainEngine", "--rollout.max-model-len", "64")
+    with lone_engine(api_model, tmp_path, *flags) as lone:
+        body: dict[str, Any] = {"model": lone.model, "prompt": "ab", "max_tokens": 2, "echo": True}
+        status, told = asked(
+            lone, "/v1/completions", json.dumps({**body, "logprobs": 0}).encode(), KEY.format(lone.api_key)
+        )
+        assert (status, told["error"]["param"]) == (400, "echo")
+        assert "this engine scores no prompts; leave out echo or logprobs" in told["error"]["message"]
+        status, told = asked(lone, "/v1/completions", json.dumps(body).encode(), KEY.format(lone.api_key))
+        assert status == 200
+        assert told["choices"][0]["text"].startswith("ab")

@@ -13,6 +13,7 @@ import openai
 import pytest
 import torch
 from api_lone import CONTEXT, DEADLINE_S, Lone, forward_logprobs
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +108,55 @@ def test_prompts_of_text_and_of_tokens(client: openai.OpenAI, lone: Lone, api_mo
     wanted = forward_logprobs(api_model, ids, first.starling["token_ids"], 1.0)  # type: ignore[attr-defined]
     torch.testing.assert_close(torch.tensor(first.logprobs.token_logprobs), wanted, atol=1e-5, rtol=0)
     assert first.logprobs.text_offset == list(range(9))
+
+
+def told_of(folder: Path, ids: list[int]) -> torch.Tensor:
+    """Return what one plain pass says of every token behind each but the last of `ids`, [tokens - 1, vocabulary]."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
+
+
+def test_a_prompt_is_told_with_its_log_probabilities(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
+    prompts = ["hello, world", "a"]
+    asked: Any = {"model": lone.model, "temperature": 0, "logprobs": 1, "echo": True, "stop": ["never said"]}
+    answer = client.completions.create(prompt=prompts, max_tokens=3, n=2, **asked)
+    assert answer.usage.completion_tokens == 12
+    for index, choice in enumerate(answer.choices):
+        prompt, told, starling = prompts[index // 2], choice.logprobs, choice.starling  # type: ignore[attr-defined]
+        assert choice.text.startswith(prompt)
+        assert "".join(told.tokens) in (choice.text, f"{choice.text}<eos>")
+        assert told.text_offset == [sum(map(len, told.tokens[:at])) for at in range(len(told.tokens))]
+        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None), "nothing says how likely it was"
+        assert starling["prompt_version"] == 0
+        ids = [*answer.starling["prompt_token_ids"][index // 2], *starling["token_ids"]]  # type: ignore[attr-defined]
+        wanted = told_of(api_model, ids)
+        found = torch.tensor(told.token_logprobs[1:])
+        torch.testing.assert_close(found, wanted.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], atol=1e-5, rtol=0)
+        best = torch.tensor([max(top.values()) for top in told.top_logprobs[1:]])
+        torch.testing.assert_close(best, wanted.max(-1).values, atol=1e-5, rtol=0)
+        likeliest = wanted.argmax(-1) == torch.tensor(ids[1:])
+        assert (found == best).tolist() == likeliest.tolist(), "harnesses find out so what would have been said"
+        assert likeliest[-3:].all()
+
+
+def test_a_prompt_alone_is_told_or_scored(client: openai.OpenAI, lone: Lone) -> None:
+    asked: Any = {"model": lone.model, "prompt": "hello"}
+    scored = client.completions.create(**asked, echo=True, max_tokens=0, logprobs=1)
+    (choice,) = scored.choices
+    assert (choice.text, choice.finish_reason) == ("hello", "length")
+    assert choice.logprobs.tokens == list("hello")
+    assert choice.starling == {"token_ids": [], "versions": [], "prompt_version": 0}  # type: ignore[attr-defined]
+    assert scored.usage.completion_tokens == 0
+    own = client.completions.create(**asked, echo=True, max_tokens=0, logprobs=0).choices[0].logprobs
+    assert own.token_logprobs == choice.logprobs.token_logprobs
+    assert own.top_logprobs is None
+    with_special = {**asked, "prompt": "he<eos>llo"}
+    special = client.completions.create(**with_special, echo=True, max_tokens=0, logprobs=0).choices[0]
+    assert special.text == "".join(special.logprobs.tokens) == "he<eos>llo"
+    plain = client.completions.create(**asked, echo=True, max_tokens=4, seed=1).choices[0]
+    assert plain.logprobs is None
+    assert plain.text == "hello" + client.completions.create(**asked, max_tokens=4, seed=1).choices[0].text
 
 
 def test_who_serves_what(client: openai.OpenAI, lone: Lone) -> None:

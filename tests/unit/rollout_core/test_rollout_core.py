@@ -384,6 +384,14 @@ class Rollouts(RuleBasedStateMachine):
         self.carry_out(self.rollout.wake(Wake(lease=lease)) if wakes else self.rollout.sleep(Sleep(lease=lease)))
 
     @rule()
+    def the_controller_is_lost(self) -> None:
+        actions = self.rollout.doze()
+        assert bool(actions) != self.asleep, "once"
+        if actions:
+            self.pulling = self.staged = None
+        self.carry_out(actions)
+
+    @rule()
     def the_engine_is_lost(self) -> None:
         self.pulling = self.staged = None
         self.proven, self.asleep = -1, False

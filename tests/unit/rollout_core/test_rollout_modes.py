@@ -183,6 +183,22 @@ def test_asleep_it_does_nothing() -> None:
     assert rollout.wake(Wake(lease="wake:2")) == [WakeUp("wake:2", again=True)]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_who_falls_asleep_by_itself_gives_up_what_it_pulls(in_place: bool) -> None:
+    rollout = Rollout(version=2, in_place=in_place)
+    rollout.generate(group("a"))
+    rollout.adopt(adopt(3), BUFFERS)
+    failed = "this rollout fell asleep meanwhile, as the controller did not answer"
+    assert rollout.doze() == [Fail("adopt:3:0", failed), FallAsleep("")]
+    assert (rollout.adoption, rollout.version) == (("torn", -1) if in_place else ("current", 2))
+    assert rollout.doze() == []
+    assert rollout.pulled("adopt:3:0", None) == [], "nobody waits for it any more"
+    rollout.finished("a")
+    assert rollout.wake(Wake(lease="wake:1")) == [WakeUp("wake:1")]
+    rollout.woken(2)
+    assert rollout.may_generate == (not in_place)
+
+
 def test_an_engine_may_forget_its_weights_asleep() -> None:
     rollout = rollout_at(2)
     rollout.sleep(Sleep(lease="sleep:1"))

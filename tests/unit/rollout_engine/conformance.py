@@ -74,6 +74,8 @@ class Facts:
     """Of log-probabilities, against a forward pass of transformers in float32."""
     has_cache: bool = True
     """It keeps keys and values; otherwise every adoption is as good as `recompute`."""
+    scores_prompts: bool = True
+    """It tells what the model makes of a prompt."""
     resumes_draws: bool = True
     """A completion that goes on from where it was interrupted is the one that it would have been."""
     long: int = 60
@@ -275,6 +277,7 @@ def spec_of(folder: Path, rollout: dict[str, Any], wake: Callable[[], None]) -> 
     )
 
 
+NOTHING = Partial(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warm": {"temperature": 0.7},
@@ -329,6 +332,37 @@ class EngineConformance:
             logits = rig.model(input_ids=sequence, use_cache=False).logits[0, len(asked.prompt_ids) - 1 : -1]
         best = logits.topk(asked.sampling.top_k).indices.tolist()
         assert all(token in among for token, among in zip(completion.token_ids.tolist(), best, strict=True))
+
+    def test_prompts_are_scored_as_by_a_forward_pass(self, rig: Rig) -> None:
+        lengths = (1, 2, 30, CONTEXT - 1)
+        asked = [rig.request(rig.prompt(n, length), 2, max_tokens=6) for n, length in enumerate(lengths)]
+        asked = [replace(one, score_prompt=True) for one in asked]
+        beside = rig.request(rig.prompt(9, 20), max_tokens=6)
+        for _ in range(2):
+            *results, plain = rig.run(*asked, beside)
+            assert plain.prompt_scores is None
+            for one, result in zip(asked, results, strict=True):
+                rig.check(one, result)
+                self._check_scores(rig, one, result)
+            rig.adopt("recompute")
+
+    def _check_scores(self, rig: Rig, asked: GroupRequest, result: GroupResult) -> None:
+        scores = result.prompt_scores
+        if not self.facts.scores_prompts:
+            assert scores is None
+            return
+        assert scores is not None
+        assert scores.version == rig.engine.version
+        sequence = torch.tensor([asked.prompt_ids])
+        with torch.no_grad():
+            found = rig.model(input_ids=sequence, use_cache=False).logits[0, :-1].log_softmax(-1)
+        rig.close_to(scores.logprobs, found.gather(-1, sequence[0, 1:, None])[:, 0].numpy())
+        rig.close_to(scores.top_logprobs, found.max(-1).values.numpy())
+        rig.close_to(
+            found[torch.arange(len(found)), torch.from_numpy(scores.top_ids).long()].numpy(), scores.top_logprobs
+        )
+        is_top = scores.top_ids == asked.prompt_ids[1:]
+        assert (scores.logprobs[is_top] == scores.top_logprobs[is_top]).all(), "clients compare them"
 
     def test_tokens_are_counted(self, rig: Rig) -> None:
         before = rig.engine.num_tokens
@@ -397,6 +431,10 @@ class EngineConformance:
         "top_k": (lambda rig: rig.request([5], top_k=-1), "top_k is -1"),
         "huge top_k": (lambda rig: rig.request([5], top_k=1 << 63), "top_k is 9223372036854775808"),
         "stop token": (lambda rig: rig.request([5], stop_token_ids=(6, rig.vocab_size)), "stop token id"),
+        "scores of what goes on": (
+            lambda rig: replace(rig.request([5, 6]), score_prompt=True, partial=(NOTHING,)),
+            "leave score_prompt out",
+        ),
         "negative stop token": (lambda rig: rig.request([5], stop_token_ids=(-1,)), "stop token id -1"),
         "huge stop token": (lambda rig: rig.request([5], stop_token_ids=(1 << 63,)), "stop token id"),
     }

@@ -9,6 +9,7 @@ import pytest
 from conformance import make_folder, spec_of
 
 from starling.common.errors import ConfigError
+from starling.common.observe.process import StopSignal
 from starling.rollout.engine.base import EngineLostError, EngineSpec
 from starling.rollout.engine.choice import make_engine
 from starling.rollout.engine.transformers import TransformersEngine
@@ -74,10 +75,10 @@ def test_a_lost_engine_is_made_again_so_often(folder: Path, tmp_path: Path) -> N
     (tmp_path / "doomed.py").write_text(DOOMED)
     engines = Engines(spec(folder, f"{tmp_path / 'doomed.py'}:Doomed", max_engine_restarts=2))
     engine = engines.make()
-    engine = engines.replace(engine, EngineLostError("it died"))
+    engine = engines.replace(engine, EngineLostError("it died"), StopSignal())
     (tmp_path / "refuses").touch()
     with pytest.raises(EngineLostError, match=r"made again 2 times within 600 s already .*: it did not start"):
-        engines.replace(engine, EngineLostError("it died again"))
+        engines.replace(engine, EngineLostError("it died again"), StopSignal())
     assert (tmp_path / "made").read_text() == "oxoxo", "each was closed before the next"
 
 
@@ -87,5 +88,5 @@ def test_what_was_lost_long_ago_counts_no_more(folder: Path, tmp_path: Path) -> 
     engines = Engines(spec(folder, name, max_engine_restarts=1, engine_restart_window_s=1e-6))
     engine = engines.make()
     for _ in range(3):
-        engine = engines.replace(engine, EngineLostError("it died"))
+        engine = engines.replace(engine, EngineLostError("it died"), StopSignal())
     assert (tmp_path / "made").read_text() == "o" + "xo" * 3

@@ -26,7 +26,7 @@ class TestExclusive(EngineConformance):
 class TestEngineOfOnesOwn(EngineConformance):
     """It is taken from the page that shows it, and loaded by the name of its file."""
 
-    facts: ClassVar[Facts] = Facts(has_cache=False)
+    facts: ClassVar[Facts] = Facts(has_cache=False, scores_prompts=False)
 
     @pytest.fixture(scope="class")
     def rig(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tiny_models import (
 )
 
 from starling.common.wire.messages import Status
+from starling.rollout.engine import forward
 from starling.rollout.engine.base import GroupFailed
 
 torch.set_num_threads(1)
@@ -230,3 +232,26 @@ def test_sampled_tokens_cover_the_vocabulary() -> None:
     engine.add(request("many", [1], 16, max_tokens=50, temperature=5.0))
     seen = {int(t) for c in drain(engine)["many"].completions for t in c.token_ids}
     assert len(seen) > VOCAB // 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [9, 15, 16, 17])
+def test_a_long_prompt_is_scored_in_parts(family: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = replace(request("a", random_prompt(1, length), 2, max_tokens=5, temperature=0.0), score_prompt=True)
+    found = []
+    for most in (forward.PREFILL_TOKENS, 8):
+        monkeypatch.setattr(forward, "PREFILL_TOKENS", most)
+        engine = make_engine(make_model(family))
+        engine.add(asked)
+        engine.add(request("b", random_prompt(2, 3), max_tokens=5, temperature=0.0))
+        found.append(drain(engine)["a"])
+    whole, parts = found
+    assert whole.prompt_scores is not None
+    assert parts.prompt_scores is not None
+    assert len(parts.prompt_scores.logprobs) == length - 1
+    np.testing.assert_allclose(parts.prompt_scores.logprobs, whole.prompt_scores.logprobs, atol=1e-5)
+    np.testing.assert_allclose(parts.prompt_scores.top_logprobs, whole.prompt_scores.top_logprobs, atol=1e-5)
+    assert parts.prompt_scores.top_ids.tolist() == whole.prompt_scores.top_ids.tolist()
+    for one, other in zip(parts.completions, whole.completions, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import make_engine, make_model, request
 
+from starling.rollout.api.generate import Generation, Made
 from starling.rollout.engine.base import EngineLostError, GroupRequest, GroupResult, RequestError
 from starling.rollout.engine.transformers import TransformersEngine
 from starling.rollout.shell.door import PREFIX, Door, DoorClosedError
@@ -72,6 +76,49 @@ def test_what_the_engine_refuses_is_told_to_who_asked() -> None:
         bad.result(0)
     settle(door, engine)
     assert good.done()
+
+
+def test_a_prompt_is_scored_anew_by_the_next_engine() -> None:
+    (door, _), engine = make_door(), make_engine()
+    future = door.submit(replace(request(PREFIX + "a", [1, 2, 3], 2, max_tokens=6, seed=1), score_prompt=True))
+    door.serve(engine, admit=True)
+    engine.step()
+    door.take_back(engine)
+    other = make_engine()
+    door.serve(other, admit=True)
+    settle(door, other)
+    result = future.result(0)
+    assert result.prompt_scores is not None
+    assert len(result.prompt_scores.logprobs) == 2
+    assert [len(ids) for ids in tokens(result)] == [6, 6]
+
+
+def test_what_is_said_twice_of_a_scored_prompt_is_told_once() -> None:
+    (door, _), engine, other = make_door(), make_engine(), make_engine()
+    asked = replace(request("", [1, 2, 3], 2, max_tokens=6, seed=1), score_prompt=True)
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(f"{token};" for token in ids)
+
+    async def made() -> list[Made]:
+        generation = Generation(door, [asked], decode=decode, stops=["never said"], timeout_s=60, listens=False)
+        task = asyncio.create_task(generation.all())
+        await asyncio.sleep(0)  # it asks
+        door.serve(engine, admit=True)
+        for _ in range(3):
+            engine.step()
+        door.take_back(engine)
+        door.serve(other, admit=True)
+        settle(door, other)
+        return await task
+
+    found = asyncio.run(made())
+    engine = make_engine()
+    engine.add(replace(asked, lease="plain"))
+    (plain,) = [result for _ in range(6) for result in engine.step()]
+    assert isinstance(plain, GroupResult)
+    assert [one.text for one in found] == [decode(ids) for ids in tokens(plain)]
+    assert all(one.prompt_scores is not None for one in found)
 
 
 def test_requests_wait_while_none_is_admitted() -> None:

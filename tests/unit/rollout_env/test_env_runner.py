@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -218,6 +219,18 @@ def test_a_reply_ends_at_a_stop_text_without_waiting_for_the_rest(engine: Held, 
     for made in awaited(engine, runner).trajectories:
         assert made.status is Status.OK
         assert made.reward == len(made.token_ids) < 60
+
+
+def test_time_in_which_nothing_can_be_generated_does_not_count(engine: Held, play: Any) -> None:
+    runner = play("sleeps", timeout_s=1.0)
+    runner.hold(True)
+    runner.begin(prepared(HELLO, IDS))
+    assert runner.expire(time.monotonic() + 1000.0) == []
+    with pytest.raises(queue.Empty):
+        engine.inbox.get(timeout=2.0)
+    runner.hold(False)
+    for made in awaited(engine, runner).trajectories:
+        assert made.problem == "the environment took longer than 1 s"
 
 
 def test_an_environment_that_blocks_the_loop_costs_only_its_groups(

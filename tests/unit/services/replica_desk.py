@@ -18,7 +18,7 @@ from starling.common.wire import codec
 from starling.common.wire import messages as wire
 
 RUN = "run-1"
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 """Longer than anything here takes on a busy machine; who waits so long has failed."""
 
 M = TypeVar("M")
@@ -34,7 +34,12 @@ class Desk:
         self._socket.linger = 0
         self._socket.bind("tcp://127.0.0.1:0")
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.welcome = wire.Welcome(heartbeat_s=0.05, lease_s=60.0)
+        self.is_silent = False
+        """It hears, and answers no heartbeat."""
         self._routes: dict[str, bytes] = {}
+        self._causes: dict[str, str] = {}
+        """The id of what each has said last."""
         self._heard: dict[str, deque[Heard]] = defaultdict(deque)
         self._seq = self._num_leases = 0
 
@@ -45,7 +50,7 @@ class Desk:
     def hello(self, name: str) -> Heard:
         """Wait for a `Hello`, and welcome its sender."""
         heard = self.next(name, wire.Hello)
-        self.send(name, wire.Welcome(heartbeat_s=0.05, lease_s=60.0))
+        self.send(name, self.welcome)
         return heard
 
     def called(self) -> bool:
@@ -54,7 +59,14 @@ class Desk:
 
     def send(self, name: str, message: wire.Down, buffers: tuple[bytes, ...] = ()) -> None:
         self._seq += 1
-        envelope = wire.Envelope(protocol=wire.PROTOCOL_VERSION, run=RUN, sender="controller", epoch=1, seq=self._seq)
+        envelope = wire.Envelope(
+            protocol=wire.PROTOCOL_VERSION,
+            run=RUN,
+            sender="controller",
+            epoch=1,
+            seq=self._seq,
+            cause=self._causes[name],
+        )
         self._socket.send_multipart([self._routes[name], *codec.pack(envelope, message, buffers)])
 
     def lease(self, kind: str) -> str:
@@ -101,11 +113,12 @@ class Desk:
                 route, *frames = self._socket.recv_multipart()
                 envelope = codec.unpack_envelope(frames)
                 self._routes[envelope.sender] = route
+                self._causes[envelope.sender] = f"{envelope.sender}/{envelope.epoch}/{envelope.seq}"
                 message = codec.unpack_up(frames)
                 assert type(message) in wire.MAY_SAY[envelope.sender.partition("-")[0]]  # type: ignore[index]
                 self._heard[envelope.sender].append((message, tuple(frames[2:])))
-                if isinstance(message, wire.Heartbeat):
-                    self.send(envelope.sender, wire.Welcome(heartbeat_s=0.05, lease_s=60.0))
+                if isinstance(message, wire.Heartbeat) and not self.is_silent:
+                    self.send(envelope.sender, self.welcome)
 
 
 @contextmanager

@@ -110,6 +110,24 @@ def test_a_killed_policy_goes_on_with_the_same_bits(desk: Desk, model: Path, tmp
     assert sorted(path.name for path in (tmp_path / "crashed/states").iterdir()) == ["version-3", "version-6"]
 
 
+def test_who_loses_the_controller_gives_shared_devices_away(desk: Desk, model: Path, tmp_path: Path) -> None:
+    desk.welcome = wire.Welcome(heartbeat_s=0.05, lease_s=5.0, shares_devices=True)
+    with replica(desk, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as process:
+        desk.hello("policy-0")
+        publish(desk, 0)
+        desk.is_silent = True
+        desk.next("policy-0", wire.Hello)
+        desk.is_silent = False
+        desk.hello("policy-0")
+        assert refused(desk, wire.PublishWeights(lease=desk.lease("publish"), version=0)) == (
+            "this policy sleeps: wake it first"
+        )
+        desk.ask("policy-0", wire.Wake(lease=desk.lease("wake")), wire.Awake)
+        publish(desk, 0)
+        process.terminate()
+        assert ended(process) == 0
+
+
 def refused(desk: Desk, message: Any, buffers: tuple[bytes, ...] = ()) -> str:
     failed, _ = desk.ask("policy-0", message, wire.LeaseFailed, buffers)
     assert failed.fatal

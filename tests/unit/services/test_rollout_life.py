@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import SMALL
-from replica_desk import Desk, ended, replica
+from replica_desk import DEADLINE_S, Desk, ended, replica
 
 from starling.cli.scratch import ScratchSettings, make_model_folder
 from starling.common.wire import messages as wire
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.slow
 
 NAME = "rollout-0"
 LONG = 3000
+ENDLESS = 30_000
+"""More tokens than a lease has time for."""
 """Tokens that take some seconds. The most likely token of these models is never the one that ends a completion."""
 FRAGILE = '''
 from pathlib import Path
@@ -63,13 +66,68 @@ class Fragile:
         if self._lost:
             raise EngineLostError("somebody broke it")
 '''
+STUCK = '''
+import threading
+
+from starling.rollout.engine.choice import embedded
+
+
+class Stuck:
+    """The embedded engine, which cannot sleep."""
+
+    def __init__(self, spec):
+        self._engine = embedded(spec)
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def sleep(self):
+        threading.Event().wait(600.0)
+'''
+SLOW = '''
+import threading
+from pathlib import Path
+
+from starling.rollout.engine.base import EngineLostError
+from starling.rollout.engine.choice import embedded
+
+HERE = Path(__file__).parent
+
+
+class Slow:
+    """The embedded engine, which takes for ever to start, the `times`th time, and says whether it was ended then."""
+
+    def __init__(self, spec):
+        starts = HERE / "starts"
+        with starts.open("a") as file:
+            file.write("x")
+        if len(starts.read_text()) == int((HERE / "times").read_text()):
+            (HERE / "starting").touch()
+            try:
+                threading.Event().wait(600.0)
+            finally:
+                (HERE / "ended").touch()
+        self._engine = embedded(spec)
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    @property
+    def ready(self):
+        return (HERE / "break").exists() or self._engine.ready
+
+    def step(self):
+        if (HERE / "break").exists():
+            raise EngineLostError("somebody broke it")
+        return self._engine.step()
+'''
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model folder with weights, and a long context."""
     folder = tmp_path_factory.mktemp("models") / "long"
-    make_model_folder(ScratchSettings(config=SMALL, alphabet="abcdefgh>", max_length=LONG + 100), folder)
+    make_model_folder(ScratchSettings(config=SMALL, alphabet="abcdefgh>", max_length=ENDLESS + 100), folder)
     load_model(folder, init="random", seed=5).save_pretrained(folder)
     return folder
 
@@ -156,6 +214,45 @@ def test_asleep_it_has_handed_over_what_it_ran(desk: Desk, model: Path, tmp_path
         assert ended(process) == 0
 
 
+SHARED = wire.Welcome(heartbeat_s=0.05, lease_s=5.0, shares_devices=True)
+
+
+def test_who_loses_the_controller_gives_shared_devices_away(desk: Desk, model: Path, tmp_path: Path) -> None:
+    desk.welcome = SHARED
+    with replica(desk, NAME, tmp_path, *flags(model)) as process:
+        desk.hello(NAME)
+        asked = group(desk, ENDLESS)
+        desk.send(NAME, asked)
+        runs(desk)
+        desk.is_silent = True
+        desk.next(NAME, wire.Hello)
+        late = wire.Wake(lease=desk.lease("wake"))
+        desk.send(NAME, late)
+        left, _ = desk.answer(NAME, asked.lease, wire.GroupInterrupted)
+        assert left.partial[0].num_tokens > 0
+        desk.is_silent = False
+        desk.hello(NAME)
+        later = group(desk, 4)
+        desk.send(NAME, later)
+        told = desk.heartbeat(NAME, lambda told: bool(told.waits))
+        assert [wait.what for wait in told.waits] == ["an order to wake up"]
+        assert late.lease not in {held.lease for held in told.leases}, "it came when it could be anybody's turn"
+        desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.Awake)
+        desk.answer(NAME, later.lease, wire.GroupGenerated)
+        process.terminate()
+        assert ended(process) == 0
+
+
+def test_who_cannot_give_shared_devices_away_ends(desk: Desk, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "stuck.py"
+    file.write_text(STUCK)
+    desk.welcome = SHARED
+    with replica(desk, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Stuck")) as process:
+        desk.hello(NAME)
+        desk.heartbeat(NAME, lambda told: True)
+        assert ended(process) == 1
+
+
 def test_an_engine_that_is_lost_is_made_again(desk: Desk, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "fragile.py"
     file.write_text(FRAGILE)
@@ -178,6 +275,32 @@ def test_an_engine_that_is_lost_is_made_again(desk: Desk, model: Path, tmp_path:
             "starling rollout-0: the engine was lost, and made again 1 times within 600 s already "
             "(rollout.max_engine_restarts): somebody broke it"
         )
+
+
+def comes(file: Path) -> None:
+    """Wait until there is `file`."""
+    end = time.monotonic() + DEADLINE_S
+    while not file.exists():
+        assert time.monotonic() < end, file
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_who_is_told_to_stop_while_its_engine_starts_ends(desk: Desk, model: Path, tmp_path: Path, times: int) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    (tmp_path / "times").write_text(str(times))
+    with replica(desk, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Slow")) as process:
+        if times == 2:
+            desk.hello(NAME)
+            (tmp_path / "break").touch()
+        comes(tmp_path / "starting")
+        process.terminate()
+        assert ended(process) == 0
+        assert (tmp_path / "ended").exists(), "whatever it had started it could end"
+        if times == 2:
+            left, _ = desk.next(NAME, wire.Leave)
+            assert left.reason == "stopped by SIGTERM"
 
 
 def test_an_engine_that_is_lost_before_it_has_weights_is_made_again(desk: Desk, model: Path, tmp_path: Path) -> None:

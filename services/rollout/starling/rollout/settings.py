@@ -48,7 +48,8 @@ class EnvironmentSettings(Section):
     turn_max_tokens: int = Field(default=0, ge=0)
     """Most tokens of one reply; 0 for what `sampling.max_tokens` leaves: that bounds the sampled tokens of all."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """How long one trajectory may take; then it is an `env_error`."""
+    """How long one trajectory may take; then it is an `env_error`. Time does not count while there is no engine that
+    could generate: asleep, made again, or without weights."""
 
 
 class ApiSettings(Section):
@@ -68,7 +69,10 @@ class ApiSettings(Section):
     tool_parser: Literal["", "hermes", "llama"] = ""
     """How the model writes calls of tools, where a request offers it some; empty to go by its chat template."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """How long one request may take; then it is refused with 504, and what was generated is dropped."""
+    """How long one request may take; then it is refused with 504, and what was generated is dropped. Those of an
+    episode may take as long as that: `rollout.environment.timeout_s`."""
+    read_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a request's body may take to arrive; then it is refused with 408, and its connection closed."""
 
 
 class RolloutSettings(Section):
@@ -80,6 +84,9 @@ class RolloutSettings(Section):
     """How often an engine that was lost is made again within `engine_restart_window_s`, before the replica gives up."""
     engine_restart_window_s: float = Field(default=600.0, gt=0)
     """An engine that died longer ago counts no more."""
+    engine_silence_s: float = Field(default=300.0, gt=0)
+    """An engine in processes of its own (`vllm`) that has requests, and samples no token for so long, hangs: it counts
+    as lost. Not while it starts or is paused; but it must cover what is compiled later, and the longest prompts."""
     num_slots: int = Field(default=16, ge=1)
     """Groups that the controller may give this replica at a time."""
     max_rows: int = Field(default=128, ge=1)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import structlog
@@ -21,8 +21,8 @@ from starlette.routing import Route
 
 from starling.common.errors import StarlingError
 from starling.rollout.api.ask import Ask, read_body, read_chat, read_text
-from starling.rollout.api.generate import Generation
-from starling.rollout.api.refusal import ApiError, Code, refusal_of, too_late
+from starling.rollout.api.generate import Generation, without_tokens
+from starling.rollout.api.refusal import ApiError, Code, refusal_of
 from starling.rollout.api.shapes import Json, Kind, Shapes
 from starling.rollout.api.streams import Events, attended, told, told_at_once
 
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from starling.rollout.shell.door import Door
 
 log = structlog.get_logger(__name__)
-
-T = TypeVar("T")
 
 MAX_BODY_BYTES: Final = 32 << 20
 
@@ -90,9 +88,9 @@ class Endpoint:
 
     async def _chat(self, request: Request) -> Response:
         recording = self._check_key(request)
-        chat = read_chat(read_body(await _read(request)))
+        chat = read_chat(read_body(await self._read(request)))
         if recording is not None:
-            turn = await attended(request, self._within_time(recording.turn(chat)))
+            turn = await attended(request, recording.turn(chat))  # it ends with its episode, which has a limit
             shapes = self._shapes("chat", chat.ask, calls=bool(chat.tools), at_once=True)
             if chat.ask.stream:
                 return Events(told_at_once(shapes, chat.ask, turn.made, turn.prompt_ids), contextlib.ExitStack())
@@ -105,22 +103,25 @@ class Endpoint:
 
     async def _completions(self, request: Request) -> Response:
         recording = self._check_key(request)
-        text = read_text(read_body(await _read(request)))
+        text = read_text(read_body(await self._read(request)))
         if recording is not None:
             raise ApiError("an episode is a conversation; use /v1/chat/completions", "not_found")
         self._check_model(text.ask.model)
         prompts = [self._served.text_ids(prompt) for prompt in text.prompts]
         for prompt_ids in prompts:
             self._served.check(text.ask, prompt_ids, "prompt")
-        shapes = self._shapes("text", text.ask)
-        return await self._generated(request, text.ask, prompts, shapes)
+        echo = self._served.prompt_text if text.echo else None
+        shapes = self._shapes("text", text.ask, top_logprobs=text.top_logprobs, echo=echo)
+        return await self._generated(request, text.ask, prompts, shapes, score=text.echo and text.ask.logprobs)
 
-    async def _generated(self, request: Request, ask: Ask, prompts: Sequence[list[int]], shapes: Shapes) -> Response:
+    async def _generated(
+        self, request: Request, ask: Ask, prompts: Sequence[list[int]], shapes: Shapes, *, score: bool = False
+    ) -> Response:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._place())
             generation = Generation(
                 self._door,
-                [self._served.request(ask, prompt_ids) for prompt_ids in prompts],
+                [self._served.request(ask, prompt_ids, score_prompt=score) for prompt_ids in prompts],
                 decode=self._served.decode,
                 stops=ask.stop,
                 ends=frozenset((*self._served.eos_token_ids, *ask.stop_token_ids)),
@@ -129,27 +130,43 @@ class Endpoint:
             )
             if not ask.stream:
                 made = await attended(request, generation.all())
+                if score and any(one.prompt_scores is None for one in made):
+                    raise ApiError("this engine scores no prompts; leave out echo or logprobs", parameter="echo")
+                if ask.max_tokens == 0:
+                    made = [without_tokens(one) for one in made]
                 return _json(shapes.whole(made, prompts))
             # What the engine refuses is refused by the status, not in the middle of a stream.
             pieces = generation.pieces()
             first = await attended(request, anext(pieces, None))
             return Events(told(shapes, ask, generation, first, pieces, prompts), stack.pop_all())
 
-    async def _within_time(self, work: Awaitable[T]) -> T:
+    async def _read(self, request: Request) -> bytes:
+        """Return the body. Raises ApiError when it is too large, or does not come, without reading on."""
+        parts, size, limit_s = [], 0, self._settings.read_timeout_s
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                return await work
+            async with asyncio.timeout(limit_s):
+                async for part in request.stream():
+                    parts.append(part)
+                    size += len(part)
+                    if size > MAX_BODY_BYTES:
+                        raise ApiError(
+                            f"the body has more than {MAX_BODY_BYTES} bytes; send less at a time", "request_too_large"
+                        )
         except TimeoutError:
-            raise too_late(self._settings.timeout_s) from None
+            raise ApiError(
+                f"the body was not whole after {limit_s:g} s; send it at once, or raise rollout.api.read_timeout_s",
+                "request_timeout",
+            ) from None
+        return b"".join(parts)
 
-    def _shapes(self, kind: Kind, ask: Ask, *, calls: bool = False, at_once: bool = False) -> Shapes:
+    def _shapes(self, kind: Kind, ask: Ask, *, calls: bool = False, **options: Any) -> Shapes:
         return Shapes(
             kind,
             self._served.name,
             self._served.token_text,
             logprobs=ask.logprobs,
             read_calls=self._served.read_calls if calls else None,
-            at_once=at_once,
+            **options,
         )
 
     def _check_key(self, request: Request) -> Recording | None:
@@ -188,17 +205,6 @@ class Endpoint:
             self._num_requests -= 1
 
 
-async def _read(request: Request) -> bytes:
-    """Return the body. Raises ApiError when it is too large, without reading on."""
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes; send less at a time", "request_too_large")
-    return b"".join(parts)
-
-
 def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
@@ -207,8 +213,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     refusal = refusal_of(error)
     if refusal.status >= 500:
         log.warning("not_answered", path=request.url.path, reason=str(refusal))
-    # Clients wait as long as they are told before they ask again.
-    headers = {"retry-after": "1"} if refusal.status in (429, 503) else None
+    headers = {}
+    if refusal.status in (429, 503):  # clients wait as long as they are told before they ask again
+        headers["retry-after"] = "1"
+    if refusal.status in (408, 413):  # what is left of the body is nobody's next request
+        headers["connection"] = "close"
     return _json(refusal.body, refusal.status, headers)
 
 

@@ -83,6 +83,10 @@ class TextAsk:
     ask: Ask
     prompts: tuple[str | tuple[int, ...], ...]
     """Each a text or token ids."""
+    echo: bool
+    """The prompt stands before each completion, with its log-probabilities where those are asked for."""
+    top_logprobs: bool
+    """Tell the likeliest token of each place, too."""
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -128,14 +132,21 @@ def read_text(body: Mapping[str, Any]) -> TextAsk:
     """
     rest = _Rest(body)
     prompts = _read_prompts(rest.take("prompt"))
-    longest = rest.integer("max_tokens", least=1)
+    echo = rest.flag("echo")
+    # Without anything to sample it is the prompt alone that is asked about.
+    longest = rest.integer("max_tokens", least=0 if echo else 1)
     logprobs = rest.integer("logprobs", least=0)
-    if logprobs:
-        raise _unsupported("logprobs", logprobs, "only the sampled token's log-probability is known: give 0")
+    if logprobs and (logprobs > 1 or (longest != 0 and body.get("temperature") != 0)):
+        raise _unsupported(
+            "logprobs", logprobs, "of sampled tokens only their own is known: give 0, or 1 with temperature = 0"
+        )
     best_of = rest.integer("best_of", least=1)
     if best_of is not None and best_of != (body.get("n") or 1):
         raise _unsupported("best_of", best_of, "completions are not chosen among: leave it out")
-    return TextAsk(_read_common(rest, 16 if longest is None else longest, logprobs is not None), prompts)
+    ask = _read_common(rest, 16 if longest is None else longest, logprobs is not None)
+    if echo and ask.stream:
+        raise _unsupported("echo", True, "the prompt comes with the whole answer: leave out stream")
+    return TextAsk(ask, prompts, echo, bool(logprobs))
 
 
 def _read_common(rest: _Rest, max_tokens: int | None, logprobs: bool) -> Ask:

@@ -19,7 +19,7 @@ from typing import Literal
 from starling.common.wire.messages import Status
 from starling.rollout.api.refusal import ApiError, too_late
 from starling.rollout.api.text import TextStream
-from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, RequestError
+from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, PromptScores, RequestError
 from starling.rollout.shell.door import PREFIX, Door
 
 Finish = Literal["stop", "length"]
@@ -44,6 +44,8 @@ class Made:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: Finish
+    prompt_scores: PromptScores | None = None
+    """What the model makes of the prompt, where that was asked for."""
 
 
 @dataclass(slots=True)
@@ -132,14 +134,17 @@ class Generation:
         def listener(index: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
             self._post((number, index, tuple(map(int, token_ids)), tuple(map(float, logprobs))))
 
+        # What is cut off has no scores of its prompt. And who wants those begins anew where the engine is taken away:
+        # what a listener had heard before would count twice.
+        may_be_cut = bool(self._stops) and not request.score_prompt
         return _Group(
             request=replace(
                 request,
                 lease=f"{PREFIX}api/{secrets.token_hex(8)}",
-                listener=listener if listens or self._stops else None,
+                listener=listener if listens or may_be_cut else None,
             ),
             streams=[TextStream(decode, self._stops) for _ in range(request.num_completions)],
-            over=set() if self._stops else None,
+            over=set() if may_be_cut else None,
         )
 
     def _post(self, item: tuple[int, int, tuple[int, ...], tuple[float, ...]] | int) -> None:
@@ -194,7 +199,10 @@ class Generation:
 
     def _made(self, number: int, result: GroupResult) -> list[Made]:
         streams = self._groups[number].streams
-        return [_whole(stream, completion) for stream, completion in zip(streams, result.completions, strict=True)]
+        return [
+            replace(_whole(stream, completion), prompt_scores=result.prompt_scores)
+            for stream, completion in zip(streams, result.completions, strict=True)
+        ]
 
 
 def made_of(completion: Completion, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> Made:
@@ -203,6 +211,11 @@ def made_of(completion: Completion, decode: Callable[[Sequence[int]], str], stop
     stream.add(completion.token_ids.tolist())
     stream.close()
     return _whole(stream, completion)
+
+
+def without_tokens(made: Made) -> Made:
+    """Return a choice of which nothing sampled is wanted."""
+    return replace(made, text="", token_ids=(), logprobs=(), versions=(), finish="length")
 
 
 def _whole(stream: TextStream, completion: Completion) -> Made:

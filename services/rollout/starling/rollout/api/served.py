@@ -52,11 +52,12 @@ class Served:
     read_calls: ReadCalls
     """Finds the calls of tools in a reply."""
 
-    def request(self, ask: Ask, prompt_ids: list[int]) -> GroupRequest:
+    def request(self, ask: Ask, prompt_ids: list[int], *, score_prompt: bool = False) -> GroupRequest:
         """Return what the engine is to do; the lease is still to be given."""
         room = self.max_model_len - len(prompt_ids)
         sampling = Sampling(
-            max_tokens=min(ask.max_tokens or room, room),
+            # Engines sample one token at least, also where none is wanted.
+            max_tokens=room if ask.max_tokens is None else max(1, min(ask.max_tokens, room)),
             temperature=ask.temperature,
             top_p=ask.top_p,
             top_k=ask.top_k,
@@ -64,11 +65,15 @@ class Served:
             # Without a seed each request draws anew, as clients expect.
             seed=secrets.randbits(62) if ask.seed is None else ask.seed,
         )
-        return GroupRequest("", prompt_ids, ask.num_completions, sampling)
+        return GroupRequest("", prompt_ids, ask.num_completions, sampling, score_prompt=score_prompt)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens without special ones."""
         return decode(self.tokenizer, token_ids)
+
+    def prompt_text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a prompt's tokens, of special ones too: they were asked about."""
+        return str(self.tokenizer.decode(list(token_ids)))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, of a special one too."""

@@ -11,6 +11,7 @@ import msgspec
 
 from starling.rollout.api.generate import Made, Piece
 from starling.rollout.api.messages import ReadCalls
+from starling.rollout.engine.base import PromptScores
 
 Kind = Literal["chat", "text"]
 Json = dict[str, Any]
@@ -29,6 +30,8 @@ class Shapes:
         read_calls: where the request offers tools. A reply is then told when it is whole, as only then it is known what
             of it is a call.
         at_once: tell each reply when it is whole in any case.
+        top_logprobs: tell the likeliest token of each place of plain text; each sampled one is that itself.
+        echo: the text of a prompt's tokens, where it is to stand before its completions.
     """
 
     def __init__(
@@ -40,10 +43,13 @@ class Shapes:
         logprobs: bool,
         read_calls: ReadCalls | None = None,
         at_once: bool = False,
+        top_logprobs: bool = False,
+        echo: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._kind, self._model, self._token_text = kind, model, token_text
         self._logprobs, self._read_calls = logprobs, read_calls
         self._at_once = at_once or read_calls is not None
+        self._top_logprobs, self._echo = top_logprobs, echo
         self._id = ("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12)
         self._created = int(time.time())
         self._num_characters: dict[int, int] = {}
@@ -51,7 +57,8 @@ class Shapes:
 
     def whole(self, made: Sequence[Made], prompts: Sequence[Sequence[int]], extra: Json | None = None) -> Json:
         """Return the response that has everything in it; `extra` goes to what is Starling's own."""
-        choices = [self._choice(index, one) for index, one in enumerate(made)]
+        each = len(made) // len(prompts)
+        choices = [self._choice(index, one, prompts[index // each]) for index, one in enumerate(made)]
         starling = {"prompt_token_ids": [list(ids) for ids in prompts], **(extra or {})}
         return self._envelope("", choices, usage=_usage(made, prompts), starling=starling)
 
@@ -97,11 +104,11 @@ class Shapes:
             return self._envelope("", [choice])
         return self._chunk(piece.index, {"content": piece.text}, told)
 
-    def _choice(self, index: int, made: Made) -> Json:
-        told = self._told(index, made.token_ids, made.logprobs)
+    def _choice(self, index: int, made: Made, prompt: Sequence[int]) -> Json:
+        told = self._told(index, made.token_ids, made.logprobs, prompt if self._echo else (), made.prompt_scores)
         choice: Json = {"index": index, "logprobs": told, "finish_reason": made.finish, "starling": _provenance(made)}
         if self._kind == "text":
-            return {**choice, "text": made.text}
+            return {**choice, "text": made.text if self._echo is None else self._echo(prompt) + made.text}
         text, calls = self._calls(made)
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if calls:
@@ -126,8 +133,15 @@ class Shapes:
             **extra,
         }
 
-    def _told(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> Json | None:
-        """Return the log-probabilities of the sampled tokens, where they were asked for."""
+    def _told(
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        prompt: Sequence[int] = (),
+        scores: PromptScores | None = None,
+    ) -> Json | None:
+        """Return the log-probabilities of the sampled tokens, and of those of the prompt, where they were asked for."""
         if not self._logprobs:
             return None
         texts = [self._token_text(token) for token in token_ids]
@@ -137,11 +151,21 @@ class Shapes:
                 for text, value in zip(texts, logprobs, strict=True)
             ]
             return {"content": content, "refusal": None}
+        values: list[float | None] = list(logprobs)
+        tops: list[Json | None] = [{text: value} for text, value in zip(texts, logprobs, strict=True)]
+        if prompt:
+            assert scores is not None, "they were asked for"
+            texts = [*map(self._token_text, prompt), *texts]
+            # Nothing says how likely the first token was.
+            values = [None, *scores.logprobs.tolist(), *values]
+            best = zip(map(self._token_text, scores.top_ids.tolist()), scores.top_logprobs.tolist(), strict=True)
+            tops = [None, *({text: value} for text, value in best), *tops]
         offsets = []
         for text in texts:
             offsets.append(self._num_characters.setdefault(index, 0))
             self._num_characters[index] += len(text)
-        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+        top_logprobs = tops if self._top_logprobs else None
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top_logprobs, "text_offset": offsets}
 
 
 def spans(versions: Sequence[int]) -> list[Json]:
@@ -166,7 +190,8 @@ def _usage(made: Sequence[Made], prompts: Sequence[Sequence[int]]) -> Json:
 
 
 def _provenance(made: Made) -> Json:
-    return {"token_ids": list(made.token_ids), "versions": spans(made.versions)}
+    scored = {} if made.prompt_scores is None else {"prompt_version": made.prompt_scores.version}
+    return {"token_ids": list(made.token_ids), "versions": spans(made.versions), **scored}
 
 
 def _call(name: str, arguments: str) -> Json:

@@ -9,7 +9,8 @@
 The engine generates through the whole pull and pauses only for the switch. Where there is no room for a staging area
 (`in_place`) it pauses for the pull instead, which leaves it torn when it fails; under `finish` it drains before. A torn
 replica generates nothing until it has adopted another version. What it holds proven it can publish to others, between
-two tokens. A replica that sleeps has given its memory away and does nothing at all.
+two tokens. A replica that sleeps has given its memory away and does nothing at all; it falls asleep by order or, when
+it cannot know any more whose turn it is, by itself (`doze`).
 
 Nothing is waited for without an end: a pull has `pull_s`, draining `finish_s`, and a group `version_s` for weights that
 may sample it. Time comes with `tick`, and what has come since the tick before counts from there.
@@ -79,6 +80,7 @@ class FallAsleep:
     """Take out what runs, give the engine's memory away, and say so; only say so when `again`."""
 
     lease: str
+    """Empty where nobody asked for it, and nobody is to be told."""
     again: bool = False
 
 
@@ -206,6 +208,18 @@ class Rollout:
             return [Fail(message.lease, f"version {self.adopting.version} is being adopted: this rollout cannot sleep")]
         again, self.asleep = self.asleep, True
         return [FallAsleep(message.lease, again)]
+
+    def doze(self) -> list[Action]:
+        """Nobody says any more whose turn it is: sleep, unless it does. What is being pulled is pulled in vain."""
+        if self.asleep:
+            return []
+        self.asleep = True
+        actions: list[Action] = []
+        if self.adopting is not None:
+            if self.in_place and self.adoption == "pulling":
+                self.adoption, self.version = "torn", -1
+            actions = self._not_adopted("this rollout fell asleep meanwhile, as the controller did not answer")
+        return [*actions, FallAsleep("")]
 
     def wake(self, message: Wake) -> list[Action]:
         """The devices are free."""

@@ -69,6 +69,24 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What the model makes of a prompt: of each token but the first, behind those before it.
+
+    The three arrays have one element less than the prompt; probabilities are those of softmax(logits) over the whole
+    vocabulary.
+    """
+
+    logprobs: npt.NDArray[np.float32]
+    """Natural logarithm of each token's probability."""
+    top_ids: npt.NDArray[np.int32]
+    """The likeliest token in its place."""
+    top_logprobs: npt.NDArray[np.float32]
+    """That one's; the very same number as in `logprobs` where it is the token."""
+    version: int
+    """The weight version that computed the prompt's end."""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupRequest:
     """Ask for `num_completions` completions of one prompt."""
 
@@ -86,6 +104,8 @@ class GroupRequest:
     """What is there already of each completion, to go on from; empty to begin. Each counts into `max_tokens`."""
     listener: Listener | None = None
     """Called as tokens come, by whichever thread they come from; it must not block."""
+    score_prompt: bool = False
+    """Tell what the model makes of the prompt; only of text, and of a group that begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +131,8 @@ class GroupResult:
     completions: tuple[Completion, ...]
     tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Those of the request."""
+    prompt_scores: PromptScores | None = None
+    """Where they were asked for, of an engine that tells them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ from transformers.cache_utils import DynamicCache
 
 from starling.common.errors import ConfigError
 from starling.rollout.engine.attention import GROUPED_DECODE, use_grouped_decode
+from starling.rollout.engine.base import PromptScores
 from starling.rollout.engine.cache import RowCache
 from starling.rollout.engine.rows import Line, last_position
+from starling.rollout.engine.scores import joined, prompt_scores
 
 PREFILL_TOKENS: Final = 4096
 """Most tokens, padding included, of sequences prefilled together: bounds the mask's memory and the pause."""
@@ -69,25 +71,29 @@ class Forward:
         self.cache.advance()
         return _last(logits)
 
-    def prefill(self, lines: Sequence[Line]) -> torch.Tensor:
+    def prefill(self, lines: Sequence[Line], version: int) -> torch.Tensor:
         """Compute `lines`, and add their rows to the cache, in order; return the logits behind each row's last token.
+
+        Groups that want their prompts scored have it done, by the weights of `version`.
 
         Returns:
             [new rows, vocabulary].
         """
-        parts = [self._prefill(chunk) for chunk in _chunks(lines)]
+        parts = [self._prefill(chunk, version) for chunk in _chunks(lines)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def recompute(self, lines: Sequence[Line]) -> None:
+    def recompute(self, lines: Sequence[Line], version: int) -> None:
         """Compute the keys and values of all rows anew; `lines` has one row each, in the order of the batch."""
         self.cache = RowCache(self._dtype, self._window)  # the old one goes first: there may be no room for both
-        self.prefill(lines)
+        self.prefill(lines, version)
 
     def to_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """Return `values` as a tensor beside the model."""
         return torch.from_numpy(values).to(self.device)
 
-    def _prefill(self, lines: Sequence[Line]) -> torch.Tensor:
+    def _prefill(self, lines: Sequence[Line], version: int) -> torch.Tensor:
+        if len(lines[0].ids) > PREFILL_TOKENS and lines[0].group.wants_scores and not lines[0].group.request.tensors:
+            return self._prefill_in_parts(lines[0], version)
         lengths = np.array([len(line.ids) for line in lines])
         counts = np.array([len(line.indices) for line in lines])
         limits = np.array([line.group.most_cached for line in lines])
@@ -97,7 +103,9 @@ class Forward:
             row[columns - len(line.ids) :] = line.ids
         starts = columns - lengths
         prefilled = DynamicCache()
-        extra = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+        scored = [number for number, line in enumerate(lines) if line.group.wants_scores]
+        keep = max((len(lines[number].ids) for number in scored), default=1)
+        extra = {"logits_to_keep": keep} if self._takes_logits_to_keep else {}
         logits = self._model(
             input_ids=self.to_device(ids),
             position_ids=self.to_device(_positions(lines, starts, columns)),
@@ -107,8 +115,31 @@ class Forward:
             **{name: self.to_device(array) for name, array in _pixels(lines).items()},
             **extra,
         ).logits
+        for number in scored:
+            group, first = lines[number].group, logits.shape[1] - len(lines[number].ids)
+            prompt = group.request.prompt_ids
+            group.scores = prompt_scores(logits[number, first : first + len(prompt) - 1], prompt, version)
         which = np.repeat(np.arange(len(lines)), counts)
         self.cache.join(prefilled, which, lengths[which], limits[which])
+        return _last(logits).index_select(0, self.to_device(which))
+
+    def _prefill_in_parts(self, line: Line, version: int) -> torch.Tensor:
+        """Compute a long line whose prompt is to be scored: all its logits at once would take gigabytes."""
+        ids, prefilled, columns = np.array([line.ids], np.int64), DynamicCache(), len(line.ids)
+        found: list[PromptScores] = []
+        for begin in range(0, columns, PREFILL_TOKENS):
+            some = np.arange(begin, min(begin + PREFILL_TOKENS, columns))
+            logits = self._model(
+                input_ids=self.to_device(ids[:, some]),
+                position_ids=self.to_device(some[None]),
+                past_key_values=prefilled,
+                use_cache=True,
+            ).logits
+            prompt = line.group.request.prompt_ids[begin : begin + PREFILL_TOKENS + 1]
+            found.append(prompt_scores(logits[0, : len(prompt) - 1], prompt, version))
+        line.group.scores = joined(found)
+        which = np.zeros(len(line.indices), np.int64)
+        self.cache.join(prefilled, which, np.full(len(which), columns), np.full(len(which), line.group.most_cached))
         return _last(logits).index_select(0, self.to_device(which))
 
     def _prefill_mask(

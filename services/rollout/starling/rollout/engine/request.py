@@ -32,6 +32,8 @@ def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, ma
         raise RequestError(
             f"{lease}: num_completions is {request.num_completions}; give 1 to {max_rows}, or raise max_rows"
         )
+    if request.score_prompt and (request.partial or request.tensors):
+        raise RequestError(f"{lease}: only prompts of text are scored, of groups that begin; leave score_prompt out")
     if sampling.max_tokens < 1:
         raise RequestError(f"{lease}: max_tokens is {sampling.max_tokens}; give at least 1")
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):

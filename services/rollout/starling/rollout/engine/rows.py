@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.common.wire.messages import Status
-from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, Partial
+from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, Partial, PromptScores
 from starling.rollout.engine.sampling import completion_key
 
 ROW: Final = np.dtype(
@@ -63,6 +63,8 @@ class Group:
     replay: bool = False
     done: dict[int, Completion] = field(default_factory=dict)
     """Completions that have ended, by index."""
+    scores: PromptScores | None = None
+    """Of the prompt, where they are asked for, once it is computed."""
 
     def __post_init__(self) -> None:
         """Sort out what ended elsewhere."""
@@ -85,6 +87,11 @@ class Group:
         """Rows that it takes at first."""
         num_ended, num = len(self.done), self.request.num_completions
         return 0 if num_ended == num else num if self.replay else num - num_ended
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether its prompt is still to be scored."""
+        return self.request.score_prompt and self.scores is None
 
     def lines(self) -> list[Line]:
         """Return what has to be computed to go on, or to begin; nothing where all completions have ended."""
@@ -119,7 +126,7 @@ class Group:
         """Return the completions of a group that has ended."""
         completions = tuple(self.done[index] for index in range(self.request.num_completions))
         prompt_ids = np.array(self.request.prompt_ids, np.int32)
-        return GroupResult(self.request.lease, prompt_ids, completions, self.request.tensors)
+        return GroupResult(self.request.lease, prompt_ids, completions, self.request.tensors, self.scores)
 
     def _ending(self, partial: Partial) -> Status | None:
         """Return how a completion that came here ended, by what was said of it or by its tokens; None: it goes on."""

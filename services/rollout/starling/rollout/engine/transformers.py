@@ -231,7 +231,7 @@ class TransformersEngine:
 
     def _join(self, lines: Sequence[Line]) -> torch.Tensor:
         """Compute `lines`, add their rows; return the logits of the rows' next tokens."""
-        logits = self._forward.prefill(lines)
+        logits = self._forward.prefill(lines, self._version)
         self._rows.append(lines)
         self._running.update((line.group.number, line.group) for line in lines)
         self._sampling = None
@@ -364,7 +364,7 @@ class TransformersEngine:
             lines.append(Line(group, (int(record["index"]),), ids))
         if lines:
             with torch.inference_mode():
-                self._forward.recompute(lines)
+                self._forward.recompute(lines, self._version)
         return sum(len(line.ids) for line in lines)
 
     # --- the device ------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from starling.rollout.engine.base import RequestError
 from starling.rollout.env.base import EpisodeOver, Outcome
 from starling.rollout.env.choice import Chosen
 from starling.rollout.env.episode import Task, TokenEpisode, ask_through
+from starling.rollout.env.limits import Limits, UsableTime
 from starling.rollout.env.trajectory import Ended, Played, gather
 from starling.rollout.env.worker import describe
 from starling.rollout.settings import EnvironmentSettings
@@ -49,9 +50,11 @@ class _Group:
 
     task: Task
     begun_at: float
+    """As the runner's clock of usable time showed it."""
     min_version: int
     num_completions: int
     loop: asyncio.AbstractEventLoop
+    limits: Limits
     future: Future[None] = field(init=False)
     given_up: bool = False
 
@@ -85,6 +88,8 @@ class EpisodeRunner:
         self._groups: dict[str, _Group] = {}
         self._closed = False
         self._loop = _start_loop()
+        self._limits, self._time = Limits(), UsableTime()
+        self._held = False
 
     def begin(self, prepared: Prepared) -> None:
         """Play the episodes of a group whose prompt is prepared; `Played` is put when all have ended."""
@@ -100,9 +105,18 @@ class EpisodeRunner:
             tools=self._chosen.tools,
             tensors=prepared.tensors,
         )
-        group = _Group(task, time.monotonic(), message.min_version, message.num_completions, self._loop)
+        begun_at, version = self._time.at(time.monotonic()), message.min_version
+        group = _Group(task, begun_at, version, message.num_completions, self._loop, self._limits)
         self._groups[message.lease] = group
         group.future = asyncio.run_coroutine_threadsafe(self._play_group(group), self._loop)
+
+    def hold(self, held: bool) -> None:
+        """Let the time of episodes count no more, while there is no engine that could generate for them, or again."""
+        if self._time.hold(held, time.monotonic()):
+            self._held = held
+            of_loops = {group.loop: group.limits for group in self._groups.values()} | {self._loop: self._limits}
+            for loop, limits in of_loops.items():
+                loop.call_soon_threadsafe(limits.hold, held)
 
     def take(self, lease: str) -> bool:
         """Return whether what was put for `lease` is still wanted; it is not again."""
@@ -123,14 +137,14 @@ class EpisodeRunner:
 
     def expire(self, now: float) -> list[tuple[str, str]]:
         """Put the groups as failures whose loop does not even notice that their time is over; no lease fails itself."""
-        limit_s = self._settings.timeout_s
+        limit_s, now = self._settings.timeout_s, self._time.at(now)
         for lease, group in self._groups.items():
             if group.given_up or now - group.begun_at <= limit_s + GRACE_S:
                 continue
             group.given_up = True
             log.warning("environment_stuck", lease=lease)
             if group.loop is self._loop:
-                self._loop = _start_loop()
+                self._loop, self._limits = _start_loop(), Limits(held=self._held)
             problem = f"the environment took longer than {limit_s:g} s and could not be stopped: it must not block"
             self._put(_gathered(group, [_failure(problem)] * group.num_completions))
         return []
@@ -139,7 +153,7 @@ class EpisodeRunner:
         """Return what is waited for at `now`: the group that began first."""
         if not self._groups:
             return ()
-        since_s = now - min(group.begun_at for group in self._groups.values())
+        since_s = self._time.at(now) - min(group.begun_at for group in self._groups.values())
         left_s = max(0.0, self._settings.timeout_s + GRACE_S - since_s)
         what = f"episodes of {len(self._groups)} groups"
         return (Wait(what=what, on="environment", since_s=max(0.0, since_s), seconds_left=left_s),)
@@ -161,17 +175,18 @@ class EpisodeRunner:
 
     async def _play_group(self, group: _Group) -> None:
         try:
-            episodes = await asyncio.gather(*(self._play(group.task, index) for index in range(group.num_completions)))
+            episodes = await asyncio.gather(*(self._play(group, index) for index in range(group.num_completions)))
         except DoorClosedError:  # the replica leaves, and its leases go back
             return
         self._put(_gathered(group, episodes))
 
-    async def _play(self, task: Task, index: int) -> Ended:
+    async def _play(self, group: _Group, index: int) -> Ended:
         """Play one episode to its end, whatever that is."""
+        task = group.task
         episode = TokenEpisode(task, index, self._tokenizer, partial(ask_through, self._door))
         limit_s, own = self._settings.timeout_s, asyncio.current_task()
         try:
-            async with asyncio.timeout(limit_s) as limit:
+            async with group.limits.within(limit_s) as limit:
                 given: object = await self._chosen.environment(episode)
             return episode.end(outcome_of(given))
         except EpisodeOver:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.rollout.shell.answer import progress_of
 from starling.weightsync.offer import decode_offer
@@ -15,7 +16,7 @@ from starling.weightsync.plan import decode_plan
 
 if TYPE_CHECKING:
     from starling.common.net.link import Link
-    from starling.rollout.core.rollout import Mode, Pull
+    from starling.rollout.core.rollout import Action, Mode, Pull, Rollout, Switch
     from starling.rollout.engine.base import Adopted, Engine
     from starling.weightsync.execute.pull import PullReport
 
@@ -45,6 +46,7 @@ class Adoptions:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
         self._void = threading.Event()
         """Set when the pull under way is for nothing; each has its own."""
+        self._pulling: Future[PullReport] | None = None
         self._report: PullReport | None = None
         self._in_place = False
         self._draining_since: float | None = None
@@ -79,7 +81,8 @@ class Adoptions:
             # Whatever went wrong, the controller is told; unless it was in place, the old version stays in use.
             self._link.put(Pulled(message.lease, None if error is None else f"{type(error).__name__}: {error}"))
 
-        self._thread.submit(work).add_done_callback(done)
+        self._pulling = self._thread.submit(work)
+        self._pulling.add_done_callback(done)
 
     def note(self, *, draining: bool) -> None:
         """Keep the time for which new weights wait for running requests."""
@@ -89,7 +92,25 @@ class Adoptions:
         elif not draining and self._draining_since is not None:
             self._drain_s, self._draining_since = now - self._draining_since, None
 
-    def answer(self, lease: str, adopted: Adopted, switch_s: float) -> wire.WeightsAdopted:
+    def switch(self, engine: Engine, core: Rollout, order: Switch) -> list[Action]:
+        """Put what was pulled in place, and tell of it; return what the core makes of it.
+
+        Raises:
+            EngineLostError: a part of `engine` is gone.
+        """
+        begin = time.perf_counter()
+        try:
+            adopted = engine.adopt(order.mode)
+        except WeightsError as error:
+            return core.not_switched(str(error))
+        switch_s = time.perf_counter() - begin
+        actions = core.switched(order.lease, proven=adopted.proven)
+        self._link.report(version=core.version)
+        if adopted.proven:
+            self._link.answer(order.lease, self._answer(order.lease, adopted, switch_s))
+        return actions
+
+    def _answer(self, lease: str, adopted: Adopted, switch_s: float) -> wire.WeightsAdopted:
         """Return what to tell of an adoption that took `switch_s` from the pull on."""
         report, drain_s = self._report, self._drain_s
         assert report is not None, "an adoption follows a pull"
@@ -113,6 +134,12 @@ class Adoptions:
     def void(self) -> None:
         """End the pull under way: its engine is gone, or this process goes."""
         self._void.set()
+
+    def stop(self) -> None:
+        """End the pull under way, and wait until nothing of it touches the engine's memory any more."""
+        self.void()
+        if self._pulling is not None:
+            wait([self._pulling], self._timeout_s)
 
     def close(self) -> None:
         """End the pull under way, and begin no other; does not wait for it."""

@@ -140,10 +140,13 @@ class Door:
     def take_back(self, engine: Engine) -> None:
         """Take out of the engine what it holds, to go on from there when `serve` admits it again."""
         held, self._held = self._held, {}
-        again = [
-            (replace(request, partial=engine.interrupt(lease) or request.partial), future)
-            for lease, (request, future) in held.items()
-        ]
+        again = []
+        for lease, (request, future) in held.items():
+            partial = engine.interrupt(lease)
+            # What an engine has made of a prompt goes with it: such a group begins anew.
+            if partial and not request.score_prompt:
+                request = replace(request, partial=partial)
+            again.append((request, future))
         with self._lock:
             self._arrived.extendleft(reversed(again))
 

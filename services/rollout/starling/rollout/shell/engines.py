@@ -17,6 +17,7 @@ from starling.rollout.engine.base import EngineLostError, EngineSpec
 from starling.rollout.engine.choice import make_engine
 
 if TYPE_CHECKING:
+    from starling.common.observe.process import StopSignal
     from starling.rollout.engine.base import Engine
     from starling.rollout.settings import RolloutProcess, RolloutSettings
 
@@ -38,18 +39,20 @@ class Engines:
         """
         return make_engine(self.spec)
 
-    def replace(self, lost: Engine, error: EngineLostError) -> Engine:
-        """Close `lost`, and make another one.
+    def replace(self, lost: Engine, error: EngineLostError, stop: StopSignal) -> Engine:
+        """Close `lost`, and make another one, unless `stop` comes.
 
         Raises:
             EngineLostError: too many were lost.
+            Stopped: it came; there is no engine now.
         """
         lost.close()
         while True:
             self._count(error)
             log.warning("engine_made_again", reason=str(error), restarts=len(self._restarts))
             try:
-                return make_engine(self.spec)
+                with stop.breaking_off():
+                    return make_engine(self.spec)
             except EngineLostError as again:
                 error = again
 

@@ -5,29 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from starling.algo.text import decode
-from starling.common.errors import StarlingError, WeightsError
+from starling.common.errors import StarlingError
 from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
+from starling.common.observe.process import STOP_S, Stopped, StopSignal, end_process, end_within
 from starling.common.service import ServiceArguments, check_model_folder, link_settings, serve
 from starling.common.wire import messages as wire
 from starling.rollout.api.start import start_api
-from starling.rollout.core.rollout import (
-    Action,
-    Fail,
-    FallAsleep,
-    Forget,
-    Generate,
-    Publish,
-    Pull,
-    Rollout,
-    Switch,
-    WakeUp,
-)
+from starling.rollout.core import rollout as core
 from starling.rollout.engine.base import EngineLostError
 from starling.rollout.env.choice import make_environment
 from starling.rollout.env.trajectory import Played
@@ -39,14 +29,16 @@ from starling.rollout.shell.groups import Groups
 from starling.rollout.shell.player import Closes, Player, Waits
 from starling.rollout.shell.preparation import Preparation, Prepared
 from starling.rollout.shell.serving import Serving
+from starling.rollout.shell.speed import Speed
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from starling.rollout.engine.base import Engine
 
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
-GAUGE_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1
 
 
@@ -65,8 +57,6 @@ class Shell:
         from transformers import AutoTokenizer
 
         from starling.rollout.engine.model import read_config
-        from starling.rollout.engine.vision import PromptEncoder
-        from starling.weightsync.layout import encode
 
         self._settings, self._arguments = settings, arguments
         trusted = settings.model.trust_remote_code
@@ -77,10 +67,23 @@ class Shell:
         spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake())
         self._engines = Engines(spec)
         self._engine: Engine = self._engines.make()
+        try:
+            self._stand_around(path, config)
+        except BaseException:  # whatever it is: no process of the engine's must be left
+            self._engine.close()
+            raise
+        log.info("ready", engine=own.engine, version=self._engine.version, max_model_len=self._engine.max_model_len)
+
+    def _stand_around(self, path: Path, config: Any) -> None:
+        """Make what stands around the engine; `config` is that of the model in the folder `path`."""
+        from starling.rollout.engine.vision import PromptEncoder
+        from starling.weightsync.layout import encode
+
+        settings, arguments, own = self._settings, self._arguments, self._settings.rollout
         self._lost: EngineLostError | None = None
         self._samples = True
         """The engine is not paused."""
-        self._core = Rollout(
+        self._core = core.Rollout(
             version=self._engine.version,
             mode=own.adoption,
             in_place=not own.double_buffer,
@@ -100,8 +103,7 @@ class Shell:
         self._door = Door(self._link.wake)
         self._player: Player | None = None
         self._api: Closes | None = None
-        self._num_tokens, self._gauged_at, self._told_at = 0, time.monotonic(), float("-inf")
-        log.info("ready", engine=own.engine, version=self._engine.version, max_model_len=self._engine.max_model_len)
+        self._speed, self._told_at = Speed(), float("-inf")
 
     def _start_environment(self) -> Player | None:
         """Start what plays groups, where `rollout.environment.kind` names an environment."""
@@ -131,8 +133,9 @@ class Shell:
                             raise inbound.error
                     self._act(self._decide(inbound))
                     inbound = self._link.receive(0.0)
-                if not ended:
-                    self._turn()
+                with suppress(Stopped):  # then the loop ends
+                    if not ended:
+                        self._turn(stop)
             if stop:
                 reason = f"stopped by {stop.name}"
             self._interrupt(reason)
@@ -146,10 +149,14 @@ class Shell:
         for started in (self._door, self._player, self._api):  # the door first: they wait for what it has
             if started is not None:
                 started.close()
-        self._link.close(reason)
+        shares_devices = self._link.fence.shares_devices
+        if not shares_devices:
+            self._link.close(reason)
         self._adoptions.close()  # ends a pull, for which the engine would wait
         self._preparation.close()
         self._engine.close()
+        if shares_devices:  # who has left has given them away: others wake at once
+            self._link.close(reason)
         self._serving.close()
 
     @property
@@ -158,7 +165,7 @@ class Shell:
         # asleep is made again when it is woken: until then others have its devices.
         return self._engine.ready and not self._core.asleep
 
-    def _turn(self) -> None:
+    def _turn(self, stop: StopSignal) -> None:
         """Do what is to be done between two looks at the messages."""
         try:
             self._door.serve(self._engine, admit=self._core.may_generate)
@@ -168,7 +175,7 @@ class Shell:
             self._lost = error
         self._look()
         if self._lost is not None:
-            self._replace_engine(self._lost)
+            self._replace_engine(self._lost, stop)
 
     def _changed(self) -> None:
         """Look at once, when another thread has news for the heartbeats."""
@@ -182,25 +189,20 @@ class Shell:
             return
         self._told_at = now
         self._act(self._core.tick(now))
+        if not self._link.fence.may_keep_devices:
+            self._act(self._core.doze())
         waits = [*self._core.waits(now), *self._serving.waits(now)]
         waiting: list[Waits] = [self._preparation] if self._player is None else [self._preparation, self._player]
         for each in waiting:
             for lease, reason in each.expire(now):
                 self._groups.forget(self._engine, lease)
-                self._act([Fail(lease, reason), *self._core.finished(lease)])
+                self._act([core.Fail(lease, reason), *self._core.finished(lease)])
             waits += each.waits(now)
         self._link.report(version=self._core.version, offered=self._serving.offered, waits=tuple(waits))
-        self._gauge(now)
+        if gauges := self._speed.measured(self._engine, now):
+            self._link.report(gauges=gauges)
 
-    def _gauge(self, now: float) -> None:
-        elapsed, num_tokens = now - self._gauged_at, self._engine.num_tokens - self._num_tokens
-        if elapsed < GAUGE_EVERY_S:
-            return
-        if num_tokens or self._engine.num_running:  # an idle engine's speed is what it was
-            self._link.report(gauges={"tokens_per_s": num_tokens / elapsed, "rows": self._engine.num_running})
-        self._num_tokens, self._gauged_at = self._engine.num_tokens, now
-
-    def _decide(self, inbound: Any) -> list[Action]:
+    def _decide(self, inbound: Any) -> list[core.Action]:
         match inbound:
             case Command(message=message) if not self._link.work(message.lease):
                 return []
@@ -231,7 +233,7 @@ class Shell:
             case _:
                 raise AssertionError(f"a rollout is not sent {inbound!r}")
 
-    def _act(self, actions: Sequence[Action]) -> None:
+    def _act(self, actions: Sequence[core.Action]) -> None:
         """Carry out what was decided, and what is decided on the way."""
         self._adoptions.note(draining=self._core.adoption == "draining")
         left = list(actions)
@@ -241,33 +243,37 @@ class Shell:
                 left += self._carry_out(action)
             except EngineLostError as error:  # another one is made when the rest is done
                 self._lost = error
-                if isinstance(action, FallAsleep | WakeUp):
+                if isinstance(action, core.FallAsleep | core.WakeUp):
+                    if not action.lease:
+                        raise  # another one would be made on devices that others may have by now
                     self._fail(action.lease, str(error))
         self._pace()
 
-    def _carry_out(self, action: Action) -> list[Action]:
+    def _carry_out(self, action: core.Action) -> list[core.Action]:
         match action:
-            case Generate():
+            case core.Generate():
                 return self._take_up(action)
-            case Pull():
+            case core.Pull():
                 self._pace()
                 self._adoptions.pull(self._engine, action)
-            case Switch():
-                return self._switch(action)
-            case Publish(message=message):
+            case core.Switch():
+                return self._adoptions.switch(self._engine, self._core, action)
+            case core.Publish(message=message):
                 self._publish(message)
-            case Forget(lease=lease):
+            case core.Forget(lease=lease):
                 self._forget(lease)
-            case Fail(lease=lease, reason=reason):
+            case core.Fail(lease=lease, reason=reason):
                 self._fail(lease, reason)
-            case FallAsleep():
+            case core.FallAsleep():
                 return self._fall_asleep(action)
-            case WakeUp():
+            case core.WakeUp():
                 return self._wake_up(action)
         return []
 
     def _pace(self) -> None:
         """Have the engine sample when it may, and only then."""
+        if self._player is not None:
+            self._player.hold(not self._core.may_generate)
         if self._samples == self._core.may_generate or self._lost is not None:
             return
         self._samples = not self._samples
@@ -278,7 +284,7 @@ class Shell:
 
     # --- groups ----------------------------------------------------------------------------------------------------
 
-    def _take_up(self, order: Generate) -> list[Action]:
+    def _take_up(self, order: core.Generate) -> list[core.Action]:
         try:
             self._groups.come(order)
         except StarlingError as error:
@@ -286,7 +292,7 @@ class Shell:
         prepared = self._preparation.begin(order.message)
         return [] if prepared is None else self._begin(prepared)
 
-    def _begin(self, prepared: Prepared) -> list[Action]:
+    def _begin(self, prepared: Prepared) -> list[core.Action]:
         """Give a group whose prompt is prepared to the engine, or to the environment."""
         lease = prepared.message.lease
         try:
@@ -301,7 +307,7 @@ class Shell:
             return self._refuse(prepared.message, error)
         return []
 
-    def _refuse(self, message: wire.GenerateGroup, error: StarlingError) -> list[Action]:
+    def _refuse(self, message: wire.GenerateGroup, error: StarlingError) -> list[core.Action]:
         """The prompt is at fault, not this replica: no other would do better."""
         self._fail(message.lease, f"prompt {message.prompt.id}: {error}", fatal=True)
         return self._core.finished(message.lease)
@@ -311,7 +317,7 @@ class Shell:
             if self._door.settle(result):
                 continue
             reason = self._groups.end(result)
-            failed = [] if reason is None else [Fail(result.lease, reason)]
+            failed = [] if reason is None else [core.Fail(result.lease, reason)]
             self._act([*failed, *self._core.finished(result.lease)])
 
     def _forget(self, lease: str) -> None:
@@ -328,19 +334,6 @@ class Shell:
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    def _switch(self, order: Switch) -> list[Action]:
-        begin = time.perf_counter()
-        try:
-            adopted = self._engine.adopt(order.mode)
-        except WeightsError as error:
-            return self._core.not_switched(str(error))
-        switch_s = time.perf_counter() - begin
-        actions = self._core.switched(order.lease, proven=adopted.proven)
-        self._link.report(version=self._core.version)
-        if adopted.proven:
-            self._link.answer(order.lease, self._adoptions.answer(order.lease, adopted, switch_s))
-        return actions
-
     def _publish(self, message: wire.PublishWeights) -> None:
         try:
             self._serving.publish(message, self._engine.tensors())
@@ -350,8 +343,12 @@ class Shell:
 
     # --- the engine ------------------------------------------------------------------------------------------------
 
-    def _replace_engine(self, error: EngineLostError) -> None:
-        """Go on with another engine. What the lost one ran is for other replicas, as far as it had come."""
+    def _replace_engine(self, error: EngineLostError, stop: StopSignal) -> None:
+        """Go on with another engine. What the lost one ran is for other replicas, as far as it had come.
+
+        Raises:
+            Stopped: there is no other one any more.
+        """
         log.error("engine_lost", reason=str(error))
         self._act(self._core.lost())
         self._interrupt(f"its engine was lost: {error}", lost=True)
@@ -359,23 +356,31 @@ class Shell:
         left_s = self._settings.rollout.vllm.start_timeout_s
         wait = wire.Wait(what="another engine to start", on="engine", since_s=0.0, seconds_left=left_s)
         self._link.report(version=-1, waits=(wait,))
-        self._engine = self._engines.replace(self._engine, error)
-        self._lost, self._samples, self._num_tokens = None, True, 0
+        self._engine = self._engines.replace(self._engine, error, stop)
+        self._lost, self._samples = None, True
+        self._speed.begin()
         actions = self._core.replaced(self._engine.version)
         self._link.report(version=self._core.version)
         self._act(actions)
 
-    def _fall_asleep(self, order: FallAsleep) -> list[Action]:
+    def _fall_asleep(self, order: core.FallAsleep) -> list[core.Action]:
         if not order.again:
             self._pace()
             self._interrupt("it gives its devices to others")
+            self._adoptions.stop()
             self._engine.sleep()
-        self._link.answer(order.lease, wire.Slept(lease=order.lease))
+            self._link.fence.keeps_devices(False)
+        if order.lease:
+            self._link.answer(order.lease, wire.Slept(lease=order.lease))
+        else:
+            log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
+            self._link.introduce()
         return []
 
-    def _wake_up(self, order: WakeUp) -> list[Action]:
-        actions: list[Action] = []
+    def _wake_up(self, order: core.WakeUp) -> list[core.Action]:
+        actions: list[core.Action] = []
         if not order.again:
+            self._link.fence.keeps_devices(True)
             self._engine.wake_up()
             actions = self._core.woken(self._engine.version)
             self._link.report(version=self._core.version)

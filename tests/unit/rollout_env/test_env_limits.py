@@ -1,0 +1,64 @@
+"""Time limits that stand still while there is no engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from starling.rollout.env.limits import Limits, UsableTime
+
+
+def test_a_clock_that_stands_still() -> None:
+    clock = UsableTime()
+    assert clock.at(10.0) == 10.0
+    assert clock.hold(True, 12.0)
+    assert not clock.hold(True, 13.0), "it stands still already"
+    assert clock.at(20.0) == 12.0
+    assert clock.hold(False, 20.0)
+    assert not clock.hold(False, 21.0)
+    assert clock.at(25.0) == 17.0
+    clock.hold(True, 25.0)
+    clock.hold(False, 26.0)
+    assert clock.at(30.0) == 21.0
+
+
+def test_a_limit_does_not_pass_while_it_is_held() -> None:
+    async def play() -> None:
+        limits = Limits(held=True)
+        async with limits.within(0.05) as limit:
+            await asyncio.sleep(0.2)
+            assert limit.when() is None
+        async with limits.within(60.0) as limit:
+            limits.hold(False)
+            begun = limit.when()
+            assert begun is not None
+            limits.hold(True)
+            limits.hold(True)
+            assert limit.when() is None
+            limits.hold(False)
+            when = limit.when()
+            assert when is not None
+            assert when >= begun, "what was left before is left now"
+        async with limits.within(0.05):
+            limits.hold(True)
+            limits.hold(False)
+            await asyncio.sleep(60.0)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(play())
+
+
+def test_a_limit_that_has_passed_stays_passed() -> None:
+    async def play() -> None:
+        limits = Limits()
+        async with limits.within(0.01) as limit:
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                assert limit.expired()
+                limits.hold(True)
+                limits.hold(False)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(play())
