@@ -171,8 +171,8 @@ def awaited(happened: Callable[[], bool], what: str, command: Command, timeout_s
 
 
 def shared_memory() -> set[str]:
-    """Return the files of /dev/shm, without Python's semaphores: no run makes any, and nobody's can be told by name."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """Return the files of /dev/shm, without the semaphores of Python and joblib: nobody's can be told by name."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "sem.loky-"))}
 
 
 def _without_owner(names: set[str]) -> set[str]:

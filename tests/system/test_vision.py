@@ -12,7 +12,7 @@ from tiny_vision import ask, image, make_encoder, make_model, picture, write_fol
 pytestmark = pytest.mark.system
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe"])
 def test_a_run_with_images(tmp_path: Path, family: str) -> None:
     # Any number that differs from completion to completion: there must be something to train.
     (tmp_path / "scorer.py").write_text("def score(completion, *_):\n    return sum(map(ord, completion)) % 97\n")

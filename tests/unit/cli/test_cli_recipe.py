@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from starling.cli.recipe import IMPORTS_S, load_recipe
+from starling.cli.recipe import IMPORTS_S, load_recipe, to_toml
+from starling.common.errors import ConfigError
 
 RECIPE = Path(__file__).parents[3] / "tests/system/recipes/tiny.toml"
 
@@ -22,3 +23,21 @@ RECIPE = Path(__file__).parents[3] / "tests/system/recipes/tiny.toml"
 )
 def test_a_run_waits_for_its_rollouts_as_long_as_their_engine_may_take(flags: list[str], start_s: float) -> None:
     assert load_recipe([RECIPE], flags).controller.start_s == start_s
+
+
+COLOCATED = ("--rollout.engine", "vllm", "--launch.colocate", "true")
+
+
+def test_vllm_that_takes_turns_can_sleep(tmp_path: Path) -> None:
+    """What its process reads says so, with what else there is."""
+    flags = (*COLOCATED, "--rollout.vllm.engine-args.block-size", "64")
+    (tmp_path / "recipe.toml").write_text(to_toml(load_recipe([RECIPE], flags)))
+    arguments = load_recipe([tmp_path / "recipe.toml"], []).rollout.vllm.engine_args
+    assert arguments == {"block_size": 64, "enable_sleep_mode": True}
+    for alone in (COLOCATED[:2], COLOCATED[2:]):
+        assert "enable_sleep_mode" not in load_recipe([RECIPE], alone).rollout.vllm.engine_args
+
+
+def test_vllm_that_may_not_sleep_takes_no_turns() -> None:
+    with pytest.raises(ConfigError, match=r"colocate = true, but rollout.vllm.engine_args.enable_sleep_mode = False"):
+        load_recipe([RECIPE], [*COLOCATED, "--rollout.vllm.engine-args", "{enable_sleep_mode = false}"])

@@ -16,6 +16,7 @@ from typing import Any
 import tomli_w
 
 from starling.cli.attempt import Attempt
+from starling.cli.harness import Asked, check_alone, harness_tasks, run_harness
 from starling.cli.instances import gpus, num_instances
 from starling.cli.recipe import Recipe, load_recipe
 from starling.cli.results import check_free
@@ -111,6 +112,8 @@ def main(command: str, argv: Sequence[str]) -> int:
         _check_copy(copy)
     elif known.out is not None:
         check_free(known.out)
+    if command == "evaluate" and (harnessed := harness_tasks(known.tasks)):
+        return _by_harness(known, flags, harnessed)
     recipe, told = recipe_of(command, known, flags)
     num = len(prompts_to_answer(recipe))
     completions = recipe.evaluation.num_completions
@@ -129,6 +132,17 @@ def _serve(known: argparse.Namespace, flags: Sequence[str]) -> int:
     attempt = Attempt.create(recipe)
     print(told, f"addresses and API key: {shown(attempt.folder / 'api')}/*.json", sep="\n", flush=True)
     return supervise(recipe, attempt)
+
+
+def _by_harness(known: argparse.Namespace, flags: Sequence[str], tasks: tuple[str, ...]) -> int:
+    """Have a harness evaluate a model that is served for it."""
+    check_alone(known.num_gpus, known.tp_size, known.num_completions)
+    one = argparse.Namespace(**{**vars(known), "num_gpus": known.tp_size})
+    recipe, told = recipe_of("serve", one, ["--run.name", "evaluate", *flags])
+    attempt = Attempt.create(recipe) if known.out is None else Attempt.create_at(known.out)
+    print(told, f"tasks of lm-eval: {', '.join(tasks)}", sep="\n", flush=True)
+    ways = {name: getattr(known, name) for name in ("limit", "plain", "system", "temperature", "max_tokens", "seed")}
+    return run_harness(recipe, attempt, Asked(tasks, known.model, **ways))
 
 
 def _check_copy(path: Path) -> None:

@@ -21,6 +21,7 @@ from starling.weightsync.peaks import NUM_SNAPSHOTS
 from starling.weightsync.plan import Plan, make_plan
 from starling.weightsync.quantise.formats import FORMATS
 from starling.weightsync.quantise.layouts import published_layout, published_splits, received_layout, received_splits
+from starling.weightsync.quantise.packing import packing_bytes
 from starling.weightsync.quantise.recipe import Recipe, linear_weights
 from starling.weightsync.relay import FanOut, make_fan_out
 from starling.weightsync.splits import CompactLayout, splits_of
@@ -152,6 +153,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
         "replicas": len(outlook.replicas),
         "plan_bytes": len(encode(outlook.plan)),
         "snapshots_bytes": _snapshots(outlook.source),
+        "packing_bytes": int(packing_bytes(outlook.destination).max(initial=0)),
         "estimate": msgspec.to_builtins(outlook.estimate),
         "one_replica": msgspec.to_builtins(outlook.one),
         "pairs": [[int(a), int(b), int(pairs[a, b])] for a, b in zip(*np.nonzero(pairs), strict=True)],
@@ -161,7 +163,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
 def as_text(outlook: Outlook, num_rows: int) -> str:
     """Return the outlook as a page; `num_rows` of each table."""
     found, plan = outlook.estimate, outlook.plan
-    count = len(outlook.replicas)
+    count, packed = len(outlook.replicas), int(packing_bytes(outlook.destination).max(initial=0))
     copies = f" x {count} replicas" if count > 1 else ""
     lines = [
         f"{plan.source} ({len(outlook.source.places)} ranks) -> {plan.destination} "
@@ -180,6 +182,8 @@ def as_text(outlook: Outlook, num_rows: int) -> str:
         f"  waiting         {_time(found.wait_s)}",
         f"switch            {_time(found.switch_s)} (the engine pauses)",
     ]
+    if packed:
+        lines.append(f"repacking         {_size(packed)} on a rank of vllm: one layer, during the switch")
     if count > 1:
         lines.append(f"one replica       {_time(outlook.one.seconds)}")
     lines += ["", "distance   bytes"]

@@ -100,11 +100,22 @@ class Recipe(ControllerProcess):
                 f"launch.colocate = true, but run.kind = {self.run.kind!r} has no policy and rollouts that could take "
                 "turns; remove it"
             )
+        if self.launch.colocate and self.rollout.engine == "vllm":
+            self._check_sleep()
         if self.teacher is not None and self.run.kind != "replay":
             self._check_teacher(self.teacher)
         if generates:
             self._check_rows()
         return self
+
+    def _check_sleep(self) -> None:
+        """Who takes turns gives its memory away."""
+        wanted = self.rollout.vllm.engine_args.get("enable_sleep_mode", True)
+        if wanted is not True:
+            raise ValueError(
+                f"launch.colocate = true, but rollout.vllm.engine_args.enable_sleep_mode = {wanted!r}: vllm would "
+                "never give its memory to the policy; remove one of the two"
+            )
 
     def _check_teacher(self, teacher: TeacherSettings) -> None:
         """A teacher is for the groups of reinforcement learning, and is there for all of them."""
@@ -163,6 +174,9 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         rollout = rollout.model_copy(update={"load_weights": True})
     if recipe.run.kind == "serve":
         rollout = rollout.model_copy(update={"api": rollout.api.model_copy(update={"enabled": True})})
+    if recipe.launch.colocate and rollout.engine == "vllm":
+        arguments = {**rollout.vllm.engine_args, "enable_sleep_mode": True}
+        rollout = rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"engine_args": arguments})})
     start_s = recipe.controller.start_s
     if rollout.engine == "vllm":  # it may take longer to start than the run would wait for its rollouts
         start_s = max(start_s, rollout.vllm.start_timeout_s + IMPORTS_S)

@@ -54,14 +54,14 @@ def conclude(attempt: Attempt, kind: str, console: Console, out: Path | None = N
     """Write answers and figures of a run that is complete, and print them; `out`: the answers go there too."""
     groups = list(stored_groups(attempt))
     path = attempt.folder / ANSWERS
-    _write(path, "".join(json.dumps(answer(group, kind), ensure_ascii=False) + "\n" for group in groups))
+    write_whole(path, "".join(json.dumps(answer(group, kind), ensure_ascii=False) + "\n" for group in groups))
     if out is not None:
         partial = out.with_name(f".{out.name}.partial")
         shutil.copyfile(path, partial)
         partial.rename(out)
     if kind == "evaluate":
         found = summary(groups)
-        _write(attempt.folder / SUMMARY, json.dumps(found, indent=1) + "\n")
+        write_whole(attempt.folder / SUMMARY, json.dumps(found, indent=1) + "\n")
         console.print(table_of(found))
     failed = sum(not group.trajectories for group in groups)
     told = f", {failed} without any" if failed else ""
@@ -157,7 +157,8 @@ def check_free(path: Path) -> None:
         raise ConfigError(f"the folder of {path} does not exist; make it, or give another --out")
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which nobody finds a part."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     os.replace(partial, path)

@@ -42,6 +42,8 @@ KEEPS = {
 """What becomes of the work in hand when a run is stopped, by its kind; that of others is as in `rl`."""
 REPLACEABLE = ("rollout", "teacher")
 """The roles of which one replica can do without another."""
+ONCE = ("model", "harness")
+"""The processes that are not started again."""
 ENDING = ("draining", "over")
 """In these phases of a run nothing is started again: nobody needs it any more."""
 
@@ -94,6 +96,15 @@ class Supervisor:
         child = self.children.of(role)[-1]
         os.kill(child.process.pid, signal.SIGKILL)
         return child.name
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run is told to end."""
+        return self._interrupts > 0
+
+    def stop(self) -> None:
+        """End the run in good order, as Ctrl-C does."""
+        self._interrupts += 1
 
     def on_poll(self) -> None:
         """Do nothing; a subclass may look in, a few times a second."""
@@ -222,7 +233,7 @@ class Supervisor:
             child.spared = True
             self.screen.say(f"{child.name} {child.ending()}; the run is ending, and does without it")
             return
-        if child.role != "model" and code != EXIT_USAGE and self._restart_later(child):
+        if child.role not in ONCE and code != EXIT_USAGE and self._restart_later(child):
             return
         if code < 0 and child.role in REPLACEABLE and self.children.of(child.role):
             child.spared = True
@@ -295,4 +306,4 @@ class Supervisor:
         return f"{ending}; its last lines:\n{shown}\n  its log: {log}"
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += 1
+        self.stop()

@@ -1,0 +1,96 @@
+"""Tasks of lm-eval: what is asked of it, and what is made of its results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from starling.cli.harness import answer, check_alone, harness_tasks, read_results, summary
+from starling.common.errors import ConfigError
+
+RESULTS: dict[str, Any] = {
+    "lm_eval_version": "0.4.13",
+    "n-samples": {"choose": {"original": 9, "effective": 2}},
+    "results": {
+        "choose": {"alias": "choose", "sample_len": 2, "acc,none": 0.5, "acc_stderr,none": 0.25},
+        "both": {"alias": "both", "acc,strict-match": 1, "acc_stderr,strict-match": "N/A"},
+    },
+}
+CHOSEN: dict[str, Any] = {
+    "doc_id": 3,
+    "target": "1",
+    "arguments": {"gen_args_0": {"arg_0": "q>", "arg_1": " x"}, "gen_args_1": {"arg_0": "q>", "arg_1": " y"}},
+    "resps": [[["-11.5", "False"]], [["-0.25", "True"]]],
+    "filter": "none",
+    "metrics": ["acc"],
+    "acc": 1.0,
+}
+SAID: dict[str, Any] = {
+    "doc_id": 0,
+    "target": "7",
+    "arguments": {"gen_args_0": {"arg_0": "3+4", "arg_1": {"until": ["\n"]}}},
+    "resps": [["it is 7"]],
+    "filter": "strict-match",
+    "metrics": ["exact_match"],
+    "exact_match": 0.0,
+}
+
+
+def test_figures_are_those_of_the_harness() -> None:
+    assert summary(RESULTS) == {
+        "harness": "lm-eval 0.4.13",
+        "tasks": {
+            "choose": {"num_prompts": 2, "metrics": {"acc": {"value": 0.5, "stderr": 0.25}}},
+            "both": {"num_prompts": None, "metrics": {"acc/strict-match": {"value": 1, "stderr": None}}},
+        },
+    }
+
+
+def test_samples_become_answers() -> None:
+    assert answer("choose", CHOSEN) == {
+        "id": "choose/3",
+        "task": "choose",
+        "text": "q>",
+        "reference": "1",
+        "choices": [
+            {"text": " x", "logprob": -11.5, "is_greedy": False},
+            {"text": " y", "logprob": -0.25, "is_greedy": True},
+        ],
+        "scores": {"acc": 1.0},
+    }
+    assert answer("say", SAID) == {
+        "id": "say/0",
+        "task": "say",
+        "text": "3+4",
+        "filter": "strict-match",
+        "reference": "7",
+        "completions": [{"text": "it is 7"}],
+        "scores": {"exact_match": 0.0},
+    }
+
+
+def test_the_newest_results_are_read_with_their_samples(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lm-eval has written no results into .*; see logs/harness\.log"):
+        read_results(tmp_path)
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for date, task in (("2026-01-01", "old"), ("2026-01-02", "choose")):
+        (folder / f"results_{date}.json").write_text(json.dumps({**RESULTS, "results": {task: {}, "group": {}}}))
+        (folder / f"samples_{task}_{date}.jsonl").write_text(json.dumps(CHOSEN) + "\n")
+    _, samples = read_results(tmp_path)
+    assert samples == {"choose": [CHOSEN]}
+
+
+def test_what_a_harness_cannot_be_asked() -> None:
+    assert harness_tasks("gsm8k:test.jsonl") == harness_tasks(None) == ()
+    with pytest.raises(ConfigError, match=r"--tasks names 'b\.jsonl' beside tasks of lm-eval"):
+        harness_tasks("lm-eval:a,b.jsonl")
+    check_alone(None, 4, 1)
+    check_alone(4, 4, 1)
+    with pytest.raises(ConfigError, match="--num-gpus 8: lm-eval asks one instance, which has --tp-size 4 GPUs"):
+        check_alone(8, 4, 1)
+    with pytest.raises(ConfigError, match="--num-completions 4: a task of lm-eval says itself how often"):
+        check_alone(None, 1, 4)
