@@ -8,6 +8,7 @@ before and applies it to a copy. Times are over that of one copy of the shard in
 thread's processor time (what others do on the machine still slows memory down, for both sides); a figure is the median
 over the rounds. Writing goes into memory that exists and was written before, as snapshots do. The time on a slow link
 is computed: encode, then bytes over bandwidth, then apply, one after the other; dense is bytes over bandwidth alone.
+Publisher and puller do the three at once: `weightsync_fanout.py --only delta` measures them on such a link.
 
 The second trains a small transformer whose weights are drawn with deviation 0.02 by likelihood, then goes on with a new
 AdamW over fp32 master weights at the learning rates of RL, and compares the bf16 weights of each step with those of
@@ -155,10 +156,10 @@ def bench_speed(num_elements: int, rounds: int) -> None:
     )
     print_figure(
         BENCH,
-        "dense over delta on a 1 Gbit/s link (computed), 99 % unchanged",
+        "dense over delta on a 1 Gbit/s link (computed, one after the other), 99 % unchanged",
         figures["faster_on_1_gbit_s"],
         unit="ratio",
-        goal=15,
+        goal=None,
         better="higher",
         detail={"link_bytes_per_s": LINK_BYTES_PER_S},
     )

@@ -21,9 +21,7 @@ from starling.rollout.engine.vision import PromptEncoder
 
 torch.set_num_threads(1)
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-RELATED = ("qwen2_vl", "qwen3_vl_moe")
-"""Families that share the code of those."""
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VOCABULARY = {token: number for number, token in enumerate((*SPECIAL, *"abcdefgh :.<>0123456789uson?"))}
 CHAT = (
