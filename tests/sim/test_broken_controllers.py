@@ -81,11 +81,11 @@ def steps_overtake_publications(patch: pytest.MonkeyPatch) -> None:
 def said_before_it_is_on_disk(patch: pytest.MonkeyPatch) -> None:
     do = Host._do
 
-    def hasty(self: Host, command: Command) -> None:
+    def hasty(self: Host, command: Command, cause: str) -> None:
         if isinstance(command, Send):
-            self._send(command)
+            self._send(command, cause)
         else:
-            do(self, command)
+            do(self, command, cause)
 
     patch.setattr(Host, "_do", hasty)
 
