@@ -148,6 +148,9 @@ class Publisher:
             self._arena.close()
             raise
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-digest")
+        self._closing = threading.Event()
+        if transport == "local":  # servers see to it themselves
+            self._pool.submit(self._arena.collapse, self._closing.is_set)
         atexit.register(self.close)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Offer:
@@ -208,6 +211,7 @@ class Publisher:
         if arena is None:
             return
         server, self._server = self._server, None
+        self._closing.set()
         self._stop_comparing.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._views = self._arrays = ()
