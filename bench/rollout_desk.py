@@ -119,10 +119,16 @@ class Desk:
         while True:
             for happened in self._hub.poll(POLL_S):
                 if isinstance(happened, Arrival) and isinstance(happened.message, wire.Hello):
-                    self._hub.send(NAME, wire.Welcome(heartbeat_s=HEARTBEAT_S, lease_s=WORK_S))
+                    self._greet(happened)
                     return decode(Layout, happened.buffers[0])
             if time.monotonic() > deadline:
                 raise SystemExit(f"the rollout did not start within {START_S:g} s")
+
+    def _greet(self, answered: Arrival) -> None:
+        """Answer a hello or a heartbeat: the rollout wants to know which."""
+        said = answered.envelope
+        welcome = wire.Welcome(heartbeat_s=HEARTBEAT_S, lease_s=WORK_S)
+        self._hub.send(NAME, welcome, cause=f"{said.sender}/{said.epoch}/{said.seq}")
 
     def _lease(self, kind: str) -> str:
         self._num_leases += 1
@@ -168,7 +174,7 @@ class Desk:
                 raise SystemExit(f"{happened.name} is gone")
             message = happened.message
             if isinstance(message, wire.Heartbeat):
-                self._hub.send(NAME, wire.Welcome(heartbeat_s=HEARTBEAT_S, lease_s=WORK_S))
+                self._greet(happened)
             elif (lease := getattr(message, "lease", None)) is not None:
                 self._hub.release(NAME, (lease,))
             yield message
