@@ -68,9 +68,10 @@ async def generate(engine: Any, jobs: list[dict[str, Any]], eos_token_ids: list[
 async def serve(settings: dict[str, Any], answers: Any) -> None:
     """Start vLLM, and do what standard input says until it ends."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    given = arguments(spec_of(settings))
+    given = arguments(spec_of(settings), on_cpu=current_platform.is_cpu())
     del given["worker_extension_cls"]  # which brings weights into its workers, and on a CPU keeps room for them
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
     try:
