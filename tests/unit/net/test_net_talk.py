@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from net_desk import RUN, Desk, calling, generated, received, score
+from net_desk import RUN, Desk, calling, envelope, generated, received, score, socket_of
 
 from starling.common.errors import ConfigError, RefusedError
 from starling.common.net import link as link_module
@@ -17,6 +17,7 @@ from starling.common.net.hub import MAX_RELEASES, Hub, PeerLost
 from starling.common.net.link import Command, Ended, GivenUp, Link
 from starling.common.net.settings import LinkSettings
 from starling.common.net.watch import Watch
+from starling.common.wire import codec
 from starling.common.wire import messages as wire
 from starling.common.wire.telemetry import Snapshot
 
@@ -262,15 +263,18 @@ def test_who_is_told_to_go_has_heard_before_what_was_released(desk: Desk, keys: 
 
 
 def test_nothing_is_released_to_who_has_left(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        link.close("it was told to go")
-        desk.next(wire.Leave, "rollout-0")
-        seq_out = desk.hub._peers.by_name["rollout-0"].seq_out
-        desk.hub.release("rollout-0", tuple(f"score:{i}:0" for i in range(MAX_RELEASES)))
-        assert desk.hub._peers.by_name["rollout-0"].seq_out == seq_out, "it was not even tried"
-        desk.lost("rollout-0")
-        assert desk.hub.num_unsent == 0
+    leases = tuple(f"score:{i}:0" for i in range(MAX_RELEASES))
+    with socket_of(desk.hub.address, keys) as socket:  # a link would close its connection, and who is first then?
+        socket.send_multipart(codec.pack(envelope(seq=1), wire.Hello(role="rollout", host="h", pid=1, num_slots=1)))
+        socket.send_multipart(codec.pack(envelope(seq=2), wire.Leave(reason="it was told to go")))
+        desk.next(wire.Leave, "rollout-1")
+        desk.hub.release("rollout-1", leases)
+        desk.hub.send("rollout-1", wire.Drain(reason="this is heard first"))
+        assert socket.poll(20_000)
+        assert isinstance(codec.unpack_down(socket.recv_multipart()), wire.Drain)
+    desk.lost("rollout-1")
+    desk.hub.release("rollout-1", leases)
+    assert desk.hub.num_unsent == 0
 
 
 def test_a_poll_that_waits_is_woken(desk: Desk) -> None:

@@ -19,9 +19,7 @@ it before the socket was found empty, and who finds something for another wakes 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import select
 import threading
 import time
@@ -42,6 +40,7 @@ from starling.common.net.frames import is_readable, receive
 from starling.common.net.settings import LinkSettings
 from starling.common.net.told import Told
 from starling.common.standing import MAX_SEQ
+from starling.common.wakeup import Wakeup
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, Up, Welcome, Work
 
@@ -96,7 +95,7 @@ class Link:
         self._book = LeaseBook(resend_s=RESEND_S)
         self._told = Told(version=hello.version)
         self._inbox: deque[Any] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._nudged = self._awoken = False
         self._welcomed = self._full = False
         self._anew_from = 0  # a welcome to an earlier message is to what this replica was before
@@ -113,7 +112,7 @@ class Link:
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="link", daemon=True)
         self._poller = select.poll()
-        self._poller.register(self._wake, select.POLLIN)
+        self._poller.register(self._wakeup, select.POLLIN)
 
     def start(self) -> None:
         """Call the controller. What goes wrong is delivered as `Ended`."""
@@ -136,7 +135,8 @@ class Link:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """Descriptors to wait on when `receive(0)` has returned None: a readable one says that it is worth a call."""
-        return (self._wake,) if self._socket is None else (self._wake, int(self._socket.getsockopt(zmq.FD)))
+        own = self._wakeup.fileno()
+        return (own,) if self._socket is None else (own, int(self._socket.getsockopt(zmq.FD)))
 
     def receive(self, timeout_s: float) -> Any | None:
         """Return the next `Inbound` (or what was `put`), or None after `timeout_s` or, at the latest, a `wake`."""
@@ -144,8 +144,7 @@ class Link:
         while True:
             if self._nudged:
                 self._nudged = False
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
+                self._wakeup.clear()
             if self._inbox:
                 return self._inbox.popleft()
             now = time.monotonic()
@@ -169,9 +168,8 @@ class Link:
         self._nudge()
 
     def _nudge(self) -> None:
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
-            self._nudged = True  # in this order: who sees the flag finds the descriptor readable
+        self._wakeup.set()
+        self._nudged = True  # in this order: who sees the flag finds the descriptor readable
 
     def work(self, lease: str) -> bool:
         """Say that `lease` is being worked on now. Returns False when it is wanted no longer."""
@@ -218,9 +216,7 @@ class Link:
                 self._send(messages.Leave(reason=reason))
                 self._dealer.close()
                 self._dealer = self._socket = None
-            if self._wake >= 0:
-                os.close(self._wake)
-                self._wake = -1
+            self._wakeup.close()
 
     # --- the keeper ------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import time
 from typing import Any, Final
 
 from starling.common.errors import WeightsError
+from starling.common.wakeup import Wakeup
 from starling.weightsync.execute.deadline import LONGEST_WAIT_S
 from starling.weightsync.execute.memory import Memory
 from starling.weightsync.execute.supported import Supported
@@ -117,7 +118,7 @@ class Link:
         self._process = os.getpid()
         self._pending: list[Transmission] = []
         self._from_anybody: list[Transmission] = []
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._poller = select.poll()
         self._poller.register(self.worker.epoll_file_descriptor, select.POLLIN)
         self._poller.register(self._wakeup, select.POLLIN)
@@ -137,15 +138,11 @@ class Link:
             self.worker.progress()
         self._pending = [item for item in self._pending if not item.completed]
         self._from_anybody = [item for item in self._from_anybody if not item.completed]
-        try:
-            os.eventfd_read(self._wakeup)
-        except BlockingIOError:
-            return False
-        return True
+        return self._wakeup.clear()
 
     def wake(self) -> None:
-        """Let a `progress` that waits return."""
-        os.eventfd_write(self._wakeup, 1)
+        """Let a `progress` that waits return. Who calls it may come late: after `close` there is none."""
+        self._wakeup.set()
 
     def send(self, endpoint: Any, memory: Memory, tag: int) -> Transmission:
         """Send `memory` with `tag`; it must not change before completion."""
@@ -199,7 +196,7 @@ class Link:
         )  # were UCX still at work, the memory would have to outlive the worker
         self._from_anybody = []
         self.worker = self._context = None
-        os.close(self._wakeup)
+        self._wakeup.close()
         del last
 
 

@@ -14,7 +14,6 @@ Over TCP UCX asks for no key at all. Readers and sources must trust each other.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import struct
 import time
@@ -25,6 +24,7 @@ from typing import Final
 import msgspec
 
 from starling.common.errors import WeightsError
+from starling.common.wakeup import Wakeup
 from starling.weightsync.execute.agent import LONGEST_TICK_S, TICK_S, Agent, Reading
 from starling.weightsync.execute.channel import split_address
 from starling.weightsync.execute.line import Line
@@ -102,7 +102,7 @@ class NixlWire:
         self._loopback = loopback
         self._agent: Agent | None = Agent(loopback=loopback)
         self._peers: dict[str, _Peer] = {}
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._woken = False
         self._tick_s = TICK_S
 
@@ -131,8 +131,7 @@ class NixlWire:
 
     def wake(self) -> None:
         """See `Wire.wake`."""
-        if self._wakeup >= 0:
-            os.eventfd_write(self._wakeup, 1)
+        self._wakeup.set()
 
     def lanes(self, source: str) -> tuple[str, ...]:
         """See `Wire.lanes`. NIXL does not tell which lanes its UCX takes."""
@@ -163,8 +162,7 @@ class NixlWire:
                     ticket.reading.release()
         self._peers = {}
         agent.close()  # ends reads that were under way
-        wakeup, self._wakeup = self._wakeup, -1
-        os.close(wakeup)
+        self._wakeup.close()
 
     def _wait(self, wait_s: float) -> None:
         """Wait for sources and `wake`; where reads are under way, not for long."""
@@ -178,8 +176,7 @@ class NixlWire:
             self._tick_s = min(2 * self._tick_s, LONGEST_TICK_S)
             wait_s = 0.0
         poller.poll(wait_s * 1000)
-        with contextlib.suppress(BlockingIOError):
-            self._woken = os.eventfd_read(self._wakeup) > 0
+        self._woken |= self._wakeup.clear()
 
     def _events(self) -> list[Event]:
         events: list[Event] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from starling.common.errors import WeightsError
+from starling.common.wakeup import Wakeup
 from starling.weightsync.execute.agent import Agent
 from starling.weightsync.execute.channel import MAX_CONNECTIONS, SILENCE_S
 from starling.weightsync.execute.deadline import LONGEST_WAIT_S
@@ -234,7 +234,7 @@ class NixlServer:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         """Where readers connect."""
         self._stop = threading.Event()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._connections: list[_Connection] = []
         self._packing = Scratch(0)
         self._packing_region: Any = None
@@ -256,14 +256,11 @@ class NixlServer:
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             raise WeightsError(f"The serving thread did not end within {deadline_s:g} s.")
-        wakeup, self._wakeup = self._wakeup, -1
-        if wakeup >= 0:
-            os.close(wakeup)
+        self._wakeup.close()
 
     def wake(self) -> None:
         """Let the serving thread look whether what it was asked for has arrived."""
-        if self._wakeup >= 0:
-            os.eventfd_write(self._wakeup, 1)
+        self._wakeup.set()
 
     def work(self, job: Callable[[], T]) -> Future[T]:
         """Run a job in a thread; its end wakes the serving thread."""
@@ -333,6 +330,5 @@ class NixlServer:
             poller.register(connection.line, connection.line.events)
         reading = any(connection.reading for connection in self._connections)
         poller.poll((POLL_S if reading else LONGEST_WAIT_S) * 1000)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
+        self._wakeup.clear()
         self.agent.progress()

@@ -149,8 +149,12 @@ class Publisher:
             raise
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-digest")
         self._closing = threading.Event()
-        if transport == "local":  # servers see to it themselves
-            self._pool.submit(self._arena.collapse, self._closing.is_set)
+        # Servers see to it themselves. Not in the pool: the first digests would wait, a second for each few GiB.
+        self._pages = threading.Thread(
+            target=self._arena.collapse, args=(self._closing.is_set,), name="weightsync-pages", daemon=True
+        )
+        if transport == "local":
+            self._pages.start()
         atexit.register(self.close)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Offer:
@@ -214,6 +218,8 @@ class Publisher:
         self._closing.set()
         self._stop_comparing.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._pages.ident is not None:
+            self._pages.join(deadline_s)
         self._views = self._arrays = ()
         self._digesting.clear()
         try:

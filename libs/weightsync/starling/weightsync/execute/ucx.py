@@ -238,8 +238,7 @@ class UcxServer:
             WeightsError: the thread did not end within `deadline_s`.
         """
         self._stop.set()
-        if self._thread.is_alive():
-            self.link.wake()
+        self.link.wake()
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             raise WeightsError(f"The serving thread did not end within {deadline_s:g} s.")

@@ -1,0 +1,82 @@
+"""Waits that other threads end, also while they are given up."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+
+from starling.common.wakeup import Wakeup
+
+ROUNDS = 300
+
+
+def test_a_wait_ends_and_is_forgotten() -> None:
+    wakeup = Wakeup()
+    poller = select.poll()
+    poller.register(wakeup, select.POLLIN)
+    assert not wakeup.clear()
+    threading.Timer(0.05, wakeup.set).start()
+    assert poller.poll(20_000), "within the deadline"
+    wakeup.set()
+    assert wakeup.clear()
+    assert not wakeup.clear(), "any number of times is once"
+    assert not poller.poll(0)
+    wakeup.close()
+    wakeup.close()
+    assert wakeup.fileno() == -1
+    wakeup.set()
+    assert not wakeup.clear()
+
+
+def test_who_wakes_meets_no_closed_descriptor() -> None:
+    failures: list[OSError] = []
+    holder = [Wakeup()]
+    over = threading.Event()
+
+    def keep_waking() -> None:
+        while not over.is_set():
+            try:
+                holder[0].set()
+            except OSError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=keep_waking) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    # The lowest free descriptor is given out next: a wakeup of what was closed would be another's byte in this pipe.
+    for _ in range(ROUNDS):
+        time.sleep(0.0001)
+        holder[0].close()
+        ends = os.pipe()
+        os.set_blocking(ends[0], False)
+        time.sleep(0.0001)
+        try:
+            failures += [OSError("somebody wrote")] if os.read(ends[0], 8) else []
+        except BlockingIOError:
+            pass
+        for end in ends:
+            os.close(end)
+        holder[0] = Wakeup()
+    over.set()
+    for thread in threads:
+        thread.join(20)
+    holder[0].close()
+    assert failures == []
+
+
+def test_a_signal_handler_may_wake() -> None:
+    wakeup = Wakeup()
+    before = signal.signal(signal.SIGALRM, lambda *_: wakeup.set())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0002)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            wakeup.set()
+            wakeup.clear()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    wakeup.close()
