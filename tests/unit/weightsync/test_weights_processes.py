@@ -177,6 +177,16 @@ def test_a_reader_killed_in_mid_read_disturbs_nobody(peer: Source, rollout: Roll
         assert same(rollout.tensors, weights(newest.version))
 
 
+def test_nobody_can_take_from_ucx_what_keeps_a_source_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ucxx")
+    monkeypatch.setenv("UCX_RCACHE_ENABLE", "n")  # a source without it is a null pointer from its reader's death
+    with source("ucx") as peer:
+        rollout = Rollout(peer)
+        test_a_reader_killed_in_mid_read_disturbs_nobody(peer, rollout)
+        rollout.puller.close()
+        assert peer.end() == 0
+
+
 def test_a_slow_reader_is_revoked(transport: Transport) -> None:
     with source(transport, read_timeout_s=0.02) as peer:
         slow, slower = Rollout(peer), Rollout(peer)

@@ -33,6 +33,13 @@ OPTIONS: Final = {
 }
 """What is not set in the environment, there with ``UCX_`` before it. ``UCX_TLS`` is how RDMA is chosen, where the UCX
 that is installed has it."""
+REQUIRED: Final = {"RCACHE_ENABLE": "y"}
+"""What nobody may choose otherwise. Without the cache of registrations UCX before 1.22 follows a null pointer when a
+peer dies in mid-read (openucx/ucx#11467). Where its hooks into memory fail it goes without, and says nothing, unless
+it is told that it must not; and that they fail, on a busy machine, was seen once in thousands of starts."""
+_STARTS: Final = 3
+_PAUSE_S: Final = 0.1
+"""Between attempts to start."""
 SUPPORTED: Final = Supported("UCXX", (0, 52), (0, 53), "ucx")
 _FORCE_NS: Final = 10**9
 """Period of a blocking close that amounts to a forced one: pending requests are cancelled at once."""
@@ -108,9 +115,8 @@ class Link:
             **({"NET_DEVICES": "lo"} if loopback else {}),
         }
         options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
-        feature = self.lib.Feature
         try:
-            self._context = self.lib.UCXContext(options, feature_flags=(feature.TAG, feature.WAKEUP))
+            self._context = self._start({**options, **REQUIRED})
             self.worker = self.lib.UCXWorker(self._context)
             self.worker.init_blocking_progress_mode()
         except self.error as error:
@@ -122,6 +128,17 @@ class Link:
         self._poller = select.poll()
         self._poller.register(self.worker.epoll_file_descriptor, select.POLLIN)
         self._poller.register(self._wakeup, select.POLLIN)
+
+    def _start(self, options: dict[str, str], attempts: int = _STARTS) -> Any:
+        feature = self.lib.Feature
+        try:
+            return self.lib.UCXContext(options, feature_flags=(feature.TAG, feature.WAKEUP))
+        except self.error as error:
+            if attempts == 1:
+                raise
+            log.warning("UCX did not start (%s): trying again", error)
+        time.sleep(_PAUSE_S)
+        return self._start(options, attempts - 1)
 
     def progress(self, wait_s: float) -> bool:
         """Let UCX work, waiting for an event or a `wake` for at most `wait_s`. Releases the interpreter lock.
