@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 from transport_peers import held, landing, piece, reader
 
 from starling.common.errors import WeightsError
+from starling.weightsync.execute.deltas import NoDeltas
 from starling.weightsync.execute.link import OPTIONS, SUPPORTED, Link, Transmission, has_ucx, is_loopback
+from starling.weightsync.execute.requests import Open
 from starling.weightsync.execute.wire import Lost
 
 pytestmark = pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
@@ -162,6 +165,47 @@ def test_closing_with_everything_under_way_ends_well(pair: Pair) -> None:
     for tag in range(50):
         pair.near.receive(pair.ours, flat(1 << 16), tag)
         pair.far.send(pair.theirs, flat(1 << 16), 1000 + tag)
+
+
+class _Failing(NoDeltas):
+    """Ends the serving thread when it is asked, but not before it may."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_fail = threading.Event(), threading.Event()
+
+    def bases(self, snapshot: int) -> tuple[int, ...]:
+        self.asked.set()
+        self.may_fail.wait(WAIT_S)
+        raise RuntimeError("no more of this")
+
+
+def _end_while_somebody_calls() -> None:
+    wanted = piece("a", "uint8", (0, 1000))
+    with held("ucx", [wanted]) as made, reader("ucx") as known, reader("ucx") as asking, reader("ucx") as calling:
+        assert not known.connect(made.offer).reason
+        failing = made.source.deltas = _Failing()
+        asking.wire.connect("source", made.offer)
+        asking.wire.ask("source", Open(number=1, snapshot=made.offer.snapshot, token=made.offer.token), landing([]))
+        end = time.monotonic() + WAIT_S
+        while not failing.asked.is_set() and time.monotonic() < end:
+            asking.wire.poll(0.01)
+        calling.wire.connect("source", made.offer)
+        for _ in range(200):  # its call comes to wait at the source
+            calling.wire.poll(0.001)
+        failing.may_fail.set()
+        assert isinstance(known.event(), Lost)
+        assert isinstance(asking.event(), Lost)
+        assert isinstance(calling.event(), Lost)
+
+
+def test_who_calls_a_source_that_hangs_up_is_told_and_ends_no_process() -> None:
+    """UCX listens for as long as anything is left of a connection, and calls back who listened, gone or not."""
+    process = mp.get_context("spawn").Process(target=_end_while_somebody_calls)
+    process.start()
+    process.join(5 * WAIT_S)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
 
 
 def _progress_after_fork(pipe: Any) -> None:

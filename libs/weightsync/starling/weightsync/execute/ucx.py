@@ -254,6 +254,8 @@ class UcxServer:
         self.link.wake()
 
     def _accept(self, request: int) -> None:
+        if self._listener is None:
+            return  # nobody would hang up again
         try:
             endpoint = self._listener.create_endpoint_from_conn_request(request, True)
         except self.link.error:
@@ -269,12 +271,14 @@ class UcxServer:
         except Exception as error:  # noqa: BLE001 - the edge of a thread: publish reports it
             self.failure = f"{type(error).__name__}: {error}"
         finally:
-            self._listener = None
-            for connection in self._connections:
-                connection.close()
-            self._connections = []
+            while self._connections:
+                self._connections.pop().close()
+                self.link.progress(0)  # UCX lets go of what was closed; and more readers may have been accepted
+            # What is left of a connection keeps UCX listening, and a call of a listener that is gone ends the process.
+            listener, self._listener = self._listener, None
             self._pool.shutdown(wait=True, cancel_futures=True)
             self.link.close()
+            del listener
 
     def _advance(self) -> None:
         living = []
