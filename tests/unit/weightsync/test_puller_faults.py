@@ -355,6 +355,23 @@ def test_scratch_is_never_more_than_there_is() -> None:
     assert scratch.take(1) is None
 
 
+TOO_MUCH = 1 << 60
+
+
+def test_scratch_that_is_not_to_be_had_is_not_taken() -> None:
+    scratch = Scratch(TOO_MUCH)
+    for _ in range(2):
+        with pytest.raises(WeightsError, match=f"No {TOO_MUCH} bytes of memory"):
+            scratch.take(TOO_MUCH)
+
+
+def test_room_that_is_not_to_be_had_is_not_taken() -> None:
+    rooms = Rooms(1000)
+    with pytest.raises(WeightsError, match=f"No {TOO_MUCH} bytes of memory"):
+        rooms.take(TOO_MUCH)
+    assert rooms.take(1000) is not None
+
+
 def test_rooms_are_used_again_and_limited() -> None:
     rooms = Rooms(1000)
     first = rooms.take(600)

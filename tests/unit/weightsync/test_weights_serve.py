@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 import socket
 import struct
 import threading
@@ -12,7 +14,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
-from transport_peers import Held, Reader, content, held, landing, piece, reader
+from transport_peers import Held, Reader, content, held, landing, piece, reader, served_transports
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.link import has_ucx
@@ -32,7 +34,7 @@ from starling.weightsync.execute.requests import (
 from starling.weightsync.execute.wire import Answered, Landing, Lost
 from starling.weightsync.layout import Piece
 from starling.weightsync.moves import MAX_TRANSFERS
-from starling.weightsync.offer import RankOffer
+from starling.weightsync.offer import RankOffer, Transport
 
 PIECE = piece("a", "uint8", (0, 1000))
 
@@ -231,3 +233,35 @@ def talk_nonsense(peer: Reader, size: int) -> None:
     known = wire._peers["source"]  # type: ignore[attr-defined]
     garbage = np.full(size, 0xC1, np.uint8)
     known.sends.append(wire._link.send(known.endpoint, garbage, known.tag))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def limited(kind: int, most: int) -> Iterator[None]:
+    """Let this process have no more than `most` of what is meant by `kind`."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def mapped_bytes() -> int:
+    """The address space that this process has taken."""
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[0]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("transport", served_transports())
+def test_who_asks_for_more_than_can_be_packed_is_lost_and_others_are_served(transport: Transport) -> None:
+    wide, part = piece("w", "uint8", (0, 256), (0, 512)), piece("w", "uint8", (0, 256), (0, 256))
+    with held(transport, [wide]) as made, reader(transport) as greedy, reader(transport) as modest:
+        assert not greedy.connect(made.offer).reason
+        boxes = [part] * MAX_TRANSFERS
+        buffer = np.zeros(sum(box.size_bytes for box in boxes), np.uint8)
+        with limited(resource.RLIMIT_AS, mapped_bytes() + buffer.nbytes // 2):
+            greedy.wire.ask("source", greedy.request(boxes, [len(boxes)]), Landing(buffers=[buffer]))
+            assert isinstance(greedy.event(), Lost)
+        assert not modest.connect(made.offer).reason
+        _, (array,) = modest.read([part])
+        assert array.tobytes() == content(part, (256, 512)).tobytes()

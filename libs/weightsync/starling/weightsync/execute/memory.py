@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from starling.common.errors import WeightsError
 from starling.weightsync.layout import ITEM_BYTES, Box, Piece, aligned, packed_offsets
 from starling.weightsync.segments import packed_bytes, payload_bytes
 
@@ -28,11 +29,18 @@ CHUNK_BYTES: Final = 1 << 20
 
 
 def allocate(size_bytes: int) -> Memory:
-    """Return private memory that is really there: no page of it is first touched in a transfer."""
+    """Return private memory that is really there: no page of it is first touched in a transfer.
+
+    Raises:
+        WeightsError: there is none.
+    """
     if not size_bytes:
         return np.empty(0, np.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, size_bytes, flags=flags)
+    try:
+        memory = mmap.mmap(-1, size_bytes, flags=flags)
+    except OSError as error:
+        raise WeightsError(f"No {size_bytes} bytes of memory: {error.strerror}.") from error
     if hasattr(mmap, "MADV_HUGEPAGE") and size_bytes >= 1 << 21:
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -273,9 +273,12 @@ class NixlServer:
         if not size_bytes:
             return _NO_MEMORY
         if size_bytes > self._packing.size_bytes and not self._num_packed:
-            self.agent.deregister(self._packing_region)
-            self._packing = Scratch(max(FIRST_PACKING_BYTES, size_bytes, min(PACKING_BYTES, 8 * size_bytes)))
-            self._packing_region = self.agent.register([self._packing.memory])
+            region, self._packing_region = self._packing_region, None
+            self.agent.deregister(region)
+            self._packing = Scratch(0)  # the old memory goes before the new comes, if it comes
+            packing = Scratch(max(FIRST_PACKING_BYTES, size_bytes, min(PACKING_BYTES, 8 * size_bytes)))
+            self._packing_region = self.agent.register([packing.memory])
+            self._packing = packing
         room = self._packing.take(size_bytes)
         self._num_packed += room is not None
         return room

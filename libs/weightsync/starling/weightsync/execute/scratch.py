@@ -28,12 +28,13 @@ class Scratch:
         self._free = [(0, self.size_bytes)] if self.size_bytes else []
 
     def take(self, size_bytes: int) -> Memory | None:
-        """Return a block, or None when there is no room for it now."""
+        """Return a block, or None when there is no room for it now. Raises WeightsError when there is no memory."""
         size = aligned(size_bytes)
         for index, (begin, length) in enumerate(self._free):
             if length >= size:
+                memory = self.memory  # before it is counted as taken: there may be none
                 self._free[index : index + 1] = [(begin + size, length - size)] if length > size else []
-                return self.memory[begin : begin + size]
+                return memory[begin : begin + size]
         return self._memory[:0] if size == 0 else None
 
     def give(self, block: Memory) -> None:
@@ -64,7 +65,11 @@ class Rooms:
         self._taken_bytes = 0
 
     def take(self, size_bytes: int) -> Memory | None:
-        """Return a block of at least that size, or None when there is no room for it now."""
+        """Return a block of at least that size, or None when there is no room for it now.
+
+        Raises:
+            WeightsError: there is no memory.
+        """
         if not size_bytes:
             return allocate(0)
         fitting = [index for index, block in enumerate(self._kept) if block.nbytes >= size_bytes]
@@ -78,8 +83,9 @@ class Rooms:
         freed = 0
         while self._kept and (freed < size_bytes or self.kept_bytes > room):
             freed += self._kept.pop(0).nbytes
+        block = allocate(size_bytes)  # before it is counted as taken: there may be none
         self._taken_bytes += size_bytes
-        return allocate(size_bytes)
+        return block
 
     @property
     def kept_bytes(self) -> int:

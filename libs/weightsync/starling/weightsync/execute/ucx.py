@@ -124,7 +124,7 @@ class _Connection:
             self._replies = [reply for reply in self._replies if not self._finish(reply)]
             while self._answers and self._answers[0].completed:
                 self._answers.popleft().check()
-        except (WeightsError, MemoryError, self._link.error) as error:
+        except (WeightsError, MemoryError, OSError, self._link.error) as error:
             log.debug("a reader left: %s", error)
             return False
         return True
