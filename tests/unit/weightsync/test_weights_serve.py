@@ -8,15 +8,17 @@ import resource
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 import numpy as np
 import pytest
-from transport_peers import Held, Reader, content, held, landing, piece, reader, served_transports
+from transport_peers import ANSWER_S, Held, Reader, content, held, landing, piece, reader, served_transports
 
 from starling.common.errors import WeightsError
+from starling.weightsync.execute.agent import has_nixl
 from starling.weightsync.execute.link import has_ucx
 from starling.weightsync.execute.requests import (
     LENGTH,
@@ -265,3 +267,46 @@ def test_who_asks_for_more_than_can_be_packed_is_lost_and_others_are_served(tran
         assert not modest.connect(made.offer).reason
         _, (array,) = modest.read([part])
         assert array.tobytes() == content(part, (256, 512)).tobytes()
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    lowest = os.dup(0)
+    os.close(lowest)
+    with limited(resource.RLIMIT_NOFILE, lowest):
+        yield
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    before = threading.stack_size(1 << 47)  # there is no address space for that
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+@pytest.mark.parametrize(
+    ("transport", "nothing_left"),
+    [
+        ("tcp", no_more_descriptors),
+        ("tcp", no_more_threads),
+        pytest.param(
+            "nixl", no_more_descriptors, marks=pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed")
+        ),
+    ],
+)
+def test_a_process_without_room_for_another_reader_serves_on(
+    transport: Transport, nothing_left: Callable[[], AbstractContextManager[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with held(transport, [PIECE]) as made, reader(transport) as known, socket.socket() as caller:
+        assert not known.connect(made.offer).reason
+        assert not known.read([PIECE])[0].reason
+        host, _, port = made.address.rpartition(":")
+        with nothing_left():
+            caller.connect((host, int(port)))
+            end = time.monotonic() + ANSWER_S
+            while "a reader cannot be served now" not in caplog.text and time.monotonic() < end:
+                known.event(0.01)
+            assert not known.read([PIECE])[0].reason
+        assert works(made)

@@ -19,6 +19,8 @@ from starling.weightsync.execute.requests import LENGTH, Message, with_length
 SILENCE_S: Final = 10.0
 """How long a connection may last that has presented no token, and how long a peer may take none of what is sent."""
 MAX_CONNECTIONS: Final = 1024
+FULL_S: Final = 1.0
+"""Where a process has no room for another connection, no descriptor for example, it accepts none for so long."""
 _BUFFER_BYTES: Final = 4 << 20
 
 

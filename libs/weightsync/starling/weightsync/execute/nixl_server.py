@@ -21,7 +21,7 @@ import msgspec
 from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.execute.agent import Agent
-from starling.weightsync.execute.channel import MAX_CONNECTIONS, SILENCE_S
+from starling.weightsync.execute.channel import FULL_S, MAX_CONNECTIONS, SILENCE_S
 from starling.weightsync.execute.deadline import LONGEST_WAIT_S
 from starling.weightsync.execute.line import Line
 from starling.weightsync.execute.link import is_loopback
@@ -236,6 +236,8 @@ class NixlServer:
         self._stop = threading.Event()
         self._wakeup = Wakeup()
         self._connections: list[_Connection] = []
+        self._accept_at = float("-inf")
+        """When there may be room for another reader."""
         self._packing = Scratch(0)
         self._packing_region: Any = None
         self._num_packed = 0
@@ -306,13 +308,17 @@ class NixlServer:
             self.agent.close()
 
     def _accept(self) -> None:
-        while True:
+        while time.monotonic() >= self._accept_at:
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except ConnectionError:
                 continue  # the reader was gone before it was accepted
+            except OSError as error:  # those who are here are served on
+                log.warning("a reader cannot be served now: %s", error)
+                self._accept_at = time.monotonic() + FULL_S
+                return
             self._connections.append(_Connection(self, connection))
 
     def _advance(self) -> None:
@@ -327,7 +333,8 @@ class NixlServer:
     def _wait(self) -> None:
         """Wait for readers and threads, and let NIXL work: for those who read, and to see who is gone."""
         poller = select.poll()
-        poller.register(self._listener, select.POLLIN)
+        if time.monotonic() >= self._accept_at:
+            poller.register(self._listener, select.POLLIN)
         poller.register(self._wakeup, select.POLLIN)
         for connection in self._connections:
             poller.register(connection.line, connection.line.events)

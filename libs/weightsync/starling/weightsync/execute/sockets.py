@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from starling.common.errors import WeightsError
 from starling.weightsync.execute.channel import (
+    FULL_S,
     MAX_CONNECTIONS,
     SILENCE_S,
     Channel,
@@ -94,9 +95,10 @@ class SocketServer:
         """
         self._stop.set()
         end = time.monotonic() + deadline_s
+        self._thread.join(deadline_s)  # first, so that there will be no more of the others
         for carrier in tuple(self._carriers):
             carrier.close()
-        for thread in [self._thread, *self._threads]:
+        for thread in (self._thread, *self._threads):
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
                 raise WeightsError(f"The serving thread did not end within {deadline_s:g} s.")
@@ -109,18 +111,28 @@ class SocketServer:
             while not self._stop.is_set():
                 try:
                     connection, _ = self._listener.accept()
-                except TimeoutError:
-                    continue
+                except (TimeoutError, ConnectionError):
+                    continue  # nobody called, or was gone before being accepted
                 except OSError as error:
-                    self.failure = f"OSError: {error}"
-                    return
+                    self._refuse(error)
+                    continue
                 self._threads = {thread for thread in self._threads if thread.is_alive()}
                 if len(self._threads) >= MAX_CONNECTIONS:
                     connection.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(connection,), name="weightsync-serve", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    connection.close()
+                    self._refuse(error)
+                    continue
                 self._threads.add(thread)
-                thread.start()
+
+    def _refuse(self, error: Exception) -> None:
+        """Have no room for another reader; those who are here are served on."""
+        log.warning("a reader cannot be served now: %s", error)
+        self._stop.wait(FULL_S)
 
     def _serve(self, connection: socket.socket) -> None:
         session = Session(self._source)
