@@ -307,6 +307,15 @@ def test_a_wait_ends_when_woken_and_when_something_is_put(desk: Desk, keys: Path
         assert link.receive(0.0) is None
 
 
+def test_a_keeper_that_fails_fails_who_receives(desk: Desk, keys: Path) -> None:
+    """Without its heartbeats the controller takes this replica for lost, and nobody here would know."""
+    with calling(desk.hub.address, keys) as link:
+        desk.admit("rollout-0")
+        link.report(gauges={"tokens_per_s": object()})  # type: ignore[dict-item]
+        with pytest.raises(TypeError, match="Encoding objects of type object is unsupported"):
+            link.receive(20.0)
+
+
 def test_who_waits_on_the_descriptors_misses_nothing(desk: Desk, keys: Path) -> None:
     """The keeper's own sends swallow the news of the descriptor; it must wake the waiting thread itself."""
     with calling(desk.hub.address, keys) as link:
@@ -320,7 +329,7 @@ def test_who_waits_on_the_descriptors_misses_nothing(desk: Desk, keys: Path) -> 
             desk.hub.send("rollout-0", score(f"score:{number}:0"))
             delivered = None
             while delivered is None:
-                assert poller.poll(5_000), f"command {number} lies there, and nobody says so"
+                assert poller.poll(20_000), f"command {number} lies there, and nobody says so"
                 delivered = link.receive(0.0)
             link.answer(f"score:{number}:0", generated(f"score:{number}:0"))
             desk.heard += desk.hub.poll(0.0)
@@ -341,7 +350,7 @@ def test_more_than_a_burst_arrives_once_and_in_order(desk: Desk, keys: Path, mon
             desk.hub.send("rollout-0", score(lease))
         delivered: list[str] = []
         while len(delivered) < num:
-            assert poller.poll(5_000), f"only {len(delivered)} of {num} commands were announced"
+            assert poller.poll(20_000), f"only {len(delivered)} of {num} commands were announced"
             while (inbound := link.receive(0.0)) is not None:
                 delivered.append(inbound.message.lease)
                 link.answer(inbound.message.lease, generated(inbound.message.lease))

@@ -96,20 +96,17 @@ class Link:
         self._told = Told(version=hello.version)
         self._inbox: deque[Any] = deque()
         self._wakeup = Wakeup()
-        self._nudged = self._awoken = False
-        self._welcomed = self._full = False
+        self._nudged = self._awoken = self._welcomed = self._full = self._heard = False
         self._anew_from = 0  # a welcome to an earlier message is to what this replica was before
         self._incarnation = -1  # the controller's, as far as it was heard
         self._owes_all = False  # who was away may not have heard any answer
         self._heartbeat_s = 1.0
-        self._heard = False
-        self._heard_at = time.monotonic()
-        self._spoken_at = float("-inf")
-        self._linger_until = float("-inf")
+        self._heard_at = self._spoken_at = self._linger_until = float("-inf")
         self._look_at = float("-inf")  # when the book is next looked through for answers to send again
         self._dealer: Dealer | None = None
         self._socket: zmq.Socket[Any] | None = None
         self._closing = threading.Event()
+        self._failure: Exception | None = None  # what the keeper has ended by
         self._keeper = threading.Thread(target=self._keep, name="link", daemon=True)
         self._poller = select.poll()
         self._poller.register(self._wakeup, select.POLLIN)
@@ -139,7 +136,7 @@ class Link:
         return (own,) if self._socket is None else (own, int(self._socket.getsockopt(zmq.FD)))
 
     def receive(self, timeout_s: float) -> Any | None:
-        """Return the next `Inbound` (or what was `put`), or None after `timeout_s` or, at the latest, a `wake`."""
+        """Return the next `Inbound`, or what was `put`; None after `timeout_s` or a `wake`. Raises the keeper's error."""
         deadline: float | None = None
         while True:
             if self._nudged:
@@ -147,6 +144,8 @@ class Link:
                 self._wakeup.clear()
             if self._inbox:
                 return self._inbox.popleft()
+            if self._failure is not None:
+                raise self._failure
             now = time.monotonic()
             deadline = now + timeout_s if deadline is None else deadline
             with self._lock:
@@ -221,6 +220,13 @@ class Link:
     # --- the keeper ------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
+        try:
+            self._look_after()
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever receives raises it
+            self._failure = error
+            self._nudge()
+
+    def _look_after(self) -> None:
         patience_s = 0.0
         while not self._closing.wait(patience_s):
             with self._lock:
@@ -291,12 +297,11 @@ class Link:
         )
         try:
             self._dealer.send(codec.pack(envelope, message, buffers))
+            self._full = False
         except zmq.Again:
             if not self._full:
                 log.warning("the line is full", message=type(message).__name__)
             self._full = True
-        else:
-            self._full = False
 
     def _hear_some(self, *, lingers: bool = False) -> bool:
         """Take in up to `BURST` messages. Returns False when there is none; `lingers` waits for the first a moment.
@@ -304,18 +309,17 @@ class Link:
         Who was spoken to just now is mostly spoken to again. To wait in the socket takes one call, and whoever has
         just sent something had better wait at once: the thread that sends it is to run on the same core.
         """
-        num = int(lingers and self._socket is not None and self._hear_one(0))
+        if self._socket is None:
+            return False
+        num = int(lingers and self._hear_one(0))
         # To ask costs less than half of what an attempt in vain does, but who found two will find more.
-        while num < BURST and (num >= 2 or self._is_spoken_to()) and self._hear_one():
+        while num < BURST and (num >= 2 or is_readable(self._socket)) and self._hear_one():
             num += 1
         return num > 0
 
     def _hear_all(self) -> None:
         while self._hear_some():
             pass
-
-    def _is_spoken_to(self) -> bool:
-        return self._socket is not None and is_readable(self._socket)
 
     def _hear_one(self, flags: int = zmq.NOBLOCK) -> bool:
         """Take in one message. Returns False when there is none."""
