@@ -136,7 +136,7 @@ class Link:
         return (own,) if self._socket is None else (own, int(self._socket.getsockopt(zmq.FD)))
 
     def receive(self, timeout_s: float) -> Any | None:
-        """Return the next `Inbound`, or what was `put`; None after `timeout_s` or a `wake`. Raises the keeper's error."""
+        """Return the next `Inbound`, or what was `put`; None after `timeout_s` or `wake`. Raises the keeper's error."""
         deadline: float | None = None
         while True:
             if self._nudged:
