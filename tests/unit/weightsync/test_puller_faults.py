@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -353,6 +354,24 @@ def test_scratch_is_never_more_than_there_is() -> None:
         scratch.give(block)
     assert scratch.take(4096) is not None
     assert scratch.take(1) is None
+
+
+def _end_in_the_midst_of_a_pull() -> None:
+    world = World("tcp")
+    world.pull(world.publish(0))
+    offer = world.publish(1)
+    main = threading.current_thread()
+    threading.Thread(target=world.pull, args=(offer,), kwargs={"progress": lambda _: main.join()}).start()
+
+
+def test_a_process_that_ends_in_the_midst_of_a_pull_does_end() -> None:
+    """When its main thread has ended no thread pool takes anything up any more."""
+    process = mp.get_context("spawn").Process(target=_end_in_the_midst_of_a_pull)
+    process.start()
+    process.join(2 * DEADLINE_S)
+    has_ended = process.exitcode is not None
+    process.kill()
+    assert has_ended
 
 
 TOO_MUCH = 1 << 60

@@ -395,8 +395,8 @@ class Transfer:
             return
         ticket.digests = answer.digests
         self._bases[ticket.index] = -1
-        self._num_finishing += 1
         job = self._pool.submit(_finish, read, ticket, self._terms)
+        self._num_finishing += 1  # unless the process is ending, and no thread takes anything up any more
         job.add_done_callback(partial(self._hand_over, ticket))
 
     def _hand_over(self, ticket: _Ticket, job: Future[_Finished]) -> None:
