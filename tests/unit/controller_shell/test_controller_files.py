@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,28 @@ def test_what_cannot_be_written_is_told_to_whoever_asks(files: Files, tmp_path: 
     with pytest.raises(FilesError, match="the trajectories of step 1 cannot be written"):
         writing.written()
     writing.close()
+
+
+class Announced(list[StoredGroup]):
+    """Groups that tell when they are being written."""
+
+    def __init__(self, groups: Iterable[StoredGroup]) -> None:
+        super().__init__(groups)
+        self.are_read = threading.Event()
+
+    def __iter__(self) -> Iterator[StoredGroup]:
+        self.are_read.set()
+        return super().__iter__()
+
+
+def test_nothing_is_being_written_any_more_after_the_end(files: Files, tmp_path: Path) -> None:
+    """Whoever takes the run up then looks at the folder, and would cut a line off that is just being written."""
+    groups = Announced(map(group, range(100)))
+    writing = Writing(files, lambda: None)
+    writing.begin(1, groups)
+    assert groups.are_read.wait(60.0)
+    writing.close()
+    assert [line.step for line in read_index(tmp_path / FOLDER)] == [1]
 
 
 def test_what_is_written_is_read_again_also_by_another_decoder(files: Files, tmp_path: Path) -> None:

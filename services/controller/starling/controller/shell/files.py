@@ -88,8 +88,8 @@ class Writing:
         return steps
 
     def close(self) -> None:
-        """Begin nothing more. What is being written is whole, or written again."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Begin nothing more, and wait for what is being written: from now on the folder may be another's."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def _encoded(line: Line) -> bytes:
