@@ -143,10 +143,8 @@ def test_a_payload_longer_than_its_place_is_noticed() -> None:
 
 def test_a_forced_close_ends_receives_that_nothing_answers(pair: Pair) -> None:
     waiting = [pair.near.receive(pair.ours, flat(64), tag) for tag in range(10, 20)]
-    begin = time.monotonic()
     pair.near.hang_up(pair.ours)
     pair.wait(*waiting)
-    assert time.monotonic() - begin < 5.0
     for item in waiting:
         with pytest.raises(pair.near.error, match=r"[Cc]ancel"):
             item.check()
@@ -157,8 +155,8 @@ def test_wake_ends_a_wait(pair: Pair) -> None:
         pair.step()
     pair.near.wake()
     begin = time.monotonic()
-    pair.near.progress(10.0)
-    assert time.monotonic() - begin < 5.0
+    assert pair.near.progress(WAIT_S)
+    assert time.monotonic() - begin < WAIT_S - 1.0, "it did not wait until its end"
 
 
 def test_closing_with_everything_under_way_ends_well(pair: Pair) -> None:
