@@ -109,6 +109,16 @@ def test_a_lease_keeps_its_snapshot_until_the_writer_has_waited() -> None:
     other.close()
 
 
+def test_an_arena_that_is_closed_twice_closes_nothing_else() -> None:
+    arena = Arena(PIECES)
+    arena.close()
+    ends = os.pipe()  # the lowest free descriptors: the arena's is among them
+    arena.close()
+    assert os.write(ends[1], b"x") == len(os.read(ends[0], 1))
+    for end in ends:
+        os.close(end)
+
+
 def test_both_slots_leased_revokes_the_older() -> None:
     arena = Arena(PIECES)
     readers = []

@@ -238,9 +238,11 @@ class Arena:
             self._void(slot)
 
     def close(self) -> None:
-        """Void the snapshots and close the arena; its memory goes when the last view of it does."""
+        """Void the snapshots and close the arena, once; its memory goes when the last view of it does."""
         self.void()
-        os.close(self._fd)
+        descriptor, self._fd = self._fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _retire(self, slot: int) -> bool:
         """Void the slot's snapshot unless somebody holds a lease on it."""
