@@ -14,7 +14,7 @@ import torch
 from tiny_models import make_engine, make_model, request
 
 from starling.rollout.api.generate import Generation, Made
-from starling.rollout.engine.base import EngineLostError, GroupRequest, GroupResult, RequestError
+from starling.rollout.engine.base import EngineLostError, GroupRequest, GroupResult, Partial, RequestError
 from starling.rollout.engine.transformers import TransformersEngine
 from starling.rollout.shell.door import PREFIX, Door, DoorClosedError
 
@@ -26,6 +26,25 @@ class Gone(TransformersEngine):
 
     def add(self, request: GroupRequest) -> None:
         raise EngineLostError("it is gone")
+
+
+class LostOnTheWay(TransformersEngine):
+    """An engine that is lost when something is taken out of it for the first time."""
+
+    lost_by = ""
+
+    def cancel(self, lease: str) -> bool:
+        self._look("cancel")
+        return super().interrupt(lease) is not None
+
+    def interrupt(self, lease: str) -> tuple[Partial, ...] | None:
+        self._look("interrupt")
+        return super().interrupt(lease)
+
+    def _look(self, call: str) -> None:
+        if self.lost_by == call:
+            self.lost_by = ""
+            raise EngineLostError("it is gone")
 
 
 def make_door() -> tuple[Door, threading.Event]:
@@ -208,6 +227,29 @@ def test_a_lost_engine_loses_no_request() -> None:
     door.serve(another, admit=True)
     settle(door, another)
     assert [len(tokens(future.result(0))) for future in futures] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("call", ["cancel", "interrupt"])
+def test_an_engine_that_is_lost_as_something_is_taken_out_loses_no_request(call: str) -> None:
+    """Who is not wanted is forgotten all the same, and who has enough gets it from the next engine."""
+    (door, _), engine, other = make_door(), LostOnTheWay(make_model(), eos_token_ids=()), make_engine()
+    unwanted, enough = ask(door, "unwanted", 30), ask(door, "enough", 30)
+    door.serve(engine, admit=True)
+    for _ in range(5):
+        engine.step()
+    engine.lost_by = call
+    door.abandon(PREFIX + "unwanted")
+    door.finish(PREFIX + "enough")
+    late = ask(door, "late")
+    with pytest.raises(EngineLostError):
+        door.serve(engine, admit=True)
+    door.take_back(engine)
+    door.serve(other, admit=True)
+    assert [len(ids) for ids in tokens(enough.result(0))] == [5, 5]
+    settle(door, other)
+    assert [len(ids) for ids in tokens(late.result(0))] == [6, 6]
+    assert other.num_tokens == 2 * 6, "what nobody wants any longer was generated"
+    assert not unwanted.done()
 
 
 def test_who_waits_is_told_that_the_replica_leaves() -> None:

@@ -98,30 +98,26 @@ class Door:
         with self._lock:
             abandoned, self._abandoned = self._abandoned, set()
             finished, self._finished = self._finished, set()
-            arrived = [pair for pair in self._arrived if pair[0].lease not in abandoned]
-            self._arrived = deque() if admit else deque(arrived)
+            arrived = deque(pair for pair in self._arrived if pair[0].lease not in abandoned)
+            self._arrived = deque() if admit else arrived.copy()
             if not admit:  # what was taken back, and is enough as it is, ends when an engine has it again
                 self._finished |= finished & {request.lease for request, _ in arrived}
-        for lease in abandoned & self._held.keys():
-            del self._held[lease]
-            engine.cancel(lease)
-        for index, (request, future) in enumerate(arrived if admit else ()):
-            # From here on nobody cancels it. What was taken back has come by here before.
-            if not (future.running() or future.set_running_or_notify_cancel()):
-                continue
-            try:
-                engine.add(request)
-            except EngineLostError:
-                with self._lock:
-                    self._arrived.extendleft(reversed(arrived[index:]))
-                    self._finished |= finished
-                raise
-            except StarlingError as error:
-                future.set_exception(error)
-            else:
-                self._held[request.lease] = (request, future)
-        for lease in finished & self._held.keys():
-            self._finish(engine, lease)
+                arrived.clear()
+        try:
+            for lease in abandoned & self._held.keys():
+                del self._held[lease]
+                engine.cancel(lease)
+            while arrived:
+                self._admit(engine, *arrived[0])
+                arrived.popleft()
+            for lease in finished & self._held.keys():
+                self._finish(engine, lease)
+        except EngineLostError:
+            with self._lock:
+                self._arrived.extendleft(reversed(arrived))
+                self._abandoned |= abandoned
+                self._finished |= finished
+            raise
 
     def settle(self, result: GroupResult | GroupFailed) -> bool:
         """Give what ended to who asked for it; False when it did not come this way."""
@@ -159,6 +155,20 @@ class Door:
             if future.running() or future.set_running_or_notify_cancel():
                 future.set_exception(DoorClosedError("this replica leaves; ask another one"))
         self._held.clear()
+
+    def _admit(self, engine: Engine, request: GroupRequest, future: Future[GroupResult]) -> None:
+        """Hand one request to the engine, unless it was cancelled. From here on nobody cancels it."""
+        # What was taken back has come by here before.
+        if not (future.running() or future.set_running_or_notify_cancel()):
+            return
+        try:
+            engine.add(request)
+        except EngineLostError:
+            raise
+        except StarlingError as error:
+            future.set_exception(error)
+        else:
+            self._held[request.lease] = (request, future)
 
     def _finish(self, engine: Engine, lease: str) -> None:
         """End a group now, with what is there of it. One that has ended by itself is settled with its result."""
