@@ -204,8 +204,9 @@ class Shell:
         with self._telling:
             now = time.monotonic()
             waits = [*self._progress.waits(now), *self._offers.waits(now), *self._saving.waits(now)]
-            if self._copying_since is not None:
-                since_s, limit_s = now - self._copying_since, self._settings.policy.publish_timeout_s
+            copying_since = self._copying_since  # read once: the copy may end meanwhile
+            if copying_since is not None:
+                since_s, limit_s = now - copying_since, self._settings.policy.publish_timeout_s
                 left_s = max(0.0, limit_s - since_s)
                 waits.append(wire.Wait(what="room for a snapshot", on="readers", since_s=since_s, seconds_left=left_s))
             self._link.report(offered=self._offers.offered, waits=tuple(waits))
