@@ -48,8 +48,9 @@ async def sleeps(episode: Episode) -> None:
         raise
 
 
-async def blocks(episode: Episode, *, seconds: float = 6.0) -> None:
-    time.sleep(seconds)
+async def blocks(episode: Episode) -> None:
+    SEEN.append("blocked")
+    time.sleep(3600)
 
 
 async def returns_text(episode: Episode) -> Any:

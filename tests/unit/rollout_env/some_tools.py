@@ -51,7 +51,7 @@ def never_returns(file: str) -> None:
     """Ignore every signal that can be, with a child that does so too, and tell who they are."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-    Path(file).write_text(f"{os.getpid()} {child.pid}")
+    Path(file).write_text(f"{os.getpid()} {child.pid}\n")
     time.sleep(3600)
 
 
