@@ -23,10 +23,10 @@ from starling.weightsync.plan import make_plan
 pytestmark = pytest.mark.slow
 
 NAME = "rollout-0"
-LONG = 3000
-ENDLESS = 30_000
-"""More tokens than a lease has time for."""
+LONG = 1500
 """Tokens that take some seconds. The most likely token of these models is never the one that ends a completion."""
+ENDLESS = 30_000
+"""More tokens than a lease has time for, or whoever interrupts them needs."""
 FRAGILE = '''
 from pathlib import Path
 
@@ -166,7 +166,7 @@ def test_a_group_goes_on_elsewhere_with_what_was_left_of_it(desk: Desk, model: P
     with replica(desk, NAME, tmp_path, *exclusive) as first:
         hello, _ = desk.hello(NAME)
         assert hello.version == 0, "it has the weights of the folder"
-        asked = group(desk, LONG)
+        asked = group(desk, ENDLESS)
         desk.send(NAME, asked)
         runs(desk)
         first.terminate()
@@ -175,7 +175,7 @@ def test_a_group_goes_on_elsewhere_with_what_was_left_of_it(desk: Desk, model: P
         assert left.reason == "stopped by SIGTERM"
         assert ended(first) == 0
     num = left.partial[0].num_tokens
-    assert 0 < num < LONG
+    assert 0 < num < ENDLESS
     assert [meta.status for meta in left.partial] == [None, None]
     more = num + 20
     with replica(desk, NAME, tmp_path, *exclusive):
@@ -197,7 +197,7 @@ def test_a_group_goes_on_elsewhere_with_what_was_left_of_it(desk: Desk, model: P
 def test_asleep_it_has_handed_over_what_it_ran(desk: Desk, model: Path, tmp_path: Path) -> None:
     with replica(desk, NAME, tmp_path, *flags(model)) as process:
         desk.hello(NAME)
-        asked = group(desk, LONG)
+        asked = group(desk, ENDLESS)
         desk.send(NAME, asked)
         runs(desk)
         desk.ask(NAME, wire.Sleep(lease=desk.lease("sleep")), wire.Slept)
@@ -260,7 +260,7 @@ def test_an_engine_that_is_lost_is_made_again(desk: Desk, model: Path, tmp_path:
     with replica(desk, NAME, tmp_path, *flags(model, *own)) as process:
         desk.hello(NAME)
         for times in (1, 2):
-            asked = group(desk, LONG)
+            asked = group(desk, ENDLESS)
             desk.send(NAME, asked)
             runs(desk)
             (tmp_path / "break").touch()
@@ -381,15 +381,16 @@ def test_new_weights_in_every_mode(desk: Desk, model: Path, tmp_path: Path, mode
     ):
         _, (layout,) = desk.hello(NAME)
         plan = make_plan(source, decode(Layout, layout))
-        asked = group(desk, LONG if mode != "finish" else LONG // 2)
+        buffers = (encode(publisher.publish(1, published)), encode(plan))
+        asked = group(desk, LONG if mode == "finish" else ENDLESS)
         desk.send(NAME, asked)
         runs(desk)
         order = wire.AdoptWeights(lease=desk.lease("adopt"), version=1, source="policy-0")
-        buffers = (encode(publisher.publish(1, published)), encode(plan))
         adopted, _ = desk.ask(NAME, order, wire.WeightsAdopted, buffers)
         assert adopted.mode == {"in place": "recompute"}.get(mode, mode)
         assert (adopted.recomputed_tokens > 0) == (adopted.mode == "recompute")
-        assert (adopted.pause_s > adopted.pull_s) == (mode == "in place")
+        if mode == "in place":  # elsewhere the switch may well take longer than the pull of so small a model
+            assert adopted.pause_s > adopted.pull_s
         if mode != "finish":
             desk.send(NAME, wire.Release(leases=(asked.lease,)))
         else:
