@@ -13,7 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class Command:
 
     def titled(self, title: str) -> psutil.Process:
         """Return the process of the family that calls itself ``starling: <title>``."""
-        found = [process for process in self.family() if process.cmdline()[:1] == [f"starling: {title}"]]
+        found = [process for process in self.family() if _command_line(process)[:1] == [f"starling: {title}"]]
         assert len(found) == 1, f"{len(found)} processes are called {title}\n{self.story()}"
         return found[0]
 
@@ -128,11 +128,16 @@ class Command:
         """Return all that it said."""
         return f"--- {self.name}, code {self.process.poll()}\n{self.output[-4000:]}\n--- errors\n{self.errors[-3000:]}"
 
+    def kill(self) -> None:
+        """Kill all of it at once, as when the power fails."""
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):  # gone already with one that was killed before it
+                process.kill()
+
     def put_down(self) -> None:
         """Kill what is left, after a test that failed."""
-        for process in self.family():
-            process.kill()
-        self.process.wait(10)
+        self.kill()
+        self.process.wait(END_S)
 
 
 @contextmanager
@@ -162,12 +167,20 @@ def run(folder: Path, *flags: str) -> Iterator[Command]:
         yield command
 
 
-def awaited(happened: Callable[[], bool], what: str, command: Command, timeout_s: float = 10.0) -> None:
+def awaited(happened: Callable[[], bool], what: str, command: Command, timeout_s: float = END_S) -> None:
     """Wait for something that follows from the end of a command."""
     deadline = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}: {command.family()}\n{command.story()}"
         time.sleep(0.05)
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Return the arguments of a process, none of one that has ended meanwhile."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
 
 
 def shared_memory() -> set[str]:

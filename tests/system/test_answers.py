@@ -70,8 +70,7 @@ def test_any_number_of_instances_and_deaths_lead_to_the_same_answers(tmp_path: P
         with started(folder, *evaluation(folder, model, 3, "out")) as command:
             index = folder / "out" / "trajectories" / "index.jsonl"
             command.until(lambda: index.exists() and index.stat().st_size, "a file")
-            for process in command.family():
-                process.kill()
+            command.kill()
             command.wait()
         assert not (folder / "out" / "answers.jsonl").exists(), "it was killed too late to prove anything"
         with started(folder, "evaluate", "--resume", "out", name="again") as again:

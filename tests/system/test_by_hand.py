@@ -35,7 +35,7 @@ def prepared(folder: Path) -> Path:
     starling(workplace(folder), "scratch", "tiny.toml", "model")
     starling(folder, "keys", "make", "run/keys", *REPLICAS)
     starling(folder, "keys", "make", "others/keys", "rollout-1", "reward-1")
-    workplace(folder, run={"id": "by-hand"}, model={}, network={"connect_s": 5.0}, rl={"num_steps": 8})
+    workplace(folder, run={"id": "by-hand"}, model={}, network={"connect_s": 15.0}, rl={"num_steps": 8})
     text = (folder / "tiny.toml").read_text()
     (folder / "tiny.toml").write_text(text.replace("[model]", '[model]\npath = "model"'))
     return folder

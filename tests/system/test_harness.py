@@ -130,4 +130,4 @@ def test_a_task_that_there_is_not_fails_the_run(tmp_path: Path, model: Path) -> 
     assert command.wait(240) == 1
     assert "harness exited with code" in command.errors
     assert "no_such_task" in command.errors
-    awaited(lambda: not command.family(), "its processes to be gone", command, 60.0)
+    awaited(lambda: not command.family(), "its processes to be gone", command)

@@ -116,10 +116,11 @@ def a_rollout_that_stands_still(folder: Path) -> None:
     with run(workplace(folder, launch={"num_rollouts": 2}, rl={"num_steps": ENDLESS}, network=network)) as command:
         command.until(lambda: len(trained(folder)) >= 8, "two steps of reinforcement")
         rollout = command.titled("rollout-1")
+        left, joined = (len(of(folder, kind, "rollout-1")) for kind in ("left", "joined"))
         rollout.suspend()
-        command.until(lambda: of(folder, "left", "rollout-1"), "the end of its lease")
+        command.until(lambda: len(of(folder, "left", "rollout-1")) > left, "the end of its lease")
         rollout.resume()
-        command.until(lambda: len(of(folder, "joined", "rollout-1")) == 2, "its return")
+        command.until(lambda: len(of(folder, "joined", "rollout-1")) > joined, "its return")
         version = num_steps(folder)
         command.until(
             lambda: any(line["version"] > version for line in of(folder, "adopted", "rollout-1")), "its next adoption"
