@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
-from engines import Held, checkpoint, forward_logprobs, held, random_prompt, read_model, request, source
+from engines import DEADLINE_S, Held, checkpoint, forward_logprobs, held, random_prompt, read_model, request, source
 
 from starling.rollout.engine.base import EngineLostError
 from starling.rollout.engine.vllm.processes import engine_processes, shared_memory
@@ -56,14 +57,16 @@ def check_scores(engine: Held, model: Any) -> None:
 
 def end_of_one_worker(engine: Held) -> None:
     """Kill one of two workers in the middle of a group: nothing hangs, nothing that was sampled is lost."""
+    ours = engine_processes()
+    worker = max(ours, key=lambda process: process.create_time())
     heard: dict[int, list[int]] = {}
     engine.engine.add(
         request("cut", [1, 2, 3], 3, max_tokens=240, listener=lambda i, ids, _: heard.setdefault(i, []).extend(ids))
     )
+    end = time.monotonic() + DEADLINE_S
     while sum(map(len, heard.values())) < 20:
+        assert time.monotonic() < end, heard
         engine.step(0.01)
-    ours = engine_processes()
-    worker = max(ours, key=lambda process: process.create_time())
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(EngineLostError):
         engine.finish("cut")

@@ -275,7 +275,9 @@ def test_every_answer_arrives_while_new_weights_are_adopted(served: Service) -> 
 
     async def ask(client: openai.AsyncOpenAI, number: int) -> None:
         while not over.is_set():
-            asked: Any = {"model": served.model, "prompt": f"q{number}", "max_tokens": 60, "n": 2, "logprobs": 0}
+            # Of several lengths, so that they do not all end at once, and some version samples nothing.
+            length = 40 + 4 * number
+            asked: Any = {"model": served.model, "prompt": f"q{number}", "max_tokens": length, "n": 2, "logprobs": 0}
             if number % 2:
                 answer = await client.completions.create(**asked)
                 answers.append((answer.starling["prompt_token_ids"][0], answer.choices))  # type: ignore[attr-defined]
