@@ -263,15 +263,34 @@ def test_a_call_says_so_before_anything_else_does(folders: list[Path]) -> None:
         assert engine.ready
 
 
-def test_it_is_lost_when_its_process_hangs(folders: list[Path]) -> None:
+def test_a_call_that_is_not_answered_loses_the_engine_and_no_token(folders: list[Path]) -> None:
+    """What it had said before is there at once: nobody waits for another answer."""
     others = engine_processes()
-    with held(folders[0], load_weights=True, engine_silence_s=4.0) as running:
+    with held(folders[0], load_weights=True) as running:
+        ours = engine_processes() - others
         running.engine.add(request("cut", [1, 2, 3], 3, max_tokens=200))
         until_sampled(running, 30)
-        ours = engine_processes() - others
         for process in ours:
             os.kill(process.pid, signal.SIGSTOP)
-        with pytest.raises(EngineLostError, match=r"sampled no token for rollout.engine_silence_s = 4 s"):
+        assert isinstance(running.engine, VllmEngine)
+        runner = running.engine._runner
+        with pytest.raises(EngineLostError, match="vLLM gave no answer for 1 s"):
+            runner.call(runner.pause(clear_cache=False), 1.0)
+        assert running.engine.ready
+        partial = running.engine.interrupt("cut")
+        assert partial is not None
+        assert sum(len(there.token_ids) for there in partial) >= 30
+
+
+def test_it_is_lost_when_its_process_hangs(folders: list[Path]) -> None:
+    others = engine_processes()
+    with held(folders[0], load_weights=True, engine_silence_s=12.0) as running:
+        ours = engine_processes() - others
+        running.engine.add(request("cut", [1, 2, 3], 3, max_tokens=200))
+        until_sampled(running, 30)
+        for process in ours:
+            os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineLostError, match=r"sampled no token for rollout.engine_silence_s = 12 s"):
             running.finish("cut")
         partial = running.engine.interrupt("cut")
         assert partial is not None
@@ -281,11 +300,10 @@ def test_it_is_lost_when_its_process_hangs(folders: list[Path]) -> None:
 
 def test_it_says_so_when_its_process_is_killed(running: Held) -> None:
     """The last of this file: the engine is gone afterwards."""
-    engine = running.engine
+    engine, ours = running.engine, engine_processes()
+    assert ours
     running.engine.add(request("cut", [1, 2, 3], 3, max_tokens=200))
     until_sampled(running, 30)
-    ours = engine_processes()
-    assert ours
     for process in ours:
         os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(EngineLostError):

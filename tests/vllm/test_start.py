@@ -18,7 +18,7 @@ from engines import DEADLINE_S, checkpoint, spec_of
 from starling.common.errors import ConfigError
 from starling.common.observe.process import Stopped, StopSignal
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.engine.vllm import start
+from starling.rollout.engine.vllm import runner, start
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.engine.vllm.processes import engine_processes
 
@@ -167,7 +167,12 @@ def stop() -> Iterator[StopSignal]:
         signal.signal(number, handler)
 
 
-def test_a_start_that_is_broken_off_leaves_nothing(tmp_path: Path, stop: StopSignal) -> None:
+@pytest.mark.parametrize("look_every_s", [runner.LOOK_EVERY_S, DEADLINE_S])
+def test_a_start_that_is_broken_off_leaves_nothing(
+    tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch, look_every_s: float
+) -> None:
+    """Whether it is found out while it starts, or has come up all the same before anybody looks."""
+    monkeypatch.setattr(runner, "LOOK_EVERY_S", look_every_s)
     folder, before = checkpoint(tmp_path / "model", "llama", 0), engine_processes()
 
     def terminate() -> None:

@@ -102,6 +102,7 @@ class Runner:
         except TimeoutError as error:
             future.cancel()
             self.loss = self.loss or f"vLLM gave no answer for {timeout_s:g} s"
+            self._loop.call_soon_threadsafe(self.lose, self.loss)  # nothing else is to wait for an answer either
             raise EngineLostError(self.loss) from error
 
     def add(self, group: Group) -> None:
@@ -127,9 +128,20 @@ class Runner:
         while self._thread.is_alive() and time.monotonic() < end:  # still starting: what it starts must go, too
             processes.end(processes.engine_processes() - self._others, CLOSE_S)
             self._thread.join(LOOK_EVERY_S)
+        if self._llm is not None and not self._thread.is_alive():
+            self._end_late()
         self.listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         processes.remove(self._shared_memory)
+
+    def _end_late(self) -> None:
+        """End what came up after its start had been given up, and before anybody looked. Its thread has ended."""
+        self.loss = "its start was given up"
+        try:
+            self._loop.run_until_complete(self._shut_down())
+        except Exception as error:  # noqa: BLE001 - whatever it was: its processes are ended below
+            log.warning("vLLM did not end in good order", error=str(error))
+        processes.end(processes.engine_processes() - self._others, CLOSE_S)
 
     # --- in the engine's thread ------------------------------------------------------------------------------------
 
