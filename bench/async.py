@@ -105,7 +105,7 @@ def make_model(folder: Path, profile: Profile) -> Path:
     """Write the folder of the model, with the profile of its device. Returns its path."""
     from sleepy_engine import PROFILE as PROFILE_FILE
 
-    from starling.cli.scratch import ScratchSettings, make_model_folder
+    from starling.cli.model.scratch import ScratchSettings, make_model_folder
 
     path = folder / "model"
     make_model_folder(ScratchSettings.model_validate(MODEL), path)

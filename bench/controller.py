@@ -35,7 +35,7 @@ from figure import machine, print_figure, progress
 from starling.common.observe.process import collect_seldom
 from starling.controller.core.events import Command, Prune, Write
 from starling.controller.core.machine import Controller
-from starling.controller.shell.journal import Journal
+from starling.controller.shell.journal.journal import Journal
 
 TOGETHER = 64
 """Events whose records one transaction takes, when the journal is on."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Command, Event, Fetch, Fetched, Finish, Received, Send, Ticked
+from starling.controller.core.events import Command, Event, Fetch, Fetched, FinishRun, Received, Send, Ticked
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
-from starling.weightsync.offer import RankOffer, digest_of, holds_of, make_offer
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
+from starling.weightsync.plan.offer import RankOffer, digest_of, holds_of, make_offer
 
 GROUP_SIZE = 8
 TOKENS = 256
@@ -63,7 +63,7 @@ class Cluster:
     act: Callable[[Sequence[Command]], None] = lambda commands: None
     """Gets the commands of each event, before they are answered."""
     now: float = 0.0
-    finished: Finish | None = None
+    finished: FinishRun | None = None
     num_events: int = 0
     _said: deque[tuple[str, wire.Up, tuple[bytes, ...]]] = field(default_factory=deque)
     _held: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -113,13 +113,13 @@ class Cluster:
             match command:
                 case Send(peer=peer, message=message):
                     self._hear(peer, message)
-                case Finish():
+                case FinishRun():
                     self.finished = command
                 case Fetch(step=step):
                     raise AssertionError(f"step {step} is read again: {Fetched}")
 
     def _hear(self, peer: str, message: wire.Down) -> None:
-        if isinstance(message, wire.Release):
+        if isinstance(message, wire.ReleaseLeases):
             for lease in message.leases:
                 self._held[peer].pop(lease, None)
             return

@@ -1,4 +1,4 @@
-"""Starling's side of controller_side_by_side.py: `Hub` and `Link`, each in a process of its own, with CURVE.
+"""Starling's side of controller_side_by_side.py: `Hub` and `ControllerLink`, each in a process of its own, with CURVE.
 
     python controller_star.py controller KEYS | policy ADDRESS KEYS | rollouts ADDRESS KEYS NUM
 
@@ -24,8 +24,8 @@ from controller_traffic import GROUP_SIZE, POLICY, Result, hear, lead_rollouts, 
 
 from starling.common.ids import lease_id
 from starling.common.net import curve
-from starling.common.net.hub import Arrival, Hub, HubKeys
-from starling.common.net.link import Command, Ended, Link
+from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
+from starling.common.net.link import ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.net.settings import LinkSettings
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import Down, Status
@@ -54,7 +54,7 @@ class Forwarding:
         self._open: set[str] = set()
         """Groups in the making. Who stood still sends a result again before it hears that it came; it counts once."""
 
-    def step(self, arrival: Arrival) -> list[tuple[str, Down, tuple[bytes, ...]]]:
+    def step(self, arrival: ReceivedMessage) -> list[tuple[str, Down, tuple[bytes, ...]]]:
         """Return the messages that follow from `arrival`."""
         sender = arrival.envelope.sender
         match arrival.message:
@@ -70,11 +70,11 @@ class Forwarding:
                 self._open.remove(group.lease)
                 return [
                     (POLICY, self.train(sender, group), arrival.buffers),
-                    (sender, messages.Release(leases=(group.lease,)), ()),
+                    (sender, messages.ReleaseLeases(leases=(group.lease,)), ()),
                     (sender, self.generate(), ()),
                 ]
             case messages.StepTrained(lease=lease) | messages.GroupGenerated(lease=lease):
-                return [(sender, messages.Release(leases=(lease,)), ())]
+                return [(sender, messages.ReleaseLeases(leases=(lease,)), ())]
             case _:
                 return []
 
@@ -131,11 +131,11 @@ def run_controller(folder: Path) -> None:
             case {"end": _}:
                 return
         for happened in hub.poll(POLL_S):
-            if not isinstance(happened, Arrival):
+            if not isinstance(happened, ReceivedMessage):
                 raise SystemExit(f"{happened.name} is gone")
             cause = f"{happened.envelope.sender}/{happened.envelope.epoch}/{happened.envelope.seq}"
             for name, message, buffers in forwarding.step(happened):
-                if isinstance(message, messages.Release):
+                if isinstance(message, messages.ReleaseLeases):
                     hub.release(name, message.leases)
                 else:
                     hub.send(name, message, cause=cause, buffers=buffers)
@@ -182,7 +182,7 @@ def sizes() -> dict[str, int]:
 def group_of(lease: str, result: Result) -> tuple[messages.GroupGenerated, tuple[bytes, ...]]:
     """Return the message for a result, and its buffers, made as the rollout service makes them."""
     from starling.rollout.engine.base import Completion, GroupResult  # torch, which the controller has no use for
-    from starling.rollout.shell.answer import answer_of
+    from starling.rollout.shell.results import generated_message
 
     completions = tuple(
         Completion(
@@ -194,29 +194,29 @@ def group_of(lease: str, result: Result) -> tuple[messages.GroupGenerated, tuple
         for token_ids, logprobs in zip(result.token_ids, result.logprobs, strict=True)
     )
     texts = iter(result.texts)  # decoded by the engine, as on the other side
-    return answer_of(
+    return generated_message(
         GroupResult(lease, np.array(result.prompt_ids, dtype=np.int32), completions), lambda token_ids: next(texts)
     )
 
 
-def open_link(address: str, folder: Path, name: str, role: messages.Role) -> Link:
+def open_link(address: str, folder: Path, name: str, role: messages.Role) -> ControllerLink:
     """Return the started line of one replica."""
     settings = LinkSettings(
         name=name, run=RUN, controller=address, key=curve.load_key(folder / f"{name}.json"), silence_s=SILENCE_S
     )
-    link = Link(settings, messages.Hello(role=role, host="here", pid=1, num_slots=1))
+    link = ControllerLink(settings, messages.Hello(role=role, host="here", pid=1, num_slots=1))
     link.start()
     return link
 
 
-def next_command(link: Link) -> Command:
+def next_command(link: ControllerLink) -> ReceivedCommand:
     """Return the next command, and skip what else comes."""
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while time.monotonic() < deadline:
         match link.receive(deadline - time.monotonic()):
-            case Command() as command:
+            case ReceivedCommand() as command:
                 return command
-            case Ended(reason=reason):
+            case LinkClosed(reason=reason):
                 raise SystemExit(reason)
     raise SystemExit(f"no command within {ANSWER_TIMEOUT_S:g} s")
 
@@ -240,7 +240,7 @@ class StarLine:
 
 def run_policy(address: str, folder: Path) -> None:
     """Be the policy: receive what it is told to wait for, and say when it had it decoded."""
-    from starling.policy.train.groups import groups_from_wire
+    from starling.policy.train.data.groups import groups_from_wire
 
     link = open_link(address, folder, POLICY, "policy")
     say(joined=POLICY)

@@ -39,16 +39,16 @@ from starling.common.errors import WireError
 from starling.common.net import curve
 from starling.common.net.dealer import Dealer
 from starling.common.net.frames import receive
-from starling.common.net.hub import Arrival, Hub, HubKeys
+from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.net.keyring import make_keys
-from starling.common.net.limits import LIMITS, Limits
+from starling.common.net.limits import DEFAULT_RATE_LIMITS, RateLimits
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope
 
 RUN = "fuzz"
 VALID = "policy-0"
 THIEF, OWN = "reward-0", "rollout-0"
-UNLIMITED = Limits(messages_per_s=1e9, bytes_per_s=1e12)
+UNLIMITED = RateLimits(messages_per_s=1e9, bytes_per_s=1e12)
 ANSWER_WITHIN_S = 30.0
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MAX_GROWTH_MIB = 16.0
@@ -104,18 +104,18 @@ def serve_hub(folder: Path, *, limited: bool) -> None:
     """Answer the valid peer, with what was heard and dropped so far, until this process is killed."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder), folder)
-    hub = Hub("tcp://127.0.0.1:0", RUN, 1, keys, limits=LIMITS if limited else UNLIMITED)
+    hub = Hub("tcp://127.0.0.1:0", RUN, 1, keys, limits=DEFAULT_RATE_LIMITS if limited else UNLIMITED)
     print(hub.address, flush=True)
     heard: Counter[str] = Counter()
     while True:
         for happened in hub.poll(1.0):
-            if not isinstance(happened, Arrival):
+            if not isinstance(happened, ReceivedMessage):
                 continue
             name, message = happened.envelope.sender, happened.message
             heard[name] += 1
             if name == VALID and isinstance(message, messages.StepTrained):
                 data = {"heard": dict(heard), "dropped": dict(hub.dropped)}
-                hub.send(name, messages.Reply(request=message.lease, ok=True, text="", data=data))
+                hub.send(name, messages.OperatorReply(request=message.lease, ok=True, text="", data=data))
 
 
 # --- whoever means no good -----------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Worker:
         while time.perf_counter() < begin + ANSWER_WITHIN_S:
             received = receive(self.dealer.socket, 0)
             answer = None if received is None else codec.unpack_down(received[0])
-            if isinstance(answer, messages.Reply) and answer.request == lease:
+            if isinstance(answer, messages.OperatorReply) and answer.request == lease:
                 self.last = answer.data
                 self.latencies.append(time.perf_counter() - begin)
                 return

@@ -106,13 +106,13 @@ def learn(checkpoint: Path, algorithm: str, staleness: int, seed: int, num_steps
     import torch
     from transformers import AutoTokenizer
 
-    from starling.cli.recipe import load_recipe
+    from starling.cli.recipe.schema import load_recipe
     from starling.controller.data.prompts import load_prompts
     from starling.policy.settings.algorithm import AlgorithmSettings
-    from starling.policy.train.model import load_model, tensors
-    from starling.policy.train.step import RlTrainer
-    from starling.rollout.engine.model import build_model, end_token_ids
-    from starling.rollout.engine.transformers import TransformersEngine
+    from starling.policy.train.model.load import load_model, version_tensors
+    from starling.policy.train.rl import RlTrainer
+    from starling.rollout.engine.embedded.engine import TransformersEngine
+    from starling.rollout.engine.embedded.model import build_model, end_token_ids
 
     torch.set_num_threads(1)
     recipe = load_recipe([Path(__file__).resolve().parent.parent / "recipes" / "quickstart.toml"], [])
@@ -131,7 +131,7 @@ def learn(checkpoint: Path, algorithm: str, staleness: int, seed: int, num_steps
     kept: deque[tuple[int, dict[str, Any]]] = deque(maxlen=staleness + 1)
     rewards, first = [], seed * num_steps * PROMPTS_PER_STEP
     for step in range(1, num_steps + 1):
-        kept.append((step - 1, {name: tensor.clone() for name, tensor in tensors(policy).items()}))
+        kept.append((step - 1, {name: tensor.clone() for name, tensor in version_tensors(policy).items()}))
         version, weights = kept[0]
         for name, tensor in engine.tensors().items():
             tensor.copy_(weights[name])
@@ -150,8 +150,8 @@ def sampled(engine: Any, tokenizer: Any, asked: list[Any], sampling: Any, seed: 
 
     from starling.algo.text import decode, encode_prompt
     from starling.controller.core.plan import draw_seed
-    from starling.policy.train.groups import Group
-    from starling.reward.score.scorers import resolve
+    from starling.policy.train.data.groups import ScoredGroup
+    from starling.reward.score.scorers.registry import resolve_scorer
     from starling.rollout.engine.base import GroupRequest, GroupResult
 
     for index, prompt in enumerate(asked):
@@ -163,7 +163,7 @@ def sampled(engine: Any, tokenizer: Any, asked: list[Any], sampling: Any, seed: 
         for result in engine.step():
             assert isinstance(result, GroupResult), result
             results[result.lease] = result
-    score, groups = resolve("exact_match", {}), []
+    score, groups = resolve_scorer("exact_match", {}), []
     for index, prompt in enumerate(asked):
         completions = results[str(index)].completions
         texts = [decode(tokenizer, completion.token_ids.tolist()) for completion in completions]
@@ -173,7 +173,7 @@ def sampled(engine: Any, tokenizer: Any, asked: list[Any], sampling: Any, seed: 
             for name in ("token_ids", "logprobs", "versions")
         )
         lengths = tuple(len(completion.token_ids) for completion in completions)
-        groups.append(Group(results[str(index)].prompt_ids, ids, logprobs, made_by, lengths, found, prompt.id))
+        groups.append(ScoredGroup(results[str(index)].prompt_ids, ids, logprobs, made_by, lengths, found, prompt.id))
     return groups
 
 

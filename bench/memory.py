@@ -28,11 +28,10 @@ from figure import machine, print_figure, progress, rounded, versions
 from torch import Tensor
 
 from starling.policy.settings.memory import MemorySettings
-from starling.policy.train.batch import Inputs, Prompted, lay_out, to_tensors
-from starling.policy.train.forward import trained_logits
-from starling.policy.train.head import Finish, Head
-from starling.policy.train.logprobs import head_logprobs, token_logprobs
-from starling.policy.train.memory import prepare
+from starling.policy.train.data.packing import MicrobatchInputs, PromptBlock, pack_sequences, to_tensors
+from starling.policy.train.loss.logprobs import head_logprobs, token_logprobs
+from starling.policy.train.memory.setup import apply_memory_settings
+from starling.policy.train.model.lm_head import LmHead, LogitTransform, trained_logits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "policy_train"))
 from peak_memory import PeakMemory
@@ -91,7 +90,7 @@ def bench_logprobs(num_tokens: int, vocabulary: int, rounds: int) -> None:
     targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
 
     def chunked() -> Tensor:
-        return head_logprobs(hidden, Head(weight, None, Finish()), targets, chunk_tokens=chunk_tokens)[0]
+        return head_logprobs(hidden, LmHead(weight, None, LogitTransform()), targets, chunk_tokens=chunk_tokens)[0]
 
     def plain() -> Tensor:
         return plain_logprobs(torch.nn.functional.linear(hidden, weight), targets)[0]
@@ -151,15 +150,15 @@ def make_model(num_layers: int) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def make_inputs(num_tokens: int) -> Inputs:
+def make_inputs(num_tokens: int) -> MicrobatchInputs:
     """Sequences of 32 prompt tokens and 96 trained ones, packed."""
     generator = np.random.default_rng(0)
     token_ids = generator.integers(16384, size=num_tokens).astype(np.int32)
     prompted = [
-        Prompted(generator.integers(16384, size=32).astype(np.int32), ((start, start + 96),))
+        PromptBlock(generator.integers(16384, size=32).astype(np.int32), ((start, start + 96),))
         for start in range(0, num_tokens, 96)
     ]
-    batch = lay_out(prompted, 10**6)
+    batch = pack_sequences(prompted, 10**6)
     (microbatch,) = batch.plan
     return to_tensors(batch, microbatch, token_ids, torch.bfloat16)
 
@@ -178,7 +177,7 @@ def bench_step(num_tokens: int, num_layers: int, rounds: int) -> None:
     works: dict[str, Callable[[], None]] = {"plain": plain}
     for name, changes in VARIANTS.items():
         model = copy.deepcopy(original)
-        prepare(model, MemorySettings(**changes))
+        apply_memory_settings(model, MemorySettings(**changes))
 
         def step(model: Any = model) -> None:
             logprobs, _ = token_logprobs(model, inputs, chunk_tokens=chunk_tokens)

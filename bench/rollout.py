@@ -83,7 +83,7 @@ def jobs_of(num: int, seed: int) -> list[Job]:
 
 def make_model(folder: Path, scale: Scale) -> Path:
     """Write the model's folder, without weights: both sides begin with random ones. Returns its path."""
-    from starling.cli.scratch import ScratchSettings, make_model_folder
+    from starling.cli.model.scratch import ScratchSettings, make_model_folder
 
     heads = scale.hidden_size // 64
     config = {
@@ -119,7 +119,7 @@ def make_weights(model: Path) -> list[dict[str, Any]]:
     """Return the tensors of two versions."""
     import torch
 
-    from starling.rollout.engine.model import build_model, live_tensors
+    from starling.rollout.engine.embedded.model import build_model, live_tensors
 
     found = []
     for seed in (0, 1):

@@ -22,12 +22,12 @@ from typing import Any, Final
 import psutil
 
 from starling.common.net import curve, keyring
-from starling.common.net.hub import Arrival, Hub, HubKeys
+from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.wire import messages as wire
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.layout import Layout, decode, encode
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.plan import make_plan
+from starling.weightsync.plan.layout import Layout, decode, encode
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.tensors.modules import layout_of
 
 RUN: Final = "bench/attempt-1/0badcafe"
 NAME: Final = "rollout-0"
@@ -118,13 +118,13 @@ class Desk:
         deadline = time.monotonic() + START_S
         while True:
             for happened in self._hub.poll(POLL_S):
-                if isinstance(happened, Arrival) and isinstance(happened.message, wire.Hello):
+                if isinstance(happened, ReceivedMessage) and isinstance(happened.message, wire.Hello):
                     self._greet(happened)
                     return decode(Layout, happened.buffers[0])
             if time.monotonic() > deadline:
                 raise SystemExit(f"the rollout did not start within {START_S:g} s")
 
-    def _greet(self, answered: Arrival) -> None:
+    def _greet(self, answered: ReceivedMessage) -> None:
         """Answer a hello or a heartbeat: the rollout wants to know which."""
         said = answered.envelope
         welcome = wire.Welcome(heartbeat_s=HEARTBEAT_S, lease_s=WORK_S)
@@ -170,7 +170,7 @@ class Desk:
         if time.monotonic() > deadline:
             raise SystemExit("the rollout did not answer in time")
         for happened in self._hub.poll(POLL_S):
-            if not isinstance(happened, Arrival):
+            if not isinstance(happened, ReceivedMessage):
                 raise SystemExit(f"{happened.name} is gone")
             message = happened.message
             if isinstance(message, wire.Heartbeat):

@@ -20,7 +20,7 @@ from typing import Any
 
 from starling.common.settings import ModelSettings, WeightsSettings, validate
 from starling.rollout.engine.base import EngineSpec
-from starling.rollout.engine.vllm.start import arguments, environment
+from starling.rollout.engine.vllm.launch import arguments, environment
 from starling.rollout.settings import RolloutSettings
 
 

@@ -25,24 +25,24 @@ from asynchronous_device import Device, Profile, Row
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.wire.messages import Status
 from starling.rollout.engine.base import (
-    Adopted,
+    AdoptionReport,
     CacheMode,
     Completion,
     EngineSpec,
     GroupFailed,
     GroupRequest,
     GroupResult,
-    Partial,
+    PartialCompletion,
     RequestError,
 )
-from starling.rollout.engine.model import build_model, context_length, live_tensors
-from starling.rollout.engine.request import check_request
-from starling.weightsync.execute.pull import Puller, PullReport
-from starling.weightsync.execute.transfer import Progress
-from starling.weightsync.layout import Layout
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.offer import Offer
-from starling.weightsync.plan import Plan
+from starling.rollout.engine.embedded.model import build_model, context_length, live_tensors
+from starling.rollout.engine.validation import check_request
+from starling.weightsync.plan.layout import Layout
+from starling.weightsync.plan.offer import Offer
+from starling.weightsync.plan.planner import Plan
+from starling.weightsync.puller.fetch import PullProgress
+from starling.weightsync.puller.puller import Puller, PullReport
+from starling.weightsync.tensors.modules import layout_of
 
 PROFILE: Final = "sleepy.json"
 """The file in the model's folder that holds the fields of `Profile`."""
@@ -135,7 +135,7 @@ class SleepyEngine:
         """Forget a group; returns whether it was held."""
         return self.interrupt(lease) is not None
 
-    def interrupt(self, lease: str) -> tuple[Partial, ...] | None:
+    def interrupt(self, lease: str) -> tuple[PartialCompletion, ...] | None:
         """Take a group out and return what is there of it."""
         if lease not in self._groups:
             return None
@@ -144,7 +144,7 @@ class SleepyEngine:
         rows = ended | {row.index: row for row in self._device.remove(lease)}
         completions = [self._completion(rows[index], request) for index in sorted(rows)]
         return tuple(
-            Partial(one.token_ids, one.logprobs, one.versions, one.status if index in ended else None)
+            PartialCompletion(one.token_ids, one.logprobs, one.versions, one.status if index in ended else None)
             for index, one in enumerate(completions)
         )
 
@@ -172,7 +172,7 @@ class SleepyEngine:
         *,
         deadline_s: float,
         cancelled: Callable[[], bool],
-        progress: Callable[[Progress], None],
+        progress: Callable[[PullProgress], None],
         in_place: bool = False,
     ) -> PullReport:
         """Bring a version into staging, or in place. Raises WeightsError when it fails."""
@@ -183,7 +183,7 @@ class SleepyEngine:
         self._offer = offer
         return report
 
-    def adopt(self, mode: CacheMode) -> Adopted:
+    def adopt(self, mode: CacheMode) -> AdoptionReport:
         """Put the version that was pulled last in place. Raises WeightsError when there is none."""
         if self._offer is None:
             raise WeightsError("There is no version to adopt: pull first.")
@@ -195,7 +195,7 @@ class SleepyEngine:
         self._device.adopt(version)
         self._device.hold(time.monotonic())
         self._set_alarm()
-        return Adopted(version, root == self._offer.root, root)
+        return AdoptionReport(version, root == self._offer.root, root)
 
     def sleep(self) -> None:
         """It holds no device memory."""

@@ -109,27 +109,29 @@ def ours(folder: Path) -> dict[str, Callable[[], dict[str, float]]]:
     from starling.policy.settings.algorithm import AlgorithmSettings
     from starling.policy.settings.optimizer import OptimizerSettings
     from starling.policy.settings.policy import PolicySettings
-    from starling.policy.settings.supervised import SftSettings
-    from starling.policy.train.groups import Example, Group
-    from starling.policy.train.model import load_model
+    from starling.policy.settings.supervised import SftStepSettings
+    from starling.policy.train.data.groups import ScoredGroup, SftExample
+    from starling.policy.train.model.load import load_model
+    from starling.policy.train.rl import RlTrainer
     from starling.policy.train.sft import SftTrainer
-    from starling.policy.train.step import RlTrainer
 
     torch.set_num_threads(1)
     work = json.loads((folder / "work.json").read_text())
     optimizer = OptimizerSettings(learning_rate=LEARNING_RATE)
     algorithm = AlgorithmSettings(aggregate="token_mean", clip_low=CLIP, clip_high=CLIP, skip_zero_advantage=False)
-    settings = PolicySettings(optimizer=optimizer, sft=SftSettings(optimizer=optimizer), algorithm=algorithm)
+    settings = PolicySettings(optimizer=optimizer, sft=SftStepSettings(optimizer=optimizer), algorithm=algorithm)
     sft = SftTrainer(load_model(folder / "model"), settings, total_steps=1000)
     rl = RlTrainer(load_model(folder / "model"), settings, total_steps=1000)
-    examples = [Example(np.array(one["prompt"], np.int32), np.array(one["response"], np.int32)) for one in work["sft"]]
+    examples = [
+        SftExample(np.array(one["prompt"], np.int32), np.array(one["response"], np.int32)) for one in work["sft"]
+    ]
     groups = []
     for one in work["grpo"]:
         ids = np.concatenate(one["completions"]).astype(np.int32)
         lengths = tuple(len(completion) for completion in one["completions"])
         logprobs = np.concatenate(one["logprobs"]).astype(np.float32)
         prompt = np.array(one["prompt"], np.int32)
-        groups.append(Group(prompt, ids, logprobs, np.zeros_like(ids), lengths, tuple(one["rewards"])))
+        groups.append(ScoredGroup(prompt, ids, logprobs, np.zeros_like(ids), lengths, tuple(one["rewards"])))
     return {"sft": lambda: sft.step(examples), "grpo": lambda: rl.step(groups, step=1)}
 
 

@@ -42,14 +42,14 @@ import torch
 import zmq
 from figure import machine, print_figure, progress, rounded, versions
 
-from starling.weightsync.execute.agent import has_nixl
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode, encode
 from starling.weightsync.layouts.symbolic import model_layout, shard_layout
 from starling.weightsync.layouts.vllm import worker_layout
-from starling.weightsync.offer import RankOffer, make_offer
-from starling.weightsync.plan import decode_plan, make_plan
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode, encode
+from starling.weightsync.plan.offer import RankOffer, make_offer
+from starling.weightsync.plan.planner import decode_plan, make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.transports.nixl.agent import has_nixl
 
 MIB = 1 << 20
 GOODPUT_BYTES = 256 * MIB

@@ -34,8 +34,8 @@ from torch.nn import functional
 
 from starling.weightsync.delta.chain import compose
 from starling.weightsync.delta.codec import apply, encode, scan
-from starling.weightsync.delta.gpu import apply_tensor, encode_tensor
-from starling.weightsync.delta.metrics import total_of
+from starling.weightsync.delta.format import total_of
+from starling.weightsync.tensors.delta import apply_tensor, encode_tensor
 
 BENCH = "weightsync_delta"
 LINK_BYTES_PER_S = 125e6

@@ -54,12 +54,12 @@ from figure import machine, print_figure, progress, rounded, versions
 
 from starling.weightsync.delta.codec import apply
 from starling.weightsync.delta.codec import encode as encode_delta
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode, encode
-from starling.weightsync.offer import Offer, Transport
-from starling.weightsync.plan import decode_plan, make_plan
-from starling.weightsync.relay import PUBLISHER, make_fan_out, parts_of
+from starling.weightsync.plan.fan_out import PUBLISHER, make_fan_out, parts_of
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode, encode
+from starling.weightsync.plan.offer import Offer, Transport
+from starling.weightsync.plan.planner import decode_plan, make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.puller.puller import Puller
 
 BENCH: Final = "weightsync_fanout"
 DEADLINE_S: Final = 120.0

@@ -19,8 +19,8 @@ from typing import get_args
 import torch
 from figure import machine, print_figure, progress, rounded, versions
 
-from starling.weightsync.execute.link import has_ucx
-from starling.weightsync.offer import Transport
+from starling.weightsync.plan.offer import Transport
+from starling.weightsync.transports.ucx.worker import has_ucx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "weightsync"))
 from memory_pair import LAYER_BYTES, NUM_VERSIONS, Extra, pair

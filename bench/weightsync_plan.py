@@ -36,10 +36,10 @@ DESTINATIONS = ("tp8 x16", "tep16 x8", "tep32 x4", "tep64 x2")
 def measure(source: str, destination: str, *, relays: bool) -> dict[str, Any]:
     """Plan in this process; return seconds, peak memory in bytes, and sizes."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    from starling.weightsync.layout import encode
     from starling.weightsync.layouts.presets import PRESETS
     from starling.weightsync.layouts.symbolic import compact_layout, model_layout
-    from starling.weightsync.plan import decode_plan, make_plan
+    from starling.weightsync.plan.layout import encode
+    from starling.weightsync.plan.planner import decode_plan, make_plan
 
     begin = time.perf_counter()
     config = PRESETS[MODEL]
@@ -91,12 +91,12 @@ def measured(source: str, destination: str, *, relays: bool) -> dict[str, Any]:
 
 def predict() -> dict[str, Any]:
     """Return the predicted seconds by destination, for FP8 from 256 ranks."""
-    from starling.cli.plan import look_ahead
+    from starling.cli.plan.command import forecast_sync
     from starling.weightsync.layouts.presets import PRESETS
 
     found: dict[str, Any] = {}
     for destination in DESTINATIONS:
-        outlook = look_ahead("ep64 fsdp4", destination, config=PRESETS[MODEL], dtype="float8_e4m3fn")
+        outlook = forecast_sync("ep64 fsdp4", destination, config=PRESETS[MODEL], dtype="float8_e4m3fn")
         found[destination] = {
             "seconds": rounded(outlook.estimate.seconds),
             "publisher_bytes": outlook.estimate.publisher_bytes,

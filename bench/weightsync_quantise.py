@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from figure import machine, print_figure, progress, rounded, versions
 
-from starling.weightsync.execute.memory import allocate
-from starling.weightsync.execute.tensors import packed_views
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, packed_offsets, pieces_of
+from starling.weightsync.memory.arrays import allocate
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, packed_offsets, pieces_of
 from starling.weightsync.quantise.formats import FORMATS
 from starling.weightsync.quantise.recipe import linear_weights
-from starling.weightsync.quantise.source import Quantiser
+from starling.weightsync.tensors.quantiser import Quantiser
+from starling.weightsync.tensors.views import packed_views
 
 BENCH = "weightsync_quantise"
 COLUMNS = 4096

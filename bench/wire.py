@@ -5,18 +5,19 @@
 One process is the controller, each replica is a process of its own. The controller sends a command, the replica
 answers it; both messages take about 300 bytes. What is compared:
 
-- `ours`: `Hub` at the controller; at the replica a DEALER with our codec, as `Link` uses it, but in one thread that
-  waits in `recv`. The messages exist before the clock starts: what a service does to make them is not counted. Every
-  message is encoded, enveloped, decoded and checked as a typed struct, and every sender is authenticated.
-- `link`: the same with the whole `Link`: its thread, its lease book, its queue to the working thread, and the release
-  of each lease, a third message that the others do without.
+- `ours`: `Hub` at the controller; at the replica a DEALER with our codec, as `ControllerLink` uses it, but in one
+  thread that waits in `recv`. The messages exist before the clock starts: what a service does to make them is not
+  counted. Every message is encoded, enveloped, decoded and checked as a typed struct, and every sender is
+  authenticated.
+- `link`: the same with the whole `ControllerLink`: its thread, its lease book, its queue to the working thread, and
+  the release of each lease, a third message that the others do without.
 - `bare`: a ROUTER and a DEALER with CURVE, and frames of the same sizes as opaque bytes that nobody encodes or reads.
 - `plain`: the same without CURVE (only in the details).
 
 Prints one figure for each of 1, 16 and 64 commands in flight: round trips per second of ours over those of bare
-pyzmq, and the same for the 99th percentile of the latency, and for the whole `Link`. Each round measures all sides,
-one after another; a ratio is the median over the rounds of the ratio within the round, because whatever else the
-machine does changes from round to round.
+pyzmq, and the same for the 99th percentile of the latency, and for the whole `ControllerLink`. Each round measures
+all sides, one after another; a ratio is the median over the rounds of the ratio within the round, because whatever
+else the machine does changes from round to round.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from figure import machine, print_figure, progress, quantile, rounded, versions
 
 from starling.common.net import curve
 from starling.common.net.frames import receive, send
-from starling.common.net.hub import Arrival, Hub, HubKeys
+from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.net.keyring import make_keys
-from starling.common.net.limits import Limits
-from starling.common.net.link import Command, Ended, Link
+from starling.common.net.limits import RateLimits
+from starling.common.net.link import ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.net.settings import LinkSettings
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope
@@ -50,7 +51,7 @@ WINDOWS = (1, 16, 64)
 SIDES = ("bare", "ours", "link", "plain")
 NAMES = {"bare": "policy-0", "ours": "policy-1", "link": "policy-2"}
 """Whose keys the sides have: what they answer is what a policy says."""
-UNLIMITED = Limits(messages_per_s=1e9, bytes_per_s=1e12)
+UNLIMITED = RateLimits(messages_per_s=1e9, bytes_per_s=1e12)
 """No replica says so much as these do."""
 ANSWER_TIMEOUT_S = 10.0
 METRIC_NAMES = (
@@ -96,7 +97,7 @@ def answer_bare(address: str, key: curve.KeyFile | None) -> None:
 
 
 def answer_ours(address: str, key: curve.KeyFile) -> None:
-    """Decode every command and answer it, with the calls that `Link` makes in its thread."""
+    """Decode every command and answer it, with the calls that `ControllerLink` makes in its thread."""
     socket = zmq.Context().socket(zmq.DEALER)
     socket.maxmsgsize = codec.MAX_BUFFER_BYTES
     curve.connect_with(socket, key)
@@ -118,16 +119,16 @@ def answer_ours(address: str, key: curve.KeyFile) -> None:
 def answer_link(address: str, key: curve.KeyFile) -> None:
     """Answer every command as a service does."""
     hello = messages.Hello(role="policy", host="here", pid=1)
-    link = Link(LinkSettings(name=key.name, run=RUN, controller=address, key=key), hello)
+    link = ControllerLink(LinkSettings(name=key.name, run=RUN, controller=address, key=key), hello)
     link.start()
     number = 0
     while True:
         match link.receive(0.5):
-            case Command(message=message):
+            case ReceivedCommand(message=message):
                 number += 1
                 link.work(message.lease)
                 link.answer(message.lease, make_answer(message.lease, number))
-            case Ended():
+            case LinkClosed():
                 return
 
 
@@ -210,14 +211,14 @@ class HubController:
             if time.monotonic() > deadline:
                 raise SystemExit(f"no hello from {', '.join(self._wanted)}")
             for happened in self.hub.poll(0.1):
-                if isinstance(happened, Arrival) and isinstance(happened.message, messages.Hello):
+                if isinstance(happened, ReceivedMessage) and isinstance(happened.message, messages.Hello):
                     name = happened.envelope.sender
                     self._wanted.discard(name)
                     if name == NAMES["link"]:
                         self._welcome(name)
 
     def exchange_with(self, name: str) -> Exchange:
-        """Return the exchange with one replica; that of a `Link` releases each lease."""
+        """Return the exchange with one replica; that of a `ControllerLink` releases each lease."""
         release = name == NAMES["link"]
 
         def exchange(num: int, window: int) -> Trial:
@@ -236,7 +237,7 @@ class HubController:
                 if not happened:
                     raise SystemExit(f"no answer from {name} within {ANSWER_TIMEOUT_S:g} s")
                 for arrival in happened:
-                    if not isinstance(arrival, Arrival):
+                    if not isinstance(arrival, ReceivedMessage):
                         raise SystemExit(f"{arrival.name} is gone")
                     answer = arrival.message
                     if not isinstance(answer, messages.StepTrained):

@@ -14,34 +14,36 @@ import torch
 from transformers import AutoTokenizer
 
 from starling.algo.text import decode, encode_prompt
-from starling.cli.recipe import Recipe, load_recipe
-from starling.cli.scratch import make_model_folder
-from starling.controller.core.groups import GroupState
-from starling.controller.core.ledger import Ledger
+from starling.cli.model.scratch import make_model_folder
+from starling.cli.recipe.schema import Recipe, load_recipe
+from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.group import GroupState
 from starling.controller.core.plan import draw_seed
 from starling.controller.data.prompts import load_prompts
-from starling.policy.train.checkpoint import save_hf
-from starling.policy.train.groups import Group
-from starling.policy.train.model import load_model, tensors
-from starling.policy.train.step import RlTrainer
-from starling.reward.score.scorers import resolve
+from starling.policy.train.checkpoint.huggingface import save_hf
+from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.model.load import load_model, version_tensors
+from starling.policy.train.rl import RlTrainer
+from starling.reward.score.scorers.registry import resolve_scorer
 from starling.rollout.engine.base import GroupRequest, GroupResult
-from starling.rollout.engine.model import build_model, end_token_ids
-from starling.rollout.engine.transformers import TransformersEngine
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.plan import make_plan
+from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.engine.embedded.model import build_model, end_token_ids
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.tensors.modules import layout_of
 
 
-def scored(result: GroupResult, rewards: tuple[float | None, ...]) -> Group:
+def scored(result: GroupResult, rewards: tuple[float | None, ...]) -> ScoredGroup:
     """Put a generated group and its rewards together, as the trainer takes them."""
     token_ids, logprobs, versions = (
         np.concatenate([getattr(completion, name) for completion in result.completions])
         for name in ("token_ids", "logprobs", "versions")
     )
     lengths = tuple(len(completion.token_ids) for completion in result.completions)
-    return Group(result.prompt_ids, token_ids, logprobs, versions, lengths, tuple(r for r in rewards if r is not None))
+    return ScoredGroup(
+        result.prompt_ids, token_ids, logprobs, versions, lengths, tuple(r for r in rewards if r is not None)
+    )
 
 
 def walk(recipe: Recipe, folder: Path) -> None:
@@ -56,12 +58,14 @@ def walk(recipe: Recipe, folder: Path) -> None:
         eos_token_ids=end_token_ids(tokenizer, path),
         exclusive=recipe.rollout.exclusive,
     )
-    scorers = [(s.weight, resolve(s.name, s.options)) for s in recipe.reward.scorers] if recipe.reward else []
-    source, destination = layout_of(tensors(policy), "policy-0"), layout_of(engine.tensors(), "rollout-0")
+    scorers = [(s.weight, resolve_scorer(s.name, s.options)) for s in recipe.reward.scorers] if recipe.reward else []
+    source, destination = layout_of(version_tensors(policy), "policy-0"), layout_of(engine.tensors(), "rollout-0")
     publisher, puller, plan = Publisher(source, transport="local"), Puller(destination), make_plan(source, destination)
-    ledger = Ledger(num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, max_staleness=0, max_tries=0)
+    ledger = TrainBuffer(num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, max_staleness=0, max_tries=0)
     for step in range(1, rl.num_steps + 1):
-        offer = publisher.publish(step - 1, tensors(policy))  # 9 publish: (the first version is the initial weights)
+        offer = publisher.publish(
+            step - 1, version_tensors(policy)
+        )  # 9 publish: (the first version is the initial weights)
         puller.pull(offer, plan, deadline_s=10)  # 10 adopt: pull, switch, prove
         puller.switch(engine.tensors())
         assert puller.attest(engine.tensors(), offer) == offer.root

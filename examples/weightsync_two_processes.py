@@ -11,12 +11,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode_layout, encode
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.offer import decode_offer
-from starling.weightsync.plan import decode_plan, make_plan
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode_layout, encode
+from starling.weightsync.plan.offer import decode_offer
+from starling.weightsync.plan.planner import decode_plan, make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.tensors.modules import layout_of
 
 WIDTH, VERSIONS, DEADLINE_S = 1024, 3, 30.0
 

@@ -12,8 +12,8 @@ from typing import Any, get_args
 from stage import Replica, Stage, Undone
 
 from starling.common.wire import messages as wire
-from starling.controller.core.events import PeerLost
-from starling.sim.weights import encoded_layout, encoded_offer, offer_of
+from starling.controller.core.events import ReplicaDisconnected
+from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
 
 SEPARATOR, UNSEEN = "----", "---- not shown"
 NOTHING = "(nothing)"
@@ -193,7 +193,7 @@ def dies(stage: Stage, replica: Replica, words: Words, options: Options) -> list
     """Its process dies, and with it its connection; 'silently': nobody notices, a host is gone."""
     replica.is_up = False
     replica.held.clear()
-    return [] if words == ["silently"] else stage._step(PeerLost(stage.now, replica.name))
+    return [] if words == ["silently"] else stage._step(ReplicaDisconnected(stage.now, replica.name))
 
 
 def leaves(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
@@ -333,7 +333,7 @@ def evaluates(stage: Stage, replica: Replica, words: Words, options: Options) ->
 def asks(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
     """An operator asks why, or for the status."""
     about: Any = words[0]
-    text = stage.hears(replica.name, wire.Ask(request="ask", about=about))
+    text = stage.hears(replica.name, wire.QueryRun(request="ask", about=about))
     return [line for lines in text for line in lines.split("\n")]
 
 

@@ -18,7 +18,7 @@ from starling.controller.core.events import (
     Event,
     Fetch,
     Fetched,
-    Finish,
+    FinishRun,
     Prune,
     Received,
     Send,
@@ -28,8 +28,8 @@ from starling.controller.core.events import (
 )
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import ControllerStarted
-from starling.controller.shell.journal import Journal
-from starling.controller.shell.past import take_up
+from starling.controller.shell.journal.journal import Journal
+from starling.controller.shell.journal.resume import start_incarnation
 
 Undone = Literal["", "unsaid", "unwritten"]
 
@@ -43,7 +43,7 @@ class Replica:
     """As it said when it joined last."""
     epoch: int = 1
     version: int = -1
-    held: dict[str, wire.Work] = field(default_factory=dict)
+    held: dict[str, wire.LeasedCommand] = field(default_factory=dict)
     """Work that it was given, until it is told to forget it."""
     is_up: bool = True
 
@@ -68,7 +68,7 @@ class Stage(Script):
     def begins_again(self) -> list[str]:
         """Make the controller, from whatever is in the journal."""
         self.store = Journal(self.file)
-        past = take_up(self.store, "scenario", self.plan)
+        past = start_incarnation(self.store, "scenario", self.plan)
         self.controller = Controller(
             self.plan, Stream("train"), Stream("sft"), self.held_out, past=past.records, incarnation=past.incarnation
         )
@@ -100,7 +100,7 @@ class Stage(Script):
     def _step(self, event: Event) -> list[str]:
         self.arrive()
         self.commands = self.controller.step(event)
-        self.ended = self.ended or any(isinstance(command, Finish) for command in self.commands)
+        self.ended = self.ended or any(isinstance(command, FinishRun) for command in self.commands)
         beats = isinstance(event, Received) and isinstance(event.message, wire.Heartbeat)
         shown = [
             wording(command, self.aliases, self.plan.sampling)
@@ -135,10 +135,10 @@ class Stage(Script):
         replica = self.replicas.get(send.peer)
         if replica is None or not replica.is_up:
             return
-        if isinstance(send.message, wire.Work):
+        if isinstance(send.message, wire.LeasedCommand):
             lease = send.message.lease
             replica.held[lease] = send.message
             self.given[send.peer, lease.rpartition(":")[0]] = lease
-        elif isinstance(send.message, wire.Release):
+        elif isinstance(send.message, wire.ReleaseLeases):
             for lease in send.message.leases:
                 replica.held.pop(lease, None)

@@ -7,7 +7,7 @@ from transcript import Aliases
 
 from starling.common.wire import messages as wire
 from starling.controller.core import records
-from starling.controller.core.events import Command, Fetch, Finish, Note, Prune, Send, Store, Write
+from starling.controller.core.events import Command, Fetch, FinishRun, Note, Prune, Send, Store, Write
 
 
 def wording(command: Command, aliases: Aliases, sampling: wire.Sampling) -> str | None:
@@ -27,7 +27,7 @@ def wording(command: Command, aliases: Aliases, sampling: wire.Sampling) -> str 
         case Store(step=step, groups=groups):
             told = [f"t{group.ordinal}" + (f" ({group.problem})" if group.problem else "") for group in groups]
             return f"files <- {step}: {' '.join(told)}"
-        case Finish(ok=ok, reason=reason):
+        case FinishRun(ok=ok, reason=reason):
             return f"{'done' if ok else 'failed'}: {reason}"
         case Note(kind="left", fields=fields):
             return f"(left {fields['replica']}: {fields['reason']})"
@@ -45,19 +45,19 @@ def noted(record: records.Record) -> str:
             rest = name
         case records.GroupsOpened(first=first, num=num):
             rest = " ".join(f"t{ordinal}" for ordinal in range(first, first + num))
-        case records.GroupGenerated(key=key):
+        case records.CompletionsStored(key=key):
             rest = key
-        case records.GroupInterrupted(key=key, partial=partial):
+        case records.PartialCompletionsStored(key=key, partial=partial):
             rest = f"{key} {'+'.join(str(completion.num_tokens) for completion in partial)} tokens"
-        case records.GroupTaught(key=key, tensors=tensors):
+        case records.TeacherLogprobsStored(key=key, tensors=tensors):
             rest = f"{key} {' '.join(tensor.name for tensor in tensors)}"
-        case records.GroupScored(key=key, rewards=rewards):
+        case records.RewardsStored(key=key, rewards=rewards):
             rest = f"{key} {_numbers(rewards)}"
-        case records.GroupReturned(key=key, tries=tries):
+        case records.GroupRequeued(key=key, tries=tries):
             rest = f"{key}, try {tries}"
         case records.GroupDiscarded(key=key, reason=reason):
             rest = f"{key}: {reason}"
-        case records.StepSealed(step=step, ordinals=ordinals):
+        case records.StepFrozen(step=step, ordinals=ordinals):
             rest = f"{step}: {' '.join(f't{ordinal}' for ordinal in ordinals)}"
         case records.StepCommitted(step=step):
             rest = str(step)
@@ -104,14 +104,14 @@ def _said(message: wire.Down, aliases: Aliases, sampling: wire.Sampling) -> str:
             return f"{lease} {_step(message)}"
         case wire.AdoptWeights(source=source, with_state=with_state):
             return f"{lease} from {source}{' with its state' if with_state else ''}"
-        case wire.Release(leases=leases):
+        case wire.ReleaseLeases(leases=leases):
             return f"release {' '.join(map(aliases.short, leases))}"
         case wire.Refused(reason=reason) | wire.Drain(reason=reason):
             return f"{message.__struct_config__.tag}: {reason}"
-        case wire.Reply(ok=ok, text=text):
+        case wire.OperatorReply(ok=ok, text=text):
             first, *others = text.split("\n")
             return "\n".join([f"{'yes' if ok else 'no'}: {first}", *(f"  | {other}" for other in others)])
-        case wire.Welcome() | wire.Introduce():
+        case wire.Welcome() | wire.RequestHello():
             return str(message.__struct_config__.tag)
         case _:
             return lease

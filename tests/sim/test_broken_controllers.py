@@ -8,18 +8,20 @@ import pytest
 
 from starling.common.ids import lease_kind
 from starling.common.wire import messages as wire
-from starling.controller.core import derive_weights, handle, handle_groups
 from starling.controller.core.events import Command, Event, Prune, Send, Write
-from starling.controller.core.groups import Group, Groups, GroupState
-from starling.controller.core.leases import Leases
-from starling.controller.core.ledger import Ledger
+from starling.controller.core.groups import results as handle_groups
+from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.machine import Controller
-from starling.controller.core.membership import Member, Membership
-from starling.controller.core.records import GroupScored
-from starling.controller.core.state import State
-from starling.policy.core.progress import Progress
-from starling.sim.campaign import run_one
-from starling.sim.host import Host
+from starling.controller.core.records import RewardsStored
+from starling.controller.core.replicas import heartbeat as handle
+from starling.controller.core.replicas.leases import Leases
+from starling.controller.core.replicas.membership import Member, Membership
+from starling.controller.core.state import ControllerState
+from starling.controller.core.weights import distribution as derive_weights
+from starling.policy.core.admission import PolicyState
+from starling.sim.campaign.campaign import run_seed
+from starling.sim.cluster.controller_host import ControllerHost
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -27,19 +29,19 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def first_complaint(mix: str, seeds: Sequence[int] = range(10)) -> str:
     """Return the first violation under any seed; the test fails when there is none."""
     for seed in seeds:
-        outcome = run_one((mix, seed, 0))
+        outcome = run_seed((mix, seed, 0))
         if outcome.violation:
             return outcome.violation
     pytest.fail("the simulation did not notice")
 
 
 def one_slot_too_many(patch: pytest.MonkeyPatch) -> None:
-    free_slots = Ledger.free_slots
-    patch.setattr(Ledger, "free_slots", lambda self: free_slots(self) + 1)
+    free_slots = TrainBuffer.free_slots
+    patch.setattr(TrainBuffer, "free_slots", lambda self: free_slots(self) + 1)
 
 
 def stale_dispatch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(State, "required_version", lambda self, group: 0)
+    patch.setattr(ControllerState, "required_version", lambda self, group: 0)
 
 
 def no_healing(patch: pytest.MonkeyPatch) -> None:
@@ -62,7 +64,7 @@ def unproven_versions_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def groups_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    def seal(self: Ledger, step: int) -> list[Group]:
+    def seal(self: TrainBuffer, step: int) -> list[Group]:
         scored = self.within(GroupState.SCORED)[: self.prompts_per_step]
         if len(scored) == self.prompts_per_step:
             self._unsealed = [group.ordinal for group in scored]
@@ -70,24 +72,24 @@ def groups_in_any_order(patch: pytest.MonkeyPatch) -> None:
             return scored
         return []
 
-    patch.setattr(Ledger, "is_full", lambda self: True)
-    patch.setattr(Ledger, "seal", seal)
+    patch.setattr(TrainBuffer, "is_full", lambda self: True)
+    patch.setattr(TrainBuffer, "seal", seal)
 
 
 def steps_overtake_publications(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Progress, "must_wait", lambda self, command: False)
+    patch.setattr(PolicyState, "must_wait", lambda self, command: False)
 
 
 def said_before_it_is_on_disk(patch: pytest.MonkeyPatch) -> None:
-    do = Host._do
+    do = ControllerHost._do
 
-    def hasty(self: Host, command: Command, cause: str) -> None:
+    def hasty(self: ControllerHost, command: Command, cause: str) -> None:
         if isinstance(command, Send):
             self._send(command, cause)
         else:
             do(self, command, cause)
 
-    patch.setattr(Host, "_do", hasty)
+    patch.setattr(ControllerHost, "_do", hasty)
 
 
 def records_come_last(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,7 @@ def records_come_last(patch: pytest.MonkeyPatch) -> None:
 
 
 def claims_are_believed(patch: pytest.MonkeyPatch) -> None:
-    def believe(state: State, member: Member, lease: str) -> bool:
+    def believe(state: ControllerState, member: Member, lease: str) -> bool:
         kind = lease_kind(lease)
         assert kind is not None
         state.claim(member, kind, lease)
@@ -116,30 +118,30 @@ def a_replay_skips_a_step(patch: pytest.MonkeyPatch) -> None:
         "_replay",
         lambda state, policy, step: replay(state, policy, min(step + 1, state.version)),
     )
-    patch.setattr(Progress, "objection", lambda self, command: None)
+    patch.setattr(PolicyState, "objection", lambda self, command: None)
 
 
 def payload_is_deleted_too_early(patch: pytest.MonkeyPatch) -> None:
-    has_state = State.has_state
+    has_state = ControllerState.has_state
 
-    def hasty(self: State, step: int) -> None:
+    def hasty(self: ControllerState, step: int) -> None:
         has_state(self, step)
         self.out.append(Prune(self.version + 1))
 
-    patch.setattr(State, "has_state", hasty)
+    patch.setattr(ControllerState, "has_state", hasty)
 
 
 def equal_rewards_are_trained(patch: pytest.MonkeyPatch) -> None:
-    def keep(state: State, group: Group, reward: float) -> None:
+    def keep(state: ControllerState, group: Group, reward: float) -> None:
         rewards = (reward,) * len(group.trajectories)
         state.ledger.scored(group, rewards, {})
-        state.write(GroupScored(key=group.key, rewards=rewards))
+        state.write(RewardsStored(key=group.key, rewards=rewards))
 
     patch.setattr(handle_groups, "set_aside", keep)
 
 
 def what_teaches_is_set_aside(patch: pytest.MonkeyPatch) -> None:
-    def scored(state: State, message: wire.GroupScored) -> None:
+    def scored(state: ControllerState, message: wire.GroupScored) -> None:
         found = state.group_of(message.lease)
         assert found is not None
         handle_groups.set_aside(state, found[1], 0.0)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.controller.core.ledger import Ledger
-from starling.sim.capacity import Load, measure, parse_load
+from starling.controller.core.groups.buffer import TrainBuffer
+from starling.sim.capacity.capacity import Load, measure, parse_load
 from starling.sim.cli import main
 
 SMALL = "rollouts=4,rewards=1,slots=2,prompts_per_step=8,group_size=2,response_length=256,step_s=2,steps=6"
@@ -84,8 +84,8 @@ def test_seeds_are_counted_mix_by_mix(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_failure_is_printed_as_a_test(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    free_slots = Ledger.free_slots
-    monkeypatch.setattr(Ledger, "free_slots", lambda self: free_slots(self) + 1)
+    free_slots = TrainBuffer.free_slots
+    monkeypatch.setattr(TrainBuffer, "free_slots", lambda self: free_slots(self) + 1)
     assert main(["--faults", "calm", "--seeds", "2", "--jobs", "1"]) == 1
     out = capsys.readouterr().out
     assert "calm: 0 of 2 seeds finish" in out

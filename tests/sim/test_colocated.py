@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from starling.common.standing import Standing
-from starling.controller.core.turns import Turns
+from starling.common.membership import MembershipLease
+from starling.controller.core.replicas.time_sharing import TimeSharing
+from starling.sim.cluster.cluster import SimulatedCluster
 from starling.sim.errors import Violation
-from starling.sim.faults import ALL
-from starling.sim.scenario import Scenario, scenario_of, slowed
-from starling.sim.world import World
+from starling.sim.scenario.faults import ALL
+from starling.sim.scenario.scenario import Scenario, scenario_of, slowed
 
 SEEDS = range(10)
 PACE = 8.0
@@ -40,22 +40,22 @@ def cut_off(seed: int, mix: str) -> Scenario:
 @pytest.mark.parametrize("mix", ALL)
 def test_the_promises_hold(mix: str) -> None:
     for seed in SEEDS:
-        World(colocated(seed, mix)).run()
+        SimulatedCluster(colocated(seed, mix)).run()
 
 
 @pytest.mark.parametrize("mix", ["partitions", "everything"])
 def test_the_promises_hold_when_lines_are_cut_for_longer_than_the_devices_are_waited_for(mix: str) -> None:
     for seed in SEEDS:
-        World(cut_off(seed, mix)).run()
+        SimulatedCluster(cut_off(seed, mix)).run()
 
 
 def test_a_stop_at_any_moment_ends_in_good_order() -> None:
     for seed in SEEDS:
-        World(replace(colocated(seed, "everything"), stop_at=2.0 * seed)).run()
+        SimulatedCluster(replace(colocated(seed, "everything"), stop_at=2.0 * seed)).run()
 
 
 def test_they_take_turns_and_give_back_what_they_have() -> None:
-    worlds = [World(colocated(seed, "calm")).run() for seed in SEEDS]
+    worlds = [SimulatedCluster(colocated(seed, "calm")).run() for seed in SEEDS]
     for world in worlds:
         turns = [note.fields["role"] for note in world.host.notes if note.kind == "turn"]
         least = 2 * world.plan.num_steps if world.plan.max_staleness == 0 else 2
@@ -70,23 +70,23 @@ def test_they_take_turns_and_give_back_what_they_have() -> None:
 
 def run_one_of(scenario: Scenario) -> str:
     try:
-        World(scenario).run()
+        SimulatedCluster(scenario).run()
     except Violation as violation:
         return str(violation)
     return ""
 
 
 def nobody_is_asked_to_sleep(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Turns, "obstacle", lambda self, others, now: "")
+    patch.setattr(TimeSharing, "obstacle", lambda self, others, now: "")
 
 
 def who_is_lost_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Turns, "left", lambda self, member, now, *, gone: self.told(member))
+    patch.setattr(TimeSharing, "left", lambda self, member, now, *, gone: self.told(member))
 
 
 def nobody_gives_way(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Standing, "holds", lambda self, now: True)
-    patch.setattr(Standing, "is_over", lambda self, role, now: False)
+    patch.setattr(MembershipLease, "holds", lambda self, now: True)
+    patch.setattr(MembershipLease, "is_over", lambda self, role, now: False)
 
 
 def test_replicas_that_keep_their_devices_when_they_are_lost_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from starling.controller.core.plan import draw_seed
-from starling.sim.rollout import Rollout, length_of
-from starling.sim.scenario import Fleet, Scenario, Work, scenario_of
-from starling.sim.world import World
+from starling.sim.cluster.cluster import SimulatedCluster
+from starling.sim.replicas.rollout import SimulatedRollout, length_of
+from starling.sim.scenario.scenario import Durations, Fleet, Scenario, scenario_of
 
 SPEEDS = (1.0, 2.0, 8.0)
 SLOTS = 4
-WORK = Work(tokens=32.0, token_s=0.5, score_s=0.01, step_s=0.5, publish_s=0.1, pull_s=0.2)
+WORK = Durations(tokens=32.0, token_s=0.5, score_s=0.01, step_s=0.5, publish_s=0.1, pull_s=0.2)
 
 
 def scenario_of_speeds(seed: int, *, max_staleness: int, prompts_per_step: int, num_steps: int) -> Scenario:
@@ -36,7 +36,7 @@ def scenario_of_speeds(seed: int, *, max_staleness: int, prompts_per_step: int, 
     return Scenario(seed, plan, fleet, work=WORK, patience_s=9000.0)
 
 
-class Watched(World):
+class Watched(SimulatedCluster):
     """Notes at each step how long each rollout has worked. An earlier pass has shown how long completions are."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -52,7 +52,7 @@ class Watched(World):
 
     def note_step(self, whole) -> None:  # type: ignore[no-untyped-def]
         super().note_step(whole)
-        rollouts = [replica for replica in self.replicas.values() if isinstance(replica, Rollout)]
+        rollouts = [replica for replica in self.replicas.values() if isinstance(replica, SimulatedRollout)]
         self.seen.append((self.now, [replica.busy_s for replica in rollouts]))
 
 

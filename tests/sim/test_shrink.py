@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from starling.controller.core.ledger import Ledger
+from starling.controller.core.groups.buffer import TrainBuffer
+from starling.sim.campaign.shrink import as_test, kind_of, shrink, simplifications, violation_of
 from starling.sim.errors import Violation
-from starling.sim.faults import CALM, MIXES
-from starling.sim.scenario import Scenario, code_of, scenario_of
-from starling.sim.shrink import as_test, kind_of, shrink, simplifications, violation_of
+from starling.sim.scenario.faults import CALM, MIXES
+from starling.sim.scenario.scenario import Scenario, code_of, scenario_of
 
 
 def size_of(scenario: Scenario) -> int:
@@ -19,8 +19,8 @@ def size_of(scenario: Scenario) -> int:
 
 @pytest.fixture
 def one_slot_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_slots = Ledger.free_slots
-    monkeypatch.setattr(Ledger, "free_slots", lambda self: free_slots(self) + 1)
+    free_slots = TrainBuffer.free_slots
+    monkeypatch.setattr(TrainBuffer, "free_slots", lambda self: free_slots(self) + 1)
 
 
 @pytest.mark.usefixtures("one_slot_too_many")
@@ -75,10 +75,10 @@ def test_a_kind_is_what_is_said_without_its_numbers() -> None:
 def test_a_scenario_is_written_as_the_expression_that_makes_it(mix: str) -> None:
     from starling.common.wire.messages import Sampling
     from starling.controller.core.plan import RunPlan
-    from starling.sim.faults import Faults
-    from starling.sim.scenario import Fleet, Work
+    from starling.sim.scenario.faults import Faults
+    from starling.sim.scenario.scenario import Durations, Fleet
 
-    names = {"Sampling": Sampling, "RunPlan": RunPlan, "Faults": Faults, "Fleet": Fleet, "Work": Work}
+    names = {"Sampling": Sampling, "RunPlan": RunPlan, "Faults": Faults, "Fleet": Fleet, "Durations": Durations}
     for seed in range(5):
         scenario = scenario_of(seed, mix)
         assert eval(code_of(scenario), {**names, "Scenario": Scenario}) == scenario

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from starling.common.wire.messages import TrainStep
 from starling.controller.core import records
-from starling.sim.clock import Clock
-from starling.sim.collective import Collective, Piece, Share
+from starling.sim.environment.clock import SimulatedClock
+from starling.sim.environment.journal import SimulatedJournal
+from starling.sim.environment.network import SimulatedNetwork
 from starling.sim.errors import Violation
-from starling.sim.faults import Faults
-from starling.sim.journal import Journal
-from starling.sim.network import Network
-from starling.sim.rollout import LONGEST, length_of
+from starling.sim.replicas.collective import Collective, StepItem, StepShare
+from starling.sim.replicas.rollout import LONGEST, length_of
+from starling.sim.scenario.faults import Faults
 
 
 def opened(first: int) -> records.GroupsOpened:
@@ -24,10 +24,10 @@ def opened(first: int) -> records.GroupsOpened:
     return records.GroupsOpened(first=first, num=1)
 
 
-def journal_of(seed: int) -> tuple[Clock, Journal]:
+def journal_of(seed: int) -> tuple[SimulatedClock, SimulatedJournal]:
     """Return an empty journal, and the clock by which it commits."""
-    clock = Clock()
-    return clock, Journal(clock, random.Random(seed), 0.01, lambda: None)
+    clock = SimulatedClock()
+    return clock, SimulatedJournal(clock, random.Random(seed), 0.01, lambda: None)
 
 
 @given(
@@ -65,18 +65,18 @@ def test_a_commit_takes_all_that_came_before_it_began() -> None:
     assert journal.num_durable == 3
 
 
-def generated(key: str) -> records.GroupGenerated:
+def generated(key: str) -> records.CompletionsStored:
     """Return the record of completions."""
-    return records.GroupGenerated(key=key, trajectories=(), tensors=())
+    return records.CompletionsStored(key=key, trajectories=(), tensors=())
 
 
-def a_step(journal: Journal, step: int, ordinals: tuple[int, ...]) -> None:
+def a_step(journal: SimulatedJournal, step: int, ordinals: tuple[int, ...]) -> None:
     """Write a step of these groups, in another order than they are trained in."""
     for ordinal in reversed(ordinals):
         journal.append(generated(f"t{ordinal}"), (b"first",))
         journal.append(generated(f"t{ordinal}"), (b"%d" % ordinal,))
-        journal.append(records.GroupScored(key=f"t{ordinal}", rewards=(1.0,)), ())
-    journal.append(records.StepSealed(step=step, ordinals=ordinals, prompts=()), ())
+        journal.append(records.RewardsStored(key=f"t{ordinal}", rewards=(1.0,)), ())
+    journal.append(records.StepFrozen(step=step, ordinals=ordinals, prompts=()), ())
 
 
 def test_a_step_is_fetched_as_it_was_trained_until_it_is_pruned() -> None:
@@ -98,8 +98,8 @@ def test_a_step_is_fetched_as_it_was_trained_until_it_is_pruned() -> None:
 
 @given(seed=st.integers(0, 1000), num=st.integers(1, 50))
 def test_a_network_without_faults_keeps_the_order(seed: int, num: int) -> None:
-    clock = Clock()
-    network, heard = Network(clock, random.Random(seed), Faults()), list[int]()
+    clock = SimulatedClock()
+    network, heard = SimulatedNetwork(clock, random.Random(seed), Faults()), list[int]()
     for i in range(num):
         network.carry("rollout-0", True, heard.append, i)
     for _ in range(num):
@@ -108,8 +108,8 @@ def test_a_network_without_faults_keeps_the_order(seed: int, num: int) -> None:
 
 
 def test_a_partition_loses_what_is_under_way_both_ways_and_heals() -> None:
-    clock = Clock()
-    network, heard = Network(clock, random.Random(0), Faults()), list[str]()
+    clock = SimulatedClock()
+    network, heard = SimulatedNetwork(clock, random.Random(0), Faults()), list[str]()
     network.carry("rollout-0", True, heard.append, "under way")
     network.part(["rollout-0"])
     network.part(["rollout-0"])
@@ -125,11 +125,11 @@ def test_a_partition_loses_what_is_under_way_both_ways_and_heals() -> None:
     assert heard == ["another", "healed"]
 
 
-def share(policy: str, replica: int, num: int, prompts: str, done: list[str]) -> Share:
+def share(policy: str, replica: int, num: int, prompts: str, done: list[str]) -> StepShare:
     """Return a share of a step of three groups."""
     message = TrainStep(lease=f"train:1:1.{policy}", step=1, replica=replica, num_replicas=num, num_groups=3)
-    pieces = {prompt: Piece(prompt.encode()) for prompt in prompts}
-    return Share(policy, message, pieces, "start", lambda whole: done.append(f"{policy}:{''.join(sorted(whole))}"))
+    pieces = {prompt: StepItem(prompt.encode()) for prompt in prompts}
+    return StepShare(policy, message, pieces, "start", lambda whole: done.append(f"{policy}:{''.join(sorted(whole))}"))
 
 
 def test_policies_wait_for_every_share_of_one_dealing() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import tomli_w
 
-from starling.common.net.watch import Watch
+from starling.common.net.telemetry import TelemetrySubscriber
 
 RECIPES = Path(__file__).with_name("recipes")
 MARK = "STARTED_BY_TEST"
@@ -215,7 +215,7 @@ def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
 def watching(folder: Path) -> Iterator[Callable[[], dict[str, int]]]:
     """Listen to a run's telemetry, as a second screen would. The function counts the groups in each state."""
     addresses = json.loads((attempt(folder) / "controller.json").read_text())
-    watch = Watch(addresses["telemetry"], attempt(folder) / "keys" / "observer-0.json")
+    watch = TelemetrySubscriber(addresses["telemetry"], attempt(folder) / "keys" / "observer-0.json")
     try:
         yield lambda: snapshot.groups if (snapshot := watch.latest(0.3)) is not None else {}
     finally:

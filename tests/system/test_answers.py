@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from system_runs import WORDS, Command, attempt, checkpoints, metrics, run, sentence, started, together, workplace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from starling.cli.recipe import load_recipe
-from starling.cli.scratch import make_model_folder
+from starling.cli.model.scratch import make_model_folder
+from starling.cli.recipe.schema import load_recipe
 
 pytestmark = pytest.mark.system
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from system_runs import Command, started, workplace
 
-from starling.cli.recipe import Recipe
-from starling.common.settings import describe
+from starling.cli.recipe.schema import Recipe
+from starling.common.settings import iter_settings
 from starling.policy.shell.main import PolicyProcess
 from starling.reward.shell.main import RewardProcess
 from starling.rollout.settings import RolloutProcess
@@ -86,7 +86,7 @@ def test_help_shows_every_setting() -> None:
     with ThreadPoolExecutor(2) as threads:
         texts = dict(zip(schemas, threads.map(help_of, schemas), strict=True))
     for command, schema in schemas.items():
-        for key, *_ in describe(schema):
+        for key, *_ in iter_settings(schema):
             shown = key.rpartition("[].")[2] if "[]." in key else f"--{key.replace('_', '-')}"
             assert f"{shown} " in texts[command], f"{command} --help does not show {key}"
 

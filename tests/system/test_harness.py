@@ -11,7 +11,7 @@ import torch
 from system_runs import Command, awaited, started
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 
 pytestmark = pytest.mark.system
 

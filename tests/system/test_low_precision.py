@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file
 from system_runs import attempt, metrics, run, together, workplace
 
-from starling.weightsync.layout import item_bytes
-from starling.weightsync.layouts.modules import layout_of
+from starling.weightsync.plan.layout import item_bytes
 from starling.weightsync.quantise.layouts import received_layout
 from starling.weightsync.quantise.recipe import linear_weights
+from starling.weightsync.tensors.modules import layout_of
 
 CONFIG = {
     "hidden_size": 64,

@@ -12,7 +12,7 @@ from peft import PeftModel
 from system_runs import Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from starling.cli.recipe import load_recipe
+from starling.cli.recipe.schema import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -17,9 +17,9 @@ PURE = (
     "starling.common.leases",
     "starling.common.ids",
     "starling.common.errors",
-    "starling.weightsync.layout",
-    "starling.weightsync.plan",
-    "starling.weightsync.offer",
+    "starling.weightsync.plan.layout",
+    "starling.weightsync.plan.planner",
+    "starling.weightsync.plan.offer",
     "starling.algo.advantage",
     "starling.algo.algorithm",
     "starling.algo.staleness",
@@ -31,9 +31,9 @@ import sys
 for name in sys.argv[2].split(","):
     sys.modules[name] = None  # its import fails, as if it were not installed
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 package = import_module(sys.argv[1])
-modules = [f"{sys.argv[1]}.{m.name}" for m in iter_modules(getattr(package, "__path__", ()))]
+modules = [m.name for m in walk_packages(getattr(package, "__path__", ()), f"{sys.argv[1]}.")]
 for module in modules:
     import_module(module)
 print(1 + len(modules))

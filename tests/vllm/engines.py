@@ -21,17 +21,17 @@ from safetensors.torch import load_file, save_file
 from starling.algo.architecture import auto_class
 from starling.common.settings import LoraSettings, ModelSettings, WeightsSettings
 from starling.common.wire.messages import Sampling
-from starling.policy.train.model import load_model, tensors
+from starling.policy.train.model.load import load_model, version_tensors
 from starling.rollout.engine.base import Engine, EngineSpec, GroupFailed, GroupRequest, GroupResult
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.settings import RolloutSettings
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.layout import Layout, decode_layout, encode
-from starling.weightsync.layouts.adapters import add_adapters, base_of, travelling
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.offer import Offer, Transport, decode_offer
-from starling.weightsync.plan import Plan, make_plan
+from starling.weightsync.plan.layout import Layout, decode_layout, encode
+from starling.weightsync.plan.offer import Offer, Transport, decode_offer
+from starling.weightsync.plan.planner import Plan, make_plan
+from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
+from starling.weightsync.tensors.adapters import add_adapters, base_digest, published_tensors
+from starling.weightsync.tensors.modules import layout_of
 
 torch.set_num_threads(1)
 
@@ -97,7 +97,7 @@ def adapted_model(folder: Path, lora: LoraSettings, seed: int) -> Any:
     model = read_model(folder)
     add_adapters(model, lora, seed=0)
     generator = torch.Generator().manual_seed(seed)
-    for tensor in travelling(model, dict(model.named_parameters())).values():
+    for tensor in published_tensors(model, dict(model.named_parameters())).values():
         tensor.data.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
     return model.requires_grad_(False)
 
@@ -206,10 +206,10 @@ def _publish(
     base = ""
     if lora is not None:
         models = [adapted_model(folder, lora, seed) for seed, folder in enumerate(folders)]
-        weights = [travelling(model, dict(model.named_parameters())) for model in models]
-        base = base_of(models[0], lora)
+        weights = [published_tensors(model, dict(model.named_parameters())) for model in models]
+        base = base_digest(models[0], lora)
     elif dtype == "float32":
-        weights = [tensors(load_model(folder)) for folder in folders]
+        weights = [version_tensors(load_model(folder)) for folder in folders]
     else:
         weights = [read_weights(folder, dtype) for folder in folders]
     recipe = linear_weights(quantise, FUSED_BY_VLLM) if quantise else None

@@ -18,10 +18,10 @@ import transformers
 from engines import COMMON, Source, forward_logprobs, read_model, source
 from replica_desk import DEADLINE_S, Desk, replica
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.wire import messages as wire
-from starling.weightsync.layout import decode_layout, encode
-from starling.weightsync.plan import Plan, make_plan
+from starling.weightsync.plan.layout import decode_layout, encode
+from starling.weightsync.plan.planner import Plan, make_plan
 
 NAME = "rollout-0"
 CONTEXT = 2048

@@ -31,14 +31,15 @@ from test_media import sized, write_model
 from tiny_vision import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.settings import LoraSettings
-from starling.rollout.engine.vllm import adapters, start
+from starling.rollout.engine.vllm import adapters
+from starling.rollout.engine.vllm import launch as start
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.engine.vllm.processes import engine_processes
-from starling.weightsync.layouts.adapters import travelling
-from starling.weightsync.plan import make_plan
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.tensors.adapters import published_tensors
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 VARIED = LoraSettings(
@@ -106,7 +107,9 @@ def test_it_begins_with_the_base_alone(engine: Held, folders: list[Path]) -> Non
 
 
 def test_adapters_alone_travel(engine: Held, publisher: Source, models: list[Any]) -> None:
-    sizes = [t.numel() * t.element_size() for t in travelling(models[0], dict(models[0].named_parameters())).values()]
+    sizes = [
+        t.numel() * t.element_size() for t in published_tensors(models[0], dict(models[0].named_parameters())).values()
+    ]
     plan = publisher.plan(engine.engine)
     assert plan.total_bytes == sum(sizes)
     assert {name.partition(".lora_")[0] for name in (spec.name for spec in engine.engine.layout().tensors)} >= {

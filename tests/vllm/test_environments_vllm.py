@@ -17,16 +17,16 @@ from transformers import AutoTokenizer
 
 from starling.algo.text import decode, encode_prompt
 from starling.common.wire import messages as wire
-from starling.rollout.api.served import served_of
+from starling.rollout.api.model import served_model
 from starling.rollout.api.server import ApiServer
-from starling.rollout.engine.model import end_token_ids
+from starling.rollout.engine.embedded.model import end_token_ids
 from starling.rollout.engine.vllm.engine import VllmEngine
-from starling.rollout.env.choice import make_environment
+from starling.rollout.env.episodes.trajectory import PlayedGroup, Trajectory
+from starling.rollout.env.registry import make_environment
 from starling.rollout.env.runner import EpisodeRunner
-from starling.rollout.env.trajectory import Played, Trajectory
 from starling.rollout.settings import EnvironmentSettings
-from starling.rollout.shell.door import Door
-from starling.rollout.shell.preparation import Prepared
+from starling.rollout.shell.preparation import PreparedPrompt
+from starling.rollout.shell.request_queue import EngineQueue
 
 FILES = '''
 import openai
@@ -87,13 +87,13 @@ class Stage:
         spec = spec_of(folder, self._wake.set, load_weights=True, vllm={"kv_cache_mb": 32})
         spec = replace(spec, eos_token_ids=ends, max_model_len=CONTEXT)
         self._engine = VllmEngine(spec)
-        self._door = Door(self._wake.set)
-        served = served_of(spec, self.tokenizer, CONTEXT, lambda: self._engine.version)
+        self._door = EngineQueue(self._wake.set)
+        served = served_model(spec, self.tokenizer, CONTEXT, lambda: self._engine.version)
         self._server = ApiServer(self._door, served, spec.rollout.api, replica="rollout-0", folder=None)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def play(self, prompt: wire.Prompt, num_completions: int, max_tokens: int, **environment: Any) -> Played:
+    def play(self, prompt: wire.Prompt, num_completions: int, max_tokens: int, **environment: Any) -> PlayedGroup:
         """Play one group to its end."""
         settings = EnvironmentSettings(**environment)
         chosen = make_environment(settings)
@@ -113,14 +113,14 @@ class Stage:
             min_version=0,
         )
         try:
-            runner.begin(Prepared(message, encode_prompt(self.tokenizer, prompt, chosen.tools)))
-            group: Played = played.get(timeout=DEADLINE_S)
+            runner.begin(PreparedPrompt(message, encode_prompt(self.tokenizer, prompt, chosen.tools)))
+            group: PlayedGroup = played.get(timeout=DEADLINE_S)
             assert runner.take(message.lease)
             return group
         finally:
             runner.close()
 
-    def said(self, played: Played, trajectory: Trajectory) -> list[tuple[int, str]]:
+    def said(self, played: PlayedGroup, trajectory: Trajectory) -> list[tuple[int, str]]:
         """Check what is told of the sampled tokens; return the text in runs of sampled tokens and of others."""
         assert trajectory.status in (wire.Status.OK, wire.Status.TRUNCATED), trajectory.problem
         mask = trajectory.loss_mask.astype(bool)

@@ -22,9 +22,9 @@ from workers import engine_config, in_workers
 
 from starling.rollout.engine.vllm.cpu import do_without_torchvision
 from starling.weightsync.layouts.fused import transformers_table
-from starling.weightsync.layouts.modules import layout_of
 from starling.weightsync.layouts.parameters import in_terms_of
 from starling.weightsync.layouts.vllm import worker_table
+from starling.weightsync.tensors.modules import layout_of
 
 do_without_torchvision()
 

@@ -19,8 +19,8 @@ from tiny_vision import PIXELS, ask, image, make_config, make_encoder, make_toke
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Media, Prompt, Sampling
-from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, Partial, RequestError
-from starling.rollout.engine.vision import PromptEncoder, placeholders
+from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, PartialCompletion, RequestError
+from starling.rollout.engine.multimodal.prompts import PromptEncoder, placeholders
 from starling.rollout.engine.vllm.engine import VllmEngine
 
 HEAD = 32
@@ -156,7 +156,7 @@ def test_a_placeholder_is_never_sampled(seeing: Seeing) -> None:
 def test_what_was_interrupted_goes_on_behind_its_images(seeing: Seeing) -> None:
     request = seeing.ask_for("whole", ask("<image>b<video>", image(12, 20, 5), Media(kind="video", uri=seeing.video)))
     (whole,) = seeing.generate(request)
-    begun = tuple(Partial(c.token_ids[:3], c.logprobs[:3], c.versions[:3]) for c in whole.completions)
+    begun = tuple(PartialCompletion(c.token_ids[:3], c.logprobs[:3], c.versions[:3]) for c in whole.completions)
     again = replace(request, lease="rest", partial=begun)
     (result,) = seeing.generate(again)
     seeing.check(again, result)

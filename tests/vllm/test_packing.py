@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from codes import dequantised, in_codes
 from engines import spec_of
+from quantised_checkpoints import dequantised, in_codes
 from safetensors.torch import load_file, save_file
 from vllm.config import LoadConfig, VllmConfig
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -26,19 +26,20 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from workers import DEADLINE_S, engine_config, in_workers
 
 from starling.common.errors import WeightsError
-from starling.rollout.engine.vllm import cpu, cpu_kernels
-from starling.rollout.engine.vllm.forms import overrides, recipe_of
-from starling.rollout.engine.vllm.packing import Packer, packed_layout
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layouts.modules import layout_of
+from starling.rollout.engine.vllm import cpu
+from starling.rollout.engine.vllm.quantised import overrides, recipe_of
+from starling.rollout.engine.vllm.worker import cpu_kernels
+from starling.rollout.engine.vllm.worker.packing import Packer, packed_layout
 from starling.weightsync.layouts.vllm import worker_table
-from starling.weightsync.plan import make_plan
-from starling.weightsync.quantise.packing import packing_bytes
-from starling.weightsync.splits import splits_of
+from starling.weightsync.plan.compact import to_compact
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.quantise.layouts import packing_bytes
+from starling.weightsync.tensors.modules import layout_of
 
 cpu.keep_weights()
-cpu_kernels.install()
+cpu_kernels.install_kernels()
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -119,7 +120,7 @@ def check_worker(rank: int, folder: Path, config: VllmConfig) -> None:
     table = worker_table(written, rank, tp=tp, dtype=str(config.model_config.dtype).removeprefix("torch."))
     layout = packed_layout(module, f"worker {rank}", table, form)
     packer = Packer(module, layout, 0, form, config)
-    assert packer.layer_bytes == packing_bytes(splits_of(layout)).max()
+    assert packer.layer_bytes == packing_bytes(to_compact(layout)).max()
     full = [load_file(folder / str(seed) / "model.safetensors") for seed in range(2)]
     with (
         Publisher(layout_of(full[0], "policy-0"), transport="tcp", quantise=recipe_of(form)) as publisher,

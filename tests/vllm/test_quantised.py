@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
-from codes import dequantised
 from engines import checkpoint, forward_logprobs, held, read_model, read_weights, source
+from quantised_checkpoints import dequantised
 
-from starling.policy.train.diagnose import mismatch
+from starling.policy.train.metrics.tokens import mismatch
 from starling.rollout.engine.base import CacheMode, GroupResult
 
 

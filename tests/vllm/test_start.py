@@ -16,9 +16,10 @@ import transformers
 from engines import DEADLINE_S, checkpoint, spec_of
 
 from starling.common.errors import ConfigError
-from starling.common.observe.process import Stopped, StopSignal
+from starling.common.observe.process import StopRequested, StopSignal
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.engine.vllm import runner, start
+from starling.rollout.engine.vllm import async_llm as runner
+from starling.rollout.engine.vllm import launch as start
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.engine.vllm.processes import engine_processes
 
@@ -183,7 +184,7 @@ def test_a_start_that_is_broken_off_leaves_nothing(
 
     thread = threading.Thread(target=terminate)
     thread.start()
-    with pytest.raises(Stopped), stop.breaking_off():
+    with pytest.raises(StopRequested), stop.breaking_off():
         VllmEngine(spec_of(folder))
     thread.join()
     assert engine_processes() == before

@@ -9,10 +9,10 @@ from typing import Any
 
 from promises import Story, story_of
 
-from starling.cli.attempt import Attempt, read_metrics
-from starling.common.net.watch import Watch
-from starling.common.wire.telemetry import Snapshot
-from starling.controller.shell.journal import read_journal
+from starling.cli.run.attempt import Attempt, read_metrics
+from starling.common.net.telemetry import TelemetrySubscriber
+from starling.common.wire.telemetry import RunSnapshot
+from starling.controller.shell.journal.journal import read_journal
 
 LOOK_S = 0.05
 
@@ -23,14 +23,14 @@ class Observation:
     def __init__(self, attempt: Attempt) -> None:
         """Begin to observe; the controller need not be there yet."""
         self.attempt = attempt
-        self.snapshot: Snapshot | None = None
+        self.snapshot: RunSnapshot | None = None
         """The last that the present controller told; None before it did."""
         self.joined: Counter[str] = Counter()
         """How often each replica joined."""
         self.step = 0
         """The last step of which the metrics tell."""
         self._offset = 0
-        self._watch: Watch | None = None
+        self._watch: TelemetrySubscriber | None = None
         self._watched = ""
 
     def look(self) -> None:
@@ -43,7 +43,7 @@ class Observation:
         addresses = _read(self.attempt.address)
         if addresses and addresses != self._watched:
             self.close()
-            self._watch = Watch(json.loads(addresses)["telemetry"], self.attempt.key("observer-0"))
+            self._watch = TelemetrySubscriber(json.loads(addresses)["telemetry"], self.attempt.key("observer-0"))
             self._watched = addresses
         if self._watch is not None:
             self.snapshot = self._watch.latest(LOOK_S) or self.snapshot

@@ -14,8 +14,8 @@ from system_runs import Command, started
 
 import starling.cli
 from starling.algo.staleness import num_slots
-from starling.cli.attempt import Attempt
-from starling.cli.recipe import Recipe, load_recipe
+from starling.cli.recipe.schema import Recipe, load_recipe
+from starling.cli.run.attempt import Attempt
 
 RECIPE = Path(starling.cli.__path__[0]) / "smoke.toml"
 ENDLESS = 100_000

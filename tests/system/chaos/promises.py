@@ -23,7 +23,7 @@ class Story:
     """What a journal says, in the order in which it says it."""
 
     opened: list[int] = field(default_factory=list)
-    sealed: list[rec.StepSealed] = field(default_factory=list)
+    sealed: list[rec.StepFrozen] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     discarded: list[str] = field(default_factory=list)
     generated_again: list[str] = field(default_factory=list)
@@ -65,19 +65,19 @@ def story_of(records: Iterable[rec.Record], num_supervised_steps: int) -> Story:
                 story.incarnations.append(incarnation)
             case rec.GroupsOpened(first=first, num=num):
                 story.opened += range(first, first + num)
-            case rec.GroupGenerated(key=key):
+            case rec.CompletionsStored(key=key):
                 if key in has:
                     story.generated_again.append(key)
                 has.add(key)
                 scored.discard(key)
-            case rec.GroupScored(key=key):
+            case rec.RewardsStored(key=key):
                 scored.add(key)
-            case rec.GroupReturned(key=key):
+            case rec.GroupRequeued(key=key):
                 has.discard(key)
                 scored.discard(key)
             case rec.GroupDiscarded(key=key):
                 story.discarded.append(key)
-            case rec.StepSealed(ordinals=ordinals):
+            case rec.StepFrozen(ordinals=ordinals):
                 story.sealed.append(record)
                 sealed.add(record.step)
                 story.sealed_unscored += [f"t{ordinal}" for ordinal in ordinals if f"t{ordinal}" not in scored]

@@ -13,7 +13,7 @@ from promises import broken, disagreements
 from surroundings import network
 from system_runs import END_S, Command, started, workplace
 
-from starling.cli.attempt import Attempt
+from starling.cli.run.attempt import Attempt
 
 pytestmark = pytest.mark.system
 

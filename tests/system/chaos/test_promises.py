@@ -10,9 +10,9 @@ from promises import broken, disagreements, story_of
 from starling.controller.core import records as rec
 
 OPENED = rec.GroupsOpened(first=0, num=4)
-GENERATED = [rec.GroupGenerated(key=f"t{i}", trajectories=(), tensors=()) for i in range(4)]
-SCORED = [rec.GroupScored(key=f"t{i}", rewards=()) for i in range(4)]
-SEALED = [rec.StepSealed(step=s, ordinals=(2 * s - 4, 2 * s - 3), prompts=(f"a{s}", f"b{s}")) for s in (2, 3)]
+GENERATED = [rec.CompletionsStored(key=f"t{i}", trajectories=(), tensors=()) for i in range(4)]
+SCORED = [rec.RewardsStored(key=f"t{i}", rewards=()) for i in range(4)]
+SEALED = [rec.StepFrozen(step=s, ordinals=(2 * s - 4, 2 * s - 3), prompts=(f"a{s}", f"b{s}")) for s in (2, 3)]
 COMMITTED = [rec.StepCommitted(step=step) for step in (1, 2, 3)]
 EVALUATED = [
     rec.EvaluationOpened(number=0, version=3, cause="end", num_completions=1, first=0),
@@ -28,7 +28,7 @@ GOOD: list[rec.Record] = [
     rec.ControllerStarted(incarnation=2),
     COMMITTED[1],
     *GENERATED[2:],
-    rec.GroupReturned(key="t3", tries=1),
+    rec.GroupRequeued(key="t3", tries=1),
     GENERATED[3],
     *SCORED[2:],
     SEALED[1],
@@ -58,19 +58,19 @@ BAD: dict[str, tuple[list[rec.Record], str]] = {
     "opened twice": (after(OPENED, rec.GroupsOpened(first=3, num=2)), r"opened once each and in order: \[3\]"),
     "a position left out": (after(OPENED, rec.GroupsOpened(first=5, num=1)), "opened once each and in order"),
     "trained twice": (
-        after(COMMITTED[2], rec.StepSealed(step=4, ordinals=(0,), prompts=("c",)), rec.StepCommitted(step=4)),
+        after(COMMITTED[2], rec.StepFrozen(step=4, ordinals=(0,), prompts=("c",)), rec.StepCommitted(step=4)),
         r"groups \[0\] are in two steps",
     ),
     "the prompt again": (
-        after(OPENED, rec.StepSealed(step=9, ordinals=(), prompts=("a2",))),
+        after(OPENED, rec.StepFrozen(step=9, ordinals=(), prompts=("a2",))),
         r"prompts \['a2'\] are in two steps",
     ),
-    "sealed twice": (after(SEALED[0], rec.StepSealed(step=2, ordinals=(), prompts=())), r"steps \[2\] were sealed"),
+    "sealed twice": (after(SEALED[0], rec.StepFrozen(step=2, ordinals=(), prompts=())), r"steps \[2\] were sealed"),
     "never opened": (without(OPENED), r"groups \[0, 1, 2, 3\] were sealed and never opened"),
     "given up and trained": (after(OPENED, rec.GroupDiscarded(key="t1", prompt="", reason="")), "sealed and given up"),
     "generated again": (after(SCORED[1], GENERATED[1]), r"groups \['t1'\] were generated again"),
     "not scored": (without(SCORED[3]), r"groups \['t3'\] were sealed without rewards"),
-    "thrown away, and sealed": (after(SCORED[3], rec.GroupReturned(key="t3", tries=2)), "sealed without rewards"),
+    "thrown away, and sealed": (after(SCORED[3], rec.GroupRequeued(key="t3", tries=2)), "sealed without rewards"),
     "not sealed": (without(SEALED[1]), r"steps \[3\] were committed and not sealed before"),
     "committed twice": (after(COMMITTED[1], COMMITTED[1]), "committed once each and in order"),
     "a step left out": (without(COMMITTED[1]), "committed once each and in order"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from starling.algo.loss.terms import Terms, Tokens
+from starling.algo.loss.terms import LossTerms, Tokens
 
 RAGGED = [[1], [1, 5, 0, 33], [7, 1, 1, 2], [64, 1, 0, 3, 12]]
 """Tokens of each completion: single ones, empty ones, very different ones."""
@@ -37,7 +37,7 @@ def on_policy(tokens: Tokens) -> Tokens:
     return replace(tokens, old_logprobs=now.clone(), rollout_logprobs=now.clone())
 
 
-def gradient(terms: Terms, tokens: Tokens, weights: Tensor | None = None) -> Tensor:
+def gradient(terms: LossTerms, tokens: Tokens, weights: Tensor | None = None) -> Tensor:
     """The derivative of the weighted sum of losses by each log-probability."""
     total = terms.loss.sum() if weights is None else (terms.loss * weights).sum()
     (result,) = torch.autograd.grad(total, tokens.logprobs, retain_graph=True, allow_unused=True)

@@ -14,18 +14,18 @@ from starling.algo.algorithm import ALGORITHMS, Algorithm, Correction, bind, fin
 from starling.algo.loss.aggregate import token_weights
 from starling.algo.loss.correct import correct
 from starling.algo.loss.ppo import ppo_clip
-from starling.algo.loss.terms import Terms, Tokens
+from starling.algo.loss.terms import LossTerms, Tokens
 from starling.common.errors import ConfigError
 
 OWN = """
 from starling.algo.algorithm import Algorithm
-from starling.algo.loss.terms import Terms
+from starling.algo.loss.terms import LossTerms
 
 def centred(groups, *, shift=0.0):
     return [[reward - shift for reward in group] for group in groups]
 
 def scaled(tokens, *, factor=1.0):
-    return Terms(-factor * tokens.advantages * tokens.logprobs, {})
+    return LossTerms(-factor * tokens.advantages * tokens.logprobs, {})
 
 class Shelf:
     own = Algorithm(scaled, centred, options={"factor": 2.0})
@@ -35,8 +35,8 @@ number = 3
 """
 
 
-def half(tokens: Tokens, *, factor: float = 0.5) -> Terms:
-    return Terms(-factor * tokens.advantages * tokens.logprobs, {})
+def half(tokens: Tokens, *, factor: float = 0.5) -> LossTerms:
+    return LossTerms(-factor * tokens.advantages * tokens.logprobs, {})
 
 
 def raw(groups: Sequence[Sequence[float]], *, factor: float = 1.0, shift: float = 0.0) -> list[list[float]]:
@@ -100,7 +100,7 @@ def test_names_are_resolved_late() -> None:
     algorithm = Algorithm("starling.algo.loss.nowhere:loss")
     with pytest.raises(ConfigError, match=r"'starling\.algo\.loss\.nowhere:loss' cannot be imported"):
         functions(algorithm, {})
-    with pytest.raises(ConfigError, match=r"'starling\.algo\.loss\.ppo:PPO': no .PPO. in there; it has Terms"):
+    with pytest.raises(ConfigError, match=r"'starling\.algo\.loss\.ppo:PPO': no .PPO. in there; it has LossTerms"):
         functions(Algorithm("starling.algo.loss.ppo:PPO"), {})
     loss, advantage = functions(find("grpo"), {})
     assert (loss.func, advantage.func) == (ppo_clip, group_normalised)  # type: ignore[attr-defined]

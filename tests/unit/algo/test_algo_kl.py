@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from starling.algo.loss.entropy import entropy_bonus
-from starling.algo.loss.kl import KlKind, kl_loss
-from starling.algo.loss.terms import Terms, Tokens
+from starling.algo.loss.regularisers import KlKind, entropy_bonus, kl_loss
+from starling.algo.loss.terms import LossTerms, Tokens
 
 KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3", "unbiased")
 
@@ -110,7 +109,7 @@ def test_absurd_tokens_stay_finite(kind: KlKind) -> None:
         logprobs=torch.tensor([0.0, -500.0], requires_grad=True),
         rollout_logprobs=torch.tensor([-500.0, 0.0]),
     )
-    terms: Terms = kl_loss(tokens, torch.tensor([-500.0, 0.0]), kind=kind)
+    terms: LossTerms = kl_loss(tokens, torch.tensor([-500.0, 0.0]), kind=kind)
     assert torch.isfinite(terms.loss).all()
     assert torch.isfinite(gradient(terms, tokens)).all()
 

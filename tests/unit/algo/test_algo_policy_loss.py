@@ -16,10 +16,10 @@ from starling.algo.loss.aggregate import token_weights
 from starling.algo.loss.aipo import aipo
 from starling.algo.loss.cispo import cispo
 from starling.algo.loss.gspo import gspo
-from starling.algo.loss.positive import positive_nll
 from starling.algo.loss.ppo import ppo_clip
+from starling.algo.loss.regularisers import positive_nll
 from starling.algo.loss.reinforce import reinforce
-from starling.algo.loss.terms import Terms, Tokens
+from starling.algo.loss.terms import LossTerms, Tokens
 
 Row = list[tuple[float, float, float, float]]
 Numbers = list[tuple[float, float, float]]
@@ -62,7 +62,7 @@ def reference_weighted(row: Row, least: float, greatest: float) -> Numbers:
     return result
 
 
-CASES: dict[str, tuple[Callable[[Tokens], Terms], Callable[[Row], Numbers]]] = {
+CASES: dict[str, tuple[Callable[[Tokens], LossTerms], Callable[[Row], Numbers]]] = {
     "ppo": (ppo_clip, lambda row: reference_ppo(row, 0.2, 0.2, 0.0)),
     "dapo": (lambda t: ppo_clip(t, clip_high=0.28), lambda row: reference_ppo(row, 0.2, 0.28, 0.0)),
     "narrow": (lambda t: ppo_clip(t, clip_low=0.01, clip_high=0.0), lambda row: reference_ppo(row, 0.01, 0.0, 0.0)),
@@ -115,7 +115,7 @@ def test_reinforce_and_positive_examples_equal_their_formulas(lengths: list[int]
 
 
 @pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo, aipo, reinforce])
-def test_ratio_metrics_are_those_of_the_old_policy(loss: Callable[[Tokens], Terms]) -> None:
+def test_ratio_metrics_are_those_of_the_old_policy(loss: Callable[[Tokens], LossTerms]) -> None:
     tokens = make_tokens([5, 1, 9], seed=8)
     metrics = loss(tokens).metrics
     table = [row for completion in rows(tokens) for row in completion]
@@ -198,14 +198,14 @@ def test_aipo_keeps_the_gradient_above_its_bound_that_a_plain_minimum_loses() ->
         advantages=torch.tensor([1.5, 1.5]),
     )
     ratio = (raised.logprobs - raised.old_logprobs).exp()
-    minimum = Terms(-ratio.clamp(max=2.0) * raised.advantages, {})
+    minimum = LossTerms(-ratio.clamp(max=2.0) * raised.advantages, {})
     ours, theirs = gradient(aipo(raised), raised), gradient(minimum, raised)
     assert ours.tolist() == pytest.approx([-3.0, -1.5 * math.exp(0.1)])
     assert theirs.tolist() == pytest.approx([0.0, -1.5 * math.exp(0.1)])
 
 
 @pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo, aipo, reinforce, positive_nll])
-def test_absurd_tokens_and_no_tokens_stay_finite(loss: Callable[[Tokens], Terms]) -> None:
+def test_absurd_tokens_and_no_tokens_stay_finite(loss: Callable[[Tokens], LossTerms]) -> None:
     tokens = replace(
         make_tokens([2, 2]),
         logprobs=torch.tensor([0.0, -500.0, -500.0, 0.0], requires_grad=True),
@@ -228,6 +228,6 @@ def test_absurd_tokens_and_no_tokens_stay_finite(loss: Callable[[Tokens], Terms]
         (lambda t: aipo(t, max_ratio=0.0), "max_ratio is 0.0: it must be above 0"),
     ],
 )
-def test_options_out_of_range_are_named(call: Callable[[Tokens], Terms], text: str) -> None:
+def test_options_out_of_range_are_named(call: Callable[[Tokens], LossTerms], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         call(make_tokens([1]))

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starling.algo.loss.preference import Pairs, dpo, ipo
-from starling.algo.loss.reward_model import bradley_terry
-from starling.algo.loss.terms import Terms
+from starling.algo.loss.preference import Pairs, bradley_terry, dpo, ipo
+from starling.algo.loss.terms import LossTerms
 
 
 def make_pairs(num_pairs: int, seed: int, *, reference: bool) -> Pairs:
@@ -41,7 +40,7 @@ def table(pairs: Pairs) -> list[tuple[float, float, int, int]]:
     return [(c - qc, r - qr, m, n) for c, qc, r, qr, m, n in zip(*(x.tolist() for x in columns), strict=True)]
 
 
-def slopes(terms: Terms, pairs: Pairs) -> tuple[list[float], list[float]]:
+def slopes(terms: LossTerms, pairs: Pairs) -> tuple[list[float], list[float]]:
     chosen, rejected = torch.autograd.grad(terms.loss.sum(), [pairs.chosen, pairs.rejected])
     return chosen.tolist(), rejected.tolist()
 
@@ -150,7 +149,7 @@ def test_options_out_of_range_are_named(call: Callable[[Pairs], object], text: s
         pytest.param(ipo, 1.750868056, [-0.466666667, -1.241666667, 0.7, 0.310416667], id="TRL ipo"),
     ],
 )
-def test_preferences_as_published(loss: Callable[..., Terms], value: float, slopes: list[float]) -> None:
+def test_preferences_as_published(loss: Callable[..., LossTerms], value: float, slopes: list[float]) -> None:
     chosen = torch.tensor([-3.1, -0.7], requires_grad=True)
     rejected = torch.tensor([-2.4, -5.0], requires_grad=True)
     pairs = Pairs(

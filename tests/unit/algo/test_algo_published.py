@@ -22,9 +22,9 @@ from starling.algo.loss.aggregate import token_weights
 from starling.algo.loss.cispo import cispo
 from starling.algo.loss.correct import correct
 from starling.algo.loss.gspo import gspo
-from starling.algo.loss.kl import kl_loss
 from starling.algo.loss.ppo import ppo_clip
-from starling.algo.loss.terms import Terms, Tokens
+from starling.algo.loss.regularisers import kl_loss
+from starling.algo.loss.terms import LossTerms, Tokens
 
 LENGTHS = [1, 6, 0, 2]
 NEW = [-0.35, -1.20, -0.04, -2.90, -0.66, -1.71, -0.52, -0.81, -2.20]
@@ -35,7 +35,7 @@ ADVANTAGES = [-1.3, 0.8, 0.4, -0.6]
 
 
 class Case(NamedTuple):
-    loss: Callable[..., Terms]
+    loss: Callable[..., LossTerms]
     options: dict[str, Any]
     aggregate: Any
     num_sequences: int
@@ -167,7 +167,7 @@ def batch() -> Tokens:
     )
 
 
-def assert_step(terms: Terms, tokens: Tokens, weights: torch.Tensor, value: float, slopes: list[float]) -> None:
+def assert_step(terms: LossTerms, tokens: Tokens, weights: torch.Tensor, value: float, slopes: list[float]) -> None:
     assert float((terms.loss.detach() * weights).sum()) == pytest.approx(value, rel=1e-6, abs=1e-6)
     assert gradient(terms, tokens, weights).tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-6)
 
@@ -298,4 +298,4 @@ def test_divergences(kind: Any, value: float, slopes: list[float]) -> None:
 def test_a_policy_loss_with_a_divergence(kind: Any, value: float, slopes: list[float]) -> None:
     tokens = replace(batch(), rollout_logprobs=torch.tensor(OLD))
     loss = ppo_clip(tokens).loss + 0.04 * kl_loss(tokens, torch.tensor(REFERENCE), kind=kind).loss
-    assert_step(Terms(loss, {}), tokens, torch.full((9,), 1 / 9), value, slopes)
+    assert_step(LossTerms(loss, {}), tokens, torch.full((9,), 1 / 9), value, slopes)

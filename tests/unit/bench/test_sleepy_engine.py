@@ -16,14 +16,14 @@ import torch
 from asynchronous_device import Profile
 from sleepy_engine import PROFILE, SleepyEngine
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.errors import ConfigError
 from starling.common.settings import ModelSettings, WeightsSettings
 from starling.common.wire.messages import Sampling
 from starling.rollout.engine.base import EngineSpec, GroupRequest, GroupResult
 from starling.rollout.settings import RolloutSettings
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.plan import make_plan
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.publisher.publisher import Publisher
 
 DEADLINE_S = 60.0
 DEVICE = Profile(step_s=0.0002, fixed_share=0.5, max_rows=8, median_length=30.0, sigma=0.7)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from starling.cli.arithmetic import arithmetic
-from starling.cli.recipe import load_recipe
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
+from starling.cli.recipe.arithmetic import describe_arithmetic
+from starling.cli.recipe.schema import load_recipe
 from starling.common.errors import ConfigError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def said(recipe: str, *flags: str) -> Sequence[str]:
-    return arithmetic(load_recipe([RECIPES / recipe], flags))
+    return describe_arithmetic(load_recipe([RECIPES / recipe], flags))
 
 
 def test_an_algorithm_is_told_with_what_it_resolves_to() -> None:
@@ -37,7 +37,7 @@ def test_corrections_of_the_recipe_take_the_place_of_the_algorithms(tmp_path: Pa
         "[policy.algorithm]\nold = 'proximal'\n[[policy.algorithm.corrections]]\nkind = 'truncate'\nhigh = 2\n"
         "[[policy.algorithm.corrections]]\nkind = 'sequence_mask'\nlevel = 'sequence'\nhigh = 0.1\n"
     )
-    lines = arithmetic(load_recipe([RECIPES / "quickstart.toml", more], ()))
+    lines = describe_arithmetic(load_recipe([RECIPES / "quickstart.toml", more], ()))
     assert "corrections: truncate (token) at 2, sequence_mask (sequence) at 0.1" in lines
     assert "corrections: none" in said("quickstart.toml")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from starling.cli.attempt import Attempt, read_metrics
+from starling.cli.run.attempt import Attempt, read_metrics
 from starling.common.errors import ConfigError
 
 

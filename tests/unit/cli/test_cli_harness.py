@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from starling.cli.harness import answer, check_alone, harness_tasks, read_results, summary
+from starling.cli.evaluate.harness import answer, check_alone, harness_tasks, read_results, summary
 from starling.common.errors import ConfigError
 
 RESULTS: dict[str, Any] = {

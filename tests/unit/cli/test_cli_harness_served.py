@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from starling.cli.harness import served_model
+from starling.cli.evaluate.harness import served_model
 
 DEADLINE_S = 30.0
 MODELS = {"data": [{"starling": {"version": 0, "max_model_len": 256}}]}

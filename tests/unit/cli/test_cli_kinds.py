@@ -9,11 +9,11 @@ import pytest
 import tomli_w
 from pydantic import ValidationError
 
-from starling.cli.arithmetic import arithmetic
-from starling.cli.recipe import Recipe, load_recipe
-from starling.cli.screen import PlainScreen
+from starling.cli.recipe.arithmetic import describe_arithmetic
+from starling.cli.recipe.schema import Recipe, load_recipe
+from starling.cli.run.screen import PlainScreen
 from starling.common.errors import ConfigError
-from starling.common.wire.telemetry import Snapshot
+from starling.common.wire.telemetry import RunSnapshot
 
 SCRATCH = {
     "model_type": "qwen3",
@@ -31,7 +31,7 @@ def recipe(kind: str, **sections: Any) -> Recipe:
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])
 def test_a_run_of_pairs_needs_no_rollouts_and_no_rewards(kind: str) -> None:
     run = recipe(kind, preference={"num_steps": 6, "examples_per_step": 4}, launch={"num_rollouts": 0})
-    first, *_, last = arithmetic(run)
+    first, *_, last = describe_arithmetic(run)
     assert first == f"{kind}: 6 steps x 4 pairs = 24 pairs"
     assert last.startswith("model: ")
 
@@ -41,7 +41,7 @@ def test_lines_are_shown_for_every_kind(capsys: pytest.CaptureFixture[str]) -> N
     for version in range(5):
         metrics = {"loss": 0.5} if version else {}
         screen.show(
-            Snapshot(
+            RunSnapshot(
                 phase="dpo", version=version, last_step=10, num_supervised_steps=10, elapsed_s=1.0, waiting_for="",
                 step=metrics,
             )
@@ -59,7 +59,9 @@ SCORERS = {"scorers": [{"name": "exact_match"}]}
 def test_a_run_with_a_teacher_starts_one_and_needs_no_scorers() -> None:
     alone = recipe("rl", teacher={"path": "big", "top_k": 4})
     assert alone.replicas == {"policy": 1, "rollout": 1, "reward": 0, "teacher": 1}
-    assert "teachers: 1; for each completion one tells its 4 likeliest tokens at each place" in arithmetic(alone)
+    assert "teachers: 1; for each completion one tells its 4 likeliest tokens at each place" in describe_arithmetic(
+        alone
+    )
     both = recipe("rl", teacher={"path": "big"}, reward=SCORERS, launch={"num_teachers": 2, "num_rewards": 3})
     assert both.replicas == {"policy": 1, "rollout": 1, "reward": 3, "teacher": 2}
     assert recipe("rl", reward=SCORERS).replicas["teacher"] == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from starling.cli.recipe import IMPORTS_S, load_recipe, to_toml
+from starling.cli.recipe.schema import IMPORTS_S, load_recipe, to_toml
 from starling.common.errors import ConfigError
 
 RECIPE = Path(__file__).parents[3] / "tests/system/recipes/tiny.toml"

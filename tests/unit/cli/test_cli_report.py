@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from starling.cli.report import alarm_rows, task_table
+from starling.cli.report.summary import alarm_rows, task_table
 
 
 def test_the_last_evaluation_is_shown_by_task() -> None:

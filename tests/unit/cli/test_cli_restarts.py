@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.cli.restarts import FIRST_DELAY_S, MAX_DELAY_S, Restarts
+from starling.cli.run.restarts import FIRST_DELAY_S, MAX_DELAY_S, Restarts
 
 
 def test_each_restart_within_the_window_waits_twice_as_long_and_the_last_is_refused() -> None:

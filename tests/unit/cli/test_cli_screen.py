@@ -6,15 +6,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from starling.cli.recipe import Recipe
-from starling.cli.screen import LiveScreen
+from starling.cli.recipe.schema import Recipe
+from starling.cli.run.screen import LiveScreen
 from starling.common.settings import load
-from starling.common.wire.telemetry import Snapshot
+from starling.common.wire.telemetry import RunSnapshot
 
 QUICKSTART = Path(__file__).parents[3] / "recipes/quickstart.toml"
 
 
-def shown(snapshot: Snapshot) -> str:
+def shown(snapshot: RunSnapshot) -> str:
     """Return what the screen shows, as text."""
     screen = LiveScreen(load(Recipe, [QUICKSTART]), Path("runs/demo"))
     console = Console(width=100)
@@ -25,11 +25,11 @@ def shown(snapshot: Snapshot) -> str:
 
 def test_an_alarm_is_on_the_screen_while_it_is_on() -> None:
     """As it stands, brackets and all: it is no markup."""
-    snapshot = Snapshot(
+    snapshot = RunSnapshot(
         phase="rl", version=2, last_step=5, num_supervised_steps=0, elapsed_s=1.0, waiting_for="the policy"
     )
     assert "alarm" not in shown(snapshot)
-    changed = Snapshot(
+    changed = RunSnapshot(
         phase="rl",
         version=2,
         last_step=5,

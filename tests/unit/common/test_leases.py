@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from starling.common.ids import LEASE_KINDS, lease_id, lease_incarnation, lease_kind, lease_subject
-from starling.common.leases import LeaseBook
+from starling.common.leases import LeaseTable
 from starling.common.wire.messages import HeldLease, LeaseProgress, Leave
 
 ANSWER = Leave(reason="any message will do")
 
 
 def test_a_command_is_done_once_and_its_answer_kept_until_released() -> None:
-    book = LeaseBook(resend_s=2.0)
+    book = LeaseTable(resend_s=2.0)
     assert book.grant("a")
     assert not book.grant("a")
     assert book.held() == (HeldLease(lease="a", phase="queued"),)
@@ -31,7 +31,7 @@ def test_a_command_is_done_once_and_its_answer_kept_until_released() -> None:
 
 
 def test_what_is_released_early_is_given_up() -> None:
-    book = LeaseBook(resend_s=2.0)
+    book = LeaseTable(resend_s=2.0)
     book.grant("a")
     book.grant("b")
     assert book.release(("a", "unknown")) == ["a"]
@@ -54,7 +54,7 @@ def test_lease_ids() -> None:
 
 
 def test_work_has_a_progress_from_its_start_to_its_answer() -> None:
-    book, some = LeaseBook(resend_s=2.0), LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=2.0)
+    book, some = LeaseTable(resend_s=2.0), LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=2.0)
     book.advance("a", some)
     book.grant("a")
     book.advance("a", some)
@@ -86,7 +86,7 @@ class Deliveries(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book, self.held, self.answered, self.now = LeaseBook(resend_s=1.0), set[str](), set[str](), 0.0
+        self.book, self.held, self.answered, self.now = LeaseTable(resend_s=1.0), set[str](), set[str](), 0.0
 
     leases = st.sampled_from("abcd")
 

@@ -63,7 +63,7 @@ def test_without_a_deadline_nothing_is_cut_short() -> None:
 
 BROKEN_OFF = """
 import threading
-from starling.common.observe.process import Stopped, StopSignal, run_service
+from starling.common.observe.process import StopRequested, StopSignal, run_service
 
 def body():
     stop = StopSignal(60.0)
@@ -72,12 +72,12 @@ def body():
         with stop.breaking_off():
             print("ready", flush=True)
             threading.Event().wait(600.0)
-    except Stopped as stopped:
+    except StopRequested as stopped:
         print("broken off by", stopped, flush=True)
     try:
         with stop.breaking_off():
             print("begun", flush=True)
-    except Stopped:
+    except StopRequested:
         print("not begun", flush=True)
 
 raise SystemExit(run_service("replica-0", body))

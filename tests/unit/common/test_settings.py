@@ -8,11 +8,11 @@ import pytest
 from pydantic import Field
 
 from starling.common.errors import ConfigError
-from starling.common.settings import Section, ServiceSettings, describe, load
+from starling.common.settings import ServiceSettings, SettingsSection, iter_settings, load
 from starling.controller.settings import ControllerProcess
 
 
-class EngineSettings(Section):
+class EngineSettings(SettingsSection):
     """A section."""
 
     max_rows: int = Field(default=4, ge=1)
@@ -93,12 +93,12 @@ def test_settings_are_frozen_and_described() -> None:
     settings = load(Process, [])
     with pytest.raises(ValueError, match="frozen"):
         settings.engine.max_rows = 3  # type: ignore[misc]
-    help_texts = {key: text for key, _, _, text in describe(Process)}
+    help_texts = {key: text for key, _, _, text in iter_settings(Process)}
     assert help_texts["engine.max_rows"] == "Most rows."
 
 
 def test_every_setting_of_every_service_has_a_help_text() -> None:
-    from starling.cli.recipe import Recipe
+    from starling.cli.recipe.schema import Recipe
 
-    bare = [key for schema in (ControllerProcess, Recipe) for key, _, _, text in describe(schema) if not text]
+    bare = [key for schema in (ControllerProcess, Recipe) for key, _, _, text in iter_settings(schema) if not text]
     assert bare == []

@@ -65,11 +65,11 @@ def test_an_unknown_field_of_a_newer_peer_is_ignored() -> None:
 SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
     (messages.Hello(role="policy", host="h", pid=1, has_layout=True), (b"layout",)),
     (messages.Heartbeat(leases=(messages.HeldLease(lease="train:1:0", phase="working"),), version=3), ()),
-    (messages.Ask(request="r1", about="why"), ()),
+    (messages.QueryRun(request="r1", about="why"), ()),
     (messages.ChangeSetting(request="r2", key="sampling.temperature", value=0.5), ()),
     (messages.RequestEvaluation(request="r3"), ()),
     (messages.RequestStop(request="r4", reason="enough"), ()),
-    (messages.Reply(request="r1", ok=True, text="it waits", data={"a": 1}), ()),
+    (messages.OperatorReply(request="r1", ok=True, text="it waits", data={"a": 1}), ()),
     (messages.Leave(reason="done"), ()),
     (
         messages.GroupGenerated(
@@ -87,7 +87,7 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
         messages.GroupInterrupted(
             lease="generate:t0:0",
             reason="stopped by SIGTERM",
-            partial=(messages.PartialMeta(num_tokens=1), messages.PartialMeta(num_tokens=0)),
+            partial=(messages.PartialCompletionMeta(num_tokens=1), messages.PartialCompletionMeta(num_tokens=0)),
             tensors=(
                 messages.TensorMeta(dtype="int32", shape=(1,), nbytes=4),
                 messages.TensorMeta(dtype="float32", shape=(1,), nbytes=4),
@@ -116,11 +116,11 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
         (),
     ),
     (messages.Slept(lease="sleep:rollout-0:0"), ()),
-    (messages.Awake(lease="wake:rollout-0:0"), ()),
+    (messages.Woken(lease="wake:rollout-0:0"), ()),
     (messages.CheckpointSaved(lease="checkpoint:1:0", step=1, path="/x"), ()),
     (messages.LeaseFailed(lease="adopt:1:0", status=messages.Status.INFRA_LOST, reason="late"), ()),
     (messages.Welcome(heartbeat_s=1.0, lease_s=10.0), ()),
-    (messages.Introduce(), ()),
+    (messages.RequestHello(), ()),
     (messages.Refused(reason="no"), ()),
     (
         messages.GenerateGroup(
@@ -170,7 +170,7 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
     (messages.Sleep(lease="sleep:rollout-0:0"), ()),
     (messages.Wake(lease="wake:rollout-0:0"), ()),
     (messages.SaveCheckpoint(lease="checkpoint:1:0", step=1), ()),
-    (messages.Release(leases=("a", "b")), ()),
+    (messages.ReleaseLeases(leases=("a", "b")), ()),
     (messages.Drain(reason="done"), ()),
 ]
 BY_TAG = {type(message).__struct_config__.tag: (message, buffers) for message, buffers in SAMPLES}

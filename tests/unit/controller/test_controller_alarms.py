@@ -10,7 +10,7 @@ from transcript import Script, Stream
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import Kept, StepCommitted
+from starling.controller.core.records import JournalEntry, StepCommitted
 
 
 def alarm(name: str, since: int = 1, *, value: float = 0.7, fatal: bool = False) -> wire.Alarm:
@@ -64,12 +64,12 @@ def test_a_restarted_controller_knows_which_alarms_are_on() -> None:
     """So it does not tell them again; also where a value is no number."""
     script = script_of(4)
     trains(script, 1, alarm("not_finite", value=math.nan))
-    past = [Kept(write.record) for write in script.journal]
+    past = [JournalEntry(write.record) for write in script.journal]
     again = Controller(script.plan, Stream("train"), Stream("sft"), [], past=past, incarnation=2)
     assert list(again.state.alarms) == ["not_finite"]
     assert math.isnan(again.state.alarms["not_finite"].value)
     assert str(again.state.alarms["not_finite"]) == str(script.state.alarms["not_finite"])
-    older = [Kept(StepCommitted(step=1, metrics={"loss": 1.0}))]  # of a step without alarms
+    older = [JournalEntry(StepCommitted(step=1, metrics={"loss": 1.0}))]  # of a step without alarms
     assert Controller(script.plan, Stream("train"), Stream("sft"), [], past=older).state.alarms == {}
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from transcript import SMALL, Script, Stream
 
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Event, Fetched, Finish, Note, Store, Stored, Write
+from starling.controller.core.events import Event, Fetched, FinishRun, Note, Store, Stored, Write
+from starling.controller.core.groups.stored import StoredGroup
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import GroupGenerated, GroupScored, Kept
-from starling.controller.core.stored import StoredGroup
-from starling.sim.weights import encoded_layout
+from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored
+from starling.sim.replicas.weights import encoded_layout
 
 
 class Answering(Script):
@@ -86,7 +86,7 @@ class Answering(Script):
 
     def dies(self) -> None:
         """The controller dies, and is made again from its journal."""
-        past = [Kept(write.record, write.payload) for write in self.journal]
+        past = [JournalEntry(write.record, write.payload) for write in self.journal]
         self.controller = Controller(
             self.plan, Stream("train"), Stream("sft"), [], past=past, incarnation=self.controller.state.incarnation + 1
         )
@@ -108,7 +108,7 @@ def test_every_prompt_is_written_once_in_its_order_and_the_run_is_over() -> None
     assert [len(run.files[step]) for step in (1, 2, 3)] == [2, 2, 1]
     assert [len(group.buffers) for group in run.files[1]] == [4, 4]
     run.leaves("rollout-0"), run.leaves("rollout-1"), run.leaves("reward-0")
-    assert [command.reason for command in run.commands if isinstance(command, Finish)] == ["the run is complete"]
+    assert [command.reason for command in run.commands if isinstance(command, FinishRun)] == ["the run is complete"]
     steps = [line for line in run.log if line.startswith("(step")]
     assert len(steps) == 3
 
@@ -128,7 +128,7 @@ def test_what_only_answers_keeps_texts_alone_and_of_no_reward_when_nothing_score
     [first, _] = run.files[1]
     assert (first.tensors, first.buffers, first.rewards) == ((), (), ())
     assert [trajectory.text for trajectory in first.trajectories] == ["y", "y"]
-    written = [write.payload for write in run.journal if isinstance(write.record, GroupGenerated)]
+    written = [write.payload for write in run.journal if isinstance(write.record, CompletionsStored)]
     assert written == [(), ()]
 
 
@@ -188,13 +188,13 @@ def test_a_stop_keeps_what_is_answered_and_the_next_controller_goes_on() -> None
     run.answers("rollout-0", "generate:t0:0")
     run.stops()
     run.leaves("rollout-0"), run.leaves("reward-0")
-    assert any(isinstance(command, Finish) for command in run.commands)
+    assert any(isinstance(command, FinishRun) for command in run.commands)
     run.dies()
     run.begins()
     run.waits(10.0)
     run.answers_all()
     assert run.written == [0, 1, 2, 3]
-    generated = [write.record.key for write in run.journal if isinstance(write.record, GroupGenerated)]
+    generated = [write.record.key for write in run.journal if isinstance(write.record, CompletionsStored)]
     assert sorted(generated) == ["t0", "t1", "t2", "t3"], "nothing was generated twice"
 
 
@@ -238,7 +238,7 @@ def test_a_run_that_serves_waits_for_requests_until_it_is_stopped() -> None:
     ]
     assert run.stops() == ["rollout-0 <- drain: enough"]
     run.leaves("rollout-0")
-    assert any(isinstance(command, Finish) for command in run.commands)
+    assert any(isinstance(command, FinishRun) for command in run.commands)
 
 
 # --- replay --------------------------------------------------------------------------------------------------------
@@ -253,15 +253,15 @@ class Replaying(Script):
     def reads(self, step: int) -> list[str]:
         """The files give the groups of `step`."""
         assert self.state.fetching == step
-        records: list[Kept] = []
+        records: list[JournalEntry] = []
         for ordinal in (2 * step - 2, 2 * step - 1):
             meta = wire.TrajectoryMeta(
                 status=wire.Status.OK, num_tokens=1, text="y", oldest_version=0, newest_version=0
             )
             tensors = (wire.TensorMeta(dtype="int32", shape=(2,), nbytes=8),)
-            generated = GroupGenerated(key=f"t{ordinal}", trajectories=(meta, meta), tensors=tensors)
-            records += [Kept(generated, (bytes([ordinal] * 8),))]
-            records += [Kept(GroupScored(key=f"t{ordinal}", rewards=(1.0, 0.0)))]
+            generated = CompletionsStored(key=f"t{ordinal}", trajectories=(meta, meta), tensors=tensors)
+            records += [JournalEntry(generated, (bytes([ordinal] * 8),))]
+            records += [JournalEntry(RewardsStored(key=f"t{ordinal}", rewards=(1.0, 0.0)))]
         return self._step(Fetched(self.now, step, tuple(records)))
 
 
@@ -284,7 +284,7 @@ def test_each_step_is_read_and_trained_without_rollouts_or_publications() -> Non
         run.trains(step)
     assert told(run, "step")["staleness_max"] == 2, "it is told, and bounds nothing"
     assert run.sent_lines()[-1] == "policy-0 <- checkpoint:3:0"
-    assert not any(isinstance(write.record, GroupGenerated) for write in run.journal), "the files have them"
+    assert not any(isinstance(write.record, CompletionsStored) for write in run.journal), "the files have them"
 
 
 def test_a_controller_that_died_reads_on_where_it_was() -> None:
@@ -294,7 +294,7 @@ def test_a_controller_that_died_reads_on_where_it_was() -> None:
     run.trains(1)
     run.reads(2)
     held = run.state.leases.all_of("policy-0")[0].id
-    past = [Kept(write.record, write.payload) for write in run.journal if isinstance(write, Write)]
+    past = [JournalEntry(write.record, write.payload) for write in run.journal if isinstance(write, Write)]
     run.controller = Controller(run.plan, Stream("train"), Stream("sft"), [], past=past, incarnation=2)
     run.state = run.controller.state
     run.joins("policy-0", version=1, epoch=1)

@@ -7,7 +7,7 @@ from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.explain import status, waits
-from starling.controller.core.groups import GroupState
+from starling.controller.core.groups.group import GroupState
 
 
 def begins_at(version: int, prompt: int, **changes: int) -> Script:

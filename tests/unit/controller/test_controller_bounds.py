@@ -8,17 +8,17 @@ import pytest
 from transcript import SMALL, Script, Stream
 
 from starling.common.wire import messages as wire
-from starling.controller.core import membership
-from starling.controller.core.dynamic import Changes
-from starling.controller.core.free import Free
-from starling.controller.core.groups import GroupState
-from starling.controller.core.ledger import Ledger
+from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
-from starling.controller.core.membership import Member, Membership
-from starling.controller.core.records import Kept, MemberJoined, MemberLeft
-from starling.controller.core.rounds import Rounds
-from starling.sim.weights import encoded_layout, encoded_offer
-from starling.weightsync.layout import decode_layout
+from starling.controller.core.records import JournalEntry, MemberJoined, MemberLeft
+from starling.controller.core.replicas import membership
+from starling.controller.core.replicas.membership import Member, Membership
+from starling.controller.core.replicas.slots import FreeSlots
+from starling.controller.core.training.dynamic_settings import SettingChanges
+from starling.controller.core.weights.publications import Publications
+from starling.sim.replicas.weights import encoded_layout, encoded_offer
+from starling.weightsync.plan.layout import decode_layout
 
 
 def size_of(one: Any) -> int:
@@ -27,11 +27,11 @@ def size_of(one: Any) -> int:
         return len(one) + sum(size_of(value) for value in one.values())
     if isinstance(one, list | tuple | set):
         return len(one) + sum(size_of(value) for value in one if not isinstance(value, str))
-    return sum(size_of(value) for value in vars(one).values()) if isinstance(one, Free | Ledger) else 0
+    return sum(size_of(value) for value in vars(one).values()) if isinstance(one, FreeSlots | TrainBuffer) else 0
 
 
 def test_who_is_free_is_kept_by_members_and_not_by_versions() -> None:
-    free = Free()
+    free = FreeSlots()
     members = [Member(name=f"r-{i}", role="rollout", epoch=1, num_slots=4, heard_at=0.0, version=0) for i in range(8)]
     for version in range(500):
         for member in members:
@@ -43,7 +43,7 @@ def test_who_is_free_is_kept_by_members_and_not_by_versions() -> None:
 
 
 def test_who_is_free_is_kept_by_members_and_not_by_changes() -> None:
-    free = Free()
+    free = FreeSlots()
     idle, working = (
         Member(name=name, role="rollout", epoch=1, num_slots=4, heard_at=0.0, version=0) for name in ("r-0", "r-1")
     )
@@ -55,7 +55,7 @@ def test_who_is_free_is_kept_by_members_and_not_by_changes() -> None:
 
 
 def test_discarded_prompts_are_counted_and_not_listed() -> None:
-    ledger = Ledger(num_steps=500, prompts_per_step=2, max_staleness=0, max_tries=0)
+    ledger = TrainBuffer(num_steps=500, prompts_per_step=2, max_staleness=0, max_tries=0)
     for step in range(1, 501):
         for _ in range(4):
             ledger.admit(Stream("p").prompt(0))
@@ -89,7 +89,7 @@ def test_plans_go_with_the_replicas_that_they_were_made_for() -> None:
 
 
 def test_plans_from_a_replica_that_is_gone_go_too() -> None:
-    rounds = Rounds()
+    rounds = Publications()
     here = decode_layout(encoded_layout("rollout-0"))
     for number in range(50):
         name = f"policy-{number}"
@@ -118,7 +118,7 @@ def test_only_so_many_who_are_gone_are_remembered(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_setting_that_is_changed_again_and_again_is_one() -> None:
-    changes = Changes()
+    changes = SettingChanges()
     for number in range(1000):
         changes.add("rl.max_tries", number, 3, "r")
     assert size_of(changes._changes) < 10
@@ -127,10 +127,10 @@ def test_a_setting_that_is_changed_again_and_again_is_one() -> None:
 
 def test_a_restored_controller_remembers_no_more_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "KEPT_GONE", 10)
-    records: list[Kept] = []
+    records: list[JournalEntry] = []
     for number in range(100):
-        records += [Kept(MemberJoined(name=f"rollout-{number}", role="rollout", epoch=1))]
-        records += [Kept(MemberLeft(name=f"rollout-{number}"))]
+        records += [JournalEntry(MemberJoined(name=f"rollout-{number}", role="rollout", epoch=1))]
+        records += [JournalEntry(MemberLeft(name=f"rollout-{number}"))]
     streams = Stream("train"), Stream("sft")
     known = Controller(SMALL, *streams, [], past=records, incarnation=2).state.membership
     assert len(known._epochs) <= 11

@@ -9,15 +9,15 @@ from transcript import Script, Stream
 
 from starling.common.wire import messages as wire
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import Kept
-from starling.sim.weights import encoded_layout, encoded_offer
+from starling.controller.core.records import JournalEntry
+from starling.sim.replicas.weights import encoded_layout, encoded_offer
 
 
 def restarted(before: Script, *, shares: bool = False, version: int = 0) -> Script:
     """Return the same run under the controller's second incarnation; all replicas have said hello, and not beaten."""
     script = Script()
     script.plan, script.held_out, script.aliases = before.plan, before.held_out, before.aliases
-    past = [Kept(write.record, write.payload) for write in before.journal]
+    past = [JournalEntry(write.record, write.payload) for write in before.journal]
     prompts = Stream("train")
     script.controller = Controller(before.plan, prompts, Stream("sft"), before.held_out, past=past, incarnation=2)
     script.state = script.controller.state
@@ -135,7 +135,7 @@ def test_what_is_taken_up(claim: Claim) -> None:
     version = script.state.membership.members[claim.name].version
     script.beats(claim.name, *claim.leases, version=version)
     released = [
-        lease for send in script.sent if isinstance(send.message, wire.Release) for lease in send.message.leases
+        lease for send in script.sent if isinstance(send.message, wire.ReleaseLeases) for lease in send.message.leases
     ]
     mine = {lease.id for lease in script.state.leases.all_of(claim.name)} & set(claim.leases)
     assert (mine, sorted(released)) == (set(claim.taken), sorted(set(claim.leases) - set(claim.taken)))

@@ -32,8 +32,8 @@ from transcript import Script, Stream
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import Kept
-from starling.sim.weights import encoded_layout
+from starling.controller.core.records import JournalEntry
+from starling.sim.replicas.weights import encoded_layout
 
 COMPLETE = "drain: the run is complete"
 
@@ -345,7 +345,7 @@ def test_rule(row: Row) -> None:
 
 def test_a_run_that_was_complete_but_for_its_checkpoint_writes_it_when_it_is_taken_up() -> None:
     before = published()
-    past = [Kept(write.record) for write in before.journal]
+    past = [JournalEntry(write.record) for write in before.journal]
     controller = Controller(before.plan, Stream("train"), Stream("sft"), before.held_out, past=past, incarnation=2)
     script = Script(num_steps=1)
     script.controller, script.state = controller, controller.state

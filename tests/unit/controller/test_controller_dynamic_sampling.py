@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from transcript import Script, Stream
 
 from starling.controller.core.events import Note
-from starling.controller.core.groups import GroupState
-from starling.controller.core.ledger import Ledger
+from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
-from starling.controller.core.metrics import filtered_metrics
-from starling.controller.core.records import Kept, StepCommitted
+from starling.controller.core.records import JournalEntry, StepCommitted
+from starling.controller.core.training.metrics import filtered_metrics
 
 
 def script(**changes: object) -> Script:
@@ -53,7 +53,7 @@ def test_a_controller_that_begins_again_tells_the_same() -> None:
     run.begins()
     for ordinal, rewards in enumerate([(1, 1), (0, 1), (0, 0), (1, 0)]):
         finishes(run, ordinal, *rewards)
-    past = [Kept(write.record, write.payload) for write in run.journal]
+    past = [JournalEntry(write.record, write.payload) for write in run.journal]
     again = Controller(run.plan, Stream("train"), Stream("sft"), run.held_out, past=past, incarnation=2).state.ledger
     ledger = run.state.ledger
     assert (
@@ -122,7 +122,7 @@ def test_every_step_is_full_and_nothing_is_out_of_order(
     outcomes: list[tuple[int, str]], prompts_per_step: int, max_staleness: int
 ) -> None:
     """Whatever ends first and how: steps take the kept groups in order, and slots bound what is live."""
-    ledger = Ledger(num_steps=4, prompts_per_step=prompts_per_step, max_staleness=max_staleness, max_tries=0)
+    ledger = TrainBuffer(num_steps=4, prompts_per_step=prompts_per_step, max_staleness=max_staleness, max_tries=0)
     prompts, kept, filtered, passed = Stream("train"), [], [], 0
     for chosen, outcome in outcomes:
         for _ in range(ledger.free_slots()):

@@ -10,8 +10,8 @@ from transcript import SMALL, Script, Stream
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Send, Ticked, Write
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import Kept, MemberLeft
-from starling.sim.weights import encoded_layout, encoded_offer
+from starling.controller.core.records import JournalEntry, MemberLeft
+from starling.sim.replicas.weights import encoded_layout, encoded_offer
 
 
 def enters(script: Script, name: str, *, host: str = "h", epoch: int = 1, version: int = -1) -> list[str]:
@@ -122,7 +122,7 @@ def test_an_operator_cannot_want_what_a_run_of_supervised_steps_never_does() -> 
 
 def restored(script: Script, incarnation: int) -> tuple[Controller, list[Write]]:
     """Return the next controller of this run, and an empty list for what it writes."""
-    past = [Kept(write.record, write.payload) for write in script.journal]
+    past = [JournalEntry(write.record, write.payload) for write in script.journal]
     streams = Stream("train"), Stream("sft")
     return Controller(script.plan, *streams, script.held_out, past=past, incarnation=incarnation), []
 

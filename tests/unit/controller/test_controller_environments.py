@@ -9,8 +9,8 @@ import pytest
 from transcript import Script
 
 from starling.common.wire import messages as wire
-from starling.controller.core.metrics import sealed_metrics
-from starling.controller.core.samples import row
+from starling.controller.core.training.metrics import sealed_metrics
+from starling.controller.core.training.samples import row
 
 MASK = np.array([1, 0, 1, 1], np.uint8)
 

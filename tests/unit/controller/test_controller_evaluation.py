@@ -7,9 +7,9 @@ from transcript import Script
 
 from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
-from starling.controller.core.evaluation import num_pinned, pass_at
+from starling.controller.core.evaluation.evaluation import num_pinned, pass_at
 from starling.controller.core.events import Write
-from starling.controller.core.groups import GroupState
+from starling.controller.core.groups.group import GroupState
 
 
 def evaluating(*rollouts: str, **changes: int) -> Script:

@@ -7,7 +7,7 @@ import pytest
 from transcript import Script
 
 from starling.common.wire import messages as wire
-from starling.sim.weights import encoded_layout, encoded_offer
+from starling.sim.replicas.weights import encoded_layout, encoded_offer
 
 TWO_ROLLOUTS = ("rollout-0", "rollout-1")
 
@@ -248,7 +248,9 @@ def test_every_role_gets_its_lost_command_again(name: str) -> None:
     script.generates("rollout-0", "generate:t1:0")
     if name == "policy-0":
         script.scores("score:t1:0")
-    (command,) = [send for send in script.sent if send.peer == name and not isinstance(send.message, wire.Release)]
+    (command,) = [
+        send for send in script.sent if send.peer == name and not isinstance(send.message, wire.ReleaseLeases)
+    ]
     script.now += 2 * script.plan.heartbeat_s
     script.beats(name)
     assert script.sent[1:] == [command], "the very same, with its buffers"

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.common.ids import LEASE_KINDS
-from starling.controller.core.free import Free
-from starling.controller.core.leases import Leases
-from starling.controller.core.membership import Member
+from starling.controller.core.replicas.leases import Leases
+from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.slots import FreeSlots
 
 NAMES = ("rollout-0", "rollout-1", "rollout-2", "rollout-3")
 
@@ -26,7 +26,7 @@ changes = st.lists(
 
 @given(changes)
 def test_the_least_busy_is_found_whatever_came_before(changes: list[tuple[str, int, int, int | None, bool]]) -> None:
-    free, model = Free(), dict[str, tuple[float, str, int]]()
+    free, model = FreeSlots(), dict[str, tuple[float, str, int]]()
     members = {name: member_of(name, -1) for name in NAMES}
     for name, version, busy, slots, stays in changes:
         members[name].version = version

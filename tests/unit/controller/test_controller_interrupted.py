@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transcript import Script, Stream
 
 from starling.common.wire import messages as wire
+from starling.controller.core.groups.partial import parse_partial
 from starling.controller.core.machine import Controller
-from starling.controller.core.partial import partial_of
-from starling.controller.core.records import GroupInterrupted, Kept
+from starling.controller.core.records import JournalEntry, PartialCompletionsStored
 
 
 def generating(**changes: Any) -> Script:
@@ -98,7 +98,7 @@ def test_the_journal_keeps_what_there_is_most_of() -> None:
     script.interrupts("rollout-0", "generate:t0:0", 6, 6)
     adopts_as_second(script)
     script.interrupts("rollout-1", "generate:t0:1", 2, 2)
-    told = [write.record for write in script.journal if isinstance(write.record, GroupInterrupted)]
+    told = [write.record for write in script.journal if isinstance(write.record, PartialCompletionsStored)]
     assert [sum(one.num_tokens for one in record.partial) for record in told] == [12]
 
 
@@ -136,7 +136,7 @@ def test_after_a_crash_the_temperature_must_be_told(temperature: float, kept: in
     before = generating()
     script = Script()
     script.plan, script.aliases = before.plan, before.aliases
-    past = [Kept(write.record, write.payload) for write in before.journal]
+    past = [JournalEntry(write.record, write.payload) for write in before.journal]
     script.controller = Controller(before.plan, Stream("train"), Stream("sft"), [], past=past, incarnation=2)
     script.state = script.controller.state
     script.joins("rollout-0")
@@ -169,10 +169,10 @@ def test_what_does_not_fit_together_is_refused(
     lengths: tuple[int, ...], num_tensors: int, num_versions: int, complaint: str
 ) -> None:
     tensor = wire.TensorMeta(dtype="int32", shape=(3,), nbytes=12)
-    completions = tuple(wire.PartialMeta(num_tokens=length) for length in lengths)
+    completions = tuple(wire.PartialCompletionMeta(num_tokens=length) for length in lengths)
     buffers = (bytes(12), bytes(12), bytes(4 * num_versions))[:num_tensors]
     with pytest.raises(ValueError, match=complaint):
-        partial_of(completions, (tensor,) * num_tensors, buffers, 2)
+        parse_partial(completions, (tensor,) * num_tensors, buffers, 2)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4))
@@ -180,8 +180,8 @@ def test_the_versions_are_read_off_the_tokens(completions: list[list[int]]) -> N
     versions = [version for completion in completions for version in completion]
     tensor = wire.TensorMeta(dtype="int32", shape=(len(versions),), nbytes=4 * len(versions))
     buffers = (bytes(4 * len(versions)),) * 2 + (struct.pack(f"<{len(versions)}i", *versions),)
-    metas = tuple(wire.PartialMeta(num_tokens=len(completion)) for completion in completions)
-    partial = partial_of(metas, (tensor,) * 3, buffers, len(completions))
+    metas = tuple(wire.PartialCompletionMeta(num_tokens=len(completion)) for completion in completions)
+    partial = parse_partial(metas, (tensor,) * 3, buffers, len(completions))
     if not versions:
         assert partial is None
     else:

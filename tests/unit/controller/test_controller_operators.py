@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transcript import Script
 
 from starling.common.wire import messages as wire
-from starling.controller.core.dynamic import DYNAMIC, FIXED, Changes, check
 from starling.controller.core.events import Note
 from starling.controller.core.explain import explain, waits, why
+from starling.controller.core.training.dynamic_settings import DYNAMIC, FIXED, SettingChanges, check
 
 VALUES: dict[str, tuple[list[float], list[float]]] = {
     "policy.optimizer.learning_rate": ([1e-7, 1.0], [0.0, -1e-6]),
@@ -61,7 +61,7 @@ def test_what_is_fixed_says_why(key: str) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DYNAMIC)), st.integers(1, 9), st.integers(1, 9))))
 def test_the_last_change_that_is_in_force_counts(changes: list[tuple[str, int, int]]) -> None:
-    made = Changes()
+    made = SettingChanges()
     for number, (key, value, step) in enumerate(sorted(changes, key=lambda change: change[2])):
         made.add(key, float(value), step, str(number))
     for step in range(1, 10):
@@ -100,7 +100,7 @@ def test_an_operator_that_is_refused_changes_nothing() -> None:
     script.begins()
     num = len(script.journal)
     assert change(script, "rl.max_staleness", -1)[-1].startswith("operator-0 <- no: ")
-    assert (len(script.journal), script.state.changes) == (num, Changes())
+    assert (len(script.journal), script.state.changes) == (num, SettingChanges())
 
 
 # --- why -----------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_an_operator_that_is_refused_changes_nothing() -> None:
 
 def ask(script: Script) -> dict[str, Any]:
     text, data = why(script.state)
-    [said] = script.hears("operator-0", wire.Ask(request="r", about="why"))
+    [said] = script.hears("operator-0", wire.QueryRun(request="r", about="why"))
     assert said == f"operator-0 <- yes: {text}"
     assert data["waiting_for"] == explain(script.state)
     return data
@@ -191,7 +191,7 @@ def test_the_status_says_who_has_what() -> None:
     script = Script()
     script.begins()
     change(script, "rl.max_tries", 3)
-    [said] = script.hears("operator-0", wire.Ask(request="r", about="status"))
+    [said] = script.hears("operator-0", wire.QueryRun(request="r", about="status"))
     assert said.split("\n") == [
         "operator-0 <- yes: rl: version 0 of 2, published 0, saved 0; controller's incarnation 1",
         "groups: 0 waiting, 2 leased, 0 generated, 0 scored, 0 sealed",

@@ -6,13 +6,13 @@ from transcript import Script
 
 from starling.common.wire.messages import LeaseProgress
 from starling.common.wire.telemetry import ReplicaView
-from starling.controller.shell.status import History, snapshot
+from starling.controller.shell.status import MetricsHistory, snapshot
 
 SOME = LeaseProgress(bytes_done=43, bytes_total=100, seconds_left=2.1)
 
 
 def view(script: Script, name: str) -> ReplicaView:
-    shown = snapshot(script.state, History(0.0), script.now, dropped=0)
+    shown = snapshot(script.state, MetricsHistory(0.0), script.now, dropped=0)
     return next(replica for replica in shown.replicas if replica.name == name)
 
 

@@ -15,12 +15,19 @@ from transcript import Script, Stream
 
 from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
-from starling.controller.core.groups import Groups, GroupState
-from starling.controller.core.leases import Lease
+from starling.controller.core.groups.group import Groups, GroupState
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import GroupGenerated, GroupTaught, Kept, Record, StepCommitted, StepSealed
-from starling.controller.core.state import State
-from starling.sim.weights import encoded_layout, encoded_offer, offer_of
+from starling.controller.core.records import (
+    CompletionsStored,
+    JournalEntry,
+    Record,
+    StepCommitted,
+    StepFrozen,
+    TeacherLogprobsStored,
+)
+from starling.controller.core.replicas.leases import Lease
+from starling.controller.core.state import ControllerState
+from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
 
 NAMES = ("policy-0", "policy-1", "rollout-0", "rollout-1", "reward-0", "teacher-0")
 SETTINGS = (
@@ -172,20 +179,20 @@ def adopted(lease: str, version: int) -> wire.WeightsAdopted:
     )
 
 
-def read_back(script: Script) -> list[Kept]:
+def read_back(script: Script) -> list[JournalEntry]:
     """Return the records as the journal gives them back: encoded, decoded, and without payload once it is trained."""
     committed = {write.record.step for write in script.journal if isinstance(write.record, StepCommitted)}
-    steps = [write.record for write in script.journal if isinstance(write.record, StepSealed)]
+    steps = [write.record for write in script.journal if isinstance(write.record, StepFrozen)]
     trained = {f"t{ordinal}" for sealed in steps if sealed.step in committed for ordinal in sealed.ordinals}
     kept = []
     for write in script.journal:
         record = msgspec.msgpack.decode(msgspec.msgpack.encode(write.record), type=Record)  # type: ignore[arg-type]
-        gone = isinstance(record, GroupGenerated | GroupTaught) and record.key in trained
-        kept.append(Kept(record, () if gone else write.payload))
+        gone = isinstance(record, CompletionsStored | TeacherLogprobsStored) and record.key in trained
+        kept.append(JournalEntry(record, () if gone else write.payload))
     return kept
 
 
-def restored(script: Script) -> State:
+def restored(script: Script) -> ControllerState:
     """Return the state of a controller that is made again from what `script` has written."""
     past = read_back(script)
     return Controller(script.plan, Stream("train"), Stream("sft"), script.held_out, past=past, incarnation=2).state
@@ -211,7 +218,7 @@ def groups_of(book: Groups, num_committed: int) -> dict[int, Any]:
     return found
 
 
-def known(state: State) -> dict[str, Any]:
+def known(state: ControllerState) -> dict[str, Any]:
     """Return what a controller must know of a run, whoever holds what."""
     ledger, evaluation = state.ledger, state.evaluation
     return {

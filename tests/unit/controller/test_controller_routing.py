@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transcript import Script
 
-from starling.controller.core.expect import Lengths, Rates, row_of
-from starling.controller.core.membership import Member
-from starling.controller.core.routing import Found, Routing
+from starling.controller.core.replicas.estimates import LengthEstimates, RateEstimates, row_of
+from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.routing import Route, Routing
 
 NAMES = ("rollout-0", "rollout-1", "rollout-2", "rollout-3")
 
@@ -60,13 +60,13 @@ def test_the_last_group_waits_for_a_fast_one_and_one_of_many_does_not() -> None:
     routing.put(slow, 0, 4, queued=0, speed=1.0)
     routing.put(fast, 4, 4, queued=400, speed=8.0)
     found = routing.soonest(-1, 100)
-    assert found == Found(slow, 100.0)
+    assert found == Route(slow, 100.0)
     assert routing.should_wait(found, -1, 100, 100), "the fast one is done with all of it after 75 s"
     assert not routing.should_wait(found, -1, 100, 1000), "and after 188 s with ten of them"
 
 
 def test_a_prompt_is_known_from_the_pass_before() -> None:
-    lengths = Lengths()
+    lengths = LengthEstimates()
     assert lengths.expected("train/0/7", "train", 64.0) == 64.0
     lengths.note("train/0/7", "train", 30.0)
     lengths.note("train/0/8", "train", 10.0)
@@ -77,7 +77,7 @@ def test_a_prompt_is_known_from_the_pass_before() -> None:
 
 
 def test_who_is_not_known_counts_as_the_median() -> None:
-    rates = Rates()
+    rates = RateEstimates()
     assert rates.rate("rollout-0") == 1.0
     for number, speed in enumerate((100, 400, 800)):
         rates.note(f"rollout-{number}", 10 * speed, 10.0)
@@ -90,7 +90,7 @@ def test_who_is_not_known_counts_as_the_median() -> None:
 
 @given(st.floats(0.85, 1.15), st.floats(1.0, 1e6))
 def test_who_wavers_stays_in_its_class(factor: float, speed: float) -> None:
-    rates = Rates()
+    rates = RateEstimates()
     rates.note("rollout-0", round(speed * 1000), 1000.0)
     before = rates.rate("rollout-0")
     for _ in range(30):

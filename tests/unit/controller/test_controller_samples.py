@@ -8,8 +8,8 @@ from transcript import Script
 
 from starling.common.wire.messages import ChatMessage, Prompt, Status, TrajectoryMeta
 from starling.controller.core.events import Note
-from starling.controller.core.groups import Group
-from starling.controller.core.samples import MOST_CHARACTERS, choose, row, shortened, text_of
+from starling.controller.core.groups.group import Group
+from starling.controller.core.training.samples import MOST_CHARACTERS, choose, row, shortened, text_of
 
 
 def group(ordinal: int, num: int) -> Group:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.common.wire.messages import Prompt, TensorMeta
-from starling.controller.core.groups import Group
-from starling.controller.core.steps import shares_of
+from starling.controller.core.groups.group import Group
+from starling.controller.core.training.step import shares_of
 
 LENGTHS = st.lists(st.integers(0, 10_000), min_size=1, max_size=40)
 

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from transcript import TAUGHT, Script
+from transcript import TEACHER_TENSORS, Script
 
 from starling.common.wire import messages as wire
-from starling.controller.core.groups import GroupState
+from starling.controller.core.groups.group import GroupState
 from starling.controller.core.plan import RunPlan
 
 
@@ -40,7 +40,7 @@ def test_a_group_is_trained_with_what_its_teacher_makes_of_it(order: tuple[str, 
     assert "policy-0 <- train:1:0 train0" in does[second]()
     command, buffers = dealt(run)
     [group] = command.groups
-    assert [tensor.name for tensor in group.tensors] == ["", "", "", "", *TAUGHT]
+    assert [tensor.name for tensor in group.tensors] == ["", "", "", "", *TEACHER_TENSORS]
     assert [tensor.nbytes for tensor in group.tensors] == [len(buffer) for buffer in buffers]
     assert [buffer[:1] for buffer in buffers[4:]] == [b"\1", b"\2", b"\3"]
     assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 0.0]

@@ -7,15 +7,15 @@ from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.explain import explain
-from starling.controller.core.finish import Stage
-from starling.controller.core.membership import Member
-from starling.controller.core.turns import Turns
+from starling.controller.core.lifecycle.stages import RunStage
+from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.time_sharing import TimeSharing
 
 
 def answers(script: Script, name: str) -> list[str]:
     """`name` does what it was told last: it sleeps, or wakes."""
     [lease] = [lease for lease in script.state.leases.all_of(name) if lease.kind in ("sleep", "wake")]
-    answer = wire.Slept if lease.kind == "sleep" else wire.Awake
+    answer = wire.Slept if lease.kind == "sleep" else wire.Woken
     return script.hears(name, answer(lease=lease.id))
 
 
@@ -72,7 +72,7 @@ def member_of(name: str) -> Member:
 
 
 def test_nobody_wakes_beside_one_who_was_lost_awake() -> None:
-    turns, rollout = Turns(shared=True, lease_s=10.0), member_of("rollout-0")
+    turns, rollout = TimeSharing(shared=True, lease_s=10.0), member_of("rollout-0")
     turns.answered(rollout, sleeps=False)
     turns.left(rollout, 5.0, gone=False)
     assert turns.obstacle([], 24.9) == "rollout-0"
@@ -80,7 +80,7 @@ def test_nobody_wakes_beside_one_who_was_lost_awake() -> None:
 
 
 def test_a_policy_may_be_in_a_step_that_it_cannot_break_off() -> None:
-    turns, policy = Turns(shared=True, lease_s=10.0, side="rollout"), member_of("policy-0")
+    turns, policy = TimeSharing(shared=True, lease_s=10.0, side="rollout"), member_of("policy-0")
     turns.answered(policy, sleeps=False)
     turns.left(policy, 5.0, gone=False)
     assert turns.obstacle([], 304.9) == "policy-0"
@@ -97,7 +97,7 @@ def test_who_shares_devices_is_told_so() -> None:
 
 def test_who_is_gone_for_certain_or_slept_or_came_back_keeps_nobody_from_waking() -> None:
     for slept, gone, returns in ((True, False, False), (False, True, False), (False, False, True)):
-        turns, rollout = Turns(shared=True, lease_s=10.0), member_of("rollout-0")
+        turns, rollout = TimeSharing(shared=True, lease_s=10.0), member_of("rollout-0")
         turns.answered(rollout, sleeps=slept)
         turns.left(rollout, 5.0, gone=gone)
         if returns:
@@ -106,7 +106,7 @@ def test_who_is_gone_for_certain_or_slept_or_came_back_keeps_nobody_from_waking(
 
 
 def test_a_controller_that_begins_again_wakes_nobody_at_once() -> None:
-    turns = Turns(shared=True, lease_s=10.0)
+    turns = TimeSharing(shared=True, lease_s=10.0)
     turns.begin_again(0.0)
     assert turns.obstacle([], 19.0) == "whoever was lost before the controller's restart"
     assert turns.obstacle([member_of("rollout-0")], 20.0) == "rollout-0", "of whom nobody knows whether it sleeps"
@@ -159,9 +159,9 @@ def test_an_order_that_finds_the_policy_asleep_for_want_of_the_controller_is_giv
         assert not script.state.membership.of("policy")
     script.joins("policy-0")
     script.fails("policy-0", "train:1:0", ASLEEP, fatal=True)
-    assert script.state.ending.stage is Stage.RUNNING
+    assert script.state.ending.stage is RunStage.RUNNING
     script.beats("policy-0", version=0)
     lines = answers(script, "policy-0")
     assert any("train:1:1 train0 train1" in line for line in lines), lines
     script.fails("policy-0", "train:1:1", "out of memory")
-    assert script.state.ending.stage is not Stage.RUNNING, "awake it has no such excuse"
+    assert script.state.ending.stage is not RunStage.RUNNING, "awake it has no such excuse"

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from transcript import Script
 
 from starling.common.wire import messages as wire
-from starling.controller.core.derive import advance
-from starling.sim.weights import encoded_layout, encoded_offer, layout_of
-from starling.weightsync.layout import Box, decode_layout, encode
-from starling.weightsync.plan import decode_plan, make_plan
+from starling.controller.core.groups.dispatch import advance
+from starling.sim.replicas.weights import encoded_layout, encoded_offer, layout_of
+from starling.weightsync.plan.layout import Box, decode_layout, encode
+from starling.weightsync.plan.planner import decode_plan, make_plan
 
 Step = tuple[Callable[[Script], list[str]], list[str], str]
 

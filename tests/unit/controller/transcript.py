@@ -16,22 +16,28 @@ from starling.controller.core.events import (
     Event,
     Fetch,
     Fetched,
-    Finish,
+    FinishRun,
     Note,
-    PeerLost,
     Prune,
     Received,
+    ReplicaDisconnected,
     Send,
     StopRequested,
     Store,
     Ticked,
     Write,
 )
-from starling.controller.core.handle_groups import TAUGHT
+from starling.controller.core.groups.results import TEACHER_TENSORS
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
-from starling.controller.core.records import GroupGenerated, GroupScored, GroupTaught, Kept, StepSealed
-from starling.sim.weights import encoded_layout, encoded_offer, offer_of
+from starling.controller.core.records import (
+    CompletionsStored,
+    JournalEntry,
+    RewardsStored,
+    StepFrozen,
+    TeacherLogprobsStored,
+)
+from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
 
 SMALL = RunPlan(
     seed=0,
@@ -85,7 +91,7 @@ class Aliases:
 def line(command: Command, aliases: Aliases) -> str:
     """Write a command as one line."""
     match command:
-        case Finish(ok=ok, reason=reason):
+        case FinishRun(ok=ok, reason=reason):
             return f"{'done' if ok else 'failed'}: {reason}"
         case Note(kind=kind, fields=fields):
             subject = fields.get("replica") or fields.get("prompt") or fields.get("version") or fields.get("step", "")
@@ -108,14 +114,14 @@ def _said(message: wire.Down, aliases: Aliases) -> str:
         case wire.TrainStep():
             subjects = [group.prompt_id for group in message.groups] + [prompt.id for prompt in message.examples]
             return f"{lease} {' '.join(subjects)}"
-        case wire.Release(leases=leases):
+        case wire.ReleaseLeases(leases=leases):
             return f"release {' '.join(map(aliases.short, leases))}"
         case wire.Refused(reason=reason) | wire.Drain(reason=reason):
             return f"{type(message).__name__.lower()}: {reason}"
-        case wire.Reply(ok=ok, text=text):
+        case wire.OperatorReply(ok=ok, text=text):
             return f"{'yes' if ok else 'no'}: {text}"
-        case wire.Welcome() | wire.Introduce():
-            return type(message).__name__.lower()
+        case wire.Welcome() | wire.RequestHello():
+            return str(type(message).__struct_config__.tag)
         case _:
             return lease
 
@@ -143,7 +149,7 @@ class Script:
 
     def loses(self, peer: str) -> list[str]:
         """The connection of `peer` closes."""
-        return self._step(PeerLost(self.now, peer))
+        return self._step(ReplicaDisconnected(self.now, peer))
 
     def waits(self, seconds: float) -> list[str]:
         """Time passes."""
@@ -239,7 +245,7 @@ class Script:
         interrupted = wire.GroupInterrupted(
             lease=lease,
             reason="it leaves",
-            partial=tuple(wire.PartialMeta(num_tokens=length) for length in lengths),
+            partial=tuple(wire.PartialCompletionMeta(num_tokens=length) for length in lengths),
             tensors=tensors,
             temperature=temperature,
             lost=lost,
@@ -253,7 +259,13 @@ class Script:
         return self.hears(name, wire.GroupScored(lease=lease, rewards=rewards, statuses=statuses))
 
     def teaches(
-        self, lease: str, *, name: str = "teacher-0", num_tokens: int = 2, k: int = 0, names: tuple[str, ...] = TAUGHT
+        self,
+        lease: str,
+        *,
+        name: str = "teacher-0",
+        num_tokens: int = 2,
+        k: int = 0,
+        names: tuple[str, ...] = TEACHER_TENSORS,
     ) -> list[str]:
         """The teacher has scored the tokens of a group; `k`: it tells so many of the likeliest besides."""
         kinds = (("float32", (num_tokens,)), ("int32", (num_tokens, k)), ("float32", (num_tokens, k)))
@@ -278,14 +290,14 @@ class Script:
         """The journal gives back what `step` was made of."""
         return self._step(Fetched(self.now, step, self.records_of(step)))
 
-    def records_of(self, step: int) -> tuple[Kept, ...]:
+    def records_of(self, step: int) -> tuple[JournalEntry, ...]:
         """Return the records of the groups of `step`, as a journal fetches them."""
-        [sealed] = [w.record for w in self.journal if isinstance(w.record, StepSealed) and w.record.step == step]
+        [sealed] = [w.record for w in self.journal if isinstance(w.record, StepFrozen) and w.record.step == step]
         found = []
         for ordinal in sealed.ordinals:
-            for kind in (GroupGenerated, GroupTaught, GroupScored):
+            for kind in (CompletionsStored, TeacherLogprobsStored, RewardsStored):
                 told = [w for w in self.journal if isinstance(w.record, kind) and w.record.key == f"t{ordinal}"]
-                found += [Kept(last.record, last.payload) for last in told[-1:]]
+                found += [JournalEntry(last.record, last.payload) for last in told[-1:]]
         return tuple(found)
 
     def finishes(self, *leases: str, version: int = 0) -> list[str]:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from starling.common.wire.messages import Status, TensorMeta, TrajectoryMeta
-from starling.controller.core.records import GroupGenerated, GroupScored, Record
-from starling.controller.shell.journal import Journal
+from starling.controller.core.records import CompletionsStored, Record, RewardsStored
+from starling.controller.shell.journal.journal import Journal
 
 TENSORS = (TensorMeta(dtype="int32", shape=(50,), nbytes=200),)
 
@@ -17,11 +17,11 @@ def record_of(number: int) -> tuple[Record, tuple[bytes, ...]]:
     """Return the record that every such writer writes as its `number`-th, and its payload."""
     key = f"t{number // 2}"
     if number % 2:
-        return GroupScored(key=key, rewards=(float(number),)), ()
+        return RewardsStored(key=key, rewards=(float(number),)), ()
     trajectory = TrajectoryMeta(
         status=Status.OK, num_tokens=number, text=f"text {number}", oldest_version=0, newest_version=0
     )
-    return GroupGenerated(key=key, trajectories=(trajectory,), tensors=TENSORS), (number.to_bytes(4, "big") * 50,)
+    return CompletionsStored(key=key, trajectories=(trajectory,), tensors=TENSORS), (number.to_bytes(4, "big") * 50,)
 
 
 def main() -> None:

@@ -6,12 +6,12 @@ from collections import deque
 from pathlib import Path
 
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Command, Event, Finish, Received, Send, Ticked
+from starling.controller.core.events import Command, Event, FinishRun, Received, Send, Ticked
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
-from starling.controller.shell.recorder import Recorder, RecordingPrompts
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
-from starling.weightsync.offer import Offer, RankOffer, digest_of, holds_of, make_offer
+from starling.controller.shell.recording.recorder import Recorder, RecordingPrompts
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
+from starling.weightsync.plan.offer import Offer, RankOffer, digest_of, holds_of, make_offer
 
 PLAN = RunPlan(
     seed=0,
@@ -115,7 +115,7 @@ def record_run(
     controller = Controller(PLAN, prompts, examples, HELD_OUT)
     due: deque[Event] = deque(hello(name, role, 1.0) for name, role in REPLICAS)
     said: list[list[Command]] = []
-    while len(said) < max_events and not any(isinstance(command, Finish) for command in (said[-1] if said else ())):
+    while len(said) < max_events and not any(isinstance(command, FinishRun) for command in (said[-1] if said else ())):
         now = 1.0 + 0.25 * len(said)
         event = due.popleft() if due else Ticked(now)
         recorder.event(event)

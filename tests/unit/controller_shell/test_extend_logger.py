@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from starling.controller.settings import LoggingSettings
-from starling.controller.shell.loggers.fanout import Fanout, makers
+from starling.controller.shell.loggers.fanout import LoggerFanout, makers
 from starling.controller.shell.loggers.logger import RunInfo
 
 PAGE = (Path(__file__).parents[3] / "docs/extend/logger.md").read_text()
@@ -20,7 +20,7 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "my_logger.py").write_text(example)
     monkeypatch.chdir(tmp_path)
     run = RunInfo(id="demo", name="demo", folder=tmp_path)
-    fanout = Fanout(makers(["my_logger.py:Csv"], run), LoggingSettings(), tmp_path)
+    fanout = LoggerFanout(makers(["my_logger.py:Csv"], run), LoggingSettings(), tmp_path)
     fanout.note("step", {"step": 1, "phase": "sft", "loss": 2.0})
     fanout.note("step", {"step": 2, "phase": "rl", "reward_mean": 0.5})
     rows = [{"prompt": "ab>", "completion": "ba", "reward": 1.0}, {"prompt": "cd>", "completion": "x", "reward": 0.0}]

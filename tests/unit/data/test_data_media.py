@@ -17,12 +17,12 @@ from starling.common.wire.messages import Prompt
 from starling.controller.data.media import MAX_INLINE_BYTES
 from starling.controller.data.prompts import load_prompts, make_prompt
 from starling.controller.data.settings import DataSettings
-from starling.controller.data.sources import Row
+from starling.controller.data.sources import DataRow
 
 
 def make(columns: dict[str, Any], **changes: Any) -> Prompt:
     settings = {"image_column": "images", "reference_column": "", "source": "rows.jsonl", **changes}
-    return make_prompt(Row(columns), 4, DataSettings(**settings))
+    return make_prompt(DataRow(columns), 4, DataSettings(**settings))
 
 
 def content_of(uri: str) -> bytes:

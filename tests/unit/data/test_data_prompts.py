@@ -14,7 +14,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt
 from starling.controller.data.prompts import PromptSource, load_prompts, make_prompt
 from starling.controller.data.settings import DataSettings
-from starling.controller.data.sources import Row
+from starling.controller.data.sources import DataRow
 
 USER = ChatMessage(role="user", content="Why?")
 SYSTEM = ChatMessage(role="system", content="Be brief.")
@@ -22,7 +22,7 @@ TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "S
 
 
 def make(columns: dict[str, Any], **changes: Any) -> Prompt:
-    return make_prompt(Row(columns), 4, DataSettings(source="rows.jsonl", **changes))
+    return make_prompt(DataRow(columns), 4, DataSettings(source="rows.jsonl", **changes))
 
 
 def stream(num_rows: int, *, shuffle: bool = True, seed: int = 0) -> PromptSource:
@@ -64,7 +64,7 @@ def test_reference(value: object, reference: str) -> None:
 
 
 def test_metadata_holds_the_chosen_columns_and_what_the_source_adds() -> None:
-    row = Row({"question": "Why?", "tests": ["a"], "other": 1}, {"reasoning_gym": {"task": "t"}})
+    row = DataRow({"question": "Why?", "tests": ["a"], "other": 1}, {"reasoning_gym": {"task": "t"}})
     settings = DataSettings(source="rows.jsonl", reference_column="", metadata_columns=("tests",))
     assert make_prompt(row, 0, settings).metadata == {"reasoning_gym": {"task": "t"}, "tests": ["a"]}
 

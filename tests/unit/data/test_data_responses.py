@@ -12,7 +12,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
 from starling.controller.data.prompts import Needs, load_prompts, make_prompt
 from starling.controller.data.settings import DataSettings
-from starling.controller.data.sources import Row
+from starling.controller.data.sources import DataRow
 
 GOOD = {"question": "Why?", "chosen": "So.", "rejected": "No."}
 TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
@@ -21,7 +21,7 @@ COLUMNS = {"reference_column": "chosen", "rejected_column": "rejected"}
 
 def make(columns: dict[str, Any], needs: Needs = "pair", **changes: Any) -> Prompt:
     settings = DataSettings(source="rows.jsonl", **{**COLUMNS, **changes})
-    return make_prompt(Row({**GOOD, **columns}), 4, settings, needs)
+    return make_prompt(DataRow({**GOOD, **columns}), 4, settings, needs)
 
 
 def test_a_pair() -> None:

@@ -13,15 +13,15 @@ import pytest
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
 from starling.controller.data.settings import DataSettings
-from starling.controller.data.sources import Row, load_rows
+from starling.controller.data.sources import DataRow, load_rows
 
 ROWS = [{"question": f"{number} + 1?", "answer": number + 1} for number in range(5)]
 
 
 def load_columns(source: str | Path, **changes: Any) -> list[dict[str, Any]]:
     rows = load_rows(DataSettings(source=str(source), **changes))
-    assert all(isinstance(row, Row) for row in rows)
-    return [dict(row.columns) for row in rows if isinstance(row, Row)]
+    assert all(isinstance(row, DataRow) for row in rows)
+    return [dict(row.columns) for row in rows if isinstance(row, DataRow)]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
@@ -154,7 +154,7 @@ def test_reasoning_gym_metadata_is_enough_for_the_scorer_of_the_task(task: str) 
 
     rows = load_rows(DataSettings(source=f"reasoning_gym:{task}", size=3))
     for row in rows:
-        assert isinstance(row, Row)
+        assert isinstance(row, DataRow)
         told = json.loads(json.dumps(row.metadata))["reasoning_gym"]
         scorer = create_dataset(told["task"], **told.get("options", {}))
         assert scorer.score_answer(row.columns["answer"], told["entry"]) == 1.0
@@ -220,7 +220,7 @@ def factories(tmp_path: Path) -> Path:
 
 def test_function_of_a_file(factories: Path) -> None:
     assert load_rows(DataSettings(source=f"{factories}:rows")) == [
-        Row({"question": "a", "answer": "b"}),
+        DataRow({"question": "a", "answer": "b"}),
         Prompt(id="mine", text="c", reference="d"),
     ]
     assert [row["question"] for row in load_columns(f"{factories}:endless", limit=3)] == ["0", "1", "2"]

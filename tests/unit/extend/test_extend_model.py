@@ -16,13 +16,13 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from starling.algo.packing import Microbatch
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Sampling
-from starling.policy.train.batch import Batch, Prompted, to_tensors
-from starling.policy.train.logprobs import token_logprobs
-from starling.policy.train.model import load_model, longest_sequence, tensors
+from starling.policy.train.data.packing import PackedBatch, PromptBlock, to_tensors
+from starling.policy.train.loss.logprobs import token_logprobs
+from starling.policy.train.model.load import load_model, longest_sequence, version_tensors
 from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult
-from starling.rollout.engine.model import build_model
-from starling.rollout.engine.teacher import shared_ids
-from starling.rollout.engine.transformers import TransformersEngine
+from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.engine.embedded.model import build_model
+from starling.rollout.engine.teacher import num_shared_token_ids
 
 torch.set_num_threads(1)
 PAGE = Path(__file__).parents[3] / "docs/extend/model.md"
@@ -45,9 +45,9 @@ def both(folder: Path) -> tuple[Any, Any]:
     policy = load_model(folder, init="random", seed=3, trust_remote_code=True)
     rollout = build_model(folder, dtype="float32", device="cpu", weights=False, trust_remote_code=True)
     theirs = dict(rollout.named_parameters())
-    assert list(theirs) == list(tensors(policy))
+    assert list(theirs) == list(version_tensors(policy))
     with torch.no_grad():
-        for name, tensor in tensors(policy).items():
+        for name, tensor in version_tensors(policy).items():
             # Wide weights: positions and attention then decide the logits.
             theirs[name].copy_(tensor.mul_(5) if tensor.ndim > 1 else tensor)
     return policy, rollout
@@ -73,9 +73,9 @@ def test_rollout_and_policy_agree_on_packed_rows_of_it(folder: Path) -> None:
     token_ids = np.concatenate([completion.token_ids for completion in completions])
     ends = np.cumsum([len(completion.token_ids) for completion in completions]).tolist()
     spans = list(zip([0, *ends[:-1]], ends, strict=True))
-    prompted = [Prompted(result.prompt_ids, tuple(spans[3 * n : 3 * n + 3])) for n, result in enumerate(results)]
+    prompted = [PromptBlock(result.prompt_ids, tuple(spans[3 * n : 3 * n + 3])) for n, result in enumerate(results)]
     cells = sum(item.num_cells for item in prompted)
-    batch = Batch(tuple(prompted), (Microbatch(((0, 1, 2),), cells),), 0.0)
+    batch = PackedBatch(tuple(prompted), (Microbatch(((0, 1, 2),), cells),), 0.0)
     inputs = to_tensors(batch, batch.plan[0], token_ids)
     logprobs, _ = token_logprobs(policy, inputs, chunk_tokens=16)
     found = np.empty(len(token_ids), np.float32)
@@ -103,6 +103,6 @@ def test_a_teacher_reads_the_same_tokens_as_a_model_of_ones_own(folder: Path, tm
     LlamaConfig(vocab_size=8).save_pretrained(teacher)
     for path in (folder, teacher):
         PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(path)
-    assert shared_ids(teacher, folder, trust_remote_code=True) == 64
+    assert num_shared_token_ids(teacher, folder, trust_remote_code=True) == 64
     with pytest.raises(ConfigError, match=r"set model\.trust_remote_code = true"):
-        shared_ids(teacher, folder)
+        num_shared_token_ids(teacher, folder)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from net_desk import NAMES, Desk
+from hub_harness import NAMES, Desk
 
 from starling.common.net.keyring import make_keys
 

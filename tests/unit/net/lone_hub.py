@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from starling.common.net import curve
-from starling.common.net.hub import Arrival, Hub, HubKeys, PeerLost
+from starling.common.net.hub import Hub, HubKeys, PeerDisconnected, ReceivedMessage
 from starling.common.wire import messages as wire
 
 
@@ -26,14 +26,14 @@ def serve(hub: Hub, leases: list[str]) -> None:
     settled: set[str] = set()
     while True:
         for happened in hub.poll(1.0):
-            if isinstance(happened, PeerLost):
+            if isinstance(happened, PeerDisconnected):
                 members.discard(happened.name)
                 say(lost=happened.name)
             else:
                 take(hub, happened, members, settled, leases)
 
 
-def take(hub: Hub, arrival: Arrival, members: set[str], settled: set[str], leases: list[str]) -> None:
+def take(hub: Hub, arrival: ReceivedMessage, members: set[str], settled: set[str], leases: list[str]) -> None:
     """Act on one message."""
     name, message = arrival.envelope.sender, arrival.message
     say(heard=type(message).__name__, peer=name, version=getattr(message, "version", None))
@@ -42,10 +42,10 @@ def take(hub: Hub, arrival: Arrival, members: set[str], settled: set[str], lease
         hub.send(name, wire.Welcome(heartbeat_s=0.1, lease_s=10.0))
         while leases:
             hub.send(name, wire.ScoreGroup(lease=leases.pop(0), prompt=wire.Prompt(id="p"), completions=()))
-    elif isinstance(message, wire.Ask):
-        hub.send(name, wire.Reply(request=message.request, ok=True, text=f"incarnation {hub.epoch}"))
+    elif isinstance(message, wire.QueryRun):
+        hub.send(name, wire.OperatorReply(request=message.request, ok=True, text=f"incarnation {hub.epoch}"))
     elif name not in members:
-        hub.send(name, wire.Introduce())
+        hub.send(name, wire.RequestHello())
     elif isinstance(message, wire.Heartbeat):
         hub.send(name, wire.Welcome(heartbeat_s=0.1, lease_s=10.0))
     elif isinstance(message, wire.GroupGenerated):

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 from starling.common.net.curve import load_key
-from starling.common.net.link import Link
+from starling.common.net.link import ControllerLink
 from starling.common.net.settings import LinkSettings
 from starling.common.wire.messages import Hello
 
 
 def main(address: str, key: str, name: str, run: str) -> None:
     """Serve until the line ends."""
-    link = Link(
+    link = ControllerLink(
         LinkSettings(name=name, run=run, controller=address, key=load_key(Path(key))),
         Hello(role="reward", host="h", pid=1, num_slots=1),
     )

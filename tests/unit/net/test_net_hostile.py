@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import structlog
 import zmq
-from net_desk import NAMES, RUN, Desk, calling, envelope, received, score, socket_of
+from hub_harness import NAMES, RUN, Desk, calling, envelope, received, score, socket_of
 from structlog.testing import capture_logs
 
 from starling.common.errors import ConfigError, RefusedError, UnreachableError
 from starling.common.net import curve, hub
 from starling.common.net.keyring import make_keys
-from starling.common.net.link import Command, Ended
+from starling.common.net.link import LinkClosed, ReceivedCommand
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 
@@ -100,7 +100,7 @@ def test_garbage_of_one_peer_does_not_disturb_another(desk: Desk, keys: Path) ->
             noisy.send_multipart(frames)
         desk.poll_until(lambda: desk.hub.dropped.total() == len(BAD_FRAMES) - 1)
         desk.hub.send("rollout-0", score("score:1:0"))
-        assert received(link, Command).message == score("score:1:0")
+        assert received(link, ReceivedCommand).message == score("score:1:0")
         desk.next(wire.Heartbeat, "rollout-0")
 
 
@@ -115,7 +115,7 @@ def test_a_frame_over_the_limit_costs_its_sender_the_connection(keys: Path, monk
             noisy.send_multipart([*codec.pack(envelope(), HELLO), bytes(2 << 20)])
             desk.lost("rollout-1")
             desk.hub.send("rollout-0", score("score:1:0"))
-            received(link, Command)
+            received(link, ReceivedCommand)
     finally:
         desk.hub.close(0.0)
 
@@ -137,7 +137,7 @@ def test_an_unknown_key_is_refused_with_a_sentence_and_logged_once(desk: Desk, k
     with capture_logs() as logs:
         for _ in range(2):
             with calling(desk.hub.address, keys, "rollout-9", key=stranger) as link:
-                error = received(link, Ended).error
+                error = received(link, LinkClosed).error
                 assert isinstance(error, RefusedError)
                 assert str(error) == (
                     f"the controller at {desk.hub.address} refuses the key of rollout-9; "
@@ -152,7 +152,7 @@ def test_an_unknown_key_is_refused_with_a_sentence_and_logged_once(desk: Desk, k
 def test_the_keys_of_another_run_lead_to_no_answer(desk: Desk, keys: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "other", NAMES)
     with calling(desk.hub.address, tmp_path / "other", connect_s=1.0) as link:
-        error = received(link, Ended).error
+        error = received(link, LinkClosed).error
     assert isinstance(error, UnreachableError | RefusedError)
     assert desk.hub.address in str(error)
     with calling(desk.hub.address, keys):
@@ -166,7 +166,7 @@ def test_the_key_of_another_name_is_no_key(desk: Desk, keys: Path) -> None:
     ):
         desk.poll_until(lambda: desk.hub.dropped["key"] > 0)
         desk.admit("policy-0")
-        assert not desk.hub.send("rollout-1", wire.Introduce())
+        assert not desk.hub.send("rollout-1", wire.RequestHello())
 
 
 # --- what a link makes of a controller that is none ----------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_a_link_drops_what_is_not_ours() -> None:
             router.send_multipart([route, bare(sender), bare({"type": "telepathy"})])
             router.send_multipart([route, bare(sender), bare(HELLO)])
             router.send_multipart([route, *codec.pack(sender, score("score:3:0"))])
-            assert received(link, Command).message == score("score:3:0")
+            assert received(link, ReceivedCommand).message == score("score:3:0")
         reasons = [entry["reason"] for entry in logs if entry["event"] == "dropped a message"]
         assert len(reasons) == 6
         assert "protocol 1, run run-2: not ours" in reasons

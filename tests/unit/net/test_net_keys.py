@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
-from net_desk import Desk, calling, envelope, received, socket_of
+from hub_harness import Desk, calling, envelope, received, socket_of
 from structlog.testing import capture_logs
 
 from starling.cli.main import main
 from starling.common.errors import ConfigError, RefusedError
 from starling.common.net import curve, hub
 from starling.common.net.keyring import list_keys, make_keys, revoke_keys
-from starling.common.net.link import Ended
+from starling.common.net.link import LinkClosed
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 
@@ -163,13 +163,13 @@ def test_a_revoked_peer_is_lost_and_not_heard_and_not_let_in_again(folder: Path)
             while error is None:  # its line is cut, and its key is refused when it calls again
                 desk.heard += desk.hub.poll(0.05)
                 ended = link.receive(0.0)
-                error = ended.error if isinstance(ended, Ended) else None
+                error = ended.error if isinstance(ended, LinkClosed) else None
             assert isinstance(error, RefusedError)
             assert "refuses the key of rollout-0; use the key file that was made for this name" in str(error)
             desk.next(wire.Heartbeat, "policy-0")
-            senders = {a.envelope.sender for a in desk.heard if isinstance(a, hub.Arrival)}
+            senders = {a.envelope.sender for a in desk.heard if isinstance(a, hub.ReceivedMessage)}
             assert senders <= {"policy-0"}
-            assert not desk.hub.send("rollout-0", wire.Introduce())
+            assert not desk.hub.send("rollout-0", wire.RequestHello())
     finally:
         desk.hub.close(0.0)
 
@@ -199,7 +199,7 @@ def test_what_a_revoked_peer_has_sent_already_is_not_heard(folder: Path, monkeyp
             desk.lost("rollout-0")
             socket.send_multipart(codec.pack(envelope("rollout-0"), wire.Heartbeat()))
             desk.poll_until(lambda: desk.hub.dropped["key"] == 1)
-            assert not desk.hub.send("rollout-0", wire.Introduce())
+            assert not desk.hub.send("rollout-0", wire.RequestHello())
     finally:
         desk.hub.close(0.0)
 
@@ -241,6 +241,6 @@ def test_a_link_with_a_new_key_is_heard_while_others_are_cut(folder: Path) -> No
             revoke_keys(folder, ("policy-0",))
             desk.next(wire.Heartbeat)
             desk.hub.send("rollout-0", wire.Drain(reason="over"))
-            assert received(link, Ended).error is None
+            assert received(link, LinkClosed).error is None
     finally:
         desk.hub.close(0.0)

@@ -11,17 +11,17 @@ from typing import get_args
 import pytest
 import structlog
 import zmq
+from hub_harness import NAMES, RUN, Desk, calling, envelope, received, score, socket_of
 from hypothesis import given
 from hypothesis import strategies as st
-from net_desk import NAMES, RUN, Desk, calling, envelope, received, score, socket_of
 from structlog.testing import capture_logs
 
 from starling.common.errors import RefusedError, WireError
-from starling.common.net.hub import SEND_HIGH_WATER, PeerLost
+from starling.common.net.hub import SEND_HIGH_WATER, PeerDisconnected
 from starling.common.net.keyring import make_keys
-from starling.common.net.limits import MAX_BYTES, PEER_ROLES, Allowance, Limits, role_of, rules_of
-from starling.common.net.link import Command, Ended
-from starling.common.net.operator import OperatorLine
+from starling.common.net.limits import MAX_BYTES, PEER_ROLES, PeerAllowance, RateLimits, role_of, rules_of
+from starling.common.net.link import LinkClosed, ReceivedCommand
+from starling.common.net.operator import OperatorClient
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 
@@ -37,15 +37,15 @@ SAMPLES: tuple[wire.Up, ...] = (
     wire.WeightsPublished(lease="l", version=1, publish_s=0.0),
     wire.WeightsAdopted(lease="l", version=1, root="r", pull_s=0.0, pause_s=0.0, size_bytes=0, transport="memory"),
     wire.Slept(lease="l"),
-    wire.Awake(lease="l"),
+    wire.Woken(lease="l"),
     wire.CheckpointSaved(lease="l", step=1, path="p"),
     wire.LeaseFailed(lease="l", status=wire.Status.INFRA_LOST, reason="r"),
-    wire.Ask(request="r", about="why"),
+    wire.QueryRun(request="r", about="why"),
     wire.ChangeSetting(request="r", key="k", value=1),
     wire.RequestEvaluation(request="r"),
     wire.RequestStop(request="r", reason="r"),
 )
-TIGHT = Limits(messages_per_s=20.0, burst_messages=60.0, bytes_per_s=1e6, burst_bytes=1e6, patience=200)
+TIGHT = RateLimits(messages_per_s=20.0, burst_messages=60.0, bytes_per_s=1e6, burst_bytes=1e6, patience=200)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_a_key_lets_its_role_say_its_own_messages_and_no_others(tmp_path: Path, 
     make_keys(tmp_path / "keys", (name, "rollout-9"))
     desk = Desk(tmp_path / "keys")
     role = role_of(name)
-    may_say = wire.MAY_SAY.get(role, frozenset())  # type: ignore[call-overload]
+    may_say = wire.ALLOWED_MESSAGES.get(role, frozenset())  # type: ignore[call-overload]
     samples = [sample for sample in SAMPLES if type(sample) is not wire.Hello or role == "rollout"]
     allowed = [type(sample) for sample in samples if type(sample) in may_say]
     try:
@@ -91,7 +91,7 @@ def test_a_key_lets_its_role_say_its_own_messages_and_no_others(tmp_path: Path, 
 
 def test_every_message_is_said_by_somebody_and_every_role_is_bounded() -> None:
     assert {type(sample) for sample in SAMPLES} == set(get_args(wire.Up))
-    assert frozenset().union(*wire.MAY_SAY.values()) == set(get_args(wire.Up))
+    assert frozenset().union(*wire.ALLOWED_MESSAGES.values()) == set(get_args(wire.Up))
     assert set(MAX_BYTES) == set(PEER_ROLES)
 
 
@@ -115,8 +115,8 @@ def test_an_operators_message_is_small(desk: Desk, keys: Path) -> None:
     large = wire.RequestStop(request="r", reason="x" * MAX_BYTES["operator"])
     with socket_of(desk.hub.address, keys, "operator-0") as socket:
         socket.send_multipart(codec.pack(envelope("operator-0"), large))
-        socket.send_multipart(codec.pack(envelope("operator-0"), wire.Ask(request="r", about="why")))
-        desk.next(wire.Ask, "operator-0")
+        socket.send_multipart(codec.pack(envelope("operator-0"), wire.QueryRun(request="r", about="why")))
+        desk.next(wire.QueryRun, "operator-0")
     assert desk.hub.dropped == {"size": 1}
 
 
@@ -124,9 +124,9 @@ def test_an_operator_of_another_run_is_told_so(desk: Desk, keys: Path) -> None:
     found: list[Exception] = []
 
     def ask() -> None:
-        with OperatorLine(desk.hub.address, keys / "operator-0.json", "run-2") as line:
+        with OperatorClient(desk.hub.address, keys / "operator-0.json", "run-2") as line:
             try:
-                line.ask(wire.Ask(request="r", about="why"), 20.0)
+                line.ask(wire.QueryRun(request="r", about="why"), 20.0)
             except RefusedError as error:
                 found.append(error)
 
@@ -144,8 +144,8 @@ SIZES = st.integers(0, 2_000)
 
 @given(st.lists(st.tuples(st.floats(0, 5), SIZES), max_size=200))
 def test_nobody_says_more_than_two_bursts_and_the_rate(said: list[tuple[float, int]]) -> None:
-    limits = Limits(messages_per_s=3.0, bytes_per_s=500.0, burst_messages=5.0, burst_bytes=4_000.0)
-    allowance, now, taken = Allowance(limits, 0.0), 0.0, []
+    limits = RateLimits(messages_per_s=3.0, bytes_per_s=500.0, burst_messages=5.0, burst_bytes=4_000.0)
+    allowance, now, taken = PeerAllowance(limits, 0.0), 0.0, []
     for pause_s, size in said:
         now += pause_s
         allowance.num_messages -= 1
@@ -163,7 +163,7 @@ def test_nobody_says_more_than_two_bursts_and_the_rate(said: list[tuple[float, i
 
 
 def test_who_keeps_within_the_rate_is_always_heard() -> None:
-    allowance = Allowance(Limits(messages_per_s=10.0, burst_messages=10.0), 0.0)
+    allowance = PeerAllowance(RateLimits(messages_per_s=10.0, burst_messages=10.0), 0.0)
     for number in range(1000):
         allowance.num_messages -= 1
         assert allowance.num_messages >= 0 or allowance.refill(number / 10)
@@ -183,7 +183,7 @@ def test_a_flood_is_dropped_then_cut_and_the_others_are_heard(strict: Desk, keys
         strict.lost("rollout-1")
         assert strict.hub.dropped["rate"] >= TIGHT.patience
         strict.hub.send("rollout-0", score("score:1:1.1"))
-        assert received(link, Command).message.lease == "score:1:1.1"
+        assert received(link, ReceivedCommand).message.lease == "score:1:1.1"
         strict.next(wire.Heartbeat, "rollout-0")
     events = [(entry["event"], entry["peer"]) for entry in logs if entry["log_level"] == "warning"]
     assert events == [
@@ -220,12 +220,12 @@ def test_who_does_not_read_costs_one_line_and_bounded_memory(desk: Desk, keys: P
         sent = [desk.hub.send("rollout-1", big) for _ in range(4 * SEND_HIGH_WATER + 2000)]
         assert not all(sent), "it never was too much"
         desk.hub.send("rollout-0", score("score:1:1.1"))
-        assert received(link, Command)
+        assert received(link, ReceivedCommand)
         stalled.rcvtimeo = 200
         with contextlib.suppress(zmq.Again):  # it reads all that there is
             while True:
                 stalled.recv_multipart()
-        assert desk.hub.send("rollout-1", wire.Introduce())
+        assert desk.hub.send("rollout-1", wire.RequestHello())
     assert desk.hub.num_unsent == sent.count(False)
     assert [entry["peer"] for entry in logs if entry["event"] == "cannot send"] == ["rollout-1"]
 
@@ -239,7 +239,7 @@ def test_a_refused_link_says_why(tmp_path: Path) -> None:
             desk.poll_until(lambda: desk.hub.dropped["role"] == 1)
             answer = codec.unpack_down(socket.recv_multipart())
         assert answer == wire.Refused(reason="reward-0 may not say StepTrained: its role is reward")
-        assert not [happened for happened in desk.heard if not isinstance(happened, PeerLost)]
+        assert not [happened for happened in desk.heard if not isinstance(happened, PeerDisconnected)]
     finally:
         desk.hub.close(0.0)
 
@@ -250,7 +250,7 @@ def test_ended_is_what_a_refused_link_delivers(tmp_path: Path) -> None:
     try:
         with calling(desk.hub.address, tmp_path / "keys", "operator-0") as link:  # an operator says no Hello
             desk.poll_until(lambda: desk.hub.dropped["role"] > 0)
-            error = received(link, Ended).error
+            error = received(link, LinkClosed).error
         assert isinstance(error, RefusedError)
         assert str(error) == "the controller refuses operator-0: operator-0 may not say Hello: its role is operator"
     finally:

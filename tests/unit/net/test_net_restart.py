@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 import zmq
+from hub_harness import DEADLINE_S, RUN, Desk, calling, envelope, generated, received, score
 from hypothesis import given
 from hypothesis import strategies as st
-from net_desk import DEADLINE_S, RUN, Desk, calling, envelope, generated, received, score
 
 from starling.common.errors import ConfigError, UnreachableError
 from starling.common.net import dealer as dealer_module
-from starling.common.net.link import Command
-from starling.common.net.operator import OperatorLine
-from starling.common.net.told import aged
+from starling.common.net.link import ReceivedCommand
+from starling.common.net.operator import OperatorClient
+from starling.common.net.reported_state import aged
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 
@@ -88,7 +88,7 @@ def hub_process(keys: Path, address: str, epoch: int, *leases: str) -> Iterator[
 def test_what_was_done_while_the_controller_was_dead_is_settled_once(keys: Path) -> None:
     leases = ("generate:t1:1.1", "generate:t2:1.2")
     with hub_process(keys, "tcp://127.0.0.1:0", 1, *leases) as (first, address), calling(address, keys) as link:
-        assert [received(link, Command).message.lease for _ in leases] == list(leases)
+        assert [received(link, ReceivedCommand).message.lease for _ in leases] == list(leases)
         link.report(version=5)
         first.kill()
         link.answer(leases[0], generated(leases[0]))  # perhaps before the link has noticed
@@ -108,7 +108,7 @@ def test_what_was_done_while_the_controller_was_dead_is_settled_once(keys: Path)
 def test_results_wait_in_the_book_and_nothing_waits_in_the_socket(keys: Path) -> None:
     lease = "generate:t1:1.1"
     with hub_process(keys, "tcp://127.0.0.1:0", 1, lease) as (first, address), calling(address, keys) as link:
-        assert received(link, Command).message.lease == lease
+        assert received(link, ReceivedCommand).message.lease == lease
         first.kill()
         deadline = time.monotonic() + DEADLINE_S
         while link.connected:
@@ -128,11 +128,11 @@ def test_results_wait_in_the_book_and_nothing_waits_in_the_socket(keys: Path) ->
 
 def test_an_operator_is_answered_by_whoever_is_there(keys: Path) -> None:
     key = keys / "operator-0.json"
-    with hub_process(keys, "tcp://127.0.0.1:0", 1) as (first, address), OperatorLine(address, key, RUN) as line:
-        assert line.ask(wire.Ask(request="a", about="status"), DEADLINE_S).text == "incarnation 1"
+    with hub_process(keys, "tcp://127.0.0.1:0", 1) as (first, address), OperatorClient(address, key, RUN) as line:
+        assert line.ask(wire.QueryRun(request="a", about="status"), DEADLINE_S).text == "incarnation 1"
         first.kill()
         with hub_process(keys, address, 2):
-            assert line.ask(wire.Ask(request="b", about="why"), DEADLINE_S).text == "incarnation 2"
+            assert line.ask(wire.QueryRun(request="b", about="why"), DEADLINE_S).text == "incarnation 2"
 
 
 def test_a_link_listens_to_the_newest_controller_only() -> None:
@@ -157,14 +157,14 @@ def test_a_link_listens_to_the_newest_controller_only() -> None:
             say(4, score("score:old:1.1"))
             say(4, wire.Drain(reason="the run of a ghost is over"))
             say(5, score("score:now:2.1"))
-            assert received(link, Command).message.lease == "score:now:2.1"
-            say(6, wire.Release(leases=()))
+            assert received(link, ReceivedCommand).message.lease == "score:now:2.1"
+            say(6, wire.ReleaseLeases(leases=()))
             hear(wire.Hello)  # the new one does not know it
             say(6, wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
             hear(wire.Heartbeat)
             say(5, score("score:late:2.2"))
             say(6, score("score:new:3.1"))
-            assert received(link, Command).message.lease == "score:new:3.1"
+            assert received(link, ReceivedCommand).message.lease == "score:new:3.1"
     finally:
         router.close()
         context.term()
@@ -207,24 +207,24 @@ def test_a_fleet_does_not_come_back_in_step() -> None:
 
 def test_an_operator_without_an_answer_is_told_in_one_sentence(keys: Path) -> None:
     with (
-        OperatorLine("tcp://127.0.0.1:1", keys / "operator-0.json", RUN) as line,
+        OperatorClient("tcp://127.0.0.1:1", keys / "operator-0.json", RUN) as line,
         pytest.raises(UnreachableError, match=r"1 cannot be reached by operator-0 \(no answer for 0\.3 s\); check the"),
     ):
-        line.ask(wire.Ask(request="a", about="status"), 0.3)
+        line.ask(wire.QueryRun(request="a", about="status"), 0.3)
     with pytest.raises(UnreachableError, match="tcp://nowhere cannot be reached by operator-0"):
-        OperatorLine("tcp://nowhere", None, RUN)
+        OperatorClient("tcp://nowhere", None, RUN)
     with pytest.raises(ConfigError, match=r"reward-0\.json was made for reward-0, and this is operator-0"):
-        OperatorLine("tcp://127.0.0.1:1", keys / "reward-0.json", RUN)
+        OperatorClient("tcp://127.0.0.1:1", keys / "reward-0.json", RUN)
 
 
 def test_two_operators_with_one_key_are_both_answered(keys: Path) -> None:
     key = keys / "operator-0.json"
     with (
         hub_process(keys, "tcp://127.0.0.1:0", 1) as (_, address),
-        OperatorLine(address, key, RUN) as one,
-        OperatorLine(address, key, RUN) as other,
+        OperatorClient(address, key, RUN) as one,
+        OperatorClient(address, key, RUN) as other,
     ):
         for number in range(3):
             for line in (one, other):
                 request = f"{number} of {id(line)}"
-                assert line.ask(wire.Ask(request=request, about="why"), DEADLINE_S).request == request
+                assert line.ask(wire.QueryRun(request=request, about="why"), DEADLINE_S).request == request

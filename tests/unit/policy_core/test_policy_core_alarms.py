@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from starling.common.errors import ConfigError
 from starling.common.settings import validate
 from starling.common.wire.messages import Alarm
-from starling.policy.core.alarms import Alarms, Rule
+from starling.policy.core.alarms import AlarmRule, Alarms
 from starling.policy.settings.alarms import AlarmName, AlarmSettings
 
 NAN = float("nan")
-CEILING = Rule("high", "x", 1.0, "too high")
-FLOOR = Rule("low", "x", 1.0, "too low", is_floor=True)
+CEILING = AlarmRule("high", "x", 1.0, "too high")
+FLOOR = AlarmRule("low", "x", 1.0, "too low", is_floor=True)
 
 
-def steps_on(rule: Rule, values: list[float | None]) -> list[int]:
+def steps_on(rule: AlarmRule, values: list[float | None]) -> list[int]:
     """Return the steps, from 1, after which the alarm of `rule` is on when its metric has `values`."""
     alarms = Alarms([rule])
     on = []
@@ -35,12 +35,12 @@ def steps_on(rule: Rule, values: list[float | None]) -> list[int]:
         (CEILING, [NAN, NAN, 0.5], [1, 2]),
         (FLOOR, [NAN, 2.0], [1]),
         (CEILING, [2.0, None, None, 0.5], [1, 2, 3]),
-        (Rule("skipped", "x", 0.0, ""), [0.0, 1.0, 0.0], [2]),
-        (Rule("still", "x", 0.0, "", is_floor=True, num_steps=2), [0.0, 0.1, 0.0, 0.0, 0.0, 1e-9], [4, 5]),
-        (Rule("high", "x", 1.0, "", num_steps=3), [2.0, 2.0, 0.9, 2.0, 2.0, None, 2.0, 0.9], [7, 8]),
+        (AlarmRule("skipped", "x", 0.0, ""), [0.0, 1.0, 0.0], [2]),
+        (AlarmRule("still", "x", 0.0, "", is_floor=True, num_steps=2), [0.0, 0.1, 0.0, 0.0, 0.0, 1e-9], [4, 5]),
+        (AlarmRule("high", "x", 1.0, "", num_steps=3), [2.0, 2.0, 0.9, 2.0, 2.0, None, 2.0, 0.9], [7, 8]),
     ],
 )
-def test_on_at_the_bound_and_off_by_a_margin(rule: Rule, values: list[float | None], on: list[int]) -> None:
+def test_on_at_the_bound_and_off_by_a_margin(rule: AlarmRule, values: list[float | None], on: list[int]) -> None:
     """A step that did not measure it is no evidence, and breaks no row of steps."""
     assert steps_on(rule, values) == on
 
@@ -48,7 +48,7 @@ def test_on_at_the_bound_and_off_by_a_margin(rule: Rule, values: list[float | No
 @given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=20), is_floor=st.booleans())
 def test_between_two_alarms_the_metric_was_well_inside(values: list[float], is_floor: bool) -> None:
     """Whatever comes: an alarm goes on at a value out of bounds only, and off at one that is inside by the margin."""
-    rule = Rule("a", "x", 1.0, "", is_floor=is_floor)
+    rule = AlarmRule("a", "x", 1.0, "", is_floor=is_floor)
     alarms, before = Alarms([rule]), False
     for step, value in enumerate(values):
         now = bool(alarms.after(step, {"x": value}))

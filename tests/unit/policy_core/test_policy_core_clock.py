@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.policy.core.clock import PHASES, Split
+from starling.policy.core.phases import PHASES, PhaseTimes
 
 MOMENTS = st.floats(min_value=0.0, max_value=1e6, allow_nan=False)
 EVENTS = st.lists(st.tuples(st.sampled_from(PHASES), MOMENTS), max_size=30)
@@ -21,7 +21,7 @@ def test_the_shares_sum_to_one_for_any_order_of_events(
     begin: float, events: list[tuple[str, float]], end: float
 ) -> None:
     """Also where the clock goes back, and where no time passes at all."""
-    split = Split(begin)
+    split = PhaseTimes(begin)
     for phase, now in events:
         split.enter(phase, now)  # type: ignore[arg-type]
     metrics = split.take(end)
@@ -33,7 +33,7 @@ def test_the_shares_sum_to_one_for_any_order_of_events(
 
 def test_each_moment_belongs_to_the_phase_that_was_entered_last() -> None:
     """And `enter` says which phase it ended, so that a part inside another can go back."""
-    split = Split(10.0)
+    split = PhaseTimes(10.0)
     assert split.enter("wait_data", 10.5) == "other"
     assert split.enter("forward", 12.5) == "wait_data"
     assert split.enter("backward", 13.5) == "forward"
@@ -47,7 +47,7 @@ def test_each_moment_belongs_to_the_phase_that_was_entered_last() -> None:
 
 def test_a_step_begins_where_the_one_before_ended() -> None:
     """No moment between two steps is lost, and none counts twice."""
-    split = Split(0.0)
+    split = PhaseTimes(0.0)
     split.enter("optimizer", 1.0)
     split.take(3.0)
     metrics = split.take(4.0)
@@ -56,7 +56,7 @@ def test_a_step_begins_where_the_one_before_ended() -> None:
 
 def test_what_overlaps_is_told_beside_the_sum() -> None:
     """A hidden publication is no part of the step's time, and belongs to one step only."""
-    split = Split(0.0)
+    split = PhaseTimes(0.0)
     split.hide(5.0)
     split.hide(0.5)
     first, second = split.take(2.0), split.take(3.0)

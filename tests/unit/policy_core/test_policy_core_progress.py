@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.common.wire.messages import AdoptWeights, Prompt, PublishWeights, SaveCheckpoint, TrainGroup, TrainStep
-from starling.policy.core.progress import Order, Progress
+from starling.policy.core.admission import PolicyCommand, PolicyState
 
 EXAMPLES = (Prompt(id="sft/0"),)
 GROUPS = (TrainGroup(prompt_id="train/0", trajectories=(), tensors=()),)
@@ -30,8 +30,8 @@ def save(step: int) -> SaveCheckpoint:
     [train(4), train(4, (), EXAMPLES), publish(3), save(3)],
     ids=["reinforce", "supervise", "publish", "save"],
 )
-def test_what_fits_is_not_objected_to(command: Order) -> None:
-    assert Progress(version=3, published=2).objection(command) is None
+def test_what_fits_is_not_objected_to(command: PolicyCommand) -> None:
+    assert PolicyState(version=3, published=2).objection(command) is None
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_what_fits_is_not_objected_to(command: Order) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_objected_to(command: Order, objection: str) -> None:
-    assert Progress(version=3, published=2).objection(command) == objection
+def test_what_does_not_fit_is_objected_to(command: PolicyCommand, objection: str) -> None:
+    assert PolicyState(version=3, published=2).objection(command) == objection
 
 
 def test_the_version_on_offer_may_be_asked_for_again_even_after_the_next_step() -> None:
-    progress = Progress(version=3)
+    progress = PolicyState(version=3)
     assert progress.objection(publish(3)) is None
     progress.published = 3
     assert progress.objection(publish(3)) is None
@@ -70,7 +70,7 @@ def test_the_version_on_offer_may_be_asked_for_again_even_after_the_next_step() 
 
 
 def test_a_policy_that_was_started_again_may_publish_what_it_took_up() -> None:
-    progress = Progress(version=7)
+    progress = PolicyState(version=7)
     assert progress.objection(publish(7)) is None
     assert progress.objection(publish(6)) == "version 6 cannot be published: this policy holds version 7"
     step = TrainStep(lease="train:8:0", step=8, groups=GROUPS, published=7)
@@ -90,17 +90,17 @@ def test_a_policy_that_was_started_again_may_publish_what_it_took_up() -> None:
     ],
     ids=["not yet", "already", "of no publication", "never fits", "made again", "publish", "save"],
 )
-def test_a_step_waits_for_the_snapshot_of_what_it_changes(command: Order, waits: bool) -> None:
-    progress = Progress(version=3, published=2)
+def test_a_step_waits_for_the_snapshot_of_what_it_changes(command: PolicyCommand, waits: bool) -> None:
+    progress = PolicyState(version=3, published=2)
     assert progress.must_wait(command) is waits
     progress.published = 3
     assert not progress.must_wait(command)
 
 
 def test_the_initial_weights_may_be_published_but_not_trained_again() -> None:
-    assert Progress().objection(publish(0)) is None
-    assert Progress().objection(train(1)) is None
-    assert Progress().objection(train(0)) == "step 0 needs version -1, and this policy holds version 0"
+    assert PolicyState().objection(publish(0)) is None
+    assert PolicyState().objection(train(1)) is None
+    assert PolicyState().objection(train(0)) == "step 0 needs version -1, and this policy holds version 0"
 
 
 def held(step: int = 4, lease: str = "train:4:0") -> TrainStep:
@@ -108,7 +108,7 @@ def held(step: int = 4, lease: str = "train:4:0") -> TrainStep:
 
 
 def test_a_step_that_is_held_back_is_taken_up_after_the_publication() -> None:
-    progress = Progress(version=3, published=2)
+    progress = PolicyState(version=3, published=2)
     progress.hold(held(), (b"groups",))
     assert progress.take_ready() == []
     progress.published = 3
@@ -117,7 +117,7 @@ def test_a_step_that_is_held_back_is_taken_up_after_the_publication() -> None:
 
 
 def test_a_step_is_held_back_for_so_long_and_says_for_what() -> None:
-    progress = Progress(version=3, published=2, hold_s=60.0)
+    progress = PolicyState(version=3, published=2, hold_s=60.0)
     progress.hold(held(), ())
     (wait,) = progress.waits(100.0)
     assert (wait.since_s, wait.seconds_left, wait.on) == (0.0, 60.0, "controller")
@@ -135,7 +135,7 @@ def test_a_step_is_held_back_for_so_long_and_says_for_what() -> None:
 
 
 def test_every_step_that_is_held_back_has_its_own_deadline_and_none_is_lost() -> None:
-    progress = Progress(version=3, published=2, hold_s=60.0)
+    progress = PolicyState(version=3, published=2, hold_s=60.0)
     progress.hold(held(), ())
     progress.expire(0.0)
     progress.hold(held(lease="train:4:1"), ())
@@ -159,7 +159,7 @@ def test_every_step_that_is_held_back_has_its_own_deadline_and_none_is_lost() ->
     )
 )
 def test_every_step_comes_out_once_and_in_time(events: list[tuple[str, int]]) -> None:
-    progress, now, num_held = Progress(hold_s=60.0), 0.0, 0
+    progress, now, num_held = PolicyState(hold_s=60.0), 0.0, 0
     since: dict[str, float] = {}
     for kind, number in events:
         match kind:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vocabulary import VOCABULARY
 
-from starling.policy.train.groups import Group
+from starling.policy.train.data.groups import ScoredGroup
 
 
 def _tiny(kind: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes: Any) -> Any:
@@ -46,13 +46,13 @@ def tiny() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def make_groups() -> Callable[..., list[Group]]:
+def make_groups() -> Callable[..., list[ScoredGroup]]:
     """Make random groups with the given lengths of prompts and completions."""
 
-    def make(shapes: Sequence[tuple[int, Sequence[int]]], *, seed: int = 0, version: int = 0) -> list[Group]:
+    def make(shapes: Sequence[tuple[int, Sequence[int]]], *, seed: int = 0, version: int = 0) -> list[ScoredGroup]:
         generator = np.random.default_rng(seed)
         return [
-            Group(
+            ScoredGroup(
                 prompt_ids=generator.integers(VOCABULARY, size=prompt).astype(np.int32),
                 completion_ids=generator.integers(VOCABULARY, size=sum(lengths)).astype(np.int32),
                 logprobs=(-3.4 + 0.4 * generator.standard_normal(sum(lengths))).astype(np.float32),

@@ -18,9 +18,9 @@ from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.saving import SavingSettings
-from starling.policy.settings.supervised import SftSettings
-from starling.policy.shell.saving import Saving
-from starling.policy.train.groups import Example, Group
+from starling.policy.settings.supervised import SftStepSettings
+from starling.policy.shell.saving import PolicySaver
+from starling.policy.train.data.groups import ScoredGroup, SftExample
 from starling.policy.train.learner import Learner
 
 NUM_SFT, LAST = 2, 7
@@ -40,7 +40,9 @@ def load() -> Any:
 def learner() -> Learner:
     optimizer = OptimizerSettings(learning_rate=3e-3, schedule="cosine", warmup_steps=1)
     algorithm = AlgorithmSettings(kl_coefficient=0.05)
-    return Learner(load, PolicySettings(optimizer=optimizer, algorithm=algorithm, sft=SftSettings(optimizer=optimizer)))
+    return Learner(
+        load, PolicySettings(optimizer=optimizer, algorithm=algorithm, sft=SftStepSettings(optimizer=optimizer))
+    )
 
 
 def take(learner: Learner, step: int) -> None:
@@ -51,11 +53,11 @@ def take(learner: Learner, step: int) -> None:
         return generator.integers(VOCABULARY, size=num).astype(np.int32)
 
     if step <= NUM_SFT:
-        examples = [Example(tokens(4), tokens(num), f"sft/{num}") for num in (3, 5)]
+        examples = [SftExample(tokens(4), tokens(num), f"sft/{num}") for num in (3, 5)]
         learner.supervise(examples, num_steps=NUM_SFT)
         return
     groups = [
-        Group(
+        ScoredGroup(
             prompt_ids=tokens(4),
             completion_ids=tokens(9),
             logprobs=(-3.0 + 0.3 * generator.standard_normal(9)).astype(np.float32),
@@ -69,7 +71,7 @@ def take(learner: Learner, step: int) -> None:
     learner.reinforce(groups, step=step, num_steps=LAST - NUM_SFT)
 
 
-def saving_of(learner: Learner, folder: Path, say: Any = lambda line: None) -> Saving:
+def saving_of(learner: Learner, folder: Path, say: Any = lambda line: None) -> PolicySaver:
     """Return what saves `learner` below `folder`."""
 
     def answer(lease: str, message: Any, buffers: tuple[bytes, ...]) -> None:
@@ -80,12 +82,12 @@ def saving_of(learner: Learner, folder: Path, say: Any = lambda line: None) -> S
         say(f"broken {future.exception()}")
 
     tokenizer: Any = None
-    saving = Saving(learner, tokenizer, SavingSettings(), "run", folder)
+    saving = PolicySaver(learner, tokenizer, SavingSettings(), "run", folder)
     saving.connect(answer, broken)
     return saving
 
 
-def go_on(learner: Learner, saving: Saving, say: Any = lambda line: None) -> int:
+def go_on(learner: Learner, saving: PolicySaver, say: Any = lambda line: None) -> int:
     """Resume, and make the steps that are left. Returns the version that it began with."""
     begin = saving.resume()
     for step in range(begin + 1, LAST + 1):

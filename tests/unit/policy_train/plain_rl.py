@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from starling.policy.train.groups import Group
+from starling.policy.train.data.groups import ScoredGroup
 
 RAGGED = [(6, [4, 9, 1, 0]), (1, [2, 0, 7, 5]), (11, [1, 1, 1, 12])]
 """Prompts with completions, some without a token and some of a single one."""
@@ -57,7 +57,7 @@ class Plain:
 
 
 def under(
-    model: Any, groups: Sequence[Group], temperature: float = 1.0
+    model: Any, groups: Sequence[ScoredGroup], temperature: float = 1.0
 ) -> list[list[tuple[list[Tensor], list[Tensor]]]]:
     """Return the log-probabilities and entropies of each completion of each group, at its sampled tokens.
 
@@ -79,13 +79,15 @@ def under(
     return found
 
 
-def logprobs_of(model: Any, groups: Sequence[Group], temperature: float = 1.0) -> list[list[list[float]]]:
+def logprobs_of(model: Any, groups: Sequence[ScoredGroup], temperature: float = 1.0) -> list[list[list[float]]]:
     """Return the log-probabilities of each completion of each group, as numbers."""
     with torch.no_grad():
         return [[[float(one) for one in new] for new, _ in own] for own in under(model, groups, temperature)]
 
 
-def near(model: Any, groups: Sequence[Group], noise: float, *, seed: int = 5, temperature: float = 1.0) -> list[Group]:
+def near(
+    model: Any, groups: Sequence[ScoredGroup], noise: float, *, seed: int = 5, temperature: float = 1.0
+) -> list[ScoredGroup]:
     """Return `groups` as sampled by weights near those of `model`, so that ratios lie on both sides of their bounds."""
     generator = np.random.default_rng(seed)
     found = []
@@ -99,7 +101,7 @@ def near(model: Any, groups: Sequence[Group], noise: float, *, seed: int = 5, te
 
 def completions(
     model: Any,
-    groups: Sequence[Group],
+    groups: Sequence[ScoredGroup],
     advantages: Sequence[Sequence[float]],
     *,
     old: Sequence[Sequence[Sequence[float]]] | None = None,
@@ -256,7 +258,7 @@ ALGORITHMS = {
 def plain_loss(
     name: str,
     model: Any,
-    groups: Sequence[Group],
+    groups: Sequence[ScoredGroup],
     *,
     rows: Sequence[Sequence[float]] | None = None,
     old: Sequence[Sequence[Sequence[float]]] | None = None,

@@ -28,9 +28,9 @@ from starling.algo import algorithm as built_in
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.groups import Group
-from starling.policy.train.model import frozen_copy
-from starling.policy.train.step import RlTrainer
+from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.model.load import frozen_copy
+from starling.policy.train.rl import RlTrainer
 
 torch.set_num_threads(1)
 
@@ -40,7 +40,7 @@ WAYS = [(30, True), (30, False), (10_000, True), (10_000, False)]
 BOUNDED = {"reinforce_pp": "clip_fraction", "decoupled_ppo": "mask_token_fraction"}
 
 
-def ragged(make_groups: Make) -> list[Group]:
+def ragged(make_groups: Make) -> list[ScoredGroup]:
     return [replace(group, cut=cut) for group, cut in zip(make_groups(RAGGED), CUT, strict=True)]
 
 

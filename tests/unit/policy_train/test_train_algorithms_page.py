@@ -12,13 +12,13 @@ from typing import Any, Final, get_args
 import pytest
 
 from starling.algo.algorithm import ALGORITHMS, Aggregate, Algorithm, functions
-from starling.algo.loss.kl import KlKind
-from starling.cli.recipe import load_recipe
+from starling.algo.loss.regularisers import KlKind
+from starling.cli.recipe.schema import load_recipe
 from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings, CorrectionSettings
 from starling.policy.settings.supervised import DpoSettings, RewardModelSettings
-from starling.policy.train.objective import check_objective
-from starling.reward.score.scorers import resolve
+from starling.policy.train.loss.objective import check_objective
+from starling.reward.score.scorers.registry import resolve_scorer
 
 ROOT: Final = Path(__file__).parents[3]
 PAGE: Final = (ROOT / "docs" / "algorithms.md").read_text()
@@ -66,7 +66,7 @@ def test_every_recipe_on_the_page_is_one(snippet: str, tmp_path: Path) -> None:
     check_objective(recipe.policy.algorithm)
     assert recipe.reward is not None
     for scorer in recipe.reward.scorers:
-        resolve(scorer.name, scorer.options)
+        resolve_scorer(scorer.name, scorer.options)
     for section, keys in tomllib.loads(snippet).get("policy", {}).items():
         assert keys, f"[policy.{section}] sets nothing"
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from starling.algo.packing import Microbatch
 from starling.common.errors import ConfigError
-from starling.policy.train.batch import Batch, Prompted, check_lengths, lay_out, to_tensors
-from starling.policy.train.logprobs import token_logprobs
+from starling.policy.train.data.packing import PackedBatch, PromptBlock, check_lengths, pack_sequences, to_tensors
+from starling.policy.train.loss.logprobs import token_logprobs
 
 torch.set_num_threads(1)
 
@@ -25,7 +25,7 @@ SHAPES = st.lists(
 )
 
 
-def sequences(shapes: list[tuple[int, list[int]]], seed: int = 0) -> tuple[list[Prompted], np.ndarray[Any, Any]]:
+def sequences(shapes: list[tuple[int, list[int]]], seed: int = 0) -> tuple[list[PromptBlock], np.ndarray[Any, Any]]:
     generator = np.random.default_rng(seed)
     prompted, end = [], 0
     for prompt, lengths in shapes:
@@ -33,16 +33,16 @@ def sequences(shapes: list[tuple[int, list[int]]], seed: int = 0) -> tuple[list[
         for length in lengths:
             spans.append((end, end + length))
             end += length
-        prompted.append(Prompted(generator.integers(31, size=prompt).astype(np.int32), tuple(spans)))
+        prompted.append(PromptBlock(generator.integers(31, size=prompt).astype(np.int32), tuple(spans)))
     return prompted, generator.integers(31, size=end).astype(np.int32)
 
 
-def one_row(prompted: list[Prompted]) -> Batch:
+def one_row(prompted: list[PromptBlock]) -> PackedBatch:
     rows = (tuple(range(len(prompted))),)
-    return Batch(tuple(prompted), (Microbatch(rows, sum(item.num_cells for item in prompted)),), 0.0)
+    return PackedBatch(tuple(prompted), (Microbatch(rows, sum(item.num_cells for item in prompted)),), 0.0)
 
 
-def packed_logprobs(model: Any, batch: Batch, token_ids: np.ndarray[Any, Any]) -> Tensor:
+def packed_logprobs(model: Any, batch: PackedBatch, token_ids: np.ndarray[Any, Any]) -> Tensor:
     """Log-probabilities of the step's tokens, in their order."""
     result = torch.full((len(token_ids),), torch.nan)
     for microbatch in batch.plan:
@@ -53,7 +53,7 @@ def packed_logprobs(model: Any, batch: Batch, token_ids: np.ndarray[Any, Any]) -
     return result
 
 
-def plain_logprobs(model: Any, prompted: list[Prompted], token_ids: np.ndarray[Any, Any]) -> Tensor:
+def plain_logprobs(model: Any, prompted: list[PromptBlock], token_ids: np.ndarray[Any, Any]) -> Tensor:
     """The same, one sequence at a time, through nothing but the model."""
     parts = []
     for item in prompted:
@@ -69,7 +69,7 @@ def test_each_trained_token_lies_behind_what_precedes_it(
     shapes: list[tuple[int, list[int]]], budget: int, share: bool
 ) -> None:
     prompted, token_ids = sequences(shapes)
-    batch = lay_out(prompted, budget, share_prompts=share)
+    batch = pack_sequences(prompted, budget, share_prompts=share)
     seen = []
     for microbatch in batch.plan:
         inputs = to_tensors(batch, microbatch, token_ids)
@@ -96,7 +96,7 @@ def test_each_trained_token_lies_behind_what_precedes_it(
 @given(SHAPES, st.booleans())
 def test_every_cell_sees_at_least_itself(shapes: list[tuple[int, list[int]]], share: bool) -> None:
     prompted, token_ids = sequences(shapes)
-    batch = lay_out(prompted, 1000, share_prompts=share)
+    batch = pack_sequences(prompted, 1000, share_prompts=share)
     for microbatch in batch.plan:
         mask = to_tensors(batch, microbatch, token_ids).attention_mask[:, 0]
         assert (mask.diagonal(dim1=-2, dim2=-1) == 0).all()
@@ -113,7 +113,7 @@ def test_packed_equals_one_sequence_at_a_time(
 ) -> None:
     model = tiny(kind, tied=tied)
     prompted, token_ids = sequences([(5, [3, 1, 7, 4]), (1, [2]), (9, [8, 8, 1]), (2, [30])])
-    batch = lay_out(prompted, budget, share_prompts=share)
+    batch = pack_sequences(prompted, budget, share_prompts=share)
     with torch.no_grad():
         expected = plain_logprobs(model, prompted, token_ids)
     torch.testing.assert_close(packed_logprobs(model, batch, token_ids), expected, rtol=2e-6, atol=1e-6)
@@ -138,7 +138,7 @@ def test_gradients_of_packed_sequences_are_those_of_each_alone(
         return [torch.stack(found).sum(dim=0) for found in zip(*each, strict=True)]
 
     alone = gradients((plain_logprobs(model, prompted, token_ids) * weights).sum())
-    batch, parts = lay_out(prompted, budget), []
+    batch, parts = pack_sequences(prompted, budget), []
     for microbatch in batch.plan:
         inputs = to_tensors(batch, microbatch, token_ids)
         logprobs, _ = token_logprobs(model, inputs, chunk_tokens=16)
@@ -172,7 +172,7 @@ def test_changing_one_prompt_leaves_the_other_blocks_bitwise_unchanged(tiny: Cal
     model = tiny()
     prompted, token_ids = sequences([(4, [5, 6]), (3, [7]), (6, [9])])
     before = packed_logprobs(model, one_row(prompted), token_ids)
-    prompted[1] = Prompted((prompted[1].prompt_ids + 1) % 31, prompted[1].spans)
+    prompted[1] = PromptBlock((prompted[1].prompt_ids + 1) % 31, prompted[1].spans)
     after = packed_logprobs(model, one_row(prompted), token_ids)
     start, stop = prompted[1].spans[0]
     assert torch.equal(after[:start], before[:start])
@@ -182,8 +182,8 @@ def test_changing_one_prompt_leaves_the_other_blocks_bitwise_unchanged(tiny: Cal
 
 def test_sharing_a_long_prompt_saves_its_cells() -> None:
     prompted, _ = sequences([(50, [5] * 8)])
-    shared = lay_out(prompted, 1000)
-    apart = lay_out(prompted, 1000, share_prompts=False)
+    shared = pack_sequences(prompted, 1000)
+    apart = pack_sequences(prompted, 1000, share_prompts=False)
     assert sum(batch.num_cells for batch in shared.plan) == 50 + 8 * 4
     assert sum(batch.num_cells for batch in apart.plan) == 8 * 54
 
@@ -191,7 +191,7 @@ def test_sharing_a_long_prompt_saves_its_cells() -> None:
 def test_sharing_never_breaks_a_budget_that_single_sequences_keep() -> None:
     prompted, _ = sequences([(50, [20] * 8)])
     for budget in range(69, 220, 7):
-        assert all(batch.num_cells <= budget for batch in lay_out(prompted, budget).plan)
+        assert all(batch.num_cells <= budget for batch in pack_sequences(prompted, budget).plan)
 
 
 def test_a_sequence_longer_than_the_model_takes_is_refused() -> None:

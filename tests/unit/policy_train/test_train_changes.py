@@ -14,8 +14,8 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import CHANGEABLE, PolicySettings, changed
-from starling.policy.settings.supervised import SftSettings
-from starling.policy.train.groups import Example
+from starling.policy.settings.supervised import SftStepSettings
+from starling.policy.train.data.groups import SftExample
 from starling.policy.train.learner import Learner
 
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ def settings(**changes: float) -> PolicySettings:
     optimizer |= {key: value for key, value in changes.items() if key in optimizer}
     algorithm = {key: value for key, value in changes.items() if key not in optimizer}
     made = OptimizerSettings(**optimizer)
-    return PolicySettings(optimizer=made, sft=SftSettings(optimizer=made), algorithm=AlgorithmSettings(**algorithm))
+    return PolicySettings(optimizer=made, sft=SftStepSettings(optimizer=made), algorithm=AlgorithmSettings(**algorithm))
 
 
 def reinforce(learner: Learner, make_groups: Make, step: int, **changes: float) -> dict[str, float]:
@@ -41,7 +41,7 @@ def reinforce(learner: Learner, make_groups: Make, step: int, **changes: float) 
 
 
 def supervise(learner: Learner, make_groups: Make, step: int, changes: dict[str, float]) -> dict[str, float]:
-    examples = [Example(group.prompt_ids, group.completion_ids) for group in make_groups(SHAPES, seed=step)]
+    examples = [SftExample(group.prompt_ids, group.completion_ids) for group in make_groups(SHAPES, seed=step)]
     return learner.supervise(examples, num_steps=NUM_STEPS, changes=changes)
 
 
@@ -124,7 +124,7 @@ def test_each_kind_of_steps_has_its_own_rate(tiny: Make, make_groups: Make) -> N
     supervise(learner, make_groups, 1, changes)
     assert supervise(learner, make_groups, 2, changes)["learning_rate"] == 0.5
     learner = Learner(lambda: tiny(), settings())
-    examples = [Example(group.prompt_ids, group.completion_ids) for group in make_groups(SHAPES, seed=1)]
+    examples = [SftExample(group.prompt_ids, group.completion_ids) for group in make_groups(SHAPES, seed=1)]
     told = learner.supervise(examples, num_steps=1, changes={"policy.sft.optimizer.max_grad_norm": 0.25})
     assert told["max_grad_norm"] == 0.25
 

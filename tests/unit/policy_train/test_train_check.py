@@ -12,7 +12,7 @@ import torch
 from starling.common.errors import ConfigError
 from starling.common.settings import validate
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.check import check
+from starling.policy.train.optim.optimizer import check_optimizers
 
 torch.set_num_threads(1)
 
@@ -37,7 +37,7 @@ def optimizer(section: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", ["qwen2", "qwen3_moe", "llama"])
 def test_the_defaults_suit_every_model(tiny: Callable[..., Any], model: str, kind: Any) -> None:
-    check(tiny(model), PolicySettings(), kind)
+    check_optimizers(tiny(model), PolicySettings(), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,32 +48,32 @@ def test_a_pattern_that_matches_nothing_is_told_where_that_optimizer_may_be_used
 ) -> None:
     settings = settings_of(optimizer(section, **setting))
     if section not in SECTIONS[kind]:
-        check(tiny(), settings, kind)
+        check_optimizers(tiny(), settings, kind)
         return
     path = "policy.optimizer" if section == "optimizer" else f"policy.{section}.optimizer"
     with pytest.raises(ConfigError) as caught:
-        check(tiny(), settings, kind)
+        check_optimizers(tiny(), settings, kind)
     assert f"{path}.{next(iter(setting))} has 'q_prj', which matches no trainable parameter" in str(caught.value)
     assert "q_proj" in str(caught.value)
 
 
 def test_a_pattern_for_frozen_parameters_matches_nothing(tiny: Callable[..., Any]) -> None:
     model, settings = tiny(), settings_of(optimizer("optimizer", rates={"embed": 0.1}))
-    check(model, settings, "rl")
+    check_optimizers(model, settings, "rl")
     model.model.embed_tokens.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"policy\.optimizer\.rates has 'embed', which matches no trainable"):
-        check(model, settings, "rl")
+        check_optimizers(model, settings, "rl")
 
 
 def test_a_model_of_which_nothing_is_trained_is_refused(tiny: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="no trainable parameter: unfreeze"):
-        check(tiny().requires_grad_(False), PolicySettings(), "sft")
+        check_optimizers(tiny().requires_grad_(False), PolicySettings(), "sft")
 
 
 def test_eight_bits_need_torchao(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(optimizer("dpo", kind="adamw_8bit"))
-    check(tiny(), settings, "dpo")
-    monkeypatch.delitem(sys.modules, "starling.policy.train.adamw_8bit", raising=False)
+    check_optimizers(tiny(), settings, "dpo")
+    monkeypatch.delitem(sys.modules, "starling.policy.train.optim.adamw_8bit", raising=False)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)  # what Python takes for a package that is not there
     with pytest.raises(ConfigError, match=r'policy\.dpo\.optimizer\.kind = "adamw_8bit" needs torchao .*: install'):
-        check(tiny(), settings, "dpo")
+        check_optimizers(tiny(), settings, "dpo")

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from starling.policy.core.clock import PHASES
-from starling.policy.train.clock import MOST_MARKS, StepClock
+from starling.policy.core.phases import PHASES
+from starling.policy.train.metrics.clock import MOST_MARKS, StepClock
 
 
 def test_every_moment_of_a_step_belongs_to_a_phase() -> None:

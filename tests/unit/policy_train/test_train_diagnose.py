@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.policy.train.diagnose import (
+from starling.policy.train.metrics.tokens import (
     OLDEST_BIN,
     WeightProbe,
     effective_sample_size,

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ScoredTrajectory, TensorMeta, TrainGroup
-from starling.policy.settings.algorithm import AlgorithmSettings
-from starling.policy.settings.distill import DistillSettings
+from starling.policy.settings.algorithm import AlgorithmSettings, DistillSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.groups import Group, Taught, groups_from_wire
-from starling.policy.train.step import RlTrainer
+from starling.policy.train.data.groups import ScoredGroup, TeacherLogprobs, groups_from_wire
+from starling.policy.train.rl import RlTrainer
 
 torch.set_num_threads(1)
 
@@ -27,7 +26,7 @@ TOP_K = 5
 Make = Callable[..., Any]
 
 
-def position_logprobs(model: Any, group: Group, start: int, length: int, divisor: float) -> Tensor:
+def position_logprobs(model: Any, group: ScoredGroup, start: int, length: int, divisor: float) -> Tensor:
     """The distributions of a completion's tokens under `model`, [length, vocabulary], in double precision."""
     ids = np.concatenate([group.prompt_ids, group.completion_ids[start : start + length]]).astype(np.int64)
     logits = model(torch.from_numpy(ids)[None]).logits[0].double() / divisor
@@ -35,7 +34,7 @@ def position_logprobs(model: Any, group: Group, start: int, length: int, divisor
     return logits[first : first + length].log_softmax(-1)
 
 
-def teach(teacher: Any, group: Group, divisor: float = 1.0) -> Group:
+def teach(teacher: Any, group: ScoredGroup, divisor: float = 1.0) -> ScoredGroup:
     """Give `group` what `teacher` says of it."""
     rows, start = [], 0
     with torch.no_grad():
@@ -45,11 +44,11 @@ def teach(teacher: Any, group: Group, divisor: float = 1.0) -> Group:
     known = torch.cat(rows)
     top = known.topk(TOP_K, dim=-1)
     sampled = known.gather(-1, torch.from_numpy(group.completion_ids.astype(np.int64))[:, None])[:, 0]
-    taught = Taught(sampled.float().numpy(), top.indices.to(torch.int32).numpy(), top.values.float().numpy())
+    taught = TeacherLogprobs(sampled.float().numpy(), top.indices.to(torch.int32).numpy(), top.values.float().numpy())
     return replace(group, taught=taught)
 
 
-def plain_loss(model: Any, groups: list[Group], settings: DistillSettings, divisor: float) -> Tensor:
+def plain_loss(model: Any, groups: list[ScoredGroup], settings: DistillSettings, divisor: float) -> Tensor:
     """The loss of a step, as the papers have it: REINFORCE at ratio r, or the divergence over the likeliest tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
@@ -140,7 +139,7 @@ def test_a_student_comes_to_do_what_its_teacher_does(tiny: Make, loss: Any) -> N
         drawn = torch.multinomial(logs.exp(), 64, replacement=True, generator=generator)
         versions = np.full(64, step - 1, np.int32)
         ids = drawn.to(torch.int32).numpy()
-        group = Group(prompt, ids, logs[drawn].numpy(), versions, (1,) * 64, (0.0,) * 64)
+        group = ScoredGroup(prompt, ids, logs[drawn].numpy(), versions, (1,) * 64, (0.0,) * 64)
         metrics = trainer.step([teach(teacher, group)], step=step)
     assert divergence() < 0.5 * before
     assert np.isfinite(metrics["teacher_kl"])
@@ -148,16 +147,16 @@ def test_a_student_comes_to_do_what_its_teacher_does(tiny: Make, loss: Any) -> N
 
 def test_a_teacher_that_says_too_little_is_refused(tiny: Make, make_groups: Make) -> None:
     groups = [teach(tiny(seed=5), group) for group in make_groups(RAGGED)]
-    sampled_only = [replace(group, taught=Taught(group.taught.logprobs)) for group in groups if group.taught]
+    sampled_only = [replace(group, taught=TeacherLogprobs(group.taught.logprobs)) for group in groups if group.taught]
     trainer = RlTrainer(tiny(), PolicySettings(distill=DistillSettings(loss="jsd")), total_steps=1)
     with pytest.raises(ConfigError, match=r"needs the teacher's likeliest tokens.*set teacher.top_k above 0"):
         trainer.step(sampled_only, step=1)
     with pytest.raises(ConfigError, match="a teacher says less of group"):
         trainer.step([groups[0], replace(groups[1], taught=None)], step=1)
     with pytest.raises(ConfigError, match="has 17 tokens and what its teacher says is of others: 3 log-probabilities"):
-        replace(groups[0], taught=Taught(np.zeros(3, np.float32)))
+        replace(groups[0], taught=TeacherLogprobs(np.zeros(3, np.float32)))
     with pytest.raises(ConfigError, match="a log-probability of its teacher is not finite"):
-        replace(groups[0], taught=Taught(np.full(17, -np.inf, np.float32)))
+        replace(groups[0], taught=TeacherLogprobs(np.full(17, -np.inf, np.float32)))
 
 
 def test_what_a_teacher_says_comes_over_the_wire(tiny: Make, make_groups: Make) -> None:

@@ -14,22 +14,22 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from starling.cli.main import main
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.errors import ConfigError
 from starling.common.settings import LoraSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.checkpoint import export_hf
+from starling.policy.train.checkpoint.huggingface import export_hf
+from starling.policy.train.checkpoint.state import HostBuffers, StateMetadata, StateStore, in_section, take_state
+from starling.policy.train.checkpoint.storage import Storage
+from starling.policy.train.data.examples import PreferencePair
 from starling.policy.train.learner import Learner
-from starling.policy.train.lora import export_model, load_adapters
-from starling.policy.train.model import load_model, tensors
-from starling.policy.train.pairs import Pair
-from starling.policy.train.state import HostCopy, Progress, States, named, take_state
-from starling.policy.train.storage import Storage
-from starling.weightsync.layouts.adapters import add_adapters
+from starling.policy.train.model.load import load_model, version_tensors
+from starling.policy.train.model.lora import export_model, load_adapters
+from starling.weightsync.tensors.adapters import add_adapters
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIG = {**SIZES, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
-PAIR = Pair(*(np.array(ids, dtype=np.int32) for ids in ([3, 4], [5, 6], [6])))
+PAIR = PreferencePair(*(np.array(ids, dtype=np.int32) for ids in ([3, 4], [5, 6], [6])))
 Make = Callable[..., Any]
 
 
@@ -47,7 +47,7 @@ def attempt(tmp_path: Path, model: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(f'[model]\npath = "{model}"\n')
     learner = Learner(lambda: load_model(model, init="random", seed=4), PolicySettings())
-    States(Storage(str(folder / "states"))).write(learner.take_state(4, run="run/attempt-1"))
+    StateStore(Storage(str(folder / "states"))).write(learner.take_state(4, run="run/attempt-1"))
     return folder
 
 
@@ -55,12 +55,12 @@ def test_a_run_a_states_folder_and_a_state_are_exported(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = attempt(tmp_path, model)
-    expected = tensors(load_model(model, init="random", seed=4))
+    expected = version_tensors(load_model(model, init="random", seed=4))
     for number, source in enumerate((folder.parent, folder, folder / "states", folder / "states" / "version-4")):
         out = tmp_path / f"out-{number}"
         assert main(["export", str(source), str(out)]) == 0
         assert capsys.readouterr().out == f"version 4 of run run/attempt-1 is in {out}\n"
-        again = tensors(load_model(out))
+        again = version_tensors(load_model(out))
         assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
         assert (out / "tokenizer.json").exists()
 
@@ -74,33 +74,36 @@ def test_files_are_of_a_bounded_size(tmp_path: Path, model: Path) -> None:
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 1
     assert all(file.stat().st_size < 2_100_000 for file in files)
-    expected, again = tensors(load_model(big, init="random", seed=4)), tensors(load_model(tmp_path / "out"))
+    expected, again = (
+        version_tensors(load_model(big, init="random", seed=4)),
+        version_tensors(load_model(tmp_path / "out")),
+    )
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
 
 
 def test_averaged_weights_are_exported_on_demand(tmp_path: Path, model: Path) -> None:
     made = load_model(model, init="random", seed=4)
     held = {
-        **named("weights/", tensors(made)),
+        **in_section("weights/", version_tensors(made)),
         "trainer/exp_avg:model.norm.weight": torch.ones(32),
         "trainer/ema:model.norm.weight": torch.full((32,), 0.25),
     }
-    States(Storage(str(tmp_path / "states"))).write(
-        take_state(Progress(run="r", version=4), held, torch.device("cpu"), HostCopy())
+    StateStore(Storage(str(tmp_path / "states"))).write(
+        take_state(StateMetadata(run="r", version=4), held, torch.device("cpu"), HostBuffers())
     )
     arguments = ["export", str(tmp_path / "states"), str(tmp_path / "out"), "--model", str(model)]
     assert main([*arguments, "--ema"]) == 0
-    again = tensors(load_model(tmp_path / "out"))
+    again = version_tensors(load_model(tmp_path / "out"))
     assert again["model.norm.weight"].tolist() == [0.25] * 32
-    assert torch.equal(again["model.embed_tokens.weight"], tensors(made)["model.embed_tokens.weight"])
+    assert torch.equal(again["model.embed_tokens.weight"], version_tensors(made)["model.embed_tokens.weight"])
 
 
 def test_a_reward_model_is_exported_as_one_that_scores(tmp_path: Path, model: Path) -> None:
     learner = Learner(lambda: load_model(model, init="random", seed=4, scores=True), PolicySettings())
     learner.prefer([PAIR], objective="reward_model", step=1, num_steps=2)
-    States(Storage(str(tmp_path / "states"))).write(learner.take_state(1))
+    StateStore(Storage(str(tmp_path / "states"))).write(learner.take_state(1))
     assert main(["export", str(tmp_path / "states"), str(tmp_path / "out"), "--model", str(model)]) == 0
-    again = tensors(load_model(tmp_path / "out", scores=True))
+    again = version_tensors(load_model(tmp_path / "out", scores=True))
     assert again.keys() == learner.tensors.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in learner.tensors.items())
     assert "score.weight" in load_file(tmp_path / "out" / "model.safetensors")
@@ -123,19 +126,19 @@ def test_adapters_are_exported_as_their_run_does(
         for tensor in learner.tensors.values():
             tensor += 0.5
     folder = tmp_path / "run" / "attempt-1"
-    States(Storage(str(folder / "states"))).write(learner.take_state(4))
+    StateStore(Storage(str(folder / "states"))).write(learner.take_state(4))
     assert main(["export", str(folder), str(tmp_path / "out"), "--model", str(model)]) == 2
     assert "is one of adapters, and nothing near it says which" in capsys.readouterr().err
     told = f'targets = ["q_proj"]\nmerged = {str(merged).lower()}\n'
     (folder / "config.toml").write_text(f'[model]\npath = "{model}"\n[model.lora]\nrank = 2\n{told}')
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     if merged:
-        again, expected = tensors(load_model(tmp_path / "out")), export_model(learner.model)
+        again, expected = version_tensors(load_model(tmp_path / "out")), export_model(learner.model)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
         return
     other = load()
     load_adapters(other, tmp_path / "out")
-    assert all(torch.equal(tensor, learner.tensors[name]) for name, tensor in tensors(other).items())
+    assert all(torch.equal(tensor, learner.tensors[name]) for name, tensor in version_tensors(other).items())
 
 
 def test_a_tokenizer_that_finds_no_room_is_one_sentence(tmp_path: Path, model: Path) -> None:
@@ -146,7 +149,7 @@ def test_a_tokenizer_that_finds_no_room_is_one_sentence(tmp_path: Path, model: P
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # more than the weights, less than the tokens
     try:
         with pytest.raises(ConfigError, match=r"step-1 cannot be written \(.+\): free space or choose another folder"):
-            export_hf(made, tokenizer, Storage(str(tmp_path / "out")), "step-1", weights=tensors(made))
+            export_hf(made, tokenizer, Storage(str(tmp_path / "out")), "step-1", weights=version_tensors(made))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((tmp_path / "out").iterdir()) == []

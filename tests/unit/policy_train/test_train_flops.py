@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from starling.policy.train.flops import ModelCost, model_cost, peak_of, peak_tflops, step_flops, utilisation
+from starling.policy.train.metrics.flops import ModelCost, model_cost, peak_of, peak_tflops, step_flops, utilisation
 
 torch.set_num_threads(1)
 

@@ -13,22 +13,21 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from starling.policy.train.batch import Inputs, Prompted, lay_out, to_tensors
-from starling.policy.train.forward import trained_logits
-from starling.policy.train.head import Finish, Head, find_head
-from starling.policy.train.logprobs import head_logprobs, token_logprobs
+from starling.policy.train.data.packing import MicrobatchInputs, PromptBlock, pack_sequences, to_tensors
+from starling.policy.train.loss.logprobs import head_logprobs, token_logprobs
+from starling.policy.train.model.lm_head import LmHead, LogitTransform, find_lm_head, trained_logits
 
 torch.set_num_threads(1)
 
 FINISHES = {
-    "llama": Finish(),
-    "qwen2": Finish(),
-    "qwen3": Finish(),
-    "qwen3_moe": Finish(),
-    "gemma2": Finish("cap", 30.0),
-    "gemma3_text": Finish("cap", 3.0),
-    "granite": Finish("divide", 7.0),
-    "cohere": Finish("multiply", 0.0625),
+    "llama": LogitTransform(),
+    "qwen2": LogitTransform(),
+    "qwen3": LogitTransform(),
+    "qwen3_moe": LogitTransform(),
+    "gemma2": LogitTransform("cap", 30.0),
+    "gemma3_text": LogitTransform("cap", 3.0),
+    "granite": LogitTransform("divide", 7.0),
+    "cohere": LogitTransform("multiply", 0.0625),
 }
 
 
@@ -59,15 +58,15 @@ def make(kind: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> An
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def make_inputs(dtype: torch.dtype = torch.float32) -> Inputs:
+def make_inputs(dtype: torch.dtype = torch.float32) -> MicrobatchInputs:
     """Two prompts with three completions, packed into one microbatch of 17 trained tokens."""
     generator = np.random.default_rng(0)
     token_ids = generator.integers(61, size=17).astype(np.int32)
     prompted = [
-        Prompted(generator.integers(61, size=4).astype(np.int32), ((0, 6), (6, 7))),
-        Prompted(generator.integers(61, size=3).astype(np.int32), ((7, 17),)),
+        PromptBlock(generator.integers(61, size=4).astype(np.int32), ((0, 6), (6, 7))),
+        PromptBlock(generator.integers(61, size=3).astype(np.int32), ((7, 17),)),
     ]
-    batch = lay_out(prompted, 1000)
+    batch = pack_sequences(prompted, 1000)
     (microbatch,) = batch.plan
     return to_tensors(batch, microbatch, token_ids, dtype)
 
@@ -106,7 +105,7 @@ def test_every_architecture_gets_the_numbers_of_its_own_code(kind: str, tied: bo
     temperature = torch.linspace(0.5, 1.5, 17)
     expected, expected_entropy = by_logits(trained_logits(model, inputs), inputs.targets, temperature)
     expected_gradients = gradients(model, expected)
-    head = find_head(model)
+    head = find_lm_head(model)
     assert head is not None
     assert head.finish == FINISHES[kind]
     for chunk_tokens in (1000, 5):
@@ -200,11 +199,13 @@ def test_a_copy_of_a_model_is_computed_with_its_own_weights() -> None:
     vocabulary=st.integers(2, 150),
     chunk_tokens=st.integers(1, 80),
     with_bias=st.booleans(),
-    finish=st.sampled_from([Finish(), Finish("cap", 2.0), Finish("multiply", 0.3), Finish("divide", 3.0)]),
+    finish=st.sampled_from(
+        [LogitTransform(), LogitTransform("cap", 2.0), LogitTransform("multiply", 0.3), LogitTransform("divide", 3.0)]
+    ),
     seed=st.integers(0, 99),
 )
 def test_any_cut_into_chunks_agrees_with_float64(
-    num_tokens: int, vocabulary: int, chunk_tokens: int, with_bias: bool, finish: Finish, seed: int
+    num_tokens: int, vocabulary: int, chunk_tokens: int, with_bias: bool, finish: LogitTransform, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (
@@ -214,7 +215,7 @@ def test_any_cut_into_chunks_agrees_with_float64(
     targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
     temperature = 0.5 + torch.rand(num_tokens, generator=generator)
     outside = torch.randn(2, num_tokens, generator=generator)
-    head = Head(weight, bias if with_bias else None, finish)
+    head = LmHead(weight, bias if with_bias else None, finish)
     found = head_logprobs(hidden, head, targets, temperature, with_entropy_gradient=True, chunk_tokens=chunk_tokens)
     inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
     found_gradients = torch.autograd.grad(found, inputs, tuple(outside))
@@ -245,7 +246,7 @@ def test_bfloat16_sums_the_chunks_in_float32() -> None:
     targets = torch.randint(2048, (128,), generator=generator)
 
     def distance(chunk_tokens: int) -> list[float]:
-        logprobs, _ = head_logprobs(hidden, Head(weight, None, Finish()), targets, chunk_tokens=chunk_tokens)
+        logprobs, _ = head_logprobs(hidden, LmHead(weight, None, LogitTransform()), targets, chunk_tokens=chunk_tokens)
         found = torch.autograd.grad(logprobs.sum(), (hidden, weight))
         assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 2
         return [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]

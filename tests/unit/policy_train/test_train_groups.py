@@ -10,7 +10,7 @@ import pytest
 
 from starling.common.errors import ConfigError, WireError
 from starling.common.wire.messages import ScoredTrajectory, TensorMeta, TrainGroup
-from starling.policy.train.groups import Group, groups_from_wire
+from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
 
 ARRAYS = (
     np.array([1, 2, 3], dtype=np.int32),
@@ -76,9 +76,9 @@ def test_lengths_that_do_not_add_up_are_refused() -> None:
 def test_a_group_needs_a_prompt_and_a_reward_per_completion() -> None:
     prompt, ids, logprobs, versions = ARRAYS
     with pytest.raises(ConfigError, match="'p' has no tokens"):
-        Group(prompt[:0], ids, logprobs, versions, (2, 3), (1.0, 0.0), "p")
+        ScoredGroup(prompt[:0], ids, logprobs, versions, (2, 3), (1.0, 0.0), "p")
     with pytest.raises(ConfigError, match="2 completions but 1 rewards"):
-        Group(prompt, ids, logprobs, versions, (2, 3), (1.0,), "p")
+        ScoredGroup(prompt, ids, logprobs, versions, (2, 3), (1.0,), "p")
 
 
 PIXELS = {

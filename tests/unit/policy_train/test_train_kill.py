@@ -12,8 +12,8 @@ import killed_learner
 import pytest
 import torch
 
-from starling.policy.train.header import find
-from starling.policy.train.state import SavedState
+from starling.policy.train.checkpoint.header import find_state
+from starling.policy.train.checkpoint.state import SavedState
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def test_kills_leave_no_trace(tmp_path: Path, moments: tuple[str, ...]) -> None:
         learners.append(learner)
     killed, whole = learners
     assert all(torch.equal(tensor, killed.tensors[name]) for name, tensor in whole.tensors.items())
-    states = [SavedState.of(find(str(tmp_path / name))) for name in ("killed", "whole")]
+    states = [SavedState.of(find_state(str(tmp_path / name))) for name in ("killed", "whole")]
     assert states[0].state.digests == states[1].state.digests, "optimizer, reference and generators too"
     assert states[0].state.version == killed_learner.LAST
     assert len(list((tmp_path / "killed" / "states").iterdir())) == 2, "nothing half-written is left"

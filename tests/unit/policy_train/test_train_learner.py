@@ -14,23 +14,23 @@ from structlog.testing import capture_logs
 from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.settings.supervised import SftSettings
-from starling.policy.train.broken import StepBrokenError
-from starling.policy.train.groups import Example
-from starling.policy.train.header import find
+from starling.policy.settings.supervised import SftStepSettings
+from starling.policy.train.checkpoint.header import find_state
+from starling.policy.train.checkpoint.state import SavedState
+from starling.policy.train.data.groups import SftExample
+from starling.policy.train.errors import StepBrokenError
 from starling.policy.train.learner import Learner
 from starling.policy.train.sft import SftTrainer
-from starling.policy.train.state import SavedState
 
 Make = Callable[..., Any]
 SHAPES = [(6, [4, 1]), (3, [2, 5])]
-MUON = PolicySettings(sft=SftSettings(optimizer=OptimizerSettings(kind="muon")))
+MUON = PolicySettings(sft=SftStepSettings(optimizer=OptimizerSettings(kind="muon")))
 PLAIN = PolicySettings()
 
 
 def supervise(learner: Learner, make_groups: Make) -> None:
     groups = make_groups(SHAPES, seed=1)
-    learner.supervise([Example(group.prompt_ids, group.completion_ids) for group in groups], num_steps=1)
+    learner.supervise([SftExample(group.prompt_ids, group.completion_ids) for group in groups], num_steps=1)
 
 
 def reinforce(learner: Learner, make_groups: Make) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def reinforce(learner: Learner, make_groups: Make) -> dict[str, torch.Tensor]:
 def test_an_optimizer_that_no_step_will_use_is_not_taken_up(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
     first = Learner(tiny, MUON)
     supervise(first, make_groups)
-    saved = SavedState.of(find(str(save(first, tmp_path, 1))))
+    saved = SavedState.of(find_state(str(save(first, tmp_path, 1))))
     expected = reinforce(first, make_groups)
     other = Learner(tiny, PLAIN)
     with capture_logs() as lines:
@@ -55,7 +55,7 @@ def test_an_optimizer_that_no_step_will_use_is_not_taken_up(tiny: Make, make_gro
 def test_an_optimizer_that_the_next_step_uses_must_fit(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
     first = Learner(tiny, MUON)
     supervise(first, make_groups)
-    saved = SavedState.of(find(str(save(first, tmp_path, 1))))
+    saved = SavedState.of(find_state(str(save(first, tmp_path, 1))))
     for next_kind in ("sft", None):
         with pytest.raises(ConfigError, match="the saved state of the optimizer does not fit"):
             Learner(tiny, PLAIN).resume(saved, next_kind=next_kind)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def test_an_optimizer_that_the_next_step_uses_must_fit(tiny: Make, make_groups: 
 class Breaking(SftTrainer):
     """Makes an update, and breaks off."""
 
-    def step(self, examples: Sequence[Example], settings: PolicySettings | None = None) -> dict[str, float]:
+    def step(self, examples: Sequence[SftExample], settings: PolicySettings | None = None) -> dict[str, float]:
         super().step(examples, settings)
         raise StepBrokenError("the second loss failed")
 
@@ -91,7 +91,7 @@ def test_weights_that_are_no_version_are_given_to_nobody(tiny: Make, make_groups
             StepBrokenError, match=r"no version since a step broke off \(the second loss failed\): go on"
         ):
             asked()  # type: ignore[operator]
-    assert Learner(tiny, PLAIN).resume(SavedState.of(find(str(path)))) == 1, "there a fresh process begins"
+    assert Learner(tiny, PLAIN).resume(SavedState.of(find_state(str(path)))) == 1, "there a fresh process begins"
 
 
 def test_a_step_that_was_refused_is_not_one_that_broke_off(tiny: Make, make_groups: Make) -> None:

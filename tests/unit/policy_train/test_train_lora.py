@@ -16,16 +16,15 @@ from starling.common.errors import ConfigError
 from starling.common.settings import LoraSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.checkpoint import save_hf
-from starling.policy.train.groups import Group
-from starling.policy.train.header import find
+from starling.policy.train.checkpoint.header import find_state
+from starling.policy.train.checkpoint.huggingface import save_hf
+from starling.policy.train.checkpoint.state import WEIGHTS, SavedState
+from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.learner import Learner
-from starling.policy.train.liger import use_liger
-from starling.policy.train.lora import export_model, load_adapters, save_adapters
-from starling.policy.train.model import freeze, tensors
-from starling.policy.train.optimizer import Descent
-from starling.policy.train.state import WEIGHTS, SavedState
-from starling.weightsync.layouts.adapters import add_adapters, base_of, is_adapter
+from starling.policy.train.model.load import freeze, use_liger, version_tensors
+from starling.policy.train.model.lora import export_model, load_adapters, save_adapters
+from starling.policy.train.optim.optimizer import ModelOptimizer
+from starling.weightsync.tensors.adapters import add_adapters, base_digest, is_adapter
 
 Make = Callable[..., Any]
 IDS = torch.arange(24).reshape(2, 12) % VOCABULARY
@@ -114,7 +113,7 @@ def test_new_adapters_add_nothing_and_follow_from_the_seed(tiny: Make, init: str
         add_adapters(model, LoraSettings(rank=4, init=init), seed=seed)
         assert torch.equal(torch.get_rng_state(), before)
         torch.testing.assert_close(logits(model), logits(tiny()), atol=1e-5, rtol=1e-5)
-        models.append(tensors(model))
+        models.append(version_tensors(model))
     first, same, other = models
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
@@ -124,18 +123,20 @@ def test_new_adapters_add_nothing_and_follow_from_the_seed(tiny: Make, init: str
 def test_only_adapters_learn(tiny: Make, form: str) -> None:
     model = adapted(tiny(tied=False), FORMS[form])
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    descent = Descent(model, OptimizerSettings(learning_rate=1e-2, weight_decay=0.1), 1)
+    descent = ModelOptimizer(model, OptimizerSettings(learning_rate=1e-2, weight_decay=0.1), 1)
     loss(model).backward()
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == set(tensors(model))
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == set(
+        version_tensors(model)
+    )
     descent.apply(1.0)
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert changed == set(tensors(model))
+    assert changed == set(version_tensors(model))
     assert all(is_adapter(name) for name in changed)
 
 
 def test_adapters_are_float32_on_bfloat16_weights(tiny: Make) -> None:
     model = adapted(tiny().to(torch.bfloat16), FORMS["dora"])
-    assert {tensor.dtype for tensor in tensors(model).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in version_tensors(model).values()} == {torch.float32}
     assert logits(model).dtype == torch.bfloat16
 
 
@@ -196,14 +197,14 @@ def test_a_model_without_adapters_is_exported_as_it_is(tiny: Make) -> None:
 def test_the_base_is_told_by_a_digest(tiny: Make) -> None:
     def digest(base: Any, **changes: Any) -> str:
         settings = LoraSettings(**({"rank": 4} | changes))
-        return base_of(adapted(base, settings), settings)
+        return base_digest(adapted(base, settings), settings)
 
     known = digest(tiny())
     assert digest(tiny(), merged=True, init="gaussian") == known, "neither changes what the adapters are on"
     others = [digest(tiny(seed=1)), digest(tiny().to(torch.bfloat16)), digest(tiny(), alpha=31.0)]
     others += [digest(tiny(), rslora=True), digest(tiny(), alpha_pattern={"q_proj": 1.0})]
     assert len({known, *others}) == 6
-    assert base_of(tiny(), None) == ""
+    assert base_digest(tiny(), None) == ""
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_ranks_and_alphas_are_above_0(changes: dict[str, Any]) -> None:
 def test_a_part_can_be_left_without_adapters(tiny: Make) -> None:
     model = tiny()
     add_adapters(model, LoraSettings(exclude=r".*\.layers\.0\..*"), seed=0)
-    assert {name.split(".")[2] for name in tensors(model)} == {"1"}
+    assert {name.split(".")[2] for name in version_tensors(model)} == {"1"}
 
 
 def test_the_vision_tower_can_be_left_out() -> None:
@@ -270,7 +271,7 @@ def test_the_vision_tower_can_be_left_out() -> None:
     for exclude, parts in ((".*visual.*", {"language_model"}), ((), {"language_model", "visual"})):
         model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=tower))
         add_adapters(model, LoraSettings(rank=2, exclude=exclude), seed=0)
-        assert {name.split(".")[1] for name in tensors(model)} == parts
+        assert {name.split(".")[1] for name in version_tensors(model)} == parts
 
 
 def test_liger_needs_a_gpu(tiny: Make) -> None:
@@ -299,7 +300,7 @@ def test_adapters_of_other_layers_are_not_begun_with(tiny: Make, tmp_path: Path)
 
 
 def test_a_state_holds_adapters_only_and_goes_on_with_the_same_bits(
-    tiny: Make, make_groups: Callable[..., Sequence[Group]], tmp_path: Path
+    tiny: Make, make_groups: Callable[..., Sequence[ScoredGroup]], tmp_path: Path
 ) -> None:
     settings = PolicySettings(optimizer=OptimizerSettings(learning_rate=1e-2))
 
@@ -314,7 +315,7 @@ def test_a_state_holds_adapters_only_and_goes_on_with_the_same_bits(
     for number in (1, 2):
         step(first, number)
     folder = save(first, tmp_path, 2)
-    held = SavedState.of(find(str(folder))).read(WEIGHTS)
+    held = SavedState.of(find_state(str(folder))).read(WEIGHTS)
     assert held.keys() == first.tensors.keys()
     second = Learner(load, settings)
     assert resume(second, tmp_path) == 2
@@ -324,18 +325,18 @@ def test_a_state_holds_adapters_only_and_goes_on_with_the_same_bits(
     assert all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
     assert any(
         not torch.equal(tensor, new)
-        for tensor, new in zip(tensors(load()).values(), first.tensors.values(), strict=True)
+        for tensor, new in zip(version_tensors(load()).values(), first.tensors.values(), strict=True)
     )
 
 
 def test_frozen_parameters_stay_as_they_are(tiny: Make) -> None:
     model = tiny(tied=False)
     freeze(model, [r"layers\.0\.", "embed"])
-    before = {name: tensor.clone() for name, tensor in tensors(model).items()}
-    descent = Descent(model, OptimizerSettings(learning_rate=1e-2), 1)
+    before = {name: tensor.clone() for name, tensor in version_tensors(model).items()}
+    descent = ModelOptimizer(model, OptimizerSettings(learning_rate=1e-2), 1)
     loss(model).backward()
     descent.apply(1.0)
-    after = tensors(model)
+    after = version_tensors(model)
     assert after.keys() == before.keys(), "what is frozen travels too"
     same = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     assert same == {name for name in before if "layers.0." in name or "embed" in name}

@@ -31,8 +31,8 @@ from starling.common.wire.messages import ScoredTrajectory, TensorMeta, TrainGro
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.groups import Group, groups_from_wire
-from starling.policy.train.step import RlTrainer
+from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
+from starling.policy.train.rl import RlTrainer
 
 torch.set_num_threads(1)
 
@@ -48,7 +48,7 @@ SAMPLED = sum(flag for group in MASKS for mask in group for flag in mask)
 LONGEST = max(sum(mask) for group in MASKS for mask in group)
 
 
-def masked(groups: list[Group]) -> list[Group]:
+def masked(groups: list[ScoredGroup]) -> list[ScoredGroup]:
     flat = [np.array([flag for mask in group for flag in mask], np.uint8) for group in MASKS]
     return [replace(group, loss_mask=mask) for group, mask in zip(groups, flat, strict=True)]
 
@@ -164,7 +164,7 @@ ARRAYS = (
 )
 
 
-def received(mask: npt.NDArray[Any]) -> Group:
+def received(mask: npt.NDArray[Any]) -> ScoredGroup:
     arrays = [("", array) for array in ARRAYS] + [("loss_mask", mask)]
     message = TrainGroup(
         prompt_id="train/0/0",

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.policy.settings.memory import MemorySettings
-from starling.policy.train.blocks import find_blocks
-from starling.policy.train.compiled import compile_blocks
-from starling.policy.train.head import Finish, Head
-from starling.policy.train.logprobs import head_logprobs
-from starling.policy.train.memory import prepare
-from starling.policy.train.model import tensors
-from starling.policy.train.offload import offload_activations
+from starling.policy.train.loss.logprobs import head_logprobs
+from starling.policy.train.memory.blocks import compile_blocks, find_blocks
+from starling.policy.train.memory.offload import offload_activations
+from starling.policy.train.memory.setup import apply_memory_settings
+from starling.policy.train.model.lm_head import LmHead, LogitTransform
+from starling.policy.train.model.load import version_tensors
 
 torch.set_num_threads(1)
 
@@ -51,11 +50,11 @@ def test_checkpointing_leaves_gradients_and_names_as_they_are(
     tiny: Callable[..., Any], kind: str, checkpointing: Any, every: int
 ) -> None:
     model, plain = tiny(kind), tiny(kind)
-    prepare(model, MemorySettings(checkpointing=checkpointing, checkpoint_every=every))
+    apply_memory_settings(model, MemorySettings(checkpointing=checkpointing, checkpoint_every=every))
     found = train(model)
     for name, expected in train(plain).items():
         assert torch.equal(found[name], expected), name
-    assert tensors(model).keys() == tensors(plain).keys()
+    assert version_tensors(model).keys() == version_tensors(plain).keys()
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert not model.training
 
@@ -63,7 +62,7 @@ def test_checkpointing_leaves_gradients_and_names_as_they_are(
 def test_checkpointing_keeps_less_the_more_it_computes_again(tiny: Callable[..., Any]) -> None:
     def kept(**settings: Any) -> int:
         model = tiny(num_hidden_layers=4)
-        prepare(model, MemorySettings(**settings))
+        apply_memory_settings(model, MemorySettings(**settings))
         return kept_bytes(model)
 
     none = kept()
@@ -96,7 +95,7 @@ def test_experts_are_computed_again_as_they_were() -> None:
     expected = train(plain)
     for checkpointing in ("full", "selective"):
         model = copy.deepcopy(plain)
-        prepare(model, MemorySettings(checkpointing=checkpointing))
+        apply_memory_settings(model, MemorySettings(checkpointing=checkpointing))
         found = train(model)
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
@@ -110,7 +109,7 @@ def test_a_copy_computes_with_its_own_weights(tiny: Callable[..., Any], how: str
     elif how == "compile":
         compile_blocks(model, backend="eager")
     else:
-        prepare(model, MemorySettings(checkpointing=how))
+        apply_memory_settings(model, MemorySettings(checkpointing=how))
     before = train(model)
     reference = copy.deepcopy(model)
     with torch.no_grad():
@@ -124,7 +123,7 @@ def test_a_copy_computes_with_its_own_weights(tiny: Callable[..., Any], how: str
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_offloaded_activations_come_back(tiny: Callable[..., Any], checkpointing: Any) -> None:
     model, plain = tiny(), tiny()
-    prepare(model, MemorySettings(checkpointing=checkpointing))
+    apply_memory_settings(model, MemorySettings(checkpointing=checkpointing))
     offload_activations(model, least_bytes=512, away_from={"cpu"})
     found = train(model)
     assert all(torch.equal(found[name], gradient) for name, gradient in train(plain).items())
@@ -165,7 +164,7 @@ def test_small_activations_stay() -> None:
 def test_offloading_does_nothing_for_a_model_on_the_cpu_and_says_so(tiny: Callable[..., Any]) -> None:
     model = tiny()
     with capture_logs() as logs:
-        prepare(model, MemorySettings(offload_activations=True))
+        apply_memory_settings(model, MemorySettings(offload_activations=True))
     assert "forward" not in vars(model)
     assert [entry["event"] for entry in logs] == [
         "policy.memory.offload_activations has no effect: the model is on the CPU"
@@ -177,12 +176,12 @@ def test_compiled_blocks_are_compiled_once_for_all(tiny: Callable[..., Any], che
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, plain = tiny(num_hidden_layers=3), tiny(num_hidden_layers=3)
-    prepare(model, MemorySettings(checkpointing=checkpointing))
+    apply_memory_settings(model, MemorySettings(checkpointing=checkpointing))
     compile_blocks(model, backend="aot_eager")
     found = train(model)
     for name, expected in train(plain).items():
         assert (found[name] - expected).norm() <= 2e-6 * expected.norm(), name
-    assert tensors(model).keys() == tensors(plain).keys()
+    assert version_tensors(model).keys() == version_tensors(plain).keys()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -217,10 +216,10 @@ def test_a_model_without_blocks_is_told() -> None:
 
 
 @pytest.mark.parametrize("with_entropy_gradient", [False, True])
-@pytest.mark.parametrize("finish", [Finish(), Finish("cap", 5.0)])
+@pytest.mark.parametrize("finish", [LogitTransform(), LogitTransform("cap", 5.0)])
 @pytest.mark.parametrize(("num_tokens", "hidden_size"), [(96, 8), (500, 8), (500, 128)])
 def test_log_probabilities_need_little_more_than_a_chunk_of_logits(
-    with_entropy_gradient: bool, finish: Finish, num_tokens: int, hidden_size: int
+    with_entropy_gradient: bool, finish: LogitTransform, num_tokens: int, hidden_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     vocabulary, chunk_tokens = 4096, 96
@@ -232,7 +231,7 @@ def test_log_probabilities_need_little_more_than_a_chunk_of_logits(
     with PeakMemory() as memory:
         logprobs, entropy = head_logprobs(
             hidden,
-            Head(weight, None, finish),
+            LmHead(weight, None, finish),
             targets,
             0.9,
             with_entropy_gradient=with_entropy_gradient,

@@ -10,16 +10,16 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from starling.policy.core.clock import PHASES
+from starling.policy.core.phases import PHASES
 from starling.policy.settings.alarms import AlarmName, AlarmSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.clock import StepClock
-from starling.policy.train.diagnose import effective_sample_size, mismatch, staleness_shares
-from starling.policy.train.groups import Example
-from starling.policy.train.model import tensors
+from starling.policy.train.data.groups import SftExample
+from starling.policy.train.metrics.clock import StepClock
+from starling.policy.train.metrics.step import FLOPS, StepMetrics
+from starling.policy.train.metrics.tokens import effective_sample_size, mismatch, staleness_shares
+from starling.policy.train.model.load import version_tensors
+from starling.policy.train.rl import RlTrainer
 from starling.policy.train.sft import SftTrainer
-from starling.policy.train.step import RlTrainer
-from starling.policy.train.watch import FLOPS, StepWatch
 
 PAGE = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
 LISTED = {
@@ -38,7 +38,7 @@ def is_listed(name: str) -> bool:
 def test_every_metric_of_a_step_is_listed(tiny: Callable[..., Any], make_groups: Callable[..., Any]) -> None:
     """Of reinforcement, of supervision, and what the controller adds."""
     model, settings = tiny(), PolicySettings.model_validate({"peak_tflops": 1, "algorithm": {"kl_coefficient": 0.1}})
-    watch = StepWatch(tensors(model), StepClock(), torch.device("cpu"), settings)
+    watch = StepMetrics(version_tensors(model), StepClock(), torch.device("cpu"), settings)
     watch.begin()
     reinforced = RlTrainer(model, settings, total_steps=1).step(make_groups([(3, (4, 2))]), step=1)
     measured = {
@@ -47,7 +47,7 @@ def test_every_metric_of_a_step_is_listed(tiny: Callable[..., Any], make_groups:
         **staleness_shares(np.arange(3)),
     }
     told, _ = watch.end(1, {**reinforced, **measured, FLOPS: 1.0})
-    example = Example(np.array([1, 2], dtype=np.int32), np.array([3], dtype=np.int32))
+    example = SftExample(np.array([1, 2], dtype=np.int32), np.array([3], dtype=np.int32))
     supervised = SftTrainer(model, settings, total_steps=1).step([example])
     names = {*told, *supervised, "score/x", "reward_min", "reward_max", "completion_tokens_mean", "num_discarded"}
     names |= {"num_env_errors", "turns_mean", "env/x"}

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from starling.common.errors import ConfigError
-from starling.policy.train.checkpoint import save_hf
-from starling.policy.train.companions import Companions
-from starling.policy.train.model import frozen_copy, load_model, longest_sequence, tensors
+from starling.policy.train.checkpoint.huggingface import TokenizerFiles, save_hf
+from starling.policy.train.model.load import frozen_copy, load_model, longest_sequence, version_tensors
 
 torch.set_num_threads(1)
 
@@ -33,7 +32,7 @@ class Words:
 
 
 def equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    a, b = tensors(one), tensors(other)
+    a, b = version_tensors(one), version_tensors(other)
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
@@ -59,7 +58,7 @@ def test_an_export_of_a_vision_model_says_how_images_are_read(tiny: Callable[...
     (source / "preprocessor_config.json").write_text('{"patch_size": 4}', encoding="utf-8")
     (source / "notes.txt").write_text("no part of a model", encoding="utf-8")
     folder = tmp_path / "step-1"
-    save_hf(tiny(), Companions(Words(), source), folder)
+    save_hf(tiny(), TokenizerFiles(Words(), source), folder)
     assert (folder / "preprocessor_config.json").read_text(encoding="utf-8") == '{"patch_size": 4}'
     assert (folder / "words.txt").exists()
     assert not (folder / "notes.txt").exists()
@@ -156,11 +155,11 @@ def test_weights_that_are_corrupt_or_of_another_model_are_refused(tiny: Callable
 
 def test_tensors_name_tied_weights_once_and_share_the_storage(tiny: Callable[..., Any]) -> None:
     tied, untied = tiny(tied=True), tiny(tied=False)
-    assert "model.embed_tokens.weight" in tensors(tied)
-    assert "lm_head.weight" not in tensors(tied)
-    assert "lm_head.weight" in tensors(untied)
-    assert not any("inv_freq" in name for name in tensors(tied))
-    named = tensors(tied)
+    assert "model.embed_tokens.weight" in version_tensors(tied)
+    assert "lm_head.weight" not in version_tensors(tied)
+    assert "lm_head.weight" in version_tensors(untied)
+    assert not any("inv_freq" in name for name in version_tensors(tied))
+    named = version_tensors(tied)
     with torch.no_grad():
         tied.model.norm.weight.fill_(3.0)
     assert (named["model.norm.weight"] == 3.0).all()
@@ -168,7 +167,7 @@ def test_tensors_name_tied_weights_once_and_share_the_storage(tiny: Callable[...
 
 
 def test_persistent_buffers_are_part_of_a_version() -> None:
-    assert set(tensors(torch.nn.BatchNorm1d(2))) == {
+    assert set(version_tensors(torch.nn.BatchNorm1d(2))) == {
         "weight", "bias", "running_mean", "running_var", "num_batches_tracked",
     }  # fmt: skip
 

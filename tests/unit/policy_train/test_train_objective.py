@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from starling.algo.algorithm import ALGORITHMS
 from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings, CorrectionSettings
-from starling.policy.train.objective import check_objective, objective_of
+from starling.policy.train.loss.objective import check_objective, objective_of
 
 OWN = """
 from starling.algo.algorithm import Algorithm
-from starling.algo.loss.terms import Terms
+from starling.algo.loss.terms import LossTerms
 
-summed = Algorithm(loss=lambda tokens: Terms(-tokens.logprobs.sum(), {}))
+summed = Algorithm(loss=lambda tokens: LossTerms(-tokens.logprobs.sum(), {}))
 """
 
 

@@ -14,7 +14,7 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.optimizer import Descent
+from starling.policy.train.optim.optimizer import ModelOptimizer
 
 torch.set_num_threads(1)
 
@@ -34,7 +34,7 @@ def test_three_steps_equal_the_algorithm_of_the_paper() -> None:
         learning_rate=0.1, warmup_steps=2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6, max_grad_norm=0.5
     )
     model = model_with(weight, bias)
-    descent = Descent(model, settings, total_steps=3)
+    descent = ModelOptimizer(model, settings, total_steps=3)
     values = {"weight": weight.double(), "bias": bias.double()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in values.items()}
     for step in (1, 2, 3):
@@ -61,7 +61,7 @@ def test_three_steps_equal_the_algorithm_of_the_paper() -> None:
 @pytest.mark.parametrize(("gradient", "loss"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
 def test_a_gradient_or_loss_that_is_not_finite_is_skipped(gradient: float, loss: float) -> None:
     model = model_with(torch.ones(2, 2), torch.ones(2))
-    descent = Descent(model, OptimizerSettings(learning_rate=0.1), total_steps=2)
+    descent = ModelOptimizer(model, OptimizerSettings(learning_rate=0.1), total_steps=2)
     model.weight.grad, model.bias.grad = torch.full((2, 2), gradient), torch.ones(2)
     assert descent.apply(loss).skipped
     assert torch.equal(model.weight, torch.ones(2, 2))
@@ -75,9 +75,9 @@ def test_a_gradient_or_loss_that_is_not_finite_is_skipped(gradient: float, loss:
 def test_a_frozen_model_and_a_negative_number_of_steps_are_refused() -> None:
     model = model_with(torch.ones(2, 2), torch.ones(2))
     with pytest.raises(ConfigError, match="total_steps is -1"):
-        Descent(model, OptimizerSettings(), total_steps=-1)
+        ModelOptimizer(model, OptimizerSettings(), total_steps=-1)
     with pytest.raises(ConfigError, match="no trainable parameter"):
-        Descent(model.requires_grad_(False), OptimizerSettings(), total_steps=1)
+        ModelOptimizer(model.requires_grad_(False), OptimizerSettings(), total_steps=1)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def give_gradients(model: torch.nn.Module, seed: int) -> None:
         parameter.grad = gradient if parameter.requires_grad else None
 
 
-def make(model: torch.nn.Module, total_steps: int = 9, **changes: object) -> Descent:
+def make(model: torch.nn.Module, total_steps: int = 9, **changes: object) -> ModelOptimizer:
     settings = OptimizerSettings.model_validate({"learning_rate": 1e-2, "weight_decay": 0.1} | changes)
-    return Descent(model, settings, total_steps)
+    return ModelOptimizer(model, settings, total_steps)
 
 
-def update(descent: Descent, model: torch.nn.Module, seed: int) -> None:
+def update(descent: ModelOptimizer, model: torch.nn.Module, seed: int) -> None:
     descent.clear()
     give_gradients(model, seed)
     assert not descent.apply(1.0).skipped

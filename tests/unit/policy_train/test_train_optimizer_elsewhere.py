@@ -14,12 +14,12 @@ from torch import Tensor
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.memory import optimizer_device, prepare
-from starling.policy.train.model import frozen_copy
-from starling.policy.train.optimizer import Descent
+from starling.policy.train.memory.setup import apply_memory_settings, optimizer_device
+from starling.policy.train.model.load import frozen_copy
+from starling.policy.train.optim.optimizer import ModelOptimizer
 from starling.policy.train.preference import DpoTrainer, RewardModelTrainer
+from starling.policy.train.rl import RlTrainer
 from starling.policy.train.sft import SftTrainer
-from starling.policy.train.step import RlTrainer
 
 torch.set_num_threads(1)
 
@@ -27,9 +27,9 @@ ELSEWHERE = torch.device("cpu")
 """Given by name, it is taken for another device, though the memory is the same."""
 
 
-def make(model: torch.nn.Module, where: torch.device | None = ELSEWHERE, **changes: object) -> Descent:
+def make(model: torch.nn.Module, where: torch.device | None = ELSEWHERE, **changes: object) -> ModelOptimizer:
     tree = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "ema_decay": 0.9}
-    return Descent(model, OptimizerSettings.model_validate(tree | changes), 10, where=where)
+    return ModelOptimizer(model, OptimizerSettings.model_validate(tree | changes), 10, where=where)
 
 
 def backward(model: Any, seed: int) -> None:
@@ -39,7 +39,7 @@ def backward(model: Any, seed: int) -> None:
     torch.autograd.backward(logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).mean())
 
 
-def learn(model: Any, descent: Descent, steps: range) -> list[Any]:
+def learn(model: Any, descent: ModelOptimizer, steps: range) -> list[Any]:
     """Make steps of three microbatches each."""
     made = []
     for step in steps:
@@ -141,7 +141,7 @@ def test_for_a_model_on_a_cpu_it_is_told_that_nothing_changes(tiny: Callable[...
     model = tiny()
     settings = MemorySettings(offload_optimizer=True)
     with capture_logs() as logs:
-        prepare(model, settings)
+        apply_memory_settings(model, settings)
     assert [entry["event"] for entry in logs] == [
         "policy.memory.offload_optimizer has no effect: the model is on the CPU"
     ]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from starling.policy.settings.optimizer import OptimizerSettings
-from starling.policy.train.model import frozen_copy
-from starling.policy.train.optimizer import Descent
+from starling.policy.train.model.load import frozen_copy
+from starling.policy.train.optim.optimizer import ModelOptimizer
 
 torch.set_num_threads(1)
 
@@ -30,9 +30,9 @@ def linear(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Linear:
     return layer.to(dtype)
 
 
-def make(model: torch.nn.Module, **changes: object) -> Descent:
+def make(model: torch.nn.Module, **changes: object) -> ModelOptimizer:
     settings = OptimizerSettings.model_validate({"learning_rate": 1e-4, "max_grad_norm": 0.0} | changes)
-    return Descent(model, settings, total_steps=100)
+    return ModelOptimizer(model, settings, total_steps=100)
 
 
 def accumulate(model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def test_what_was_accumulated_is_forgotten_by_clear() -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_descent_that_came_last_gets_the_gradients(keep: bool) -> None:
     model = linear()
-    former: Descent | None = make(model, learning_rate=0.1)
+    former: ModelOptimizer | None = make(model, learning_rate=0.1)
     accumulate(model, 0)
     descent = make(model, learning_rate=0.1)
     if not keep:

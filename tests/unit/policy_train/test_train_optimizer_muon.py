@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from starling.policy.settings.optimizer import OptimizerSettings
-from starling.policy.train.muon import Muon, hidden_matrices, orthogonalised
-from starling.policy.train.optimizer import Descent
+from starling.policy.train.optim.muon import Muon, hidden_matrices, orthogonalised
+from starling.policy.train.optim.optimizer import ModelOptimizer
 
 torch.set_num_threads(1)
 
@@ -63,7 +63,7 @@ def test_three_steps_equal_the_definition_in_float64() -> None:
     options = OptimizerSettings(
         kind="muon", learning_rate=0.05, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.9), max_grad_norm=0.0
     )
-    descent = Descent(model, options, total_steps=3)
+    descent = ModelOptimizer(model, options, total_steps=3)
     values = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     sums = {name: torch.zeros_like(value) for name, value in values.items()}
     for step in range(3):
@@ -99,7 +99,7 @@ def test_matrices_change_as_with_the_muon_of_torch() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_heads_and_vectors_are_left_to_adamw(tiny: Callable[..., Any], tied: bool) -> None:
     model = tiny(tied=tied)
-    descent = Descent(model, OptimizerSettings(kind="muon"), total_steps=1)
+    descent = ModelOptimizer(model, OptimizerSettings(kind="muon"), total_steps=1)
     held = descent.state_tensors()
     muon = {name.partition(":")[2] for name in held if name.startswith("momentum:")}
     adamw = {name.partition(":")[2] for name in held if name.startswith("exp_avg:")}
@@ -139,7 +139,7 @@ class Scorer(torch.nn.Module):
 def test_tables_stacked_biases_and_scores_are_no_hidden_matrices() -> None:
     model = Scorer()
     assert hidden_matrices(model, dict(model.named_parameters())) == {"layer.weight"}
-    descent = Descent(model, OptimizerSettings(kind="muon", learning_rate=0.5, weight_decay=0.5), total_steps=1)
+    descent = ModelOptimizer(model, OptimizerSettings(kind="muon", learning_rate=0.5, weight_decay=0.5), total_steps=1)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     descent.apply(0.0)
     kept = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
@@ -148,7 +148,7 @@ def test_tables_stacked_biases_and_scores_are_no_hidden_matrices() -> None:
 
 @pytest.mark.parametrize("model", [torch.nn.LayerNorm(4), torch.nn.Linear(4, 4, bias=False)])
 def test_a_model_may_have_one_sort_of_parameter_only(model: torch.nn.Module) -> None:
-    descent = Descent(model, OptimizerSettings(kind="muon", learning_rate=0.1), total_steps=1)
+    descent = ModelOptimizer(model, OptimizerSettings(kind="muon", learning_rate=0.1), total_steps=1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = draw(*parameter.shape)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.policy.settings.optimizer import OptimizerSettings
-from starling.policy.train.schedule import learning_rate
+from starling.policy.train.optim.rates import learning_rate
 
 
 def rates(total: int, **changes: object) -> list[float]:

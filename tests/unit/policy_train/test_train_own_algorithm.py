@@ -15,8 +15,8 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.groups import Group
-from starling.policy.train.step import RlTrainer
+from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.rl import RlTrainer
 
 torch.set_num_threads(1)
 PAGE = Path(__file__).parents[3] / "docs" / "extend" / "algorithm.md"
@@ -52,7 +52,7 @@ def test_the_example_of_the_page_learns(name: str, tiny: Callable[..., Any]) -> 
             logprobs = model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1].log_softmax(-1)
         drawn = logprobs[torch.from_numpy(ids.astype(np.int64))].numpy()
         versions = np.full(4, step - 1, np.int32)
-        group = Group(prompt, ids, drawn, versions, (1, 1, 1, 1), (1.0, 0.0, 0.2, 0.1), "p")
+        group = ScoredGroup(prompt, ids, drawn, versions, (1, 1, 1, 1), (1.0, 0.0, 0.2, 0.1), "p")
         metrics = trainer.step([group], step=step)
     assert likelihood() > before + 0.2
     assert metrics["imitated"] == 1.0  # the others have no advantage, and are left out

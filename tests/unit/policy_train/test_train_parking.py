@@ -10,7 +10,7 @@ import torch
 
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.learner import Learner
-from starling.policy.train.parking import Parking
+from starling.policy.train.memory.offload import DeviceOffload
 
 Make = Callable[..., Any]
 
@@ -19,7 +19,7 @@ def test_views_and_shared_memory_come_back_as_they_were() -> None:
     whole = torch.arange(12, dtype=torch.float32)
     rows, tied = whole.view(3, 4), whole[4:8]
     kept = rows.clone()
-    parking = Parking(("cpu",))
+    parking = DeviceOffload(("cpu",))
     assert parking.park([whole, rows, tied, torch.empty(0)]) == 48, "one memory behind three tensors"
     assert whole.untyped_storage().nbytes() == 0
     assert parking.park([whole]) == 0
@@ -32,7 +32,7 @@ def test_views_and_shared_memory_come_back_as_they_were() -> None:
 
 def test_what_is_in_the_memory_of_the_host_stays_there() -> None:
     tensor = torch.ones(4)
-    assert Parking().park([tensor]) == 0
+    assert DeviceOffload().park([tensor]) == 0
     assert torch.equal(tensor, torch.ones(4))
 
 
@@ -41,7 +41,7 @@ def test_a_learner_that_slept_makes_the_same_versions(tiny: Make, make_groups: M
     algorithm = PolicySettings().algorithm.model_copy(update={"kl_coefficient": kl_coefficient})
     settings = PolicySettings(algorithm=algorithm)
     steady, sleeper = Learner(tiny, settings), Learner(tiny, settings)
-    sleeper._parking = Parking(("cpu",))  # let the CPU's memory stand for a device's
+    sleeper._parking = DeviceOffload(("cpu",))  # let the CPU's memory stand for a device's
     for step in (1, 2, 3):
         for learner in (steady, sleeper):
             learner.reinforce(make_groups([(6, [4, 1]), (3, [2, 5])], seed=step), step=step, num_steps=3)

@@ -15,8 +15,8 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.supervised import DpoSettings, RewardModelSettings
-from starling.policy.train.model import load_model
-from starling.policy.train.pairs import Pair
+from starling.policy.train.data.examples import PreferencePair
+from starling.policy.train.model.load import load_model
 from starling.policy.train.preference import DpoTrainer, RewardModelTrainer
 
 torch.set_num_threads(1)
@@ -25,10 +25,10 @@ SHAPES = [(4, 6, 2), (1, 1, 9), (7, 3, 1), (2, 12, 5)]
 STILL = OptimizerSettings(learning_rate=1e-12, max_grad_norm=0.0)
 
 
-def make_pairs(seed: int = 0, shapes: list[tuple[int, int, int]] = SHAPES) -> list[Pair]:
+def make_pairs(seed: int = 0, shapes: list[tuple[int, int, int]] = SHAPES) -> list[PreferencePair]:
     generator = np.random.default_rng(seed)
     return [
-        Pair(*(generator.integers(2, 31, size=size).astype(np.int32) for size in shape), prompt_id=str(index))
+        PreferencePair(*(generator.integers(2, 31, size=size).astype(np.int32) for size in shape), prompt_id=str(index))
         for index, shape in enumerate(shapes)
     ]
 
@@ -41,7 +41,7 @@ def plain_sum(model: Any, prompt: Any, response: Any) -> Tensor:
     return torch.stack(picked).sum()
 
 
-def plain_dpo(model: Any, reference: Any, pairs: list[Pair], settings: DpoSettings) -> Tensor:
+def plain_dpo(model: Any, reference: Any, pairs: list[PreferencePair], settings: DpoSettings) -> Tensor:
     losses = []
     for pair in pairs:
         sides = []
@@ -149,9 +149,9 @@ def test_a_reward_model_learns_the_order(tiny: Callable[..., Any], tmp_path: Any
 def test_bad_pairs_are_refused(tiny: Callable[..., Any]) -> None:
     ids = np.array([3, 4], dtype=np.int32)
     with pytest.raises(ConfigError, match="'p' has no rejected tokens"):
-        Pair(ids, ids, ids[:0], "p")
+        PreferencePair(ids, ids, ids[:0], "p")
     with pytest.raises(ConfigError, match="'p' prefers a response to itself"):
-        Pair(ids, ids, ids.copy(), "p")
+        PreferencePair(ids, ids, ids.copy(), "p")
     trainer = DpoTrainer(tiny(max_position_embeddings=12), PolicySettings(), total_steps=1)
     with pytest.raises(ConfigError, match="14 tokens exceeds the 12"):
         trainer.step(make_pairs(), step=1)

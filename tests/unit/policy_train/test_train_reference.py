@@ -27,13 +27,13 @@ from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.supervised import DpoSettings
+from starling.policy.train.data.examples import PreferencePair
 from starling.policy.train.learner import Learner
-from starling.policy.train.model import frozen_copy, tensors
-from starling.policy.train.pairs import Pair
+from starling.policy.train.model.load import frozen_copy, version_tensors
+from starling.policy.train.model.reference import ReferenceModel
 from starling.policy.train.preference import DpoTrainer
-from starling.policy.train.reference import Reference
-from starling.policy.train.step import RlTrainer
-from starling.weightsync.layouts.adapters import add_adapters, is_adapter
+from starling.policy.train.rl import RlTrainer
+from starling.weightsync.tensors.adapters import add_adapters, is_adapter
 
 torch.set_num_threads(1)
 
@@ -143,7 +143,7 @@ def test_adapters_that_swap_compute_what_a_separate_copy_does(
         trainer = RlTrainer(model, chosen, total_steps=9, reference=reference)
         metrics = [trainer.step(make_groups(RAGGED, seed=step), step=step) for step in (1, 2, 3, 4)]
         found.append((metrics, gradients(model), copies(model)))
-        assert len(trainer.reference.tensors) == len(tensors(reference if reference is not None else model))
+        assert len(trainer.reference.tensors) == len(version_tensors(reference if reference is not None else model))
     (mine, gradient, weights), (theirs, other_gradient, other_weights) = found
     assert mine == theirs
     assert mine[3]["kl_reference"] > 1e-4
@@ -155,11 +155,11 @@ def test_adapters_that_swap_compute_what_a_separate_copy_does(
 def test_lending_adapters_leaves_the_trained_ones_as_they_were(tiny: Make, form: str) -> None:
     model = adapted(tiny(tied=False), form)
     first = copies(model)
-    reference = Reference(model, None)
+    reference = ReferenceModel(model, None)
     reference.begin(0)
     reference.prepare(1, wanted_by="a test")
     with torch.no_grad():
-        for tensor in tensors(model).values():
+        for tensor in version_tensors(model).values():
             tensor.mul_(1.5)
     before, kept = copies(model), {name: tensor.clone() for name, tensor in reference.tensors.items()}
     grads_were_on = [parameter.requires_grad for parameter in model.parameters()]
@@ -210,11 +210,11 @@ def test_a_reference_that_nobody_kept_is_refused(tiny: Make, make_groups: Make) 
     assert metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
 
 
-def make_pairs(seed: int) -> list[Pair]:
+def make_pairs(seed: int) -> list[PreferencePair]:
     generator = np.random.default_rng(seed)
     shapes = [(4, 6, 2), (1, 1, 9), (7, 3, 1)]
     return [
-        Pair(*(generator.integers(2, 31, size=size).astype(np.int32) for size in shape), prompt_id=str(index))
+        PreferencePair(*(generator.integers(2, 31, size=size).astype(np.int32) for size in shape), prompt_id=str(index))
         for index, shape in enumerate(shapes)
     ]
 

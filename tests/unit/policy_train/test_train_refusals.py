@@ -14,13 +14,13 @@ from torch import Tensor
 
 from starling.algo.algorithm import Algorithm
 from starling.algo.loss.reinforce import reinforce
-from starling.algo.loss.terms import Terms, Tokens
+from starling.algo.loss.terms import LossTerms, Tokens
 from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.groups import Group
-from starling.policy.train.step import RlTrainer
+from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.rl import RlTrainer
 
 torch.set_num_threads(1)
 
@@ -52,31 +52,31 @@ def nothing(groups: Rows) -> Any:
     return None
 
 
-def nan_loss(tokens: Tokens) -> Terms:
+def nan_loss(tokens: Tokens) -> LossTerms:
     """Of the last completion alone, so that of several microbatches not all are bad."""
     bad = tokens.sequence == tokens.num_sequences - 1
-    return Terms(torch.where(bad, math.nan, tokens.logprobs), {})
+    return LossTerms(torch.where(bad, math.nan, tokens.logprobs), {})
 
 
-def hidden_nan_loss(tokens: Tokens) -> Terms:
+def hidden_nan_loss(tokens: Tokens) -> LossTerms:
     """NaN in value with a gradient of 0."""
-    return Terms(tokens.logprobs.detach() * math.nan + 0.0 * tokens.logprobs, {})
+    return LossTerms(tokens.logprobs.detach() * math.nan + 0.0 * tokens.logprobs, {})
 
 
-def failing(tokens: Tokens) -> Terms:
+def failing(tokens: Tokens) -> LossTerms:
     raise KeyError("kernel")
 
 
-def averaged(tokens: Tokens) -> Terms:
-    return Terms((-tokens.advantages * tokens.logprobs).mean(), {})
+def averaged(tokens: Tokens) -> LossTerms:
+    return LossTerms((-tokens.advantages * tokens.logprobs).mean(), {})
 
 
-def summed_metric(tokens: Tokens) -> Terms:
-    return Terms(-tokens.logprobs, {"surprise": tokens.logprobs.detach().sum()})
+def summed_metric(tokens: Tokens) -> LossTerms:
+    return LossTerms(-tokens.logprobs, {"surprise": tokens.logprobs.detach().sum()})
 
 
-def detached(tokens: Tokens) -> Terms:
-    return Terms(-tokens.logprobs.detach(), {})
+def detached(tokens: Tokens) -> LossTerms:
+    return LossTerms(-tokens.logprobs.detach(), {})
 
 
 def bare(tokens: Tokens) -> Tensor:
@@ -114,7 +114,7 @@ def settings(algorithm: AlgorithmSettings) -> PolicySettings:
     return PolicySettings(optimizer=OptimizerSettings(learning_rate=1e-3), algorithm=algorithm)
 
 
-def begun(model: Any, groups: list[Group]) -> RlTrainer:
+def begun(model: Any, groups: list[ScoredGroup]) -> RlTrainer:
     """Return a trainer that has made a step, so that its averages are not empty."""
     trainer = RlTrainer(model, settings(AlgorithmSettings()), total_steps=9)
     trainer.step(groups, step=1)

@@ -18,23 +18,31 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from starling.common.errors import ConfigError
-from starling.policy.train.folder import whole_folder
-from starling.policy.train.header import find, newest
-from starling.policy.train.parts import Parts, write_parts
-from starling.policy.train.saver import Outcome, Saver
-from starling.policy.train.state import HostCopy, Progress, SavedState, States, named, take_state
-from starling.policy.train.storage import Storage
+from starling.policy.train.checkpoint.dcp import SavedTensors, write_tensors
+from starling.policy.train.checkpoint.header import find_state, newest_state
+from starling.policy.train.checkpoint.state import (
+    HostBuffers,
+    SavedState,
+    StateMetadata,
+    StateStore,
+    in_section,
+    take_state,
+)
+from starling.policy.train.checkpoint.storage import Storage, whole_folder
+from starling.policy.train.checkpoint.writer import BackgroundWriter, WriteOutcome
 
 CPU = torch.device("cpu")
 
 
-def write(states: States, version: int, value: float = 0.0, **metrics: float) -> str:
+def write(states: StateStore, version: int, value: float = 0.0, **metrics: float) -> str:
     """Write a state of one small tensor."""
-    tensors = named("weights/", {"w": torch.full((3,), value)})
-    return states.write(take_state(Progress(run="r", version=version, metrics=metrics), tensors, CPU, HostCopy()))
+    tensors = in_section("weights/", {"w": torch.full((3,), value)})
+    return states.write(
+        take_state(StateMetadata(run="r", version=version, metrics=metrics), tensors, CPU, HostBuffers())
+    )
 
 
-def kept(states: States) -> list[str]:
+def kept(states: StateStore) -> list[str]:
     return [name for name in states.storage.names() if not name.startswith(".")]
 
 
@@ -42,14 +50,14 @@ def kept(states: States) -> list[str]:
     ("best", "stay"), [("loss", [1, 4, 5]), ("+loss", [1, 4, 5]), ("-loss", [2, 4, 5]), ("", [4, 5])]
 )
 def test_the_best_stays_besides_the_newest(tmp_path: Path, best: str, stay: list[int]) -> None:
-    states = States(Storage(str(tmp_path)), best=best)
+    states = StateStore(Storage(str(tmp_path)), best=best)
     for version, loss in ((1, 0.9), (2, 0.1), (3, float("nan")), (4, 0.5), (5, 0.5)):
         write(states, version, loss=loss)
     assert kept(states) == [f"version-{version}" for version in stay]
 
 
 def test_of_equally_good_ones_the_newest_is_the_best(tmp_path: Path) -> None:
-    states = States(Storage(str(tmp_path)), best="reward")
+    states = StateStore(Storage(str(tmp_path)), best="reward")
     for version in range(1, 7):
         write(states, version, reward=float(version in (2, 3)))
     assert kept(states) == ["version-3", "version-5", "version-6"]
@@ -57,20 +65,20 @@ def test_of_equally_good_ones_the_newest_is_the_best(tmp_path: Path) -> None:
 
 def test_a_metric_that_nobody_tells_is_told(tmp_path: Path) -> None:
     with capture_logs() as lines:
-        write(States(Storage(str(tmp_path)), best="-loss"), 1, reward_mean=1.0)
+        write(StateStore(Storage(str(tmp_path)), best="-loss"), 1, reward_mean=1.0)
     assert [(line["metric"], line["told"]) for line in lines] == [("loss", ["reward_mean"])]
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(2, 4))
 def test_the_newest_of_what_was_written_stays(tmp_path_factory: Any, versions: list[int], max_keep: int) -> None:
-    states = States(Storage(str(tmp_path_factory.mktemp("states"))), max_keep=max_keep)
+    states = StateStore(Storage(str(tmp_path_factory.mktemp("states"))), max_keep=max_keep)
     for value, version in enumerate(versions):
         write(states, version, float(value))
         # Those after it are of a life of the policy that found them damaged, or they would have been begun from.
         assert f"version-{version}" in kept(states)
         assert sum(int(name[8:]) <= version for name in kept(states)) <= max_keep
-    found = newest(states.storage)
+    found = newest_state(states.storage)
     assert found is not None
     assert found.state.version == max(versions)
     last = max(index for index, version in enumerate(versions) if version == max(versions))
@@ -78,7 +86,7 @@ def test_the_newest_of_what_was_written_stays(tmp_path_factory: Any, versions: l
 
 
 def test_a_copy_holds_while_the_tensor_goes_on() -> None:
-    room, tensor = HostCopy(), torch.zeros(4)
+    room, tensor = HostBuffers(), torch.zeros(4)
     first = room.take({"w": tensor})["w"]
     tensor += 1
     assert first.tolist() == [0.0] * 4
@@ -87,16 +95,16 @@ def test_a_copy_holds_while_the_tensor_goes_on() -> None:
 
 
 def test_a_state_is_found_by_its_folder_and_by_that_of_its_run(tmp_path: Path) -> None:
-    path = write(States(Storage(str(tmp_path / "states"))), 3)
+    path = write(StateStore(Storage(str(tmp_path / "states"))), 3)
     for place in (path, str(tmp_path / "states"), str(tmp_path)):
-        assert find(place).state.version == 3
-        assert find(f"file://{place}").url == path
+        assert find_state(place).state.version == 3
+        assert find_state(f"file://{place}").url == path
     for place in ("nowhere", "states/version-3/parts"):
         with pytest.raises(ConfigError, match=f"there is no whole state in {tmp_path / place}; give the folder of one"):
-            find(str(tmp_path / place))
+            find_state(str(tmp_path / place))
     (Path(path) / "parts" / "__0_0.distcp").unlink()
     with pytest.raises(ConfigError, match=f"the state {path} is damaged: __0_0.distcp is missing; give an older one"):
-        find(path)
+        find_state(path)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +132,14 @@ def crash_while_replacing(folder: Path) -> None:
 
 
 def test_a_crash_while_a_state_is_replaced_does_not_cost_it(tmp_path: Path) -> None:
-    states = States(Storage(str(tmp_path)))
+    states = StateStore(Storage(str(tmp_path)))
     for version in (2, 3):
         write(states, version, 0.5)
     crash_while_replacing(tmp_path / "version-3")
     shutil.copytree(tmp_path / "version-2", tmp_path / ".version-2.saving-abc.old")  # a crash a moment later
     write(states, 4)
     assert states.storage.names() == ["version-3", "version-4"]
-    assert SavedState.of(find(str(tmp_path / "version-3"))).read("weights/")["w"].tolist() == [0.5] * 3
+    assert SavedState.of(find_state(str(tmp_path / "version-3"))).read("weights/")["w"].tolist() == [0.5] * 3
 
 
 def test_a_crash_and_a_failure_leave_the_folder_before(tmp_path: Path) -> None:
@@ -166,8 +174,8 @@ def no_failure(future: Future[None]) -> None:
 
 def test_a_save_is_told_when_it_is_done_and_the_next_one_waits_for_it() -> None:
     told: list[str] = []
-    gate, outcomes = Gate(), list[Outcome]()
-    saver = Saver(30.0, no_failure, lambda: told.extend(wait.what for wait in saver.waits(0.0)))
+    gate, outcomes = Gate(), list[WriteOutcome]()
+    saver = BackgroundWriter(30.0, no_failure, lambda: told.extend(wait.what for wait in saver.waits(0.0)))
     saver.begin("the state of version 3", gate.write, outcomes.append)
     assert gate.begun.wait(30.0)
     assert saver.waits(0.0) == (), "nobody waits for it"
@@ -182,7 +190,7 @@ def test_a_save_is_told_when_it_is_done_and_the_next_one_waits_for_it() -> None:
 
 
 def test_a_failure_is_told_and_the_next_save_is_made() -> None:
-    saver, outcomes = Saver(30.0, no_failure), list[Outcome]()
+    saver, outcomes = BackgroundWriter(30.0, no_failure), list[WriteOutcome]()
 
     def fail() -> str:
         raise ConfigError("the disk is full")
@@ -196,7 +204,7 @@ def test_a_failure_is_told_and_the_next_save_is_made() -> None:
 
 def test_what_nobody_foresaw_is_not_swallowed() -> None:
     broken: list[Future[None]] = []
-    saver = Saver(30.0, broken.append)
+    saver = BackgroundWriter(30.0, broken.append)
     saver.begin("one", lambda: str(1 // 0), lambda outcome: None)
     saver.wait()
     assert isinstance(broken[0].exception(), ZeroDivisionError)
@@ -212,7 +220,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from starling.policy.train.parts import Parts, write_parts
+from starling.policy.train.checkpoint.dcp import Parts, write_parts
 
 torch.set_num_threads(1)
 action, folder, rank, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -254,7 +262,7 @@ def test_what_two_ranks_have_written_any_number_can_read(tmp_path: Path) -> None
     ranks(tmp_path, "write", 2)
     for size in (1, 3):
         ranks(tmp_path, "read", size)
-    read = Parts(Storage(str(tmp_path)).fs, f"{tmp_path}/parts").read("weights/")
+    read = SavedTensors(Storage(str(tmp_path)).fs, f"{tmp_path}/parts").read("weights/")
     assert torch.equal(read["a"], torch.arange(35.0).reshape(7, 5)), "nor needs it ranks at all"
 
 
@@ -265,8 +273,8 @@ def test_every_element_type_comes_back(tmp_path: Path, dtype: torch.dtype) -> No
         "a/empty": torch.zeros(0, dtype=dtype),
         "b/x": torch.ones(1),
     }
-    digests = write_parts(Storage(str(tmp_path)).fs, str(tmp_path), tensors)
-    read = Parts(Storage(str(tmp_path)).fs, str(tmp_path)).read("a/")
+    digests = write_tensors(Storage(str(tmp_path)).fs, str(tmp_path), tensors)
+    read = SavedTensors(Storage(str(tmp_path)).fs, str(tmp_path)).read("a/")
     assert {name: tensor.tolist() for name, tensor in read.items()} == {"x": tensors["a/x"].tolist(), "empty": []}
     assert read["x"].dtype == dtype
     assert digests == {file.name: Storage(str(tmp_path)).digest(file.name) for file in tmp_path.iterdir()}

@@ -12,24 +12,24 @@ import torch
 from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.settings.supervised import SftSettings
-from starling.policy.train.groups import Example
+from starling.policy.settings.supervised import SftStepSettings
+from starling.policy.train.data.groups import SftExample
 from starling.policy.train.sft import SftTrainer
 
 torch.set_num_threads(1)
 
 
-def examples() -> list[Example]:
+def examples() -> list[SftExample]:
     generator = np.random.default_rng(0)
     return [
-        Example(generator.integers(31, size=p).astype(np.int32), generator.integers(31, size=r).astype(np.int32))
+        SftExample(generator.integers(31, size=p).astype(np.int32), generator.integers(31, size=r).astype(np.int32))
         for p, r in [(5, 4), (2, 9), (7, 1), (1, 6)]
     ]
 
 
 def settings(learning_rate: float, **changes: Any) -> PolicySettings:
     optimizer = OptimizerSettings(learning_rate=learning_rate, max_grad_norm=0.0)
-    return PolicySettings(sft=SftSettings(optimizer=optimizer), **changes)
+    return PolicySettings(sft=SftStepSettings(optimizer=optimizer), **changes)
 
 
 @pytest.mark.parametrize("budget", [12, 1000])
@@ -71,6 +71,6 @@ def test_bad_examples_are_refused(tiny: Callable[..., Any]) -> None:
         SftTrainer(tiny(), settings(1e-3), total_steps=1).step([])
     one = np.ones(1, dtype=np.int32)
     with pytest.raises(ConfigError, match="'row 3' has an empty response"):
-        Example(one, one[:0], "row 3")
+        SftExample(one, one[:0], "row 3")
     with pytest.raises(ConfigError, match="'row 4' has no tokens"):
-        Example(one[:0], one, "row 4")
+        SftExample(one[:0], one, "row 4")

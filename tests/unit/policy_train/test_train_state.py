@@ -24,14 +24,14 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.settings.supervised import SftSettings
-from starling.policy.train.groups import Example, Group
-from starling.policy.train.header import Found, State, find, seal
+from starling.policy.settings.supervised import SftStepSettings
+from starling.policy.train.checkpoint.dcp import SavedTensors
+from starling.policy.train.checkpoint.header import StateHeader, VerifiedState, encode_header, find_state
+from starling.policy.train.checkpoint.state import SavedState
+from starling.policy.train.checkpoint.storage import Storage
+from starling.policy.train.data.groups import ScoredGroup, SftExample
 from starling.policy.train.learner import Learner
-from starling.policy.train.parts import Parts
-from starling.policy.train.state import SavedState
-from starling.policy.train.storage import Storage
-from starling.weightsync.offer import digest_of
+from starling.weightsync.plan.offer import digest_of
 
 torch.set_num_threads(1)
 
@@ -45,7 +45,7 @@ def settings(kl: float) -> PolicySettings:
     optimizer = OptimizerSettings(learning_rate=3e-3, warmup_steps=2, schedule="cosine", max_grad_norm=0.5)
     return PolicySettings(
         optimizer=optimizer,
-        sft=SftSettings(optimizer=optimizer),
+        sft=SftStepSettings(optimizer=optimizer),
         algorithm=AlgorithmSettings(kl_coefficient=kl),
         tokens_per_microbatch=40,
     )
@@ -66,15 +66,15 @@ class Course:
     def step(self, learner: Learner, step: int, **changes: float) -> dict[str, float]:
         told = {key.replace("__", "."): value for key, value in changes.items()}
         if step <= self._num_sft:
-            groups: list[Group] = self._make_groups(SHAPES, seed=step)
-            examples = [Example(group.prompt_ids, group.completion_ids) for group in groups]
+            groups: list[ScoredGroup] = self._make_groups(SHAPES, seed=step)
+            examples = [SftExample(group.prompt_ids, group.completion_ids) for group in groups]
             return learner.supervise(examples, num_steps=self._num_sft, changes=told)
         groups = self._make_groups(SHAPES, seed=step, version=step - 1)
         return learner.reinforce(groups, step=step, num_steps=NUM_GRPO, temperature=0.9, changes=told)
 
 
-def found_in(folder: Path) -> Found:
-    return find(str(folder))
+def found_in(folder: Path) -> VerifiedState:
+    return find_state(str(folder))
 
 
 def held(learner: Learner) -> dict[str, Tensor]:
@@ -248,7 +248,7 @@ def test_what_a_state_says(tiny: Make, make_groups: Make, tmp_path: Path) -> Non
     assert told["next_prompt"] == 17
     assert told["metrics"]["loss"] == learner.metrics["loss"]
     assert set(told["digests"]) == {file.name for file in (path / "parts").iterdir()}
-    sections = {name.partition("/")[0] for name in Parts(Storage(str(path)).fs, f"{path}/parts").shapes()}
+    sections = {name.partition("/")[0] for name in SavedTensors(Storage(str(path)).fs, f"{path}/parts").shapes()}
     assert sections == {"weights", "trainer", "reference", "random"}
 
 
@@ -280,7 +280,7 @@ def test_an_index_cannot_run_code(tiny: Make, tmp_path: Path) -> None:
     index.write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
     header = json.loads((path / "state.json").read_text())["state"]
     header["digests"][".metadata"] = digest_of(index.read_bytes())
-    (path / "state.json").write_bytes(seal(msgspec.convert(header, State)))
+    (path / "state.json").write_bytes(encode_header(msgspec.convert(header, StateHeader)))
     with pytest.raises(ConfigError, match=r"cannot be read \(it names pathlib\.Path\.touch, which is no part"):
         resume(learner, tmp_path / "states")
     assert not (tmp_path / "harm").exists()
@@ -289,9 +289,9 @@ def test_an_index_cannot_run_code(tiny: Make, tmp_path: Path) -> None:
 ENDLESS = """
 import itertools, sys
 import torch
-from starling.policy.train.state import HostCopy, Progress, States, named, take_state
-from starling.policy.train.storage import Storage
-from starling.weightsync.offer import digest_of
+from starling.policy.train.checkpoint.state import HostCopy, Progress, States, named, take_state
+from starling.policy.train.checkpoint.storage import Storage
+from starling.weightsync.plan.offer import digest_of
 model, states = torch.nn.Linear(1000, 500), States(Storage(sys.argv[1]))
 for version in itertools.count(1):
     tensors = named("weights/", dict(model.named_parameters()))
@@ -319,9 +319,9 @@ FULL_DISK = """
 import resource, sys
 import torch
 from starling.common.errors import ConfigError
-from starling.policy.train.state import HostCopy, Progress, States, named, take_state
-from starling.policy.train.storage import Storage
-from starling.weightsync.offer import digest_of
+from starling.policy.train.checkpoint.state import HostCopy, Progress, States, named, take_state
+from starling.policy.train.checkpoint.storage import Storage
+from starling.weightsync.plan.offer import digest_of
 model, states = torch.nn.Linear(64, 64), States(Storage(sys.argv[1]))
 def write(version):
     tensors = named("weights/", dict(model.named_parameters()))

@@ -17,9 +17,9 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.groups import Group
-from starling.policy.train.model import tensors
-from starling.policy.train.step import RlTrainer
+from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.model.load import version_tensors
+from starling.policy.train.rl import RlTrainer
 
 torch.set_num_threads(1)
 
@@ -37,7 +37,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def reference_loss(
-    model: Any, groups: list[Group], *, low: float, high: float, temperature: float, beta: float, reference: Any
+    model: Any, groups: list[ScoredGroup], *, low: float, high: float, temperature: float, beta: float, reference: Any
 ) -> Tensor:
     """The loss of GRPO with a token mean, written as the papers have it."""
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -72,7 +72,7 @@ def reference_loss(
 )
 def test_loss_and_gradients_equal_the_plain_reference(
     tiny: Callable[..., Any],
-    make_groups: Callable[..., list[Group]],
+    make_groups: Callable[..., list[ScoredGroup]],
     tied: bool,
     budget: int,
     low: float,
@@ -98,7 +98,7 @@ def test_loss_and_gradients_equal_the_plain_reference(
 
 
 def test_groups_that_were_drawn_at_several_temperatures_each_count_at_their_own(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]]
 ) -> None:
     plain, model, other = tiny(), tiny(), tiny(seed=9)
     own = (0.5, 0.0, 1.25)
@@ -116,7 +116,7 @@ def test_groups_that_were_drawn_at_several_temperatures_each_count_at_their_own(
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("share", [True, False])
 def test_microbatches_accumulate_to_the_gradient_of_one_batch(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]], kind: str, share: bool
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]], kind: str, share: bool
 ) -> None:
     groups = make_groups(RAGGED)
     results = []
@@ -139,12 +139,12 @@ def test_microbatches_accumulate_to_the_gradient_of_one_batch(
 
 
 def test_leaving_out_completions_without_advantage_changes_no_gradient(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]]
 ) -> None:
     groups = make_groups(RAGGED)
     equal = make_groups([(5, [3, 6])], seed=4)[0]
     groups.append(
-        Group(equal.prompt_ids, equal.completion_ids, equal.logprobs, equal.versions, equal.lengths, (1.0, 1.0))
+        ScoredGroup(equal.prompt_ids, equal.completion_ids, equal.logprobs, equal.versions, equal.lengths, (1.0, 1.0))
     )
     found = {}
     for skip in (True, False):
@@ -160,31 +160,31 @@ def test_leaving_out_completions_without_advantage_changes_no_gradient(
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_step_of_equal_rewards_moves_by_momentum_alone(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]], skip: bool
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]], skip: bool
 ) -> None:
     groups = make_groups(RAGGED)
     equal = [
-        Group(g.prompt_ids, g.completion_ids, g.logprobs, g.versions, g.lengths, (0.3,) * len(g.lengths))
+        ScoredGroup(g.prompt_ids, g.completion_ids, g.logprobs, g.versions, g.lengths, (0.3,) * len(g.lengths))
         for g in groups
     ]
     model = tiny()
     trainer = RlTrainer(
         model, settings(algorithm=AlgorithmSettings(aggregate="token_mean", skip_zero_advantage=skip)), total_steps=2
     )
-    start = {name: tensor.clone() for name, tensor in tensors(model).items()}
+    start = {name: tensor.clone() for name, tensor in version_tensors(model).items()}
     metrics = trainer.step(equal, step=1)
     assert metrics["grad_norm"] == 0.0
     assert metrics["loss"] == 0.0
     assert metrics["zero_advantage_share"] == 1.0
-    assert all(torch.equal(tensor, start[name]) for name, tensor in tensors(model).items())
+    assert all(torch.equal(tensor, start[name]) for name, tensor in version_tensors(model).items())
     trainer.step(groups, step=2)
-    moved = {name: tensor.clone() for name, tensor in tensors(model).items()}
+    moved = {name: tensor.clone() for name, tensor in version_tensors(model).items()}
     trainer.step(equal, step=3)
-    assert any(not torch.equal(tensor, moved[name]) for name, tensor in tensors(model).items())
+    assert any(not torch.equal(tensor, moved[name]) for name, tensor in version_tensors(model).items())
 
 
 def test_three_steps_are_bitwise_reproducible(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]]
 ) -> None:
     runs = []
     for _ in range(2):
@@ -194,13 +194,13 @@ def test_three_steps_are_bitwise_reproducible(
         )
         trainer = RlTrainer(model, chosen, total_steps=3)
         metrics = [trainer.step(make_groups(RAGGED, seed=s), step=s) for s in (1, 2, 3)]
-        runs.append((metrics, {name: tensor.clone() for name, tensor in tensors(model).items()}))
+        runs.append((metrics, {name: tensor.clone() for name, tensor in version_tensors(model).items()}))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(tensor, runs[1][1][name]) for name, tensor in runs[0][1].items())
 
 
 def test_on_policy_log_probabilities_show_no_mismatch(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]]
 ) -> None:
     model = tiny()
     groups = []
@@ -212,7 +212,9 @@ def test_on_policy_log_probabilities_show_no_mismatch(
             with torch.no_grad():
                 logprobs = (model(ids).logits[0, len(g.prompt_ids) - 1 : -1] / 0.8).log_softmax(-1)
             parts.append(logprobs.gather(-1, ids[0, len(g.prompt_ids) :, None])[:, 0].numpy())
-        groups.append(Group(g.prompt_ids, g.completion_ids, np.concatenate(parts), g.versions, g.lengths, g.rewards))
+        groups.append(
+            ScoredGroup(g.prompt_ids, g.completion_ids, np.concatenate(parts), g.versions, g.lengths, g.rewards)
+        )
     metrics = RlTrainer(model, settings(), total_steps=1).step(groups, step=3, temperature=0.8)
     assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-10)
     assert metrics["mismatch_max"] < 1e-5
@@ -222,12 +224,12 @@ def test_on_policy_log_probabilities_show_no_mismatch(
 
 
 def test_staleness_counts_from_the_oldest_token_and_excludes_from_the_mismatch(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]]
 ) -> None:
     g = make_groups([(4, [5, 3])], version=6)[0]
     versions = g.versions.copy()
     versions[0] = 4
-    groups = [Group(g.prompt_ids, g.completion_ids, g.logprobs, versions, g.lengths, g.rewards)]
+    groups = [ScoredGroup(g.prompt_ids, g.completion_ids, g.logprobs, versions, g.lengths, g.rewards)]
     metrics = RlTrainer(tiny(), settings(), total_steps=1).step(groups, step=7)
     assert (metrics["staleness_max"], metrics["staleness_mean"]) == (2.0, 1.0)
     assert metrics["mismatch_max"] > 0.0
@@ -237,7 +239,7 @@ def test_staleness_counts_from_the_oldest_token_and_excludes_from_the_mismatch(
 
 
 def test_empty_completions_count_for_the_baseline_only(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]]
 ) -> None:
     plain, model = tiny(), tiny()
     groups = make_groups([(4, [5, 0, 3]), (2, [0, 1, 4])])
@@ -262,7 +264,7 @@ def test_a_bandit_learns_the_rewarded_token(tiny: Callable[..., Any]) -> None:
     for step in range(1, 31):
         probabilities = distribution()
         drawn = torch.multinomial(probabilities, 64, replacement=True, generator=generator)
-        group = Group(
+        group = ScoredGroup(
             prompt_ids=prompt,
             completion_ids=drawn.numpy().astype(np.int32),
             logprobs=probabilities[drawn].log().numpy(),
@@ -277,18 +279,20 @@ def test_a_bandit_learns_the_rewarded_token(tiny: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite_skip_the_step(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]], bad: float
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]], bad: float
 ) -> None:
     model = tiny()
     with torch.no_grad():
         model.model.norm.weight[3] = bad
-    before = {name: tensor.clone() for name, tensor in tensors(model).items()}
+    before = {name: tensor.clone() for name, tensor in version_tensors(model).items()}
     metrics = RlTrainer(model, settings(), total_steps=1).step(make_groups([(4, [5, 3])]), step=1)
     assert metrics["skipped_step"] == 1.0
-    assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in tensors(model).items())
+    assert all(
+        torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in version_tensors(model).items()
+    )
 
 
-def test_bad_steps_are_refused(tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]) -> None:
+def test_bad_steps_are_refused(tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]]) -> None:
     trainer = RlTrainer(tiny(max_position_embeddings=16), settings(), total_steps=1)
     groups = make_groups([(4, [5, 3])])
     with pytest.raises(ConfigError, match="temperature is 0"):
@@ -298,9 +302,11 @@ def test_bad_steps_are_refused(tiny: Callable[..., Any], make_groups: Callable[.
     with pytest.raises(ConfigError, match="20 tokens exceeds the 16"):
         trainer.step(make_groups([(8, [12, 3])]), step=1)
     g = groups[0]
-    nan = Group(g.prompt_ids, g.completion_ids, g.logprobs, g.versions, g.lengths, (1.0, math.nan), "train/0/9")
+    nan = ScoredGroup(g.prompt_ids, g.completion_ids, g.logprobs, g.versions, g.lengths, (1.0, math.nan), "train/0/9")
     with pytest.raises(ConfigError, match="'train/0/9' cannot be trained: reward 1"):
         trainer.step([nan], step=1)
-    bad = Group(g.prompt_ids, g.completion_ids, g.logprobs * math.nan, g.versions, g.lengths, g.rewards, "train/0/9")
+    bad = ScoredGroup(
+        g.prompt_ids, g.completion_ids, g.logprobs * math.nan, g.versions, g.lengths, g.rewards, "train/0/9"
+    )
     with pytest.raises(ConfigError, match="'train/0/9' cannot be trained: a log-probability"):
         trainer.step([bad], step=1)

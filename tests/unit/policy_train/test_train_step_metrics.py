@@ -22,8 +22,8 @@ from starling.algo.algorithm import Algorithm
 from starling.policy.settings.algorithm import AlgorithmSettings, CorrectionSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.groups import Group
-from starling.policy.train.step import RlTrainer
+from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.rl import RlTrainer
 
 torch.set_num_threads(1)
 
@@ -42,7 +42,7 @@ def settings(budget: int = 10_000, share: bool = True, rate: float = 1e-2, **alg
     )
 
 
-def aged(model: Any, make_groups: Make) -> list[Group]:
+def aged(model: Any, make_groups: Make) -> list[ScoredGroup]:
     """Groups near `model` for step 7: fresh ones, a stale one, and two completions that began under older weights."""
     groups = near(model, make_groups(SHAPES, version=6), 0.3)
     groups[0].versions[8] = 5  # the beginning of its last completion
@@ -53,7 +53,7 @@ def aged(model: Any, make_groups: Make) -> list[Group]:
 class Told:
     """What the metrics of some groups should be, by a loop over completions."""
 
-    def __init__(self, model: Any, groups: Sequence[Group], begun_with: int) -> None:
+    def __init__(self, model: Any, groups: Sequence[ScoredGroup], begun_with: int) -> None:
         self.differences: list[float] = []
         self.sums: list[float] = []
         self.fresh: list[float] = []
@@ -229,12 +229,12 @@ def test_the_gradient_of_a_step_is_the_mean_of_those_of_its_completions(
         assert torch.linalg.vector_norm(found - expected) <= 1e-6 * scale + 1e-14, name
 
 
-def gradient(model: Any, groups: Sequence[Group], chosen: PolicySettings) -> dict[str, Tensor]:
+def gradient(model: Any, groups: Sequence[ScoredGroup], chosen: PolicySettings) -> dict[str, Tensor]:
     RlTrainer(model, chosen, total_steps=1).step(groups, step=1)
     return gradients(model)
 
 
-def alone(group: Group) -> list[Group]:
+def alone(group: ScoredGroup) -> list[ScoredGroup]:
     """Return each completion of a group as a group of its own."""
     ends = np.cumsum(group.lengths).tolist()
     found = []

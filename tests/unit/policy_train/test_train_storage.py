@@ -16,11 +16,18 @@ import torch
 from structlog.testing import capture_logs
 
 from starling.common.errors import ConfigError
-from starling.policy.train.checkpoint import export_hf
-from starling.policy.train.header import Found, find, newest
-from starling.policy.train.model import tensors
-from starling.policy.train.state import HostCopy, Progress, SavedState, States, named, take_state
-from starling.policy.train.storage import Storage
+from starling.policy.train.checkpoint.header import VerifiedState, find_state, newest_state
+from starling.policy.train.checkpoint.huggingface import export_hf
+from starling.policy.train.checkpoint.state import (
+    HostBuffers,
+    SavedState,
+    StateMetadata,
+    StateStore,
+    in_section,
+    take_state,
+)
+from starling.policy.train.checkpoint.storage import Storage
+from starling.policy.train.model.load import version_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -61,38 +68,41 @@ def store(endpoint: str, request: pytest.FixtureRequest) -> Store:
     return Store(f"s3://{bucket}/prefix", options)
 
 
-def write(states: States, version: int, value: float = 0.0, **metrics: float) -> str:
+def write(states: StateStore, version: int, value: float = 0.0, **metrics: float) -> str:
     weights = {"w": torch.full((300,), value)}
     taken = take_state(
-        Progress(run="r", version=version, metrics=metrics), named("weights/", weights), torch.device("cpu"), HostCopy()
+        StateMetadata(run="r", version=version, metrics=metrics),
+        in_section("weights/", weights),
+        torch.device("cpu"),
+        HostBuffers(),
     )
     return states.write(taken)
 
 
-def value_of(found: Found | None) -> tuple[int, float]:
+def value_of(found: VerifiedState | None) -> tuple[int, float]:
     assert found is not None
     return found.state.version, SavedState.of(found).read("weights/")["w"][0].item()
 
 
 def test_states_in_s3_are_like_those_on_a_disk(store: Store) -> None:
-    states = States(store.storage("states"), best="-loss")
+    states = StateStore(store.storage("states"), best="-loss")
     states.storage.check()
-    assert newest(states.storage) is None
+    assert newest_state(states.storage) is None
     for version, loss in ((1, 0.1), (2, 0.9), (3, 0.8)):
         assert write(states, version, float(version), loss=loss) == f"{store.url}/states/version-{version}"
     assert states.storage.names() == ["version-1", "version-2", "version-3"], "the best, and the newest two"
-    assert value_of(newest(store.storage("states"))) == (3, 3.0)
+    assert value_of(newest_state(store.storage("states"))) == (3, 3.0)
     write(states, 3, 3.5, loss=0.8)
     assert len(states.storage.names("version-3")) == 2, "state.json and the present parts"
-    assert value_of(newest(store.storage("states"))) == (3, 3.5)
-    assert value_of(find(f"{store.url}/states/version-2", store.options)) == (2, 2.0)
-    assert value_of(find(store.url, store.options)) == (3, 3.5)
+    assert value_of(newest_state(store.storage("states"))) == (3, 3.5)
+    assert value_of(find_state(f"{store.url}/states/version-2", store.options)) == (2, 2.0)
+    assert value_of(find_state(store.url, store.options)) == (3, 3.5)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 @pytest.mark.parametrize("part", ["state.json", ".metadata", "__0_0.distcp"])
 def test_a_damaged_state_in_s3_is_skipped(store: Store, part: str, damage: str) -> None:
-    states = States(store.storage("states"))
+    states = StateStore(store.storage("states"))
     write(states, 1, 1.0)
     write(states, 2, 2.0)
     (path,) = [path for path in states.storage.fs.find(states.storage.path("version-2")) if path.endswith(part)]
@@ -103,15 +113,15 @@ def test_a_damaged_state_in_s3_is_skipped(store: Store, part: str, damage: str) 
     else:
         states.storage.fs.pipe_file(path, bytes(data if damage == "flip" else data[:-1]))
     with capture_logs() as lines:
-        assert value_of(newest(store.storage("states"))) == (1, 1.0)
+        assert value_of(newest_state(store.storage("states"))) == (1, 1.0)
     assert [line["state"] for line in lines] == [f"{store.url}/states/version-2"]
 
 
 ENDLESS = """
 import itertools, json, sys
 import torch
-from starling.policy.train.state import HostCopy, Progress, States, named, take_state
-from starling.policy.train.storage import Storage
+from starling.policy.train.checkpoint.state import HostCopy, Progress, States, named, take_state
+from starling.policy.train.checkpoint.storage import Storage
 states = States(Storage(sys.argv[1], json.loads(sys.argv[2])))
 for version in itertools.count(1):
     weights = {"w": torch.full((1_500_000,), float(version))}
@@ -139,24 +149,24 @@ def test_a_writer_killed_half_way_leaves_the_state_before(store: Store, delay_ob
         process.wait(30)
     assert process.returncode == -9
     with capture_logs() as lines:
-        version, value = value_of(newest(storage))
+        version, value = value_of(newest_state(storage))
     assert version >= 2
     assert value == float(version)
     unfinished = {line["reason"] for line in lines}
     assert unfinished <= {"it has no state.json"}, "what has a manifest is whole"
-    states = States(store.storage("states"))
+    states = StateStore(store.storage("states"))
     write(states, version + 1, 9.0)
-    assert value_of(newest(states.storage)) == (version + 1, 9.0)
+    assert value_of(newest_state(states.storage)) == (version + 1, 9.0)
     assert states.storage.names() == [f"version-{version}", f"version-{version + 1}"], "nothing of it is left"
 
 
 def test_what_has_no_manifest_is_cleared_away_by_the_next_save(store: Store) -> None:
-    states = States(store.storage("states"))
+    states = StateStore(store.storage("states"))
     for version in (1, 2):
         write(states, version)
     states.storage.fs.pipe_file(states.storage.path("version-3", "abcd", "__0_0.distcp"), b"half of it")
     states.storage.fs.pipe_file(states.storage.path("version-2", "abcd", "__0_0.distcp"), b"of another attempt")
-    assert value_of(newest(states.storage))[0] == 2
+    assert value_of(newest_state(states.storage))[0] == 2
     write(states, 4)
     assert states.storage.names() == ["version-2", "version-4"]
 
@@ -165,12 +175,12 @@ def test_an_export_in_s3_is_a_model_with_its_configuration_last(store: Store, ti
     from transformers import AutoModelForCausalLM
 
     model, storage = tiny(), store.storage("checkpoints")
-    weights = {name: tensor.clone() for name, tensor in tensors(model).items()}
+    weights = {name: tensor.clone() for name, tensor in version_tensors(model).items()}
     for _ in range(2):
         assert export_hf(model, None, storage, "step-3", weights=weights) == f"{store.url}/checkpoints/step-3"
     storage.fs.get(storage.path("step-3"), str(tmp_path / "model"), recursive=True)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert all(torch.equal(tensor, tensors(again)[name]) for name, tensor in weights.items())
+    assert all(torch.equal(tensor, version_tensors(again)[name]) for name, tensor in weights.items())
 
 
 def test_a_bucket_that_is_not_there_is_one_sentence(store: Store) -> None:
@@ -186,6 +196,6 @@ def test_a_store_that_does_not_answer_is_one_sentence(store: Store) -> None:
     ):
         storage.check()
     with pytest.raises(ConfigError, match=rf"{store.url}/version-1 cannot be written \(.+\): look at policy.saving"):
-        write(States(storage), 1)
+        write(StateStore(storage), 1)
     with pytest.raises(ConfigError, match=rf"{store.url} cannot be listed \(.+\): look at policy.saving"):
-        newest(storage)
+        newest_state(storage)

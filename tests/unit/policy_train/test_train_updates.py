@@ -19,11 +19,11 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings, CorrectionSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.broken import StepBrokenError
-from starling.policy.train.credit import Scored
-from starling.policy.train.groups import Group
-from starling.policy.train.model import tensors
-from starling.policy.train.step import RlTrainer
+from starling.policy.train.data.credit import StepGroups
+from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.errors import StepBrokenError
+from starling.policy.train.model.load import version_tensors
+from starling.policy.train.rl import RlTrainer
 
 torch.set_num_threads(1)
 
@@ -53,7 +53,7 @@ def plain_step(
     name: str,
     model: Any,
     optimizer: torch.optim.Optimizer,
-    groups: Sequence[Group],
+    groups: Sequence[ScoredGroup],
     *,
     rate: float,
     parts: Sequence[Sequence[int]],
@@ -249,7 +249,7 @@ def test_no_corrections_are_other_than_those_of_the_algorithm(tiny: Make, make_g
 def test_parts_have_equally_many_groups_and_nearly_equally_many_tokens(num_tokens: list[int], count: int) -> None:
     """The law of the largest differencing method: a spread of at most the longest group."""
     groups = tuple(
-        Group(
+        ScoredGroup(
             prompt_ids=np.array([1], dtype=np.int32),
             completion_ids=np.zeros(tokens, dtype=np.int32),
             logprobs=np.zeros(tokens, dtype=np.float32),
@@ -259,7 +259,7 @@ def test_parts_have_equally_many_groups_and_nearly_equally_many_tokens(num_token
         )
         for tokens in num_tokens
     )
-    scored = Scored(groups, tuple([float(at)] for at in range(len(groups))), tuple([0.0] for _ in groups))
+    scored = StepGroups(groups, tuple([float(at)] for at in range(len(groups))), tuple([0.0] for _ in groups))
     parts = scored.split(count)
     assert len(parts) == min(count, len(groups))
     sizes = [len(part.groups) for part in parts]
@@ -276,7 +276,7 @@ def test_parts_have_equally_many_groups_and_nearly_equally_many_tokens(num_token
 
 
 def test_a_loss_that_fails_between_two_updates_breaks_the_step(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]], tmp_path: Path
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]], tmp_path: Path
 ) -> None:
     """Then the weights are no version; before the first update they are as they were."""
     (tmp_path / "moody.py").write_text(
@@ -295,16 +295,16 @@ def test_a_loss_that_fails_between_two_updates_breaks_the_step(
         name = f"{tmp_path / 'moody.py'}:algorithm"
         algorithm = AlgorithmSettings(name=name, options={"calm": calm}, num_passes=3, skip_zero_advantage=False)
         trainer = RlTrainer(model, PolicySettings(algorithm=algorithm), total_steps=1)
-        before = {name: tensor.clone() for name, tensor in tensors(model).items()}
+        before = {name: tensor.clone() for name, tensor in version_tensors(model).items()}
         with pytest.raises(ConfigError, match="tea") as caught:
             trainer.step(make_groups([(3, [4, 2])]), step=1)
         assert type(caught.value) is kind
-        kept = all(torch.equal(tensor, before[name]) for name, tensor in tensors(model).items())
+        kept = all(torch.equal(tensor, before[name]) for name, tensor in version_tensors(model).items())
         assert kept == (kind is ConfigError)
 
 
 def test_a_part_without_tokens_neither_breaks_nor_blinds_the_step(
-    tiny: Callable[..., Any], make_groups: Callable[..., list[Group]]
+    tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]]
 ) -> None:
     equal, other = make_groups([(3, [4, 2]), (5, [3, 3])])
     equal = replace(equal, rewards=(1.0, 1.0))

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from starling.policy.core.clock import PHASES
+from starling.policy.core.phases import PHASES
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.clock import StepClock
-from starling.policy.train.model import tensors
-from starling.policy.train.step import RlTrainer
-from starling.policy.train.watch import StepWatch
+from starling.policy.train.metrics.clock import StepClock
+from starling.policy.train.metrics.step import StepMetrics
+from starling.policy.train.model.load import version_tensors
+from starling.policy.train.rl import RlTrainer
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_a_step_tells_its_time_and_its_change(tiny: Callable[..., Any], make_gro
     model = tiny()
     settings = PolicySettings(peak_tflops=2.0)
     trainer = RlTrainer(model, settings, total_steps=4)
-    watch = StepWatch(tensors(model), StepClock(), CPU, settings)
+    watch = StepMetrics(version_tensors(model), StepClock(), CPU, settings)
     watch.begin()
     metrics, alarms = watch.end(1, {**trainer.step(make_groups([(3, (4, 2))]), step=1), "model_flops": 1e9})
     assert 0.0 < metrics["update_norm"] < 0.1
@@ -39,7 +39,7 @@ def test_a_step_that_moves_nothing_is_an_alarm_until_one_does(tiny: Callable[...
     """After so many steps as the recipe says, and fatal if it says so; on a CPU nothing is said of its peak."""
     model = tiny()
     settings = PolicySettings.model_validate({"alarms": {"still_steps": 2, "fail_on": ["weights_still"]}})
-    watch = StepWatch(tensors(model), StepClock(), CPU, settings)
+    watch = StepMetrics(version_tensors(model), StepClock(), CPU, settings)
     names = []
     for step in range(1, 5):
         watch.begin()

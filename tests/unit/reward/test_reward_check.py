@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.reward.score.check import check
-from starling.reward.score.gym import make_gym
-from starling.reward.score.scorers import BUILT_IN
+from starling.reward.score.scorers.gym import make_gym
+from starling.reward.score.scorers.registry import BUILT_IN
+from starling.reward.score.workers.pool import check_scorers
 from starling.reward.settings import RewardSettings
 
 MISBEHAVING = Path(__file__).with_name("misbehaving.py")
@@ -26,7 +26,7 @@ def test_every_built_in_scorer_can_be_used() -> None:
     needed = {"overlong": {"max_tokens": 8, "buffer": 2}}
     names = [*BUILT_IN, "reasoning_gym:spell_backward"]
     scorers = [{"name": name, "options": needed.get(name, {})} for name in names]
-    check(RewardSettings.model_validate({"scorers": scorers}))
+    check_scorers(RewardSettings.model_validate({"scorers": scorers}))
 
 
 def test_a_user_scorer_is_found_by_path_and_beside_the_working_directory(
@@ -35,11 +35,11 @@ def test_a_user_scorer_is_found_by_path_and_beside_the_working_directory(
     (tmp_path / "mine.py").write_text("from beside import f\nclass A:\n    g = staticmethod(f)\n")
     (tmp_path / "beside.py").write_text("def f(completion, reference, prompt_text, metadata): return 1\n")
     (tmp_path / "signal.py").write_text("raise RuntimeError('I took the place of the standard library')\n")
-    check(settings(f"{tmp_path}/mine.py:f"))
+    check_scorers(settings(f"{tmp_path}/mine.py:f"))
     monkeypatch.chdir(tmp_path)
-    check(settings("mine.py:f"))
-    check(settings("mine:f"))
-    check(settings("mine:A.g"))
+    check_scorers(settings("mine.py:f"))
+    check_scorers(settings("mine:f"))
+    check_scorers(settings("mine:A.g"))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_user_scorer_is_found_by_path_and_beside_the_working_directory(
 )
 def test_an_unusable_scorer_is_named_with_a_remedy(name: str, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        check(settings(name, options=options))
+        check_scorers(settings(name, options=options))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_unusable_scorer_is_named_with_a_remedy(name: str, options: dict[str,
 def test_a_module_that_misbehaves_on_import_is_found_at_start(tmp_path: Path, code: str, problem: str) -> None:
     (tmp_path / "bad.py").write_text(code)
     with pytest.raises(ConfigError, match=problem):
-        check(settings(f"{tmp_path / 'bad.py'}:f", start_timeout_s=1.0 if "while" in code else 60.0))
+        check_scorers(settings(f"{tmp_path / 'bad.py'}:f", start_timeout_s=1.0 if "while" in code else 60.0))
 
 
 def test_reasoning_gym_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.common.wire.messages import (
-    USABLE,
+    TRAINABLE_STATUSES,
     ChatMessage,
     CompletionText,
     GroupScored,
@@ -19,11 +19,11 @@ from starling.common.wire.messages import (
     Status,
 )
 from starling.reward.core.groups import (
-    Answer,
-    Cancel,
+    CancelTask,
     GroupScores,
     Score,
-    Submit,
+    SendScores,
+    SubmitTask,
     WeightedScorer,
     prompt_text,
 )
@@ -48,7 +48,7 @@ def phases(scores: GroupScores) -> dict[str, str]:
 def test_a_group_from_arrival_to_answer() -> None:
     scores = machine()
     (submit,) = scores.add(group("score:1:0", Status.OK, Status.TRUNCATED, Status.ENV_ERROR))
-    assert isinstance(submit, Submit)
+    assert isinstance(submit, SubmitTask)
     assert [(index, item.text, item.status) for index, item in submit.task.completions] == [
         (0, "c0", Status.OK),
         (1, "c1", Status.TRUNCATED),
@@ -66,7 +66,7 @@ def test_a_group_from_arrival_to_answer() -> None:
         statuses=(Status.OK, Status.TRUNCATED, Status.ENV_ERROR),
         components={"right": (1.0, 0.25, None), "form": (0.0, 1.0, None)},
     )
-    assert answer == Answer(expected)
+    assert answer == SendScores(expected)
     assert scores.give_up(("score:1:0", "score:9:9")) == []
     assert phases(scores) == {}
 
@@ -78,7 +78,7 @@ def test_a_failed_scorer_leaves_no_reward_and_says_why() -> None:
     scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."))
     scores.record(Score("score:1:0", 1, 0, 2.0))
     (answer,) = scores.record(Score("score:1:0", 1, 1, -1.0))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendScores)
     assert answer.message.rewards == (None, 1.5)
     assert answer.message.statuses == (Status.REWARD_TIMEOUT, Status.OK)
     assert answer.message.problems == ("Completion 0: it hung.", "Completion 0: it raised.")
@@ -90,7 +90,7 @@ def test_a_scorer_of_weight_0_is_only_observed() -> None:
     scores.add(group("score:1:0", Status.OK))
     scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."))
     (answer,) = scores.record(Score("score:1:0", 0, 0, 1.0))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendScores)
     assert (answer.message.rewards, answer.message.statuses) == ((2.0,), (Status.OK,))
     assert answer.message.problems == ("Completion 0: it raised.",)
 
@@ -101,7 +101,7 @@ def test_a_punishment_takes_from_the_reward_and_a_negative_weight_turns_it_round
         scores.add(group("score:1:0", Status.OK))
         scores.record(Score("score:1:0", 0, 0, 1.0))
         (answer,) = scores.record(Score("score:1:0", 0, 1, -0.5))
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, SendScores)
         assert answer.message.rewards == (reward,)
         assert answer.message.components == {"right": (1.0,), "overlong": (-0.5,)}
 
@@ -112,7 +112,7 @@ def test_a_sum_beyond_floats_is_a_failure(values: tuple[float, float]) -> None:
     scores.add(group("score:1:0", Status.OK))
     scores.record(Score("score:1:0", 0, 0, values[0]))
     (answer,) = scores.record(Score("score:1:0", 0, 1, values[1]))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendScores)
     assert (answer.message.rewards, answer.message.statuses) == ((None,), (Status.REWARD_ERROR,))
     assert "too large" in answer.message.problems[0]
 
@@ -121,7 +121,7 @@ def test_a_sum_beyond_floats_is_a_failure(values: tuple[float, float]) -> None:
 def test_a_group_with_nothing_to_score_is_answered_at_once(statuses: tuple[Status, ...]) -> None:
     scores = machine()
     (answer,) = scores.add(group("score:1:0", *statuses))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendScores)
     assert answer.message.rewards == (None,) * len(statuses)
     assert answer.message.statuses == statuses
 
@@ -130,14 +130,14 @@ def test_groups_beyond_the_slots_queue_and_follow_in_order() -> None:
     scores = machine((WeightedScorer("right", 1.0),), num_slots=1)
     leases = ["score:1:0", "score:2:0", "score:3:0"]
     commands = [command for lease in leases for command in scores.add(group(lease, Status.OK))]
-    assert [command.task.id for command in commands if isinstance(command, Submit)] == leases[:1]
+    assert [command.task.id for command in commands if isinstance(command, SubmitTask)] == leases[:1]
     assert list(phases(scores).values()) == ["working", "queued", "queued"]
     assert scores.give_up(("score:2:0",)) == []
     answer, submit = scores.record(Score("score:1:0", 0, 0, 1.0))
-    assert isinstance(answer, Answer)
-    assert isinstance(submit, Submit)
+    assert isinstance(answer, SendScores)
+    assert isinstance(submit, SubmitTask)
     assert submit.task.id == "score:3:0"
-    assert scores.give_up(("score:3:0",)) == [Cancel("score:3:0")]
+    assert scores.give_up(("score:3:0",)) == [CancelTask("score:3:0")]
 
 
 def test_repeated_and_late_messages_change_nothing() -> None:
@@ -147,7 +147,7 @@ def test_repeated_and_late_messages_change_nothing() -> None:
     assert scores.record(Score("score:1:0", 0, 0, 1.0)) == []
     assert scores.record(Score("score:1:0", 0, 0, 9.0)) == []
     (answer,) = scores.record(Score("score:1:0", 1, 0, 1.0))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendScores)
     assert answer.message.rewards == (1.0, 1.0)
     scores.give_up(("score:1:0",))
     assert scores.record(Score("score:1:0", 1, 0, 1.0)) == []
@@ -170,17 +170,17 @@ def test_rewards_do_not_depend_on_the_order_of_the_scores(
     scorers = tuple(WeightedScorer(str(i), weight) for i, weight in enumerate(scorer_weights))
     scores = machine(scorers)
     commands = scores.add(group("score:1:0", *statuses))
-    wanted = [(c, s) for c, status in enumerate(statuses) if status in USABLE for s in range(len(scorers))]
+    wanted = [(c, s) for c, status in enumerate(statuses) if status in TRAINABLE_STATUSES for s in range(len(scorers))]
     given_values = {place: data.draw(values) for place in wanted}
     for completion, scorer in data.draw(st.permutations(wanted)):
         value = given_values[completion, scorer]
         status = Status.OK if value is not None else Status.REWARD_ERROR
         problem = "" if value is not None else "failed."
         commands += scores.record(Score("score:1:0", completion, scorer, value, status, problem))
-    (message,) = [command.message for command in commands if isinstance(command, Answer)]
+    (message,) = [command.message for command in commands if isinstance(command, SendScores)]
     for index, status in enumerate(statuses):
         row = [given_values.get((index, s)) for s in range(len(scorers))]
-        if status not in USABLE:
+        if status not in TRAINABLE_STATUSES:
             assert (message.rewards[index], message.statuses[index]) == (None, status)
         elif None in row:
             assert (message.rewards[index], message.statuses[index]) == (None, Status.REWARD_ERROR)
@@ -216,17 +216,17 @@ def test_a_scorer_that_is_for_other_prompts_adds_nothing() -> None:
     message = group("score:1:0", Status.OK)
     words = msgspec.structs.replace(message, prompt=Prompt(id="words/0", text="p", metadata={"task": "words"}))
     (submit,) = scores.add(words)
-    assert isinstance(submit, Submit)
+    assert isinstance(submit, SubmitTask)
     assert submit.task.scorers == (1, 2)
     scores.record(Score("score:1:0", 0, 1, 1.0))
     (answer,) = scores.record(Score("score:1:0", 0, 2, 1.0))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendScores)
     assert answer.message.rewards == (1.5,)
     assert answer.message.components == {"sums": (None,), "words": (1.0,), "form": (1.0,)}
 
 
 def test_a_prompt_that_is_no_scorers_has_no_reward() -> None:
     (answer,) = machine((WeightedScorer("sums", 1.0, ("sums",)),)).add(group("score:1:0", Status.OK))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, SendScores)
     assert (answer.message.rewards, answer.message.statuses) == ((None,), (Status.REWARD_ERROR,))
     assert answer.message.problems == ("Completion 0: no scorer is for this prompt; name its task in one of them.",)

@@ -21,7 +21,7 @@ import zmq
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.groups import Score, ScoreTask
-from starling.reward.score.pool import ScoringPool
+from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 MISBEHAVING = Path(__file__).with_name("misbehaving.py")
@@ -294,7 +294,7 @@ def test_a_pool_whose_scorers_no_longer_import_says_so(tmp_path: Path) -> None:
 SERVICE = """
     import sys
     from starling.reward.core.groups import ScoreTask
-    from starling.reward.score.pool import ScoringPool
+    from starling.reward.score.workers.pool import ScoringPool
     from starling.reward.settings import RewardSettings
 
     pool = ScoringPool(RewardSettings(scorers=[{"name": sys.argv[1]}], num_workers=2, timeout_s=600))
@@ -319,7 +319,7 @@ def test_no_worker_outlives_a_killed_service() -> None:
 
 def test_the_service_imports_no_heavy_package() -> None:
     check = (
-        "import sys, starling.reward.score.pool, starling.reward.score.check, starling.reward.settings;"
+        "import sys, starling.reward.score.workers.pool, starling.reward.score.workers.pool, starling.reward.settings;"
         "heavy = {'torch', 'transformers', 'numpy', 'sympy', 'math_verify', 'reasoning_gym'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -10,12 +10,12 @@ import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.reward.score.gsm8k import final_number, find_numbers
-from starling.reward.score.scorers import Scorer, facts_wanted, resolve
+from starling.reward.score.scorers.gsm8k import final_number, find_numbers
+from starling.reward.score.scorers.registry import Scorer, facts_wanted, resolve_scorer
 
 
 def scorer(name: str, **options: Any) -> Scorer:
-    return resolve(name, options)
+    return resolve_scorer(name, options)
 
 
 EXACT = scorer("exact_match")

@@ -9,8 +9,8 @@ from typing import Any
 
 import openai
 
-from starling.rollout.env.agent import AgentTask
-from starling.rollout.env.base import Outcome
+from starling.rollout.env.base import EpisodeOutcome
+from starling.rollout.env.environments.agent import AgentTask
 
 TOLD: dict[int, list[str]] = {}
 """What each program was told, by the index of its trajectory."""
@@ -48,7 +48,7 @@ def plain(task: AgentTask) -> None:
         TOLD[task.index] = ["".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)]
 
 
-async def branching(task: AgentTask) -> Outcome:
+async def branching(task: AgentTask) -> EpisodeOutcome:
     """Say something, ask twice for the next reply, go on from the first one, and have a word with somebody else."""
     first: list[Any] = list(task.messages)
     async with client_of(task) as client:
@@ -63,7 +63,7 @@ async def branching(task: AgentTask) -> Outcome:
         beside = await ask([{"role": "user", "content": "who are you?"}])
         three = await ask([*second, {"role": "assistant", "content": two}, {"role": "user", "content": "last"}])
         TOLD[task.index] = [one, two, other, beside, three]
-    return Outcome(reward=0.5, metrics={"asked": 5.0})
+    return EpisodeOutcome(reward=0.5, metrics={"asked": 5.0})
 
 
 async def rewriting(task: AgentTask) -> float:

@@ -17,17 +17,17 @@ from transformers import AutoTokenizer
 from starling.algo.text import encode_prompt
 from starling.common.settings import load
 from starling.common.wire import messages as wire
-from starling.rollout.api.served import served_of
+from starling.rollout.api.model import served_model
 from starling.rollout.api.server import ApiServer
 from starling.rollout.engine.base import EngineSpec
-from starling.rollout.engine.choice import make_engine
-from starling.rollout.engine.model import end_token_ids
-from starling.rollout.env.choice import make_environment
+from starling.rollout.engine.embedded.model import end_token_ids
+from starling.rollout.engine.registry import make_engine
+from starling.rollout.env.episodes.trajectory import PlayedGroup, Trajectory
+from starling.rollout.env.registry import make_environment
 from starling.rollout.env.runner import EpisodeRunner
-from starling.rollout.env.trajectory import Played, Trajectory
 from starling.rollout.settings import RolloutProcess
-from starling.rollout.shell.door import Door
-from starling.rollout.shell.preparation import Prepared
+from starling.rollout.shell.preparation import PreparedPrompt
+from starling.rollout.shell.request_queue import EngineQueue
 
 
 class Stage:
@@ -49,8 +49,8 @@ class Stage:
             wake=self._wake.set,
         )
         self._engine = make_engine(spec)
-        self._door = Door(self._wake.set)
-        served = served_of(spec, self.tokenizer, self._engine.max_model_len, lambda: self._engine.version)
+        self._door = EngineQueue(self._wake.set)
+        served = served_model(spec, self.tokenizer, self._engine.max_model_len, lambda: self._engine.version)
         self.server = ApiServer(self._door, served, settings.rollout.api, replica="rollout-0", folder=None)
         chosen = make_environment(settings.rollout.environment)
         assert chosen is not None
@@ -69,7 +69,7 @@ class Stage:
         self._thread.start()
         self._num_groups = 0
 
-    def play(self, prompt: wire.Prompt, num_completions: int, **sampling: Any) -> Played:
+    def play(self, prompt: wire.Prompt, num_completions: int, **sampling: Any) -> PlayedGroup:
         """Play one group to its end."""
         self._num_groups += 1
         message = wire.GenerateGroup(
@@ -80,9 +80,9 @@ class Stage:
             sampling=wire.Sampling(**{"max_tokens": 64, "seed": 5, **sampling}),
             min_version=0,
         )
-        prepared = Prepared(message, encode_prompt(self.tokenizer, prompt))
+        prepared = PreparedPrompt(message, encode_prompt(self.tokenizer, prompt))
         self._runner.begin(prepared)
-        played: Played = self._played.get(timeout=DEADLINE_S)
+        played: PlayedGroup = self._played.get(timeout=DEADLINE_S)
         assert self._runner.take(message.lease)
         return played
 
@@ -114,7 +114,7 @@ def stage(model: Path, *flags: str) -> Iterator[Stage]:
         made.close()
 
 
-def check(model: Path, played: Played, trajectory: Trajectory, temperature: float = 1.0) -> None:
+def check(model: Path, played: PlayedGroup, trajectory: Trajectory, temperature: float = 1.0) -> None:
     """Assert that what a trajectory says of its sampled tokens is what the model says of them, where they stand."""
     prompt, tokens = played.prompt_ids.tolist(), trajectory.token_ids.tolist()
     wanted = forward_logprobs(model, prompt, tokens, temperature).numpy()

@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from starling.common.observe import log
 from starling.common.settings import load
-from starling.rollout.api.served import served_of
+from starling.rollout.api.model import served_model
 from starling.rollout.api.server import ApiServer
 from starling.rollout.engine.base import EngineSpec
-from starling.rollout.engine.choice import make_engine
-from starling.rollout.engine.model import end_token_ids
+from starling.rollout.engine.embedded.model import end_token_ids
+from starling.rollout.engine.registry import make_engine
 from starling.rollout.settings import RolloutProcess
-from starling.rollout.shell.door import Door
+from starling.rollout.shell.request_queue import EngineQueue
 
 
 def main(model: str, folder: str, *flags: str) -> None:
@@ -39,8 +39,8 @@ def main(model: str, folder: str, *flags: str) -> None:
         wake=wake.set,
     )
     engine = make_engine(spec)
-    door = Door(wake.set)
-    served = served_of(spec, tokenizer, engine.max_model_len, lambda: engine.version)
+    door = EngineQueue(wake.set)
+    served = served_model(spec, tokenizer, engine.max_model_len, lambda: engine.version)
     server = ApiServer(door, served, settings.rollout.api, replica="rollout-0", folder=Path(folder))
 
     def answer() -> None:

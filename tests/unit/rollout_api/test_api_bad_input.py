@@ -14,9 +14,9 @@ import pytest
 from api_lone import DEADLINE_S, Lone, lone_engine
 
 from starling.rollout.api.app import MAX_BODY_BYTES
-from starling.rollout.api.ask import NEUTRAL, read_body, read_chat, read_text
+from starling.rollout.api.errors import ApiError
 from starling.rollout.api.messages import key_of
-from starling.rollout.api.refusal import ApiError
+from starling.rollout.api.requests import NEUTRAL, read_body, read_chat, read_text
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 KEY = "Bearer {}"

@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 
 from starling.algo.text import decode, encode_prompt, encode_text
 from starling.common.wire.messages import ChatMessage, Prompt, Sampling, Status
-from starling.rollout.api.ask import read_chat
-from starling.rollout.api.calls import reader_of
-from starling.rollout.api.record import Recording, Turn
-from starling.rollout.api.refusal import ApiError
+from starling.rollout.api.errors import ApiError
+from starling.rollout.api.messages import reader_of
+from starling.rollout.api.recording import RecordedTurn, Recording
+from starling.rollout.api.requests import read_chat
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
-from starling.rollout.env.base import Outcome
-from starling.rollout.env.episode import Task, TokenEpisode
+from starling.rollout.env.base import EpisodeOutcome
+from starling.rollout.env.episodes.episode import EpisodeTask, TokenEpisode
 
 PROMPT = Prompt(id="p", messages=(ChatMessage(role="user", content="1+2?"),))
 USER: Any = {"role": "user", "content": "1+2?"}
@@ -53,14 +53,14 @@ def tokenizer(api_model: Path) -> Any:
     return AutoTokenizer.from_pretrained(api_model)
 
 
-Ask = Callable[..., Awaitable[Turn]]
+Ask = Callable[..., Awaitable[RecordedTurn]]
 
 
 def recorded(tokenizer: Any, said: Said, play: Callable[[Recording, Ask], Awaitable[None]]) -> tuple[Recording, Any]:
     """Play against a recording; return it, and the trajectory."""
 
     async def all_of_it() -> tuple[Recording, Any]:
-        task = Task(
+        task = EpisodeTask(
             lease="generate:1",
             prompt=PROMPT,
             prompt_ids=encode_prompt(tokenizer, PROMPT),
@@ -72,12 +72,12 @@ def recorded(tokenizer: Any, said: Said, play: Callable[[Recording, Ask], Awaita
         episode = TokenEpisode(task, 0, tokenizer, said.ask)
         recording = Recording(episode, lambda ids: decode(tokenizer, ids), reader_of("", None))
 
-        async def ask(*messages: Any, **more: Any) -> Turn:
+        async def ask(*messages: Any, **more: Any) -> RecordedTurn:
             return await recording.turn(read_chat({"model": "m", "messages": list(messages), **more}))
 
         await play(recording, ask)
         await recording.close()
-        return recording, episode.end(Outcome(reward=1.0))
+        return recording, episode.end(EpisodeOutcome(reward=1.0))
 
     return asyncio.run(all_of_it())
 

@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from starling.rollout.api.generation import TextStream
 from starling.rollout.api.messages import key_of, read_messages
-from starling.rollout.api.shapes import spans
-from starling.rollout.api.text import TextStream
+from starling.rollout.api.responses import spans
 
 WORDS = "the cat sat. naïve café 日本語 🙂🙃 été ÿ"
 

@@ -14,7 +14,7 @@ from api_stage import Stage, check, stage
 from starling.algo.text import decode
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt, Status
-from starling.rollout.env.verifiers import make_verifiers
+from starling.rollout.env.environments.verifiers import make_verifiers
 
 pytestmark = pytest.mark.slow
 

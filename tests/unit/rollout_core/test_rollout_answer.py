@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.common.wire.messages import GenerateGroup, LeaseProgress, Prompt, Sampling, Status
-from starling.rollout.engine.base import Partial, RequestError
-from starling.rollout.shell.answer import interrupted_of, partials_of, progress_of
-from starling.weightsync.execute.transfer import Progress
+from starling.rollout.engine.base import PartialCompletion, RequestError
+from starling.rollout.shell.results import interrupted_message, lease_progress, read_partials
+from starling.weightsync.puller.fetch import PullProgress
 
 
 def test_a_time_left_that_nobody_knows_is_not_told() -> None:
-    told = progress_of(Progress(bytes_done=0, bytes_total=7, seconds_left=float("inf")))
+    told = lease_progress(PullProgress(bytes_done=0, bytes_total=7, seconds_left=float("inf")))
     assert told == LeaseProgress(bytes_done=0, bytes_total=7)
 
 
 def test_progress_is_told_as_it_is() -> None:
-    told = progress_of(Progress(bytes_done=3, bytes_total=7, seconds_left=1.5))
+    told = lease_progress(PullProgress(bytes_done=3, bytes_total=7, seconds_left=1.5))
     assert told == LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=1.5)
 
 
@@ -34,18 +34,18 @@ ASKED = GenerateGroup(
 )
 
 
-def partial(length: int, status: Status | None) -> Partial:
+def partial(length: int, status: Status | None) -> PartialCompletion:
     draw = np.random.default_rng(length)
     ids, logprobs = draw.integers(0, 2**31 - 1, length), -draw.random(length)
-    return Partial(ids.astype(np.int32), logprobs.astype(np.float32), np.full(length, 3, np.int32), status)
+    return PartialCompletion(ids.astype(np.int32), logprobs.astype(np.float32), np.full(length, 3, np.int32), status)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from((None, Status.OK, Status.TRUNCATED))), max_size=4))
 def test_what_is_left_arrives_as_it_was(left: list[tuple[int, Status | None]]) -> None:
     partials = tuple(partial(length, status) for length, status in left)
-    told, buffers = interrupted_of("generate:t0:1", partials, "it leaves")
+    told, buffers = interrupted_message("generate:t0:1", partials, "it leaves")
     assert [meta.nbytes for meta in told.tensors] == [len(buffer) for buffer in buffers]
-    found = partials_of(msgspec.structs.replace(ASKED, partial=told.partial, tensors=told.tensors), buffers)
+    found = read_partials(msgspec.structs.replace(ASKED, partial=told.partial, tensors=told.tensors), buffers)
     if not any(length for length, _ in left):
         assert found == (), "nothing is begun anew as nothing"
         return
@@ -58,8 +58,8 @@ def test_what_is_left_arrives_as_it_was(left: list[tuple[int, Status | None]]) -
 
 
 def test_buffers_of_another_size_are_refused() -> None:
-    told, buffers = interrupted_of("generate:t0:1", (partial(2, None), partial(3, None)), "it leaves")
+    told, buffers = interrupted_message("generate:t0:1", (partial(2, None), partial(3, None)), "it leaves")
     asked = msgspec.structs.replace(ASKED, partial=told.partial, tensors=told.tensors)
     for wrong in (buffers[:2], (*buffers[:2], buffers[2][:-4])):
         with pytest.raises(RequestError, match="have 5 tokens, and buffers of"):
-            partials_of(asked, wrong)
+            read_partials(asked, wrong)

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from starling.common.wire.messages import AdoptWeights, GenerateGroup, Prompt, PublishWeights, Sampling, Sleep, Wake
-from starling.rollout.core.rollout import (
+from starling.rollout.core.machine import (
     Action,
-    Fail,
+    AdoptionMode,
+    CancelGroup,
+    FailLease,
     FallAsleep,
-    Forget,
-    Generate,
-    Mode,
-    Publish,
-    Pull,
-    Rollout,
-    Switch,
+    PublishVersion,
+    PullWeights,
+    RolloutMachine,
+    StartGroup,
+    SwitchWeights,
     WakeUp,
 )
 
@@ -40,9 +40,9 @@ def adopt(version: int, attempt: int = 0) -> AdoptWeights:
     return AdoptWeights(lease=f"adopt:{version}:{attempt}", version=version)
 
 
-def rollout_at(version: int) -> Rollout:
+def rollout_at(version: int) -> RolloutMachine:
     """Return a rollout that has adopted `version`."""
-    rollout = Rollout()
+    rollout = RolloutMachine()
     rollout.adopt(adopt(version), BUFFERS)
     rollout.pulled(f"adopt:{version}:0", None)
     rollout.switched(f"adopt:{version}:0", proven=True)
@@ -50,15 +50,15 @@ def rollout_at(version: int) -> Rollout:
 
 
 def test_from_nothing_to_the_first_token() -> None:
-    rollout = Rollout()
+    rollout = RolloutMachine()
     assert (rollout.adoption, rollout.version) == ("stale", -1)
     assert rollout.generate(group("g")) == [], "no weights, no tokens"
     assert not rollout.may_generate
-    assert rollout.adopt(adopt(0), BUFFERS) == [Pull(adopt(0), BUFFERS)]
+    assert rollout.adopt(adopt(0), BUFFERS) == [PullWeights(adopt(0), BUFFERS)]
     assert rollout.adoption == "pulling"
-    assert rollout.pulled("adopt:0:0", None) == [Switch("adopt:0:0")]
+    assert rollout.pulled("adopt:0:0", None) == [SwitchWeights("adopt:0:0")]
     assert rollout.adoption == "staged"
-    assert rollout.switched("adopt:0:0", proven=True) == [Generate(group("g"))]
+    assert rollout.switched("adopt:0:0", proven=True) == [StartGroup(group("g"))]
     assert (rollout.adoption, rollout.version, rollout.adopting) == ("current", 0, None)
     assert rollout.may_generate
     assert rollout.finished("g") == []
@@ -67,7 +67,7 @@ def test_from_nothing_to_the_first_token() -> None:
 
 def test_it_generates_through_the_whole_pull() -> None:
     rollout = rollout_at(0)
-    assert rollout.generate(group("g")) == [Generate(group("g"))]
+    assert rollout.generate(group("g")) == [StartGroup(group("g"))]
     rollout.adopt(adopt(1), BUFFERS)
     assert rollout.may_generate
     assert rollout.version == 0
@@ -80,25 +80,25 @@ def test_it_generates_through_the_whole_pull() -> None:
 
 @pytest.mark.parametrize("held", [-1, 3])
 def test_a_failed_pull_keeps_what_is_in_use(held: int) -> None:
-    rollout = Rollout() if held < 0 else rollout_at(held)
+    rollout = RolloutMachine() if held < 0 else rollout_at(held)
     before = rollout.adoption
     rollout.adopt(adopt(4), BUFFERS)
-    assert rollout.pulled("adopt:4:0", "the policy is gone") == [Fail("adopt:4:0", "the policy is gone")]
+    assert rollout.pulled("adopt:4:0", "the policy is gone") == [FailLease("adopt:4:0", "the policy is gone")]
     assert (rollout.adoption, rollout.version, rollout.adopting) == (before, held, None)
-    assert rollout.adopt(adopt(4, 1), BUFFERS) == [Pull(adopt(4, 1), BUFFERS)], "the next attempt"
+    assert rollout.adopt(adopt(4, 1), BUFFERS) == [PullWeights(adopt(4, 1), BUFFERS)], "the next attempt"
 
 
 def test_one_adoption_at_a_time() -> None:
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
-    assert rollout.adopt(adopt(2), BUFFERS) == [Fail("adopt:2:0", "version 1 is being adopted")]
+    assert rollout.adopt(adopt(2), BUFFERS) == [FailLease("adopt:2:0", "version 1 is being adopted")]
     assert rollout.pulled("adopt:2:0", None) == [], "that pull was never begun"
-    assert rollout.pulled("adopt:1:0", None) == [Switch("adopt:1:0")]
+    assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0")]
 
 
 def test_versions_only_grow() -> None:
     rollout = rollout_at(3)
-    too_old = [Fail("adopt:2:0", "version 2 is older than version 3, used before")]
+    too_old = [FailLease("adopt:2:0", "version 2 is older than version 3, used before")]
     assert rollout.adopt(adopt(2), BUFFERS) == too_old
     assert rollout.adoption == "current"
     rollout.adopt(adopt(4), BUFFERS)
@@ -109,7 +109,9 @@ def test_versions_only_grow() -> None:
 
 def test_the_version_in_use_may_be_adopted_again() -> None:
     rollout = rollout_at(3)
-    assert rollout.adopt(adopt(3, 1), BUFFERS) == [Pull(adopt(3, 1), BUFFERS)], "the controller forgot that it has it"
+    assert rollout.adopt(adopt(3, 1), BUFFERS) == [PullWeights(adopt(3, 1), BUFFERS)], (
+        "the controller forgot that it has it"
+    )
 
 
 def test_a_torn_engine_samples_nothing_until_it_holds_a_proven_version() -> None:
@@ -118,7 +120,7 @@ def test_a_torn_engine_samples_nothing_until_it_holds_a_proven_version() -> None
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
     assert rollout.switched("adopt:1:0", proven=False) == [
-        Fail("adopt:1:0", "after the switch the engine does not hold version 1 bit for bit")
+        FailLease("adopt:1:0", "after the switch the engine does not hold version 1 bit for bit")
     ]
     assert (rollout.adoption, rollout.version) == ("torn", -1)
     assert not rollout.may_generate
@@ -131,10 +133,10 @@ def test_a_torn_engine_samples_nothing_until_it_holds_a_proven_version() -> None
     assert rollout.adoption == "torn"
 
     rollout.adopt(adopt(2, 1), BUFFERS)
-    assert rollout.pulled("adopt:2:1", None) == [Switch("adopt:2:1")]
+    assert rollout.pulled("adopt:2:1", None) == [SwitchWeights("adopt:2:1")]
     assert rollout.adoption == "torn"
     assert not rollout.may_generate, "staged is not in place"
-    assert rollout.switched("adopt:2:1", proven=True) == [Generate(group("h"))]
+    assert rollout.switched("adopt:2:1", proven=True) == [StartGroup(group("h"))]
     assert rollout.may_generate
     assert rollout.running == {"g", "h"}
 
@@ -142,19 +144,19 @@ def test_a_torn_engine_samples_nothing_until_it_holds_a_proven_version() -> None
 def test_a_group_is_held_back_until_the_weights_are_new_enough() -> None:
     rollout = rollout_at(0)
     assert rollout.generate(group("new", min_version=2)) == []
-    assert rollout.generate(group("old", min_version=0)) == [Generate(group("old", 0))]
+    assert rollout.generate(group("old", min_version=0)) == [StartGroup(group("old", 0))]
     for version in (1, 2):
         rollout.adopt(adopt(version), BUFFERS)
         rollout.pulled(f"adopt:{version}:0", None)
         actions = rollout.switched(f"adopt:{version}:0", proven=True)
-        assert actions == ([Generate(group("new", 2))] if version == 2 else [])
+        assert actions == ([StartGroup(group("new", 2))] if version == 2 else [])
 
 
 def test_what_nobody_wants_is_forgotten() -> None:
     rollout = rollout_at(0)
     rollout.generate(group("running"))
     rollout.generate(group("held", min_version=1))
-    assert rollout.given_up(("running", "held", "unknown")) == [Forget("running")]
+    assert rollout.given_up(("running", "held", "unknown")) == [CancelGroup("running")]
     assert rollout.running == set()
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
@@ -165,7 +167,7 @@ def test_an_adoption_that_nobody_wants_goes_on() -> None:
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
     assert rollout.given_up(("adopt:1:0",)) == []
-    assert rollout.pulled("adopt:1:0", None) == [Switch("adopt:1:0")]
+    assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0")]
     rollout.switched("adopt:1:0", proven=True)
     assert rollout.version == 1
 
@@ -179,8 +181,8 @@ def test_a_pull_that_ends_twice_changes_nothing() -> None:
 
 def test_a_switch_without_its_pull_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="a switch follows a pull"):
-        Rollout().switched("adopt:0:0", proven=True)
-    rollout = Rollout()
+        RolloutMachine().switched("adopt:0:0", proven=True)
+    rollout = RolloutMachine()
     rollout.adopt(adopt(0), BUFFERS)
     with pytest.raises(AssertionError, match="its own pull"):
         rollout.switched("adopt:1:0", proven=True)
@@ -192,28 +194,28 @@ def publish(version: int) -> PublishWeights:
 
 def test_what_is_in_use_may_be_published_while_the_next_version_is_pulled() -> None:
     rollout = rollout_at(3)
-    assert rollout.publish(publish(3)) == [Publish(publish(3))]
+    assert rollout.publish(publish(3)) == [PublishVersion(publish(3))]
     rollout.adopt(adopt(4), BUFFERS)
-    assert rollout.publish(publish(3)) == [Publish(publish(3))]
+    assert rollout.publish(publish(3)) == [PublishVersion(publish(3))]
     rollout.pulled("adopt:4:0", None)
     refused = "version 4 cannot be published: this rollout holds version 3 and adopts version 4"
-    assert rollout.publish(publish(4)) == [Fail("publish:4:0", refused)], "staged is not in use"
+    assert rollout.publish(publish(4)) == [FailLease("publish:4:0", refused)], "staged is not in use"
     rollout.switched("adopt:4:0", proven=True)
-    assert rollout.publish(publish(4)) == [Publish(publish(4))]
+    assert rollout.publish(publish(4)) == [PublishVersion(publish(4))]
     refused = "version 3 cannot be published: this rollout holds version 4"
-    assert rollout.publish(publish(3)) == [Fail("publish:3:0", refused)]
+    assert rollout.publish(publish(3)) == [FailLease("publish:3:0", refused)]
 
 
 def test_what_is_not_proven_is_not_published() -> None:
     nothing = "version 0 cannot be published: this rollout holds no version that it could prove"
-    assert Rollout().publish(publish(0)) == [Fail("publish:0:0", nothing)]
+    assert RolloutMachine().publish(publish(0)) == [FailLease("publish:0:0", nothing)]
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
     rollout.switched("adopt:1:0", proven=False)
     for version in (0, 1):
         (action,) = rollout.publish(publish(version))
-        assert isinstance(action, Fail), "torn"
+        assert isinstance(action, FailLease), "torn"
 
 
 def test_a_group_waits_for_its_weights_so_long_and_goes_back() -> None:
@@ -229,8 +231,8 @@ def test_a_group_waits_for_its_weights_so_long_and_goes_back() -> None:
     assert (wait.on, wait.since_s, wait.seconds_left) == ("controller", 30.0, 30.0), "that of the longest"
     assert rollout.tick(159.0) == []
     given_back = "an order to adopt version 2 or newer did not come within 60 s"
-    assert rollout.tick(160.0) == [Fail("early", given_back)]
-    assert rollout.tick(170.0) == [Fail("late", given_back)]
+    assert rollout.tick(160.0) == [FailLease("early", given_back)]
+    assert rollout.tick(170.0) == [FailLease("late", given_back)]
     assert rollout.waits(170.0) == ()
     assert rollout.running == {"running"}, "which waits for nothing"
 
@@ -261,7 +263,7 @@ def test_a_torn_engine_holds_its_groups_for_so_long() -> None:
     assert rollout.tick(100.0) == [], "the time before does not count"
     what = "an order to adopt a version, as this engine is torn"
     assert [(wait.what, wait.since_s, wait.seconds_left) for wait in rollout.waits(130.0)] == [(what, 30.0, 30.0)]
-    assert rollout.tick(160.0) == [Forget("g"), Fail("g", f"{what} did not come within 60 s")]
+    assert rollout.tick(160.0) == [CancelGroup("g"), FailLease("g", f"{what} did not come within 60 s")]
     assert rollout.running == set()
 
 
@@ -270,7 +272,7 @@ class Rollouts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rollout = Rollout()
+        self.rollout = RolloutMachine()
         self.engine: dict[str, GenerateGroup] = {}
         self.proven = -1
         """Version that the engine holds bit for bit; -1 for none."""
@@ -285,26 +287,26 @@ class Rollouts(RuleBasedStateMachine):
         self.came_at: dict[str, float] = {}
 
     @initialize(mode=st.sampled_from(("keep", "finish")), in_place=st.booleans())
-    def it_begins(self, mode: Mode, in_place: bool) -> None:
-        self.rollout = Rollout(mode=mode, in_place=in_place, version_s=10.0, finish_s=15.0)
+    def it_begins(self, mode: AdoptionMode, in_place: bool) -> None:
+        self.rollout = RolloutMachine(mode=mode, in_place=in_place, version_s=10.0, finish_s=15.0)
 
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Generate(message=message):
+                case StartGroup(message=message):
                     assert message.lease in self.wanted, "nobody wants it"
                     assert message.lease not in self.engine, "it is generated already"
                     assert message.min_version <= self.proven
                     self.engine[message.lease] = message
-                case Pull(message=message, in_place=in_place):
+                case PullWeights(message=message, in_place=in_place):
                     assert self.pulling is None, "one pull at a time"
                     assert in_place == self.rollout.in_place
                     self.pulling, self.pull_ended = message, False
                     self.proven = -1 if in_place else self.proven
-                case Switch(lease=lease):
+                case SwitchWeights(lease=lease):
                     assert self.staged is None, "one switch for each pull"
                     self.staged = lease
-                case Forget(lease=lease):
+                case CancelGroup(lease=lease):
                     del self.engine[lease]
                 case FallAsleep(again=again):
                     assert again == self.asleep
@@ -315,7 +317,7 @@ class Rollouts(RuleBasedStateMachine):
                     self.asleep = False
                     if not again:
                         self.carry_out(self.rollout.woken(self.proven))
-                case Fail(lease=lease):
+                case FailLease(lease=lease):
                     if lease.startswith("generate"):
                         assert lease not in self.engine, "it was taken out before"
                         del self.wanted[lease]

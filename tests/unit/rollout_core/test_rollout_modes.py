@@ -6,44 +6,44 @@ import pytest
 from test_rollout_core import BUFFERS, adopt, group, publish
 
 from starling.common.wire.messages import Sleep, Wake
-from starling.rollout.core.rollout import (
-    Fail,
+from starling.rollout.core.machine import (
+    AdoptionMode,
+    CancelGroup,
+    FailLease,
     FallAsleep,
-    Forget,
-    Generate,
-    Mode,
-    Publish,
-    Pull,
-    Rollout,
-    Switch,
+    PublishVersion,
+    PullWeights,
+    RolloutMachine,
+    StartGroup,
+    SwitchWeights,
     WakeUp,
 )
 
 
-def rollout_at(version: int, *, mode: Mode = "keep", in_place: bool = False) -> Rollout:
+def rollout_at(version: int, *, mode: AdoptionMode = "keep", in_place: bool = False) -> RolloutMachine:
     """Return a rollout that began with `version`."""
-    return Rollout(version=version, mode=mode, in_place=in_place, finish_s=30.0)
+    return RolloutMachine(version=version, mode=mode, in_place=in_place, finish_s=30.0)
 
 
 def test_a_rollout_that_loaded_its_weights_begins_with_them() -> None:
     rollout = rollout_at(0)
     assert (rollout.adoption, rollout.may_generate) == ("current", True)
-    assert rollout.generate(group("g"), (b"partial",)) == [Generate(group("g"), (b"partial",))]
-    assert rollout.publish(publish(0)) == [Publish(publish(0))]
+    assert rollout.generate(group("g"), (b"partial",)) == [StartGroup(group("g"), (b"partial",))]
+    assert rollout.publish(publish(0)) == [PublishVersion(publish(0))]
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "salt"])
-def test_what_becomes_of_the_cache_is_the_engines_affair(mode: Mode) -> None:
+def test_what_becomes_of_the_cache_is_the_engines_affair(mode: AdoptionMode) -> None:
     rollout = rollout_at(0, mode=mode)
     rollout.generate(group("g"))
     rollout.adopt(adopt(1), BUFFERS)
-    assert rollout.pulled("adopt:1:0", None) == [Switch("adopt:1:0", mode)]
+    assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0", mode)]
 
 
 # --- finish -------------------------------------------------------------------------------------------------------
 
 
-def draining() -> Rollout:
+def draining() -> RolloutMachine:
     """Return a rollout that has pulled version 1 while `a` and `b` run."""
     rollout = rollout_at(0, mode="finish")
     rollout.generate(group("a"))
@@ -58,16 +58,16 @@ def test_new_weights_wait_until_nothing_runs() -> None:
     rollout = draining()
     assert rollout.generate(group("c")) == [], "it would make them wait for longer"
     assert rollout.finished("a") == []
-    assert rollout.finished("b") == [Switch("adopt:1:0", "recompute")]
+    assert rollout.finished("b") == [SwitchWeights("adopt:1:0", "recompute")]
     assert rollout.adoption == "staged"
-    assert rollout.switched("adopt:1:0", proven=True) == [Generate(group("c"))]
+    assert rollout.switched("adopt:1:0", proven=True) == [StartGroup(group("c"))]
     assert (rollout.adoption, rollout.version) == ("current", 1)
 
 
 def test_what_is_given_up_does_not_run() -> None:
     rollout = draining()
     given_up = rollout.given_up(("a", "b"))
-    assert given_up == [Forget("a"), Forget("b"), Switch("adopt:1:0", "recompute")]
+    assert given_up == [CancelGroup("a"), CancelGroup("b"), SwitchWeights("adopt:1:0", "recompute")]
 
 
 def test_new_weights_wait_so_long_and_no_longer() -> None:
@@ -77,7 +77,7 @@ def test_new_weights_wait_so_long_and_no_longer() -> None:
     assert (wait.what, wait.on) == ("running requests, before version 1 is adopted", "engine")
     assert (wait.since_s, wait.seconds_left) == (10.0, 20.0)
     assert rollout.tick(129.0) == []
-    assert rollout.tick(130.0) == [Switch("adopt:1:0", "recompute")]
+    assert rollout.tick(130.0) == [SwitchWeights("adopt:1:0", "recompute")]
     assert rollout.tick(131.0) == [], "once"
     assert rollout.finished("a") == []
     assert rollout.switched("adopt:1:0", proven=True) == []
@@ -92,13 +92,13 @@ def test_the_time_of_the_pull_does_not_count_as_draining() -> None:
     rollout.pulled("adopt:1:0", None)
     assert rollout.tick(50.0) == []
     assert rollout.tick(79.0) == []
-    assert rollout.tick(80.0) == [Switch("adopt:1:0", "recompute")]
+    assert rollout.tick(80.0) == [SwitchWeights("adopt:1:0", "recompute")]
 
 
 def test_nothing_runs_and_nothing_waits() -> None:
     rollout = rollout_at(0, mode="finish")
     rollout.adopt(adopt(1), BUFFERS)
-    assert rollout.pulled("adopt:1:0", None) == [Switch("adopt:1:0", "recompute")]
+    assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0", "recompute")]
 
 
 def test_a_torn_engine_finishes_nothing_so_nothing_is_waited_for() -> None:
@@ -111,7 +111,7 @@ def test_a_torn_engine_finishes_nothing_so_nothing_is_waited_for() -> None:
     rollout.tick(31.0)
     rollout.switched("adopt:1:0", proven=False)
     rollout.adopt(adopt(2), BUFFERS)
-    assert rollout.pulled("adopt:2:0", None) == [Switch("adopt:2:0", "recompute")]
+    assert rollout.pulled("adopt:2:0", None) == [SwitchWeights("adopt:2:0", "recompute")]
 
 
 # --- in place -----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_torn_engine_finishes_nothing_so_nothing_is_waited_for() -> None:
 def test_the_engine_pauses_while_its_weights_are_written() -> None:
     rollout = rollout_at(0, in_place=True)
     rollout.generate(group("a"))
-    assert rollout.adopt(adopt(1), BUFFERS) == [Pull(adopt(1), BUFFERS, in_place=True)]
+    assert rollout.adopt(adopt(1), BUFFERS) == [PullWeights(adopt(1), BUFFERS, in_place=True)]
     assert not rollout.may_generate
     assert rollout.generate(group("b")) == []
     rollout.tick(0.0)
@@ -129,10 +129,10 @@ def test_the_engine_pauses_while_its_weights_are_written() -> None:
         "the adoption that is under way",
     }
     refused = "version 0 cannot be published: this rollout holds version 0 and adopts version 1"
-    assert rollout.publish(publish(0)) == [Fail("publish:0:0", refused)], "it is being overwritten"
-    assert rollout.pulled("adopt:1:0", None) == [Switch("adopt:1:0", "keep")]
+    assert rollout.publish(publish(0)) == [FailLease("publish:0:0", refused)], "it is being overwritten"
+    assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0", "keep")]
     assert not rollout.may_generate
-    assert rollout.switched("adopt:1:0", proven=True) == [Generate(group("b"))]
+    assert rollout.switched("adopt:1:0", proven=True) == [StartGroup(group("b"))]
     assert rollout.may_generate
 
 
@@ -140,9 +140,9 @@ def test_a_pull_in_place_that_fails_leaves_a_torn_engine() -> None:
     rollout = rollout_at(0, in_place=True)
     rollout.generate(group("a"))
     rollout.adopt(adopt(1), BUFFERS)
-    assert rollout.pulled("adopt:1:0", "the policy is gone") == [Fail("adopt:1:0", "the policy is gone")]
+    assert rollout.pulled("adopt:1:0", "the policy is gone") == [FailLease("adopt:1:0", "the policy is gone")]
     assert (rollout.adoption, rollout.version, rollout.may_generate) == ("torn", -1, False)
-    assert rollout.adopt(adopt(1, 1), BUFFERS) == [Pull(adopt(1, 1), BUFFERS, in_place=True)]
+    assert rollout.adopt(adopt(1, 1), BUFFERS) == [PullWeights(adopt(1, 1), BUFFERS, in_place=True)]
     rollout.pulled("adopt:1:1", None)
     rollout.switched("adopt:1:1", proven=True)
     assert (rollout.adoption, rollout.version, rollout.running) == ("current", 1, {"a"})
@@ -153,9 +153,9 @@ def test_in_place_it_drains_before_the_pull() -> None:
     rollout.generate(group("a"))
     assert rollout.adopt(adopt(1), BUFFERS) == []
     assert (rollout.adoption, rollout.may_generate) == ("draining", True)
-    assert rollout.finished("a") == [Pull(adopt(1), BUFFERS, in_place=True)]
+    assert rollout.finished("a") == [PullWeights(adopt(1), BUFFERS, in_place=True)]
     assert (rollout.adoption, rollout.may_generate) == ("pulling", False)
-    assert rollout.pulled("adopt:1:0", None) == [Switch("adopt:1:0", "recompute")]
+    assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0", "recompute")]
 
 
 # --- asleep -------------------------------------------------------------------------------------------------------
@@ -169,27 +169,27 @@ def test_asleep_it_does_nothing() -> None:
     assert not rollout.may_generate
     assert rollout.generate(group("b")) == []
     failed = "version 3 cannot be adopted asleep: wake this rollout first"
-    assert rollout.adopt(adopt(3), BUFFERS) == [Fail("adopt:3:0", failed)]
+    assert rollout.adopt(adopt(3), BUFFERS) == [FailLease("adopt:3:0", failed)]
     refused = "version 2 cannot be published: this rollout holds version 2 and sleeps"
-    assert rollout.publish(publish(2)) == [Fail("publish:2:0", refused)]
+    assert rollout.publish(publish(2)) == [FailLease("publish:2:0", refused)]
     rollout.tick(0.0)
     assert [wait.what for wait in rollout.waits(1.0)] == ["an order to wake up"]
     assert rollout.sleep(Sleep(lease="sleep:2")) == [FallAsleep("sleep:2", again=True)]
 
     assert rollout.wake(Wake(lease="wake:1")) == [WakeUp("wake:1")]
     assert not rollout.may_generate, "not before the engine has its memory"
-    assert rollout.woken(2) == [Generate(group("b"))]
+    assert rollout.woken(2) == [StartGroup(group("b"))]
     assert rollout.may_generate
     assert rollout.wake(Wake(lease="wake:2")) == [WakeUp("wake:2", again=True)]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_who_falls_asleep_by_itself_gives_up_what_it_pulls(in_place: bool) -> None:
-    rollout = Rollout(version=2, in_place=in_place)
+    rollout = RolloutMachine(version=2, in_place=in_place)
     rollout.generate(group("a"))
     rollout.adopt(adopt(3), BUFFERS)
     failed = "this rollout fell asleep meanwhile, as the controller did not answer"
-    assert rollout.doze() == [Fail("adopt:3:0", failed), FallAsleep("")]
+    assert rollout.doze() == [FailLease("adopt:3:0", failed), FallAsleep("")]
     assert (rollout.adoption, rollout.version) == (("torn", -1) if in_place else ("current", 2))
     assert rollout.doze() == []
     assert rollout.pulled("adopt:3:0", None) == [], "nobody waits for it any more"
@@ -207,11 +207,11 @@ def test_an_engine_may_forget_its_weights_asleep() -> None:
     assert rollout.woken(-1) == []
     assert (rollout.adoption, rollout.version, rollout.may_generate) == ("stale", -1, False)
     assert rollout.adopt(adopt(1), BUFFERS) == [
-        Fail("adopt:1:0", "version 1 is older than version 2, used before"),
+        FailLease("adopt:1:0", "version 1 is older than version 2, used before"),
     ]
     rollout.adopt(adopt(2), BUFFERS)
     rollout.pulled("adopt:2:0", None)
-    assert rollout.switched("adopt:2:0", proven=True) == [Generate(group("b"))]
+    assert rollout.switched("adopt:2:0", proven=True) == [StartGroup(group("b"))]
 
 
 def test_torn_it_wakes_up_torn() -> None:
@@ -229,7 +229,7 @@ def test_nobody_sleeps_in_the_midst_of_an_adoption() -> None:
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
     failed = "version 1 is being adopted: this rollout cannot sleep"
-    assert rollout.sleep(Sleep(lease="sleep:1")) == [Fail("sleep:1", failed)]
+    assert rollout.sleep(Sleep(lease="sleep:1")) == [FailLease("sleep:1", failed)]
     assert rollout.may_generate
 
 
@@ -244,22 +244,22 @@ def test_another_engine_takes_the_place_of_the_lost_one(loaded: int) -> None:
     rollout.finished("a")  # it was handed over
     assert (rollout.adoption, rollout.version, rollout.may_generate) == ("stale", -1, False)
     assert rollout.generate(group("b")) == []
-    assert rollout.replaced(loaded) == ([] if loaded < 0 else [Generate(group("b"))])
+    assert rollout.replaced(loaded) == ([] if loaded < 0 else [StartGroup(group("b"))])
     assert rollout.version == loaded
 
 
 @pytest.mark.parametrize("mode", ["keep", "finish"])
-def test_an_adoption_ends_with_its_engine(mode: Mode) -> None:
+def test_an_adoption_ends_with_its_engine(mode: AdoptionMode) -> None:
     rollout = rollout_at(0, mode=mode)
     rollout.generate(group("a"))
     rollout.adopt(adopt(1), BUFFERS)
     if mode == "finish":
         rollout.pulled("adopt:1:0", None)
-    assert rollout.lost() == [Fail("adopt:1:0", "the engine was lost meanwhile")]
+    assert rollout.lost() == [FailLease("adopt:1:0", "the engine was lost meanwhile")]
     assert rollout.finished("a") == []
     assert rollout.replaced(-1) == []
     assert rollout.pulled("adopt:1:0", None) == [], "for the engine that is gone"
-    assert rollout.adopt(adopt(1, 1), BUFFERS) == [Pull(adopt(1, 1), BUFFERS)]
+    assert rollout.adopt(adopt(1, 1), BUFFERS) == [PullWeights(adopt(1, 1), BUFFERS)]
 
 
 def test_an_engine_with_nothing_to_switch_to_keeps_what_it_has() -> None:
@@ -267,5 +267,5 @@ def test_an_engine_with_nothing_to_switch_to_keeps_what_it_has() -> None:
     rollout.generate(group("held", min_version=0))
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
-    assert rollout.not_switched("nothing is staged") == [Fail("adopt:1:0", "nothing is staged")]
+    assert rollout.not_switched("nothing is staged") == [FailLease("adopt:1:0", "nothing is staged")]
     assert (rollout.adoption, rollout.version) == ("current", 0)

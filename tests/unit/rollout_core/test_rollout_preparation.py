@@ -11,7 +11,7 @@ import pytest
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import GenerateGroup, Media, Prompt, Sampling
-from starling.rollout.shell.preparation import NUM_THREADS, Preparation, Prepared
+from starling.rollout.shell.preparation import NUM_THREADS, PreparedPrompt, PromptPreparation
 
 WITHIN_S = 20.0
 
@@ -35,7 +35,7 @@ class Desk:
         self.put: queue.Queue[Any] = queue.Queue()
         self.let = threading.Event()
         self.begun: queue.Queue[str] = queue.Queue()
-        self.preparation = Preparation(self.encode, self.put.put, 60.0)
+        self.preparation = PromptPreparation(self.encode, self.put.put, 60.0)
 
     def encode(self, prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
         if prompt.media:
@@ -58,10 +58,10 @@ def desk() -> Any:
 
 def test_text_is_prepared_at_once_while_images_are_under_way(desk: Desk) -> None:
     assert desk.preparation.begin(group("image")) is None
-    assert desk.preparation.begin(group("text", media=False)) == Prepared(group("text", media=False), [4], {})
+    assert desk.preparation.begin(group("text", media=False)) == PreparedPrompt(group("text", media=False), [4], {})
     assert desk.put.empty()
     desk.let.set()
-    assert desk.put.get(timeout=WITHIN_S) == Prepared(group("image"), [5], {})
+    assert desk.put.get(timeout=WITHIN_S) == PreparedPrompt(group("image"), [5], {})
     assert desk.preparation.take("image")
     assert not desk.preparation.take("image")
 
@@ -77,15 +77,17 @@ def test_what_is_handed_over_is_prepared_for_nobody(desk: Desk) -> None:
 
 def test_whatever_is_raised_costs_one_prompt(desk: Desk) -> None:
     desk.let.set()
-    assert desk.preparation.begin(group("bad", media=False)) == Prepared(
+    assert desk.preparation.begin(group("bad", media=False)) == PreparedPrompt(
         group("bad", media=False), problem="it does not decode"
     )
     desk.preparation.begin(group("bad"))
     assert desk.put.get(timeout=WITHIN_S).problem == "it does not decode"
     desk.preparation.begin(group("worse"))
     problem = "it cannot be encoded (KeyError: 'what nobody thought of'): change it"
-    assert desk.put.get(timeout=WITHIN_S) == Prepared(group("worse"), problem=problem)
-    assert desk.preparation.begin(group("worse", media=False)) == Prepared(group("worse", media=False), problem=problem)
+    assert desk.put.get(timeout=WITHIN_S) == PreparedPrompt(group("worse"), problem=problem)
+    assert desk.preparation.begin(group("worse", media=False)) == PreparedPrompt(
+        group("worse", media=False), problem=problem
+    )
 
 
 def test_what_nobody_wants_any_more_is_dropped(desk: Desk) -> None:
@@ -142,7 +144,7 @@ def test_the_clock_of_what_is_queued_begins_anew_whenever_a_thread_takes_somethi
         return [], {}
 
     leases = [f"held-{number}" for number in range(NUM_THREADS)]
-    preparation = Preparation(encode, queue.Queue[Any]().put, 60.0)
+    preparation = PromptPreparation(encode, queue.Queue[Any]().put, 60.0)
     for lease in (*leases, "next", "queued"):
         preparation.begin(group(lease))
     assert sorted(begun.get(timeout=WITHIN_S) for _ in leases) == leases

@@ -22,12 +22,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.errors import WeightsError
 from starling.common.settings import ModelSettings, WeightsSettings
 from starling.common.wire.messages import Sampling, Status
 from starling.rollout.engine.base import (
-    Adopted,
+    AdoptionReport,
     CacheMode,
     Completion,
     Engine,
@@ -35,16 +35,16 @@ from starling.rollout.engine.base import (
     GroupFailed,
     GroupRequest,
     GroupResult,
-    Partial,
+    PartialCompletion,
     RequestError,
 )
-from starling.rollout.engine.choice import make_engine
-from starling.rollout.engine.model import live_tensors
+from starling.rollout.engine.embedded.model import live_tensors
+from starling.rollout.engine.registry import make_engine
 from starling.rollout.settings import RolloutSettings
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.offer import Offer, Transport
-from starling.weightsync.plan import make_plan
+from starling.weightsync.plan.offer import Offer, Transport
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.tensors.modules import layout_of
 
 torch.set_num_threads(1)
 
@@ -191,13 +191,13 @@ class Rig:
         self.until(pull.done, "end of the pull")
         pull.result()
 
-    def adopt(self, mode: CacheMode) -> Adopted:
+    def adopt(self, mode: CacheMode) -> AdoptionReport:
         """Bring the engine to another version, as the shell does."""
         offer = self.offer()
         self.pull(offer)
         return self.switch(offer, mode)
 
-    def switch(self, offer: Offer, mode: CacheMode) -> Adopted:
+    def switch(self, offer: Offer, mode: CacheMode) -> AdoptionReport:
         """Have the engine adopt what it has pulled."""
         adopted = self.engine.adopt(mode)
         assert adopted.proven
@@ -234,7 +234,7 @@ class Rig:
         else:
             assert (len(tokens), completion.status) == (bound, Status.TRUNCATED)
 
-    def logprobs(self, model: Any, asked: GroupRequest, completion: Completion | Partial) -> Any:
+    def logprobs(self, model: Any, asked: GroupRequest, completion: Completion | PartialCompletion) -> Any:
         """Return the log-probabilities of a completion's tokens by one plain pass over the whole sequence."""
         tokens = completion.token_ids.tolist()
         with torch.no_grad():
@@ -277,7 +277,7 @@ def spec_of(folder: Path, rollout: dict[str, Any], wake: Callable[[], None]) -> 
     )
 
 
-NOTHING = Partial(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+NOTHING = PartialCompletion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warm": {"temperature": 0.7},
@@ -531,7 +531,7 @@ class EngineConformance:
     def test_what_had_ended_stays_so(self, rig: Rig) -> None:
         prompt = rig.prompt(14, 5)
         (done,) = rig.run(rig.request(prompt, 2, max_tokens=6, stop_token_ids=()))
-        ended = tuple(Partial(c.token_ids, c.logprobs, c.versions, c.status) for c in done.completions)
+        ended = tuple(PartialCompletion(c.token_ids, c.logprobs, c.versions, c.status) for c in done.completions)
         asked = rig.request(prompt, 2, max_tokens=6)
         (result,) = rig.run(replace(asked, partial=ended))
         for before, after in zip(done.completions, result.completions, strict=True):
@@ -539,7 +539,7 @@ class EngineConformance:
             assert before.status is after.status
 
     def test_partial_completions_that_do_not_fit_are_refused(self, rig: Rig) -> None:
-        nothing = Partial(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+        nothing = PartialCompletion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
         asked = rig.request(rig.prompt(15, 5), 2)
         with pytest.raises(RequestError, match="1 partial completions for a group of 2"):
             rig.engine.add(replace(asked, partial=(nothing,)))

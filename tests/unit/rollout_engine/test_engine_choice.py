@@ -11,9 +11,9 @@ from conformance import make_folder, spec_of
 from starling.common.errors import ConfigError
 from starling.common.observe.process import StopSignal
 from starling.rollout.engine.base import EngineLostError, EngineSpec
-from starling.rollout.engine.choice import make_engine
-from starling.rollout.engine.transformers import TransformersEngine
-from starling.rollout.shell.engines import Engines
+from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.engine.registry import make_engine
+from starling.rollout.shell.engines import EngineFactory
 
 DOOMED = '''
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_name_of_none(folder: Path, name: str, complaint: str) -> None:
 
 def test_a_lost_engine_is_made_again_so_often(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "doomed.py").write_text(DOOMED)
-    engines = Engines(spec(folder, f"{tmp_path / 'doomed.py'}:Doomed", max_engine_restarts=2))
+    engines = EngineFactory(spec(folder, f"{tmp_path / 'doomed.py'}:Doomed", max_engine_restarts=2))
     engine = engines.make()
     engine = engines.replace(engine, EngineLostError("it died"), StopSignal())
     (tmp_path / "refuses").touch()
@@ -85,7 +85,7 @@ def test_a_lost_engine_is_made_again_so_often(folder: Path, tmp_path: Path) -> N
 def test_what_was_lost_long_ago_counts_no_more(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "doomed.py").write_text(DOOMED)
     name = f"{tmp_path / 'doomed.py'}:Doomed"
-    engines = Engines(spec(folder, name, max_engine_restarts=1, engine_restart_window_s=1e-6))
+    engines = EngineFactory(spec(folder, name, max_engine_restarts=1, engine_restart_window_s=1e-6))
     engine = engines.make()
     for _ in range(3):
         engine = engines.replace(engine, EngineLostError("it died"), StopSignal())

@@ -23,8 +23,8 @@ from tiny_models import (
 )
 
 from starling.common.wire.messages import Status
-from starling.rollout.engine import forward
 from starling.rollout.engine.base import GroupFailed
+from starling.rollout.engine.embedded import forward
 
 torch.set_num_threads(1)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiny_models import drain, make_engine, make_model, random_prompt, reference_logprobs, request
 
 from starling.common.wire.messages import Status
-from starling.rollout.engine.base import GroupResult, Partial, RequestError
-from starling.rollout.engine.transformers import TransformersEngine
+from starling.rollout.engine.base import GroupResult, PartialCompletion, RequestError
+from starling.rollout.engine.embedded.engine import TransformersEngine
 
 torch.set_num_threads(1)
 
@@ -137,9 +137,9 @@ def test_an_interruption_in_the_midst_of_a_replay_loses_nothing() -> None:
         assert before.logprobs.tobytes() == after.logprobs.tobytes()
 
 
-def partial(tokens: list[int], status: Status | None = None) -> Partial:
+def partial(tokens: list[int], status: Status | None = None) -> PartialCompletion:
     count = len(tokens)
-    return Partial(np.array(tokens, np.int32), np.zeros(count, np.float32), np.zeros(count, np.int32), status)
+    return PartialCompletion(np.array(tokens, np.int32), np.zeros(count, np.float32), np.zeros(count, np.int32), status)
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
@@ -205,7 +205,7 @@ def test_recomputed_rows_go_on_as_the_new_weights_would(family: str) -> None:
 
 
 def test_recomputing_long_rows_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("starling.rollout.engine.forward.PREFILL_TOKENS", 30)
+    monkeypatch.setattr("starling.rollout.engine.embedded.forward.PREFILL_TOKENS", 30)
     engine = make_engine(max_rows=8)
     engine.add(request("g", random_prompt(0, 9), 8, max_tokens=12))
     for _ in range(4):

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.common.errors import ConfigError
 from starling.common.settings import LoraSettings
-from starling.policy.train.model import load_model, tensors
-from starling.rollout.engine.lora import keep_lengths
-from starling.rollout.engine.model import build_model, live_tensors
-from starling.weightsync.layouts.adapters import add_adapters, is_adapter
+from starling.policy.train.model.load import load_model, version_tensors
+from starling.rollout.engine.embedded.lora import cache_weight_norms
+from starling.rollout.engine.embedded.model import build_model, live_tensors
+from starling.weightsync.tensors.adapters import add_adapters, is_adapter
 
 torch.set_num_threads(1)
 
@@ -41,7 +41,7 @@ def test_it_samples_as_the_policy_computes(tmp_path: Path, form: str) -> None:
     add_adapters(policy, FORMS[form], seed=5)
     model = build_model(tmp_path, dtype="float32", device="cpu", weights=False, lora=FORMS[form])
     engine = make_engine(model)
-    trained, live = tensors(policy), engine.tensors()
+    trained, live = version_tensors(policy), engine.tensors()
     assert list(live) == list(trained), "the same adapters on both sides, and nothing else"
     assert all(is_adapter(name) for name in live)
 
@@ -71,7 +71,7 @@ def test_kept_lengths_change_no_bit(tmp_path: Path, dtype: str) -> None:
         build_model(tmp_path, dtype=dtype, device="cpu", weights=False, lora=LoraSettings(rank=4, dora=True))
         for _ in range(2)
     )
-    ids, kept = torch.tensor([random_prompt(2, 11)]), keep_lengths(model)
+    ids, kept = torch.tensor([random_prompt(2, 11)]), cache_weight_norms(model)
     assert kept
     results = []
     for _ in range(2):

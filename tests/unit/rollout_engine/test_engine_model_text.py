@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from starling.algo.text import decode, encode_prompt
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt
-from starling.rollout.engine.model import build_model, end_token_ids, live_tensors, trained_length
-from starling.rollout.engine.transformers import TransformersEngine
+from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.engine.embedded.model import build_model, end_token_ids, live_tensors, max_trainable_length
 
 torch.set_num_threads(1)
 CHAT = (
@@ -115,9 +115,9 @@ def test_a_model_that_cannot_be_decoded_is_refused() -> None:
 @pytest.mark.parametrize(("family", "limit"), [("qwen3", CONTEXT), ("mistral_all_sliding", 5), ("gpt2", CONTEXT)])
 def test_nothing_is_sampled_that_cannot_be_trained(family: str, limit: int) -> None:
     config = make_model(family).config
-    assert [trained_length(config, wanted) for wanted in (None, limit - 1, limit)] == [limit, limit - 1, limit]
+    assert [max_trainable_length(config, wanted) for wanted in (None, limit - 1, limit)] == [limit, limit - 1, limit]
     with pytest.raises(ConfigError, match=rf"max_model_len = {limit + 1} is more than the {limit} tokens .* lower it"):
-        trained_length(config, limit + 1)
+        max_trainable_length(config, limit + 1)
 
 
 # --- text ---------------------------------------------------------------------------------------------------------

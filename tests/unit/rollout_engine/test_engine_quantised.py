@@ -21,18 +21,18 @@ from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8
 
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.settings import WeightsSettings
-from starling.rollout.engine.quantised import QuantisedLinear, quantise_linears
-from starling.rollout.engine.transformers import TransformersEngine
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layout import Layout, TensorSpec, item_bytes
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.offer import Offer
-from starling.weightsync.plan import make_plan
+from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.engine.embedded.quantised import QuantisedLinear, quantise_linears
+from starling.weightsync.plan.layout import Layout, TensorSpec, item_bytes
+from starling.weightsync.plan.offer import Offer
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.puller.puller import Puller
 from starling.weightsync.quantise.formats import FORMATS
 from starling.weightsync.quantise.layouts import received_layout
 from starling.weightsync.quantise.recipe import linear_weights
 from starling.weightsync.quantise.spec import QuantSpec
+from starling.weightsync.tensors.modules import layout_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "low-precision.md"
 FORMS = ("fp8_row", "fp8_block", "mxfp8", "mxfp4", "nvfp4")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starling.rollout.engine.sampling import completion_key, draw, sampling_rows, truncate, uniforms
+from starling.rollout.engine.embedded.sampling import completion_key, draw, sampling_rows, truncate, uniforms
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import CONTEXT, FAMILIES, VOCAB, make_model, random_prompt, reference_logprobs
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.errors import ConfigError
-from starling.rollout.engine.teacher import TokenScorer, TokensError, batches, shared_ids
+from starling.rollout.engine.teacher import TeacherRequestError, TokenScorer, batches_by_budget, num_shared_token_ids
 
 LENGTHS = (5, 1, 0, 9, 3)
 PROMPT = random_prompt(0, 6)
@@ -103,7 +103,7 @@ def test_without_the_likeliest_their_arrays_are_empty() -> None:
 def test_tokens_that_cannot_be_scored(
     prompt: list[int], ids: list[int], lengths: tuple[int, ...], complaint: str
 ) -> None:
-    with pytest.raises(TokensError, match=complaint):
+    with pytest.raises(TeacherRequestError, match=complaint):
         scorer().score(np.array(prompt, np.int32), np.array(ids, np.int32), lengths, 1.0)
 
 
@@ -116,7 +116,7 @@ def test_more_tokens_than_there_are_cannot_be_told() -> None:
 def test_every_completion_is_in_one_batch_and_each_batch_within_its_budget(
     lengths: list[int], prompt_length: int, budget: int
 ) -> None:
-    found = batches(lengths, prompt_length, budget)
+    found = batches_by_budget(lengths, prompt_length, budget)
     assert sorted(index for batch in found for index in batch) == [i for i, n in enumerate(lengths) if n]
     for batch in found:
         width = prompt_length + max(lengths[index] for index in batch) - 1
@@ -133,11 +133,11 @@ def folder(path: Path, alphabet: str) -> Path:
 
 def test_teacher_and_policy_read_the_same_tokens(tmp_path: Path) -> None:
     mine = folder(tmp_path / "mine", "abc")
-    assert shared_ids(folder(tmp_path / "same", "abc"), mine) > len("abc")
+    assert num_shared_token_ids(folder(tmp_path / "same", "abc"), mine) > len("abc")
     with pytest.raises(ConfigError, match=r"knows \d+ tokens and the model's in .* \d+: what one samples"):
-        shared_ids(folder(tmp_path / "larger", "abcd"), mine)
+        num_shared_token_ids(folder(tmp_path / "larger", "abcd"), mine)
     with pytest.raises(ConfigError, match=r"is another than the model's in .*: token '.' has the id"):
-        shared_ids(folder(tmp_path / "other", "cba"), mine)
+        num_shared_token_ids(folder(tmp_path / "other", "cba"), mine)
 
 
 def test_a_teacher_without_a_tokenizer(tmp_path: Path) -> None:
@@ -145,4 +145,4 @@ def test_a_teacher_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare/config.json").write_text((mine / "config.json").read_text())
     with pytest.raises(ConfigError, match=r"has no tokenizer; add its tokenizer.json"):
-        shared_ids(tmp_path / "bare", mine)
+        num_shared_token_ids(tmp_path / "bare", mine)

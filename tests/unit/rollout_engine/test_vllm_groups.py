@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from starling.common.errors import WeightsError
 from starling.common.wire.messages import Sampling, Status
-from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult, Partial
-from starling.rollout.engine.vllm.groups import Group, row_seed, sampling_arguments
-from starling.rollout.engine.vllm.news import Listener, News, Teller
-from starling.rollout.engine.vllm.pulls import await_workers
-from starling.rollout.engine.vllm.versions import token_versions
-from starling.weightsync.execute.pull import PullReport
-from starling.weightsync.execute.transfer import Progress
+from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult, PartialCompletion
+from starling.rollout.engine.vllm.groups import VllmGroup, completion_seed, sampling_arguments, token_versions
+from starling.rollout.engine.vllm.pull_progress import (
+    PullMessage,
+    PullMessageReceiver,
+    PullMessageSender,
+    await_workers,
+)
+from starling.weightsync.puller.fetch import PullProgress
+from starling.weightsync.puller.puller import PullReport
 
 
 @dataclass
@@ -44,13 +47,15 @@ def test_every_token_has_the_version_of_its_span(runs: list[tuple[int, int]], la
     assert found.tolist() == expected
 
 
-def some(num: int, version: int = 4, status: Status | None = None) -> Partial:
-    return Partial(np.arange(num, dtype=np.int32), -np.ones(num, np.float32), np.full(num, version, np.int32), status)
+def some(num: int, version: int = 4, status: Status | None = None) -> PartialCompletion:
+    return PartialCompletion(
+        np.arange(num, dtype=np.int32), -np.ones(num, np.float32), np.full(num, version, np.int32), status
+    )
 
 
-def group(*partial: Partial, count: int = 3, max_tokens: int = 10, context: int = 32) -> Group:
+def group(*partial: PartialCompletion, count: int = 3, max_tokens: int = 10, context: int = 32) -> VllmGroup:
     asked = GroupRequest("g", [5, 6], count, Sampling(max_tokens=max_tokens), partial=partial)
-    return Group(0, asked, context)
+    return VllmGroup(0, asked, context)
 
 
 def test_what_there_was_counts_into_the_budget() -> None:
@@ -94,15 +99,15 @@ def test_logits_that_are_no_numbers_fail_the_group() -> None:
 def test_seeds_differ_by_completion_and_by_where_it_goes_on() -> None:
     sampling = Sampling(max_tokens=4, seed=3)
     rows = [*group().rows, *group(some(1), some(2), some(3)).rows]
-    seeds = [row_seed(sampling, row) for row in rows]
+    seeds = [completion_seed(sampling, row) for row in rows]
     assert len({*seeds}) == len(rows)
-    assert seeds == [row_seed(sampling, row) for row in rows]
+    assert seeds == [completion_seed(sampling, row) for row in rows]
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_every_stop_token_is_named() -> None:
     asked = GroupRequest("g", [1], 1, Sampling(max_tokens=4, stop_token_ids=(9, 2)))
-    made = Group(0, asked, 32)
+    made = VllmGroup(0, asked, 32)
     found = sampling_arguments(made, made.rows[0], (2, 3))
     assert found["stop_token_ids"] == [2, 3, 9]
     assert (found["max_tokens"], found["logprobs"]) == (4, 0)
@@ -123,25 +128,25 @@ def report(seconds: float, size: int, address: str) -> PullReport:
     )
 
 
-def tell(listener: Listener, *news: News) -> None:
-    teller = Teller(listener.path)
+def tell(listener: PullMessageReceiver, *news: PullMessage) -> None:
+    teller = PullMessageSender(listener.path)
     for one in news:
         teller.tell(one)
     teller.close()
 
 
 def test_workers_that_pull_side_by_side_are_one_pull(tmp_path: Path) -> None:
-    listener = Listener(tmp_path)
-    half = Progress(bytes_done=5, bytes_total=10, seconds_left=1.0)
+    listener = PullMessageReceiver(tmp_path)
+    half = PullProgress(bytes_done=5, bytes_total=10, seconds_left=1.0)
     tell(
         listener,
-        News(pull=1, rank=0, problem="of a pull before"),
-        News(pull=2, rank=0, progress=half),
-        News(pull=2, rank=1, progress=half),
-        News(pull=2, rank=1, report=report(2.0, 30, "x")),
-        News(pull=2, rank=0, report=report(1.0, 10, "x")),
+        PullMessage(pull=1, rank=0, problem="of a pull before"),
+        PullMessage(pull=2, rank=0, progress=half),
+        PullMessage(pull=2, rank=1, progress=half),
+        PullMessage(pull=2, rank=1, report=report(2.0, 30, "x")),
+        PullMessage(pull=2, rank=0, report=report(1.0, 10, "x")),
     )
-    heard: list[Progress] = []
+    heard: list[PullProgress] = []
     joined = await_workers(listener, 2, 2, 5.0, lambda: False, heard.append)
     listener.close()
     assert [(p.bytes_done, p.bytes_total) for p in heard] == [(5, 10), (10, 20)]
@@ -149,15 +154,19 @@ def test_workers_that_pull_side_by_side_are_one_pull(tmp_path: Path) -> None:
 
 
 def test_one_worker_that_fails_fails_the_pull(tmp_path: Path) -> None:
-    listener = Listener(tmp_path)
-    tell(listener, News(pull=1, rank=0, report=report(1.0, 1, "x")), News(pull=1, rank=1, problem="WeightsError: torn"))
+    listener = PullMessageReceiver(tmp_path)
+    tell(
+        listener,
+        PullMessage(pull=1, rank=0, report=report(1.0, 1, "x")),
+        PullMessage(pull=1, rank=1, problem="WeightsError: torn"),
+    )
     with pytest.raises(WeightsError, match="Worker 1: WeightsError: torn"):
         await_workers(listener, 1, 2, 5.0, lambda: False, lambda _: None)
     listener.close()
 
 
 def test_a_pull_that_is_cancelled_ends_though_no_worker_says_anything(tmp_path: Path) -> None:
-    listener = Listener(tmp_path)
+    listener = PullMessageReceiver(tmp_path)
     cancelled = threading.Event()
     cancelled.set()
     with pytest.raises(WeightsError, match="cancelled"):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.common.wire.messages import Sampling
 from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult
-from starling.rollout.engine.transformers import TransformersEngine
+from starling.rollout.engine.embedded.engine import TransformersEngine
 
 torch.set_num_threads(1)
 

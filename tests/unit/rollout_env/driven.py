@@ -13,9 +13,9 @@ from tiny_chat import tokenizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from starling.common.wire.messages import GenerateGroup, Prompt, Sampling
-from starling.rollout.engine.transformers import TransformersEngine
-from starling.rollout.shell.door import Door
-from starling.rollout.shell.preparation import Prepared
+from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.shell.preparation import PreparedPrompt
+from starling.rollout.shell.request_queue import EngineQueue
 
 CONTEXT = 160
 IDLE_S = 0.5
@@ -46,7 +46,7 @@ class Held:
         eos = tokenizer("chatml").eos_token_id
         self.engine = TransformersEngine(model, eos_token_ids=(eos,), max_rows=16, version=5)
         self._news = threading.Event()
-        self.door = Door(self._news.set)
+        self.door = EngineQueue(self._news.set)
         self.inbox: queue.Queue[Any] = queue.Queue()
         self._over = False
         self._thread = threading.Thread(target=self._hold)
@@ -79,7 +79,9 @@ def held(model: Any) -> Iterator[Held]:
         made.close()
 
 
-def prepared(prompt: Prompt, ids: list[int], num: int = 2, lease: str = "generate:t0", **sampling: Any) -> Prepared:
+def prepared(
+    prompt: Prompt, ids: list[int], num: int = 2, lease: str = "generate:t0", **sampling: Any
+) -> PreparedPrompt:
     """Return a group as the shell has it when its prompt is encoded."""
     message = GenerateGroup(
         lease=lease,
@@ -89,4 +91,4 @@ def prepared(prompt: Prompt, ids: list[int], num: int = 2, lease: str = "generat
         sampling=Sampling(**{"max_tokens": 24, "seed": 3, **sampling}),
         min_version=4,
     )
-    return Prepared(message, ids)
+    return PreparedPrompt(message, ids)

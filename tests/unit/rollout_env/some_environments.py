@@ -6,16 +6,16 @@ import asyncio
 import time
 from typing import Any
 
-from starling.rollout.env.base import Episode, Outcome
+from starling.rollout.env.base import Episode, EpisodeOutcome
 
 SEEN: list[str] = []
 
 
-async def two_turns(episode: Episode, *, word: str = "try again", reward: float = 1.0) -> Outcome:
+async def two_turns(episode: Episode, *, word: str = "try again", reward: float = 1.0) -> EpisodeOutcome:
     await episode.reply(max_tokens=6)
     episode.say({"role": "user", "content": word})
     await episode.reply(max_tokens=5)
-    return Outcome(reward=reward + episode.index, metrics={"turns": episode.num_turns})
+    return EpisodeOutcome(reward=reward + episode.index, metrics={"turns": episode.num_turns})
 
 
 async def forever(episode: Episode) -> None:

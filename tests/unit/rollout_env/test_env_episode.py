@@ -12,10 +12,10 @@ from tiny_chat import TEMPLATES, Script, chat, completion, encode, episode, toke
 
 from starling.algo.text import encode_prompt
 from starling.common.wire.messages import Prompt, Status
-from starling.rollout.env.base import EpisodeOver, Outcome
-from starling.rollout.env.episode import EpisodeError, TokenEpisode, turn_seed
-from starling.rollout.env.trajectory import Played, gather
-from starling.rollout.shell.door import PREFIX, GenerationError
+from starling.rollout.env.base import EpisodeOutcome, EpisodeOver
+from starling.rollout.env.episodes.episode import EpisodeError, TokenEpisode, turn_seed
+from starling.rollout.env.episodes.trajectory import PlayedGroup, gather
+from starling.rollout.shell.request_queue import LEASE_PREFIX, GenerationError
 
 USER = {"role": "user", "content": "try again"}
 TEXT = Prompt(id="train/0/1", text="the weather")
@@ -25,8 +25,8 @@ def start(style: str, prompt: Prompt, script: Script, **changes: Any) -> TokenEp
     return episode(style, prompt, encode_prompt(tokenizer(style), prompt), script, **changes)
 
 
-def played(*episodes: TokenEpisode, **outcome: Any) -> Played:
-    ended = [one.end(Outcome(**outcome)) for one in episodes]
+def played(*episodes: TokenEpisode, **outcome: Any) -> PlayedGroup:
+    ended = [one.end(EpisodeOutcome(**outcome)) for one in episodes]
     return gather("t0", [0], ended, temperature=1.0, min_version=2, tensors={})
 
 
@@ -294,7 +294,7 @@ def test_what_is_asked_for_again_has_another_name() -> None:
 
     asyncio.run(play())
     assert script.asked[0].lease not in leases
-    assert script.asked[0].lease.startswith(PREFIX)
+    assert script.asked[0].lease.startswith(LEASE_PREFIX)
 
 
 def test_what_an_episode_cannot_do_is_said() -> None:

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from starling.rollout.env.limits import Limits, UsableTime
+from starling.rollout.env.timeouts import PausableClock, PausableTimeouts
 
 
 def test_a_clock_that_stands_still() -> None:
-    clock = UsableTime()
+    clock = PausableClock()
     assert clock.at(10.0) == 10.0
     assert clock.hold(True, 12.0)
     assert not clock.hold(True, 13.0), "it stands still already"
@@ -25,7 +25,7 @@ def test_a_clock_that_stands_still() -> None:
 
 def test_a_limit_does_not_pass_while_it_is_held() -> None:
     async def play() -> None:
-        limits = Limits(held=True)
+        limits = PausableTimeouts(held=True)
         async with limits.within(0.05) as limit:
             await asyncio.sleep(0.2)
             assert limit.when() is None
@@ -51,7 +51,7 @@ def test_a_limit_does_not_pass_while_it_is_held() -> None:
 
 def test_a_limit_that_has_passed_stays_passed() -> None:
     async def play() -> None:
-        limits = Limits()
+        limits = PausableTimeouts()
         async with limits.within(0.01) as limit:
             try:
                 await asyncio.sleep(60.0)

@@ -18,13 +18,13 @@ from tiny_chat import chat, tokenizer
 from starling.algo.text import decode, encode_prompt
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import GroupInterrupted, Prompt, Status
-from starling.rollout.env.base import Outcome
-from starling.rollout.env.choice import make_environment
+from starling.rollout.env.base import EpisodeOutcome
+from starling.rollout.env.episodes.trajectory import PlayedGroup
+from starling.rollout.env.registry import make_environment
 from starling.rollout.env.runner import GRACE_S, outcome_of
-from starling.rollout.env.trajectory import Played
 from starling.rollout.settings import EnvironmentSettings
-from starling.rollout.shell.answer import answer_of_played
-from starling.rollout.shell.player import Player
+from starling.rollout.shell.groups import EnvironmentGroups
+from starling.rollout.shell.results import played_message
 
 torch.set_num_threads(1)
 
@@ -41,14 +41,16 @@ def engine() -> Iterator[Held]:
 
 
 @pytest.fixture
-def play(engine: Held) -> Iterator[Callable[..., Player]]:
-    runners: list[Player] = []
+def play(engine: Held) -> Iterator[Callable[..., EnvironmentGroups]]:
+    runners: list[EnvironmentGroups] = []
 
-    def make(name: str, options: dict[str, Any] | None = None, **settings: Any) -> Player:
+    def make(name: str, options: dict[str, Any] | None = None, **settings: Any) -> EnvironmentGroups:
         chosen = EnvironmentSettings(kind=f"{HERE}:{name}", options=options or {}, **settings)
         environment = make_environment(chosen)
         assert environment is not None
-        runner = Player(chosen, environment, tokenizer("chatml"), engine.door, engine.inbox.put, max_model_len=CONTEXT)
+        runner = EnvironmentGroups(
+            chosen, environment, tokenizer("chatml"), engine.door, engine.inbox.put, max_model_len=CONTEXT
+        )
         runners.append(runner)
         return runner
 
@@ -66,9 +68,9 @@ def seen() -> list[str]:
     return marks
 
 
-def awaited(engine: Held, runner: Player, lease: str = "generate:t0") -> Played:
+def awaited(engine: Held, runner: EnvironmentGroups, lease: str = "generate:t0") -> PlayedGroup:
     played = engine.inbox.get(timeout=LONG_S)
-    assert isinstance(played, Played)
+    assert isinstance(played, PlayedGroup)
     assert played.lease == lease
     assert runner.take(lease)
     assert not runner.take(lease)
@@ -105,7 +107,7 @@ def test_the_answer_says_it_all(engine: Held, play: Any) -> None:
     runner = play("two_turns")
     runner.begin(prepared(HELLO, IDS, temperature=0.7))
     played = awaited(engine, runner)
-    message, buffers = answer_of_played(played, lambda ids: decode(tokenizer("chatml"), ids))
+    message, buffers = played_message(played, lambda ids: decode(tokenizer("chatml"), ids))
     assert [tensor.name for tensor in message.tensors] == ["", "", "", "", "loss_mask"]
     assert [len(buffer) for buffer in buffers] == [tensor.nbytes for tensor in message.tensors]
     mask = np.frombuffer(buffers[-1], np.uint8)
@@ -121,7 +123,7 @@ def test_the_answer_says_it_all(engine: Held, play: Any) -> None:
 def test_all_sampled_needs_no_mask(engine: Held, play: Any) -> None:
     runner = play("forever", max_turns=1)
     runner.begin(prepared(HELLO, IDS))
-    message, _ = answer_of_played(awaited(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
+    message, _ = played_message(awaited(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
     assert [tensor.name for tensor in message.tensors] == [""] * 4
     assert [meta.num_masked for meta in message.trajectories] == [0, 0]
 
@@ -153,13 +155,13 @@ def test_what_an_environment_does_wrong_is_said(
         assert made.status is Status.ENV_ERROR
         assert made.problem.startswith(problem)
         assert len(made.token_ids) <= num_tokens
-    message, _ = answer_of_played(awaited_again(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
+    message, _ = played_message(awaited_again(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
     assert {meta.status for meta in message.trajectories} == {Status.ENV_ERROR}
     if not num_tokens:
         assert {(meta.oldest_version, meta.newest_version) for meta in message.trajectories} == {(4, 4)}
 
 
-def awaited_again(engine: Held, runner: Player) -> Played:
+def awaited_again(engine: Held, runner: EnvironmentGroups) -> PlayedGroup:
     runner.begin(prepared(HELLO, IDS, lease="generate:t0.1"))
     return awaited(engine, runner, "generate:t0.1")
 
@@ -284,7 +286,7 @@ def test_bad_settings_are_refused_at_the_start(kind: str, options: dict[str, Any
 
 
 def test_what_an_environment_may_return() -> None:
-    assert outcome_of(None) == Outcome()
-    assert outcome_of(2) == outcome_of(np.float64(2.0)) == outcome_of(True + 1) == Outcome(reward=2.0)
-    assert outcome_of(Outcome(metrics={"a": 1})) == Outcome(metrics={"a": 1.0})
-    assert outcome_of(Outcome(metrics={"a": float("inf")})).status is Status.ENV_ERROR
+    assert outcome_of(None) == EpisodeOutcome()
+    assert outcome_of(2) == outcome_of(np.float64(2.0)) == outcome_of(True + 1) == EpisodeOutcome(reward=2.0)
+    assert outcome_of(EpisodeOutcome(metrics={"a": 1})) == EpisodeOutcome(metrics={"a": 1.0})
+    assert outcome_of(EpisodeOutcome(metrics={"a": float("inf")})).status is Status.ENV_ERROR

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.rollout.env.sandbox import Sandbox, SandboxError, SandboxTimeoutError
+from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError, SandboxTimeoutError
 
 HERE = Path(__file__).with_name("some_tools.py")
 NAMES = [

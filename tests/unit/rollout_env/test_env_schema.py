@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.rollout.env.schema import schema_of, type_schema
+from starling.rollout.env.sandbox.schema import schema_of, type_schema
 
 
 def weather(

@@ -14,9 +14,9 @@ from tiny_chat import Script, chat, completion, encode, episode, tokenizer
 from starling.algo.text import encode_prompt
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt, Sampling, Status
-from starling.rollout.env.base import Outcome
-from starling.rollout.env.choice import Chosen, make_environment
-from starling.rollout.env.trajectory import gather
+from starling.rollout.env.base import EpisodeOutcome
+from starling.rollout.env.episodes.trajectory import gather
+from starling.rollout.env.registry import LoadedEnvironment, make_environment
 from starling.rollout.settings import EnvironmentSettings
 
 HERE = Path(__file__).with_name("some_tools.py")
@@ -31,14 +31,14 @@ TOOLS: list[Any] = [
 ]  # fmt: skip
 
 
-def make(kind: str, options: dict[str, Any]) -> Chosen:
+def make(kind: str, options: dict[str, Any]) -> LoadedEnvironment:
     made = make_environment(EnvironmentSettings(kind=kind, options=options))
     assert made is not None
     return made
 
 
 @pytest.fixture(scope="module")
-def chosen() -> Iterator[Chosen]:
+def chosen() -> Iterator[LoadedEnvironment]:
     options = {"tools": TOOLS, "timeout_s": 60.0, "max_result_chars": 100, "max_calls": 3}
     made = make("tools", options)
     yield made
@@ -49,7 +49,9 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def play(chosen: Chosen, *texts: str, prompt: Prompt | None = None, **changes: Any) -> tuple[Outcome, Any, Script]:
+def play(
+    chosen: LoadedEnvironment, *texts: str, prompt: Prompt | None = None, **changes: Any
+) -> tuple[EpisodeOutcome, Any, Script]:
     """Have a model say `texts`; returns what came of it, the episode, and what the model was asked."""
     prompt = prompt or chat("hello")
     script = Script(*(completion(encode("qwen3", text + "<|im_end|>")) for text in texts))
@@ -57,7 +59,7 @@ def play(chosen: Chosen, *texts: str, prompt: Prompt | None = None, **changes: A
     fields = {"sampling": Sampling(max_tokens=2000), "max_model_len": 5000, **changes}
     one = episode("qwen3", prompt, ids, script, tools=chosen.tools, **fields)
     outcome = asyncio.run(chosen.environment(one))
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, EpisodeOutcome)
     return outcome, one, script
 
 
@@ -65,7 +67,7 @@ def text_of(ids: list[int]) -> str:
     return str(tokenizer("qwen3").decode(ids, skip_special_tokens=False))
 
 
-def test_the_prompt_tells_of_the_tools(chosen: Chosen) -> None:
+def test_the_prompt_tells_of_the_tools(chosen: LoadedEnvironment) -> None:
     text = text_of(encode_prompt(tokenizer("qwen3"), chat("hello"), chosen.tools))
     for name in ("add", "fails", "never_returns", "reverse"):
         assert f'"name": "{name}"' in text
@@ -76,10 +78,10 @@ def test_the_prompt_tells_of_the_tools(chosen: Chosen) -> None:
     }  # fmt: skip
 
 
-def test_a_call_is_answered_and_not_trained(chosen: Chosen) -> None:
+def test_a_call_is_answered_and_not_trained(chosen: LoadedEnvironment) -> None:
     first, last = call("add", a=40, b=2), "it is 42"
     outcome, one, script = play(chosen, first, last)
-    assert outcome == Outcome(metrics={"tool_calls": 1, "tool_errors": 0})
+    assert outcome == EpisodeOutcome(metrics={"tool_calls": 1, "tool_errors": 0})
     asked = text_of(script.asked[1].prompt_ids)
     assert asked.endswith(
         f"{first}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -108,26 +110,26 @@ def test_a_call_is_answered_and_not_trained(chosen: Chosen) -> None:
         (call("long"), "x" * 100 + " ... (99900 more characters)"),
     ],
 )
-def test_the_model_is_told_the_result_or_the_mistake(chosen: Chosen, text: str, answer: str) -> None:
+def test_the_model_is_told_the_result_or_the_mistake(chosen: LoadedEnvironment, text: str, answer: str) -> None:
     outcome, one, _ = play(chosen, text, "well")
     assert one.messages[2]["content"].startswith(answer)
     assert outcome.metrics == {"tool_calls": 1, "tool_errors": int(answer.startswith("Error"))}
 
 
-def test_a_tool_that_never_returns_costs_its_time_and_nothing_else(chosen: Chosen, tmp_path: Path) -> None:
+def test_a_tool_that_never_returns_costs_its_time_and_nothing_else(chosen: LoadedEnvironment, tmp_path: Path) -> None:
     outcome, one, _ = play(chosen, call("never_returns", file=str(tmp_path / "pids")), "well")
     assert one.messages[2]["content"] == "Error: it took longer than 1 s"
     assert one.end(outcome).status is Status.OK
 
 
-def test_several_calls_are_answered_in_their_order(chosen: Chosen) -> None:
+def test_several_calls_are_answered_in_their_order(chosen: LoadedEnvironment) -> None:
     outcome, one, _ = play(chosen, "".join(call("add", a=n, b=0) for n in range(5)), "well")
     contents = [message["content"] for message in one.messages[2:-1]]
     assert contents == ["0", "1", "2", *["Error: at most 3 calls are made at a time"] * 2]
     assert outcome.metrics == {"tool_calls": 5, "tool_errors": 2}
 
 
-def test_the_last_turn_may_be_a_call(chosen: Chosen) -> None:
+def test_the_last_turn_may_be_a_call(chosen: LoadedEnvironment) -> None:
     outcome, one, _ = play(chosen, call("add", a=1, b=1), max_turns=1)
     assert outcome.metrics == {"tool_calls": 1, "tool_errors": 0}
     ended = one.end(outcome)
@@ -135,7 +137,7 @@ def test_the_last_turn_may_be_a_call(chosen: Chosen) -> None:
     assert all(ended.sampled), "what nobody answered is left out"
 
 
-def test_plain_text_has_results_too(chosen: Chosen) -> None:
+def test_plain_text_has_results_too(chosen: LoadedEnvironment) -> None:
     prompt = Prompt(id="p", text="40 + 2 =")
     _, _, script = play(chosen, call("add", a=40, b=2), "42", prompt=prompt)
     assert text_of(script.asked[1].prompt_ids).endswith("<|im_end|>\n<tool_response>\n42\n</tool_response>\n")
@@ -168,7 +170,7 @@ def test_a_parser_of_the_users_own(tmp_path: Path) -> None:
 WORLD: dict[str, Any] = {"environment": f"{HERE}:Guess", "arguments": {"most": 4}, "timeout_s": 60.0}
 
 
-def world(**changes: Any) -> Chosen:
+def world(**changes: Any) -> LoadedEnvironment:
     return make("gym", {**WORLD, **changes})
 
 
@@ -181,7 +183,7 @@ def test_a_world_gives_its_rewards(conversation: bool) -> None:
         outcome, one, script = play(chosen, "1", "0", "2", prompt=prompt)
     finally:
         chosen.close()
-    assert outcome == Outcome(reward=0.5, metrics={"guesses": 3.0})
+    assert outcome == EpisodeOutcome(reward=0.5, metrics={"guesses": 3.0})
     assert "a number below 4" in text_of(script.asked[0].prompt_ids)
     assert text_of(script.asked[2].prompt_ids).count("no") == 2
     (made,) = gather("t0", [0], [one.end(outcome)], temperature=1.0, min_version=0, tensors={}).trajectories
@@ -194,7 +196,7 @@ def test_a_world_that_is_never_over_ends_with_the_turns() -> None:
         outcome, _, _ = play(chosen, "1", "0", max_turns=2, prompt=chat("guess", metadata={"seed": 6}))
     finally:
         chosen.close()
-    assert outcome == Outcome(reward=-0.5, metrics={"guesses": 2.0})
+    assert outcome == EpisodeOutcome(reward=-0.5, metrics={"guesses": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_a_world_that_is_never_over_ends_with_the_turns() -> None:
     ],
 )
 def test_what_a_world_does_wrong_is_said(changes: dict[str, Any], problem: str) -> None:
-    from starling.rollout.env.sandbox import SandboxError
+    from starling.rollout.env.sandbox.sandbox import SandboxError
 
     chosen = world(**changes)
     try:
@@ -218,7 +220,7 @@ def test_what_a_world_does_wrong_is_said(changes: dict[str, Any], problem: str) 
 
 
 def test_the_trajectories_of_a_group_begin_alike() -> None:
-    from starling.rollout.env.gym import seed_of
+    from starling.rollout.env.environments.gym import seed_of
 
     one, other = chat("x"), Prompt(id="train/0/1", text="x")
     assert seed_of(one) == seed_of(chat("another text"))

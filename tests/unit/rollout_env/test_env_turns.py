@@ -9,7 +9,7 @@ from tiny_chat import TEMPLATES, encode, tokenizer
 
 from starling.algo.text import conversation_text
 from starling.common.errors import ConfigError
-from starling.rollout.env.turns import common_length, encode_behind, text_between, without_ending
+from starling.rollout.env.episodes.turns import common_length, encode_behind, text_between, without_ending
 
 USER = {"role": "user", "content": "try again"}
 EXPECTED = {

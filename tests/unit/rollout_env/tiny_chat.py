@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from starling.common.wire.messages import ChatMessage, Prompt, Sampling, Status
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
-from starling.rollout.env.episode import Task, TokenEpisode
+from starling.rollout.env.episodes.episode import EpisodeTask, TokenEpisode
 
 CHATML = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -131,5 +131,5 @@ def episode(style: str, prompt: Prompt, prompt_ids: Iterable[int], script: Scrip
         "turn_max_tokens": 0,
         "max_model_len": 1000,
     }
-    task = Task(lease="generate:t0", prompt=prompt, prompt_ids=list(prompt_ids), **{**fields, **changes})
+    task = EpisodeTask(lease="generate:t0", prompt=prompt, prompt_ids=list(prompt_ids), **{**fields, **changes})
     return TokenEpisode(task, 1, tokenizer(style), script.ask)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from replica_desk import Desk
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 
 SMALL = {
     "hidden_size": 32,

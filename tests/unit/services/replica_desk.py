@@ -84,7 +84,7 @@ class Desk:
         """Wait for the answer to `lease`, release it, and return it."""
         message, buffers = self._await(name, lambda message: getattr(message, "lease", None) == lease)
         assert isinstance(message, kind), message
-        self.send(name, wire.Release(leases=(lease,)))
+        self.send(name, wire.ReleaseLeases(leases=(lease,)))
         return message, buffers
 
     def next(self, name: str, kind: type[M]) -> tuple[M, tuple[bytes, ...]]:
@@ -115,7 +115,7 @@ class Desk:
                 self._routes[envelope.sender] = route
                 self._causes[envelope.sender] = f"{envelope.sender}/{envelope.epoch}/{envelope.seq}"
                 message = codec.unpack_up(frames)
-                assert type(message) in wire.MAY_SAY[envelope.sender.partition("-")[0]]  # type: ignore[index]
+                assert type(message) in wire.ALLOWED_MESSAGES[envelope.sender.partition("-")[0]]  # type: ignore[index]
                 self._heard[envelope.sender].append((message, tuple(frames[2:])))
                 if isinstance(message, wire.Heartbeat) and not self.is_silent:
                     self.send(envelope.sender, self.welcome)

@@ -13,7 +13,7 @@ import torch
 from replica_desk import DEADLINE_S, Desk, ended, replica
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ from test_policy_process import step_of
 
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
-from starling.policy.train.model import load_model
-from starling.weightsync.layout import Layout, decode, encode
-from starling.weightsync.offer import decode_offer
-from starling.weightsync.plan import make_plan
+from starling.policy.train.model.load import load_model
+from starling.weightsync.plan.layout import Layout, decode, encode
+from starling.weightsync.plan.offer import decode_offer
+from starling.weightsync.plan.planner import make_plan
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 from replica_desk import DEADLINE_S, Desk, ended, replica
 
 from starling.common.wire import messages as wire
-from starling.weightsync.offer import decode_offer
+from starling.weightsync.plan.offer import decode_offer
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +122,7 @@ def test_who_loses_the_controller_gives_shared_devices_away(desk: Desk, model: P
         assert refused(desk, wire.PublishWeights(lease=desk.lease("publish"), version=0)) == (
             "this policy sleeps: wake it first"
         )
-        desk.ask("policy-0", wire.Wake(lease=desk.lease("wake")), wire.Awake)
+        desk.ask("policy-0", wire.Wake(lease=desk.lease("wake")), wire.Woken)
         publish(desk, 0)
         process.terminate()
         assert ended(process) == 0

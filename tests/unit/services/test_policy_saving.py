@@ -18,8 +18,8 @@ from test_policy_process import FLAGS, refused, step_of, train
 
 from starling.common.observe.process import EXIT_FAILED
 from starling.common.wire import messages as wire
-from starling.policy.train.header import find, versions
-from starling.policy.train.storage import Storage
+from starling.policy.train.checkpoint.header import find_state, state_versions
+from starling.policy.train.checkpoint.storage import Storage
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def bucket() -> Iterator[Bucket]:
 
 def states_of(storage: Storage) -> list[int]:
     """Return the versions of the whole states."""
-    return [version for version, name in versions(storage) if "state.json" in storage.names(name)]
+    return [version for version, name in state_versions(storage) if "state.json" in storage.names(name)]
 
 
 def test_a_policy_saves_in_s3_and_goes_on_from_there(desk: Desk, model: Path, tmp_path: Path, bucket: Bucket) -> None:
@@ -77,7 +77,7 @@ def test_a_policy_saves_in_s3_and_goes_on_from_there(desk: Desk, model: Path, tm
         assert saved.path == f"s3://bucket/runs/{RUN}/states/version-3"
         assert "config.json" in home.names("checkpoints", "step-2"), "the export came before"
         policy.kill()
-    found = find(saved.path, options)
+    found = find_state(saved.path, options)
     assert (found.state.run, found.state.next_prompt, found.state.metrics["loss"]) == (RUN, 9, 0.25)
     with replica(desk, "policy-0", tmp_path / "elsewhere", *flags) as policy:
         assert desk.hello("policy-0")[0].version == 3
@@ -85,7 +85,7 @@ def test_a_policy_saves_in_s3_and_goes_on_from_there(desk: Desk, model: Path, tm
         policy.terminate()
         assert ended(policy) == 0
     assert states_of(states)[:2] == [4, 3], "what it had made it saved before it left"
-    newest = find(states.url(), options)
+    newest = find_state(states.url(), options)
     assert (newest.state.version, newest.state.next_prompt) == (4, 12)
 
 
@@ -106,7 +106,7 @@ def test_steps_go_on_while_a_storage_stands_still(desk: Desk, model: Path, tmp_p
         assert "the state of version 1 is not written after" in failed.reason, "it waits its patience, no more"
         bucket.server.send_signal(signal.SIGCONT)
         saved, _ = desk.answer("policy-0", order.lease, wire.CheckpointSaved)
-        assert find(saved.path, bucket.storage.fs.storage_options).state.version == 1
+        assert find_state(saved.path, bucket.storage.fs.storage_options).state.version == 1
         policy.terminate()
         assert ended(policy) == 0
 
@@ -123,17 +123,17 @@ def test_a_state_is_of_the_moment_that_it_was_ordered_and_what_fails_is_told(
         train(desk, 2)
         assert desk.answer("policy-0", leases[0], wire.CheckpointSaved)[0].step == 1
         assert desk.answer("policy-0", leases[1], wire.CheckpointSaved)[0].path.endswith("checkpoints/step-1")
-        assert find(str(tmp_path)).state.version == 1
+        assert find_state(str(tmp_path)).state.version == 1
         late = wire.SaveCheckpoint(lease=desk.lease("save"), step=1, state=True)
         assert "step 1 cannot be saved: this policy holds version 2" in refused(desk, late)
         (tmp_path / "states" / "version-2").write_text("in the way")
         blocked = wire.SaveCheckpoint(lease=desk.lease("save"), step=2, state=True)
         assert "states/version-2 is a file: remove it" in refused(desk, blocked)
-        assert find(str(tmp_path)).state.version == 1, "the one before is as it was"
+        assert find_state(str(tmp_path)).state.version == 1, "the one before is as it was"
         (tmp_path / "states" / "version-2").unlink()
         policy.terminate()
         assert ended(policy) == 0
-    assert find(str(tmp_path)).state.version == 2
+    assert find_state(str(tmp_path)).state.version == 2
 
 
 def test_a_run_goes_on_from_a_state_of_another(desk: Desk, model: Path, tmp_path: Path) -> None:
@@ -154,23 +154,23 @@ def test_a_run_goes_on_from_a_state_of_another(desk: Desk, model: Path, tmp_path
         assert [train(desk, step) for step in (1, 2, 3, 4)] == metrics
         policy.terminate()
         assert ended(policy) == 0
-    digests = [find(str(tmp_path / name)).state.digests for name in ("other", "whole")]
+    digests = [find_state(str(tmp_path / name)).state.digests for name in ("other", "whole")]
     assert digests[0] == digests[1]
 
 
 BREAKS = """
 from starling.algo.algorithm import Algorithm
-from starling.algo.loss.terms import Terms, Tokens
+from starling.algo.loss.terms import LossTerms, Tokens
 
 seen = set()
 
 
-def loss(tokens: Tokens) -> Terms:
+def loss(tokens: Tokens) -> LossTerms:
     known = float(tokens.rollout_logprobs.sum())
     if known in seen:
         raise ValueError("no second pass")
     seen.add(known)
-    return Terms(-tokens.advantages * tokens.logprobs, {})
+    return LossTerms(-tokens.advantages * tokens.logprobs, {})
 
 
 algorithm = Algorithm(loss=loss)
@@ -196,6 +196,6 @@ def test_a_policy_whose_step_broke_off_ends_and_begins_again_from_its_state(
     assert "its weights are no version any more" in errors
     assert "no second pass" in errors
     assert "Traceback" not in errors
-    assert find(str(tmp_path)).state.version == 2, "the state that was being written is whole"
+    assert find_state(str(tmp_path)).state.version == 2, "the state that was being written is whole"
     with replica(desk, "policy-0", tmp_path, *flags):
         assert desk.hello("policy-0")[0].version == 2

@@ -12,13 +12,13 @@ import pytest
 from conftest import SMALL
 from replica_desk import DEADLINE_S, Desk, ended, replica
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.wire import messages as wire
-from starling.policy.train.model import load_model, tensors
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.layout import Layout, decode, encode
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.plan import make_plan
+from starling.policy.train.model.load import load_model, version_tensors
+from starling.weightsync.plan.layout import Layout, decode, encode
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.tensors.modules import layout_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ FRAGILE = '''
 from pathlib import Path
 
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.engine.choice import embedded
+from starling.rollout.engine.registry import embedded
 
 BREAK = Path(__file__).with_name("break")
 KILL = Path(__file__).with_name("kill")
@@ -69,7 +69,7 @@ class Fragile:
 STUCK = '''
 import threading
 
-from starling.rollout.engine.choice import embedded
+from starling.rollout.engine.registry import embedded
 
 
 class Stuck:
@@ -89,7 +89,7 @@ import threading
 from pathlib import Path
 
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.engine.choice import embedded
+from starling.rollout.engine.registry import embedded
 
 HERE = Path(__file__).parent
 
@@ -188,7 +188,7 @@ def test_a_group_goes_on_elsewhere_with_what_was_left_of_it(desk: Desk, model: P
         assert result == whole, "to the bit"
         assert arrays(result)[0][:, :num].tolist() == arrays(buffers)[0].tolist()
 
-        bad = group(desk, more, partial=(wire.PartialMeta(num_tokens=num + 1),) * 2, tensors=left.tensors)
+        bad = group(desk, more, partial=(wire.PartialCompletionMeta(num_tokens=num + 1),) * 2, tensors=left.tensors)
         failed, _ = desk.ask(NAME, bad, wire.LeaseFailed, buffers)
         assert failed.fatal
         assert f"its partial completions have {2 * num + 2} tokens, and buffers of" in failed.reason
@@ -208,7 +208,7 @@ def test_asleep_it_has_handed_over_what_it_ran(desk: Desk, model: Path, tmp_path
         desk.send(NAME, later)
         told = desk.heartbeat(NAME, lambda told: bool(told.waits))
         assert [wait.what for wait in told.waits] == ["an order to wake up"]
-        desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.Awake)
+        desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.Woken)
         desk.answer(NAME, later.lease, wire.GroupGenerated)
         process.terminate()
         assert ended(process) == 0
@@ -237,7 +237,7 @@ def test_who_loses_the_controller_gives_shared_devices_away(desk: Desk, model: P
         told = desk.heartbeat(NAME, lambda told: bool(told.waits))
         assert [wait.what for wait in told.waits] == ["an order to wake up"]
         assert late.lease not in {held.lease for held in told.leases}, "it came when it could be anybody's turn"
-        desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.Awake)
+        desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.Woken)
         desk.answer(NAME, later.lease, wire.GroupGenerated)
         process.terminate()
         assert ended(process) == 0
@@ -306,7 +306,7 @@ def test_who_is_told_to_stop_while_its_engine_starts_ends(desk: Desk, model: Pat
 def test_an_engine_that_is_lost_before_it_has_weights_is_made_again(desk: Desk, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "fragile.py"
     file.write_text(FRAGILE)
-    published = tensors(load_model(model, init="random", seed=6))
+    published = version_tensors(load_model(model, init="random", seed=6))
     source = layout_of(published, "policy-0")
     own = ("--rollout.engine", f"{file}:Fragile", "--rollout.load-weights", "false")
     with (
@@ -341,7 +341,7 @@ def test_an_engine_that_is_lost_asleep_is_made_again_when_it_is_woken(desk: Desk
 
 
 def test_a_pull_in_place_that_fails_is_told_of_and_made_good(desk: Desk, model: Path, tmp_path: Path) -> None:
-    published = tensors(load_model(model, init="random", seed=6))
+    published = version_tensors(load_model(model, init="random", seed=6))
     source = layout_of(published, "policy-0")
     with replica(desk, NAME, tmp_path, *flags(model, "--rollout.double-buffer", "false")):
         _, (layout,) = desk.hello(NAME)
@@ -373,7 +373,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_new_weights_in_every_mode(desk: Desk, model: Path, tmp_path: Path, mode: str) -> None:
-    published = tensors(load_model(model, init="random", seed=6))
+    published = version_tensors(load_model(model, init="random", seed=6))
     source = layout_of(published, "policy-0")
     with (
         replica(desk, NAME, tmp_path, *flags(model, *MODES[mode])) as process,
@@ -392,7 +392,7 @@ def test_new_weights_in_every_mode(desk: Desk, model: Path, tmp_path: Path, mode
         if mode == "in place":  # elsewhere the switch may well take longer than the pull of so small a model
             assert adopted.pause_s > adopted.pull_s
         if mode != "finish":
-            desk.send(NAME, wire.Release(leases=(asked.lease,)))
+            desk.send(NAME, wire.ReleaseLeases(leases=(asked.lease,)))
         else:
             assert adopted.drain_s > 0.0
             generated, result = desk.answer(NAME, asked.lease, wire.GroupGenerated)

@@ -11,12 +11,12 @@ from replica_desk import Desk, ended, replica
 from test_policy_process import step_of
 
 from starling.common.wire import messages as wire
-from starling.policy.train.model import load_model, tensors
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layout import Layout, decode, encode
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.offer import decode_offer
-from starling.weightsync.plan import make_plan
+from starling.policy.train.model.load import load_model, version_tensors
+from starling.weightsync.plan.layout import Layout, decode, encode
+from starling.weightsync.plan.offer import decode_offer
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.tensors.modules import layout_of
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def order(desk: Desk, source: str, offer: bytes, plan: bytes) -> tuple[wire.Adop
 
 def pulled(layout: Layout, offer: bytes, model: Path) -> dict[str, torch.Tensor]:
     """Pull what is on offer into a model of our own that holds something else, and return its tensors."""
-    mine = tensors(load_model(model, init="random", seed=SEED + 1))
+    mine = version_tensors(load_model(model, init="random", seed=SEED + 1))
     puller = Puller(layout_of(mine, "test"))
     try:
         puller.pull(decode_offer(offer), make_plan(layout, layout_of(mine, "test")), deadline_s=60.0)
@@ -90,7 +90,7 @@ def test_weights_go_from_rollout_to_rollout(desk: Desk, model: Path, tmp_path: P
         roots = {name: decode_offer(offer).root for name, offer in offers.items()}
         assert len(set(roots.values())) == 1, "who holds the same boxes has the same root, whoever it is"
 
-        expected = tensors(load_model(model, init="random", seed=SEED))
+        expected = version_tensors(load_model(model, init="random", seed=SEED))
         for name, offer in offers.items():
             found = pulled(layouts[name], offer, model)
             assert found.keys() == expected.keys()

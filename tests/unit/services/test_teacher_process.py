@@ -13,7 +13,7 @@ import torch
 from replica_desk import Desk, ended, replica
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from starling.cli.scratch import ScratchSettings, make_model_folder
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.wire import messages as wire
 
 pytestmark = pytest.mark.slow

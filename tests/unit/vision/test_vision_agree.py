@@ -14,12 +14,12 @@ from torch import Tensor
 
 from starling.algo.packing import Microbatch
 from starling.common.wire.messages import Media, ScoredTrajectory, TrainGroup
-from starling.policy.train.batch import Batch, Prompted, lay_out, to_tensors
-from starling.policy.train.forward import trained_logits
-from starling.policy.train.groups import Group, groups_from_wire
+from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
+from starling.policy.train.data.packing import PackedBatch, PromptBlock, pack_sequences, to_tensors
+from starling.policy.train.model.lm_head import trained_logits
 from starling.rollout.engine.base import GroupResult
-from starling.rollout.engine.vision import placeholders
-from starling.rollout.shell.answer import answer_of
+from starling.rollout.engine.multimodal.prompts import placeholders
+from starling.rollout.shell.results import generated_message
 
 torch.set_num_threads(1)
 
@@ -29,7 +29,7 @@ class Sampled:
     """A model, and groups that a rollout sampled with it, some of prompts with images."""
 
     model: Any
-    groups: list[Group]
+    groups: list[ScoredGroup]
 
     @property
     def token_ids(self) -> np.ndarray[Any, Any]:
@@ -40,20 +40,20 @@ class Sampled:
         """Those of the rollout, of all tokens."""
         return torch.from_numpy(np.concatenate([group.logprobs for group in self.groups]))
 
-    def prompted(self) -> list[Prompted]:
+    def prompted(self) -> list[PromptBlock]:
         """Return what the policy lays out."""
         made, end = [], 0
         for group in self.groups:
             ends = end + np.cumsum(group.lengths)
             spans = tuple(zip((ends - group.lengths).tolist(), ends.tolist(), strict=True))
-            made.append(Prompted(group.prompt_ids, spans, group.extra))
+            made.append(PromptBlock(group.prompt_ids, spans, group.extra))
             end = int(ends[-1])
         return made
 
 
-def as_the_policy_reads(result: GroupResult) -> Group:
+def as_the_policy_reads(result: GroupResult) -> ScoredGroup:
     """Send `result` over the wire."""
-    message, buffers = answer_of(result, str)
+    message, buffers = generated_message(result, str)
     trajectories = tuple(
         ScoredTrajectory(num_tokens=meta.num_tokens, oldest_version=meta.oldest_version, reward=0.0)
         for meta in message.trajectories
@@ -78,7 +78,7 @@ def sample(folder: Path, family: str, **changes: Any) -> Sampled:
     return Sampled(model, [as_the_policy_reads(results[lease]) for lease in prompts])
 
 
-def packed_logprobs(model: Any, batch: Batch, token_ids: np.ndarray[Any, Any]) -> Tensor:
+def packed_logprobs(model: Any, batch: PackedBatch, token_ids: np.ndarray[Any, Any]) -> Tensor:
     """Log-probabilities of the step's tokens, in their order."""
     found = torch.full((len(token_ids),), torch.nan, dtype=model.dtype)
     for microbatch in batch.plan:
@@ -88,7 +88,7 @@ def packed_logprobs(model: Any, batch: Batch, token_ids: np.ndarray[Any, Any]) -
     return found
 
 
-def plain_logprobs(model: Any, prompted: list[Prompted], token_ids: np.ndarray[Any, Any]) -> Tensor:
+def plain_logprobs(model: Any, prompted: list[PromptBlock], token_ids: np.ndarray[Any, Any]) -> Tensor:
     """The same, one sequence at a time: positions and all by the model's own code."""
     parts = []
     for item in prompted:
@@ -104,9 +104,9 @@ def plain_logprobs(model: Any, prompted: list[Prompted], token_ids: np.ndarray[A
     return torch.cat(parts)
 
 
-def one_row(prompted: list[Prompted]) -> Batch:
+def one_row(prompted: list[PromptBlock]) -> PackedBatch:
     rows = (tuple(range(len(prompted))),)
-    return Batch(tuple(prompted), (Microbatch(rows, sum(item.num_cells for item in prompted)),), 0.0)
+    return PackedBatch(tuple(prompted), (Microbatch(rows, sum(item.num_cells for item in prompted)),), 0.0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,7 +116,11 @@ def test_the_policy_finds_the_log_probabilities_of_the_rollout(tmp_path: Path, f
     with torch.no_grad():
         plain = plain_logprobs(sampled.model, prompted, token_ids)
         torch.testing.assert_close(sampled.logprobs, plain, rtol=0, atol=1e-5)
-        for batch in (one_row(prompted), lay_out(prompted, 70), lay_out(prompted, 1000, share_prompts=False)):
+        for batch in (
+            one_row(prompted),
+            pack_sequences(prompted, 70),
+            pack_sequences(prompted, 1000, share_prompts=False),
+        ):
             torch.testing.assert_close(packed_logprobs(sampled.model, batch, token_ids), plain, rtol=0, atol=1e-5)
 
 
@@ -158,13 +162,13 @@ def test_the_images_of_a_group_are_computed_once_where_the_budget_allows(tmp_pat
     prompted, token_ids = sampled.prompted(), sampled.token_ids
     once = sum(len(item.extra["pixel_values"]) for item in prompted if item.extra)
 
-    def computed(batch: Batch) -> int:
+    def computed(batch: PackedBatch) -> int:
         inputs = [to_tensors(batch, microbatch, token_ids) for microbatch in batch.plan]
         return sum(len(part.extra["pixel_values"]) for part in inputs if part.extra)
 
-    assert computed(lay_out(prompted, 200)) == once
-    assert computed(lay_out(prompted, 200, share_prompts=False)) == 3 * once
-    narrow = lay_out(prompted, max(len(item.prompt_ids) for item in prompted) + 8)
+    assert computed(pack_sequences(prompted, 200)) == once
+    assert computed(pack_sequences(prompted, 200, share_prompts=False)) == 3 * once
+    narrow = pack_sequences(prompted, max(len(item.prompt_ids) for item in prompted) + 8)
     assert once < computed(narrow) < 3 * once
 
 

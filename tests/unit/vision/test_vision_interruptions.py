@@ -12,7 +12,7 @@ from tiny_vision import FAMILIES, ask, image, make_encoder, make_model, write_fo
 
 from starling.common.wire.messages import Sampling
 from starling.rollout.engine.base import GroupRequest, GroupResult
-from starling.rollout.engine.transformers import TransformersEngine
+from starling.rollout.engine.embedded.engine import TransformersEngine
 
 torch.set_num_threads(1)
 

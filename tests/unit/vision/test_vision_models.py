@@ -9,8 +9,8 @@ import torch
 from tiny_vision import FAMILIES, make_config, make_model, write_folder
 
 from starling.algo.architecture import auto_class
-from starling.policy.train.model import count_parameters, load_model, longest_sequence, pair_cost, tensors
-from starling.rollout.engine.model import build_model, live_tensors
+from starling.policy.train.model.load import count_parameters, load_model, longest_sequence, pair_cost, version_tensors
+from starling.rollout.engine.embedded.model import build_model, live_tensors
 
 torch.set_num_threads(1)
 
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_services_make_the_same_model_of_a_folder(tmp_path: Path, family: str) -> None:
     write_folder(tmp_path, family)
-    policy = tensors(load_model(tmp_path))
+    policy = version_tensors(load_model(tmp_path))
     rollout = live_tensors(build_model(tmp_path, dtype="float32", device="cpu", weights=True))
     empty = live_tensors(build_model(tmp_path, dtype="float32", device="cpu", weights=False))
     assert policy.keys() == rollout.keys() == empty.keys()

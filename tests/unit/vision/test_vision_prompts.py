@@ -30,10 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.wire.messages import ChatMessage, Media, Prompt, Sampling
 from starling.rollout.engine.base import GroupRequest, RequestError
-from starling.rollout.engine.media import Allowance
-from starling.rollout.engine.transformers import TransformersEngine
-from starling.rollout.engine.vision import FrameProcessor, PromptEncoder
-from starling.rollout.shell.answer import answer_of
+from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.engine.multimodal.loading import MediaBudget
+from starling.rollout.engine.multimodal.prompts import FrameProcessor, PromptEncoder
+from starling.rollout.shell.results import generated_message
 
 IMAGE, VIDEO = VOCABULARY["<|image_pad|>"], VOCABULARY["<|video_pad|>"]
 
@@ -110,7 +110,7 @@ def test_a_still_video_has_the_patches_of_its_image(tmp_path: Path, per_video: b
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS))
     shown = picture(20, 13)
     of_image = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(images=[shown], return_tensors="np")
-    patches, grid = FrameProcessor.read(tmp_path, per_video=per_video)([shown, shown], Allowance(1 << 20))
+    patches, grid = FrameProcessor.read(tmp_path, per_video=per_video)([shown, shown], MediaBudget(1 << 20))
     assert [grid] == of_image["image_grid_thw"].tolist()
     np.testing.assert_allclose(patches, of_image["pixel_values"], rtol=0, atol=1e-6)
 
@@ -208,7 +208,7 @@ def test_small_frames_that_are_made_larger_are_counted_before(tmp_path: Path) ->
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS))
     processor = FrameProcessor.read(tmp_path, per_video=False)
     with pytest.raises(RequestError, match=r"take 1536 bytes or more and rollout.max_media_bytes is 1535"):
-        processor([picture(2, 2)], Allowance(1535))
+        processor([picture(2, 2)], MediaBudget(1535))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_an_answer_names_what_follows_the_four_tensors(encoder: PromptEncoder) -
     model = make_model("qwen3_vl")
     with torch.no_grad():
         result = generate(model, encoder, {"g": ask("<image>", image(16, 16))})["g"]
-    message, buffers = answer_of(result, str)
+    message, buffers = generated_message(result, str)
     described: dict[str, Any] = {meta.name: (meta.dtype, meta.shape) for meta in message.tensors[4:]}
     assert described == {
         "pixel_values": ("float32", (16, 96)),

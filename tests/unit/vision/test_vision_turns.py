@@ -12,15 +12,15 @@ import torch
 from tiny_vision import FAMILIES, ask, image, make_encoder, make_model, make_tokenizer, write_folder
 
 from starling.common.wire.messages import Sampling, ScoredTrajectory, TrainGroup
-from starling.policy.train.batch import Prompted, lay_out, to_tensors
-from starling.policy.train.forward import trained_logits
-from starling.policy.train.groups import groups_from_wire
+from starling.policy.train.data.groups import groups_from_wire
+from starling.policy.train.data.packing import PromptBlock, pack_sequences, to_tensors
+from starling.policy.train.model.lm_head import trained_logits
 from starling.rollout.engine.base import GroupRequest, GroupResult
-from starling.rollout.engine.transformers import TransformersEngine
-from starling.rollout.env.base import Outcome
-from starling.rollout.env.episode import EpisodeError, Task, TokenEpisode
-from starling.rollout.env.trajectory import gather
-from starling.rollout.shell.answer import answer_of_played
+from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.env.base import EpisodeOutcome
+from starling.rollout.env.episodes.episode import EpisodeError, EpisodeTask, TokenEpisode
+from starling.rollout.env.episodes.trajectory import gather
+from starling.rollout.shell.results import played_message
 
 torch.set_num_threads(1)
 
@@ -40,7 +40,7 @@ def test_two_turns_behind_an_image_are_computed_alike_by_rollout_and_policy(tmp_
                 assert isinstance(result, GroupResult)
                 return result
 
-    task = Task(
+    task = EpisodeTask(
         lease="t0",
         prompt=prompt,
         prompt_ids=ids,
@@ -62,9 +62,9 @@ def test_two_turns_behind_an_image_are_computed_alike_by_rollout_and_policy(tmp_
     with torch.no_grad():
         for one in episodes:
             asyncio.run(play(one))
-    ended = [one.end(Outcome()) for one in episodes]
+    ended = [one.end(EpisodeOutcome()) for one in episodes]
     played = gather("t0", ids, ended, temperature=1.0, min_version=0, tensors=tensors)
-    message, buffers = answer_of_played(played, str)
+    message, buffers = played_message(played, str)
     trajectories = tuple(
         ScoredTrajectory(num_tokens=meta.num_tokens, oldest_version=0, reward=0.0) for meta in message.trajectories
     )
@@ -73,8 +73,8 @@ def test_two_turns_behind_an_image_are_computed_alike_by_rollout_and_policy(tmp_
     assert group.num_sampled == (7, 7)
     assert group.lengths[1] > group.lengths[0] > 7
     first = group.lengths[0]
-    prompted = Prompted(group.prompt_ids, ((0, first), (first, sum(group.lengths))), group.extra)
-    batch = lay_out([prompted], 1000)
+    prompted = PromptBlock(group.prompt_ids, ((0, first), (first, sum(group.lengths))), group.extra)
+    batch = pack_sequences([prompted], 1000)
     with torch.no_grad():
         for microbatch in batch.plan:
             inputs = to_tensors(batch, microbatch, group.completion_ids, trained=group.sampled)

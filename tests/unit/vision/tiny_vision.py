@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 
 from starling.common.wire.messages import ChatMessage, Media, Prompt, Sampling
 from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult
-from starling.rollout.engine.transformers import TransformersEngine
-from starling.rollout.engine.vision import PromptEncoder
+from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.engine.multimodal.prompts import PromptEncoder
 
 torch.set_num_threads(1)
 

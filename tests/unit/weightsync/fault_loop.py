@@ -23,14 +23,14 @@ from fault_kinds import FAULTS, Kind
 from fault_pair import Pair, census
 from transport_peers import served_transports
 
-from starling.weightsync.offer import Transport
+from starling.weightsync.plan.offer import Transport
 
 TRANSPORTS: Final[tuple[Transport, ...]] = ("local", *served_transports())
 PRELOADED: Final = (
-    "starling.weightsync.execute.publish",
-    "starling.weightsync.execute.pull",
+    "starling.weightsync.publisher.publisher",
+    "starling.weightsync.puller.puller",
     "starling.weightsync.layouts.checkpoint",
-    "starling.weightsync.layouts.modules",
+    "starling.weightsync.tensors.modules",
 )
 """Imported once, by the process that all others are forked from."""
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec
-from starling.weightsync.offer import Offer, Transport
-from starling.weightsync.peaks import destination_peak, publisher_peak
-from starling.weightsync.plan import Plan, make_plan
+from starling.weightsync.plan.estimate import destination_peak, publisher_peak
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec
+from starling.weightsync.plan.offer import Offer, Transport
+from starling.weightsync.plan.planner import Plan, make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.puller.puller import Puller
 
 ANSWER_S = 120.0
 SAMPLED_EVERY_S = 0.002

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec
-from starling.weightsync.offer import Offer, Transport, make_offer
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec
+from starling.weightsync.plan.offer import Offer, Transport, make_offer
+from starling.weightsync.publisher.publisher import Publisher
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8", "bool", "float32", "int64")
 Storages = dict[str, torch.Tensor]

@@ -15,21 +15,21 @@ from multiprocessing.connection import Connection
 import msgspec
 import numpy as np
 
-from starling.weightsync.execute.agent import has_nixl
-from starling.weightsync.execute.arena import Arena
-from starling.weightsync.execute.digests import Digests
-from starling.weightsync.execute.link import has_ucx
-from starling.weightsync.execute.local import LocalWire
-from starling.weightsync.execute.memory import Array, packed_arrays
-from starling.weightsync.execute.nixl import NixlWire
-from starling.weightsync.execute.requests import Answer, Open, Read, Release, Request
-from starling.weightsync.execute.server import Server, serve
-from starling.weightsync.execute.source import Source
-from starling.weightsync.execute.tcp import tcp_wire
-from starling.weightsync.execute.ucx import UcxWire
-from starling.weightsync.execute.wire import Answered, Event, Landing, Wire
-from starling.weightsync.layout import ITEM_BYTES, Box, Piece
-from starling.weightsync.offer import RankOffer, Transport
+from starling.weightsync.memory.arena import Arena
+from starling.weightsync.memory.arrays import Array, packed_arrays
+from starling.weightsync.memory.digests import DigestMode
+from starling.weightsync.plan.layout import ITEM_BYTES, Box, ShardPiece
+from starling.weightsync.plan.offer import RankOffer, Transport
+from starling.weightsync.transports.base import AnswerReceived, Event, ReadTarget, TransportClient
+from starling.weightsync.transports.local import LocalClient
+from starling.weightsync.transports.messages import OpenSnapshot, ReadBoxes, ReleaseSnapshot, Request, SourceAnswer
+from starling.weightsync.transports.nixl.agent import has_nixl
+from starling.weightsync.transports.nixl.client import NixlClient
+from starling.weightsync.transports.registry import TransportServer, serve
+from starling.weightsync.transports.source import SnapshotSource
+from starling.weightsync.transports.tcp import tcp_client
+from starling.weightsync.transports.ucx.server import UcxClient
+from starling.weightsync.transports.ucx.worker import has_ucx
 
 ANSWER_S = 20.0
 
@@ -41,8 +41,8 @@ def served_transports() -> tuple[Transport, ...]:
     return ("tcp", "gloo", *ucx, *nixl)
 
 
-NOWHERE = Landing()
-PRELOADED = ("starling.weightsync.execute.server", "starling.weightsync.execute.collective")
+NOWHERE = ReadTarget()
+PRELOADED = ("starling.weightsync.transports.registry", "starling.weightsync.transports.collective")
 """Imported once, by the process that all sources are forked from: torch takes seconds."""
 
 
@@ -51,12 +51,12 @@ def box(*spans: tuple[int, int]) -> Box:
     return Box(offset=tuple(a for a, _ in spans), size=tuple(b - a for a, b in spans))
 
 
-def piece(name: str, dtype: str, *spans: tuple[int, int]) -> Piece:
+def piece(name: str, dtype: str, *spans: tuple[int, int]) -> ShardPiece:
     """A piece, or a box to be asked for."""
-    return Piece(names=(name,), dtype=dtype, box=box(*spans))
+    return ShardPiece(names=(name,), dtype=dtype, box=box(*spans))
 
 
-def content(wanted: Piece, shape: Sequence[int]) -> Array:
+def content(wanted: ShardPiece, shape: Sequence[int]) -> Array:
     """What a box of a tensor of that shape holds: all different bits, by name and position."""
     num = int(np.prod(shape))
     draw = np.random.default_rng(sum(wanted.names[0].encode()))
@@ -67,11 +67,11 @@ def content(wanted: Piece, shape: Sequence[int]) -> Array:
 class Held:
     """An arena with one snapshot of whole tensors, served."""
 
-    def __init__(self, transport: Transport, pieces: Sequence[Piece]) -> None:
+    def __init__(self, transport: Transport, pieces: Sequence[ShardPiece]) -> None:
         self.pieces = tuple(pieces)
         self.arena = Arena(self.pieces)
-        self.source = Source(self.arena, self.pieces)
-        self.server: Server | None
+        self.source = SnapshotSource(self.arena, self.pieces)
+        self.server: TransportServer | None
         self.server, self.transport, self.address = serve(self.source, transport, "127.0.0.1")
         assert self.transport == transport
         self.offer = self.publish()
@@ -99,7 +99,7 @@ class Held:
 
 
 @contextmanager
-def held(transport: Transport, pieces: Sequence[Piece]) -> Iterator[Held]:
+def held(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[Held]:
     """A source in this process."""
     made = Held(transport, pieces)
     try:
@@ -109,7 +109,7 @@ def held(transport: Transport, pieces: Sequence[Piece]) -> Iterator[Held]:
 
 
 def _serve(transport: Transport, pieces: bytes, pipe: Connection) -> None:
-    with held(transport, msgspec.msgpack.decode(pieces, type=tuple[Piece, ...])) as made:
+    with held(transport, msgspec.msgpack.decode(pieces, type=tuple[ShardPiece, ...])) as made:
         pipe.send_bytes(msgspec.msgpack.encode(made.offer))
         while pipe.recv():
             pipe.send_bytes(msgspec.msgpack.encode(made.publish()))
@@ -118,7 +118,7 @@ def _serve(transport: Transport, pieces: bytes, pipe: Connection) -> None:
 class Away:
     """A source in a process of its own."""
 
-    def __init__(self, transport: Transport, pieces: Sequence[Piece]) -> None:
+    def __init__(self, transport: Transport, pieces: Sequence[ShardPiece]) -> None:
         mp.set_forkserver_preload(list(PRELOADED))
         context = mp.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
@@ -144,7 +144,7 @@ class Away:
 
 
 @contextmanager
-def away(transport: Transport, pieces: Sequence[Piece]) -> Iterator[Away]:
+def away(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[Away]:
     """A source in another process, which is gone afterwards whatever happened to it."""
     made = Away(transport, pieces)
     try:
@@ -159,53 +159,55 @@ class Reader:
 
     def __init__(self, transport: Transport) -> None:
         self.pool = ThreadPoolExecutor(2)
-        self.wire: Wire
+        self.wire: TransportClient
         match transport:
             case "local":
-                self.wire = LocalWire(self.pool)
+                self.wire = LocalClient(self.pool)
             case "tcp":
-                self.wire = tcp_wire()
+                self.wire = tcp_client()
             case "ucx":
-                self.wire = UcxWire(loopback=True)
+                self.wire = UcxClient(loopback=True)
             case "gloo" | "nccl":
-                from starling.weightsync.execute.collective import collective_wire  # imports torch
+                from starling.weightsync.transports.collective import collective_client  # imports torch
 
-                self.wire = collective_wire(transport)
+                self.wire = collective_client(transport)
             case "nixl":
-                self.wire = NixlWire(loopback=True)
+                self.wire = NixlClient(loopback=True)
         self._number = 1
         self._events: deque[Event] = deque()
 
-    def connect(self, offer: RankOffer, name: str = "source") -> Answer:
+    def connect(self, offer: RankOffer, name: str = "source") -> SourceAnswer:
         """Connect and present the token."""
         self.wire.connect(name, offer)
-        return self.ask(Open(number=self.number(), snapshot=offer.snapshot, token=offer.token), name=name)
+        return self.ask(OpenSnapshot(number=self.number(), snapshot=offer.snapshot, token=offer.token), name=name)
 
     def number(self, num: int = 1) -> int:
         first, self._number = self._number, self._number + num
         return first
 
-    def request(self, boxes: Sequence[Piece], segments: Sequence[int] = (), digests: Digests = "full") -> Read:
+    def request(
+        self, boxes: Sequence[ShardPiece], segments: Sequence[int] = (), digests: DigestMode = "full"
+    ) -> ReadBoxes:
         """Ask for boxes, each a segment of its own unless told otherwise."""
         counts = tuple(segments) or (1,) * len(boxes)
         number = self.number(len(counts))
-        return Read(number=number, tag=number, segments=counts, boxes=tuple(boxes), digests=digests, salt=0)
+        return ReadBoxes(number=number, tag=number, segments=counts, boxes=tuple(boxes), digests=digests, salt=0)
 
-    def ask(self, request: Request, landing: Landing = NOWHERE, name: str = "source") -> Answer:
+    def ask(self, request: Request, landing: ReadTarget = NOWHERE, name: str = "source") -> SourceAnswer:
         """Ask and wait for the answer."""
         self.wire.ask(name, request, landing)
         event = self.event()
-        assert isinstance(event, Answered), event
+        assert isinstance(event, AnswerReceived), event
         assert event.answer.number == request.number
         return event.answer
 
-    def read(self, boxes: Sequence[Piece]) -> tuple[Answer, list[Array]]:
+    def read(self, boxes: Sequence[ShardPiece]) -> tuple[SourceAnswer, list[Array]]:
         """Read boxes into fresh arrays, filled with ones."""
         arrays = [np.full(b.box.size, 0xFF, f"u{ITEM_BYTES[b.dtype]}") for b in boxes]
         return self.ask(self.request(boxes), landing(arrays)), arrays
 
-    def release(self) -> Answer:
-        return self.ask(Release(number=self.number()))
+    def release(self) -> SourceAnswer:
+        return self.ask(ReleaseSnapshot(number=self.number()))
 
     def event(self, wait_s: float = ANSWER_S) -> Event | None:
         """Return what happens next, or None when nothing does."""
@@ -219,9 +221,9 @@ class Reader:
         self.pool.shutdown()
 
 
-def landing(arrays: Sequence[Array]) -> Landing:
+def landing(arrays: Sequence[Array]) -> ReadTarget:
     """Receive each box where it belongs."""
-    return Landing(tuple(arrays), tuple(array.reshape(-1).view(np.uint8) for array in arrays))
+    return ReadTarget(tuple(arrays), tuple(array.reshape(-1).view(np.uint8) for array in arrays))
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from starling.weightsync.execute.publish import Publisher
-from starling.weightsync.execute.pull import Puller
-from starling.weightsync.layout import Layout, decode_layout, encode
-from starling.weightsync.layouts.modules import layout_of
-from starling.weightsync.offer import Offer, Transport, decode_offer
-from starling.weightsync.plan import make_plan
+from starling.weightsync.plan.layout import Layout, decode_layout, encode
+from starling.weightsync.plan.offer import Offer, Transport, decode_offer
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.tensors.modules import layout_of
 
 ANSWER_S = 30.0
 BUCKET_BYTES = 64 << 10

@@ -22,10 +22,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from starling.common.errors import ConfigError
-from starling.common.imported import load
+from starling.common.importing import import_object
 
 if TYPE_CHECKING:
-    from starling.algo.loss.terms import Terms
+    from starling.algo.loss.terms import LossTerms
 
 Aggregate = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 """The share of each token in the loss of a step: see `starling.algo.loss.aggregate.token_weights`."""
@@ -34,7 +34,7 @@ Old = Literal["rollout", "proximal"]
 """What the importance ratio divides by: the log-probabilities of the rollout, or those of the weights with which the
 step began."""
 
-Loss = Callable[..., "Terms"]
+Loss = Callable[..., "LossTerms"]
 Advantage = Callable[..., list[list[float]]]
 
 ENTRY_POINTS: Final = "starling.algorithms"
@@ -83,7 +83,7 @@ class Algorithm:
 class Functions(NamedTuple):
     """The two functions of an algorithm with their options filled in."""
 
-    loss: Callable[..., Terms]
+    loss: Callable[..., LossTerms]
     """Takes `Tokens`."""
     advantage: Callable[..., list[list[float]]]
     """Takes the rewards of each group."""
@@ -130,9 +130,9 @@ def find(name: str) -> Algorithm:
         return ALGORITHMS[name]
     entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
     if name in entries.names:
-        found = load(f"{entries[name].module}:{entries[name].attr}", "the algorithm")
+        found = import_object(f"{entries[name].module}:{entries[name].attr}", "the algorithm")
     elif ":" in name:
-        found = load(name, "the algorithm")
+        found = import_object(name, "the algorithm")
     else:
         known = ", ".join([*ALGORITHMS, *sorted(entries.names)])
         raise ConfigError(f"there is no algorithm {name!r}: give one of {known}, or module:attribute of your own")
@@ -183,7 +183,7 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
-    found = load(given, "the function of an algorithm") if isinstance(given, str) else given
+    found = import_object(given, "the function of an algorithm") if isinstance(given, str) else given
     if not callable(found):
         raise ConfigError(f"{given!r} is of the type {type(found).__name__}: name a function")
     return found

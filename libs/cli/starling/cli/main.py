@@ -20,8 +20,8 @@ from starling.cli.services import SERVICES
 from starling.common.errors import ConfigError, StarlingError
 
 if TYPE_CHECKING:
-    from starling.cli.attempt import Attempt
-    from starling.cli.recipe import Recipe
+    from starling.cli.recipe.schema import Recipe
+    from starling.cli.run.attempt import Attempt
 
 MODULES = {**SERVICES, "sim": "starling.sim.cli"}
 """Commands that are programs of their own, started by name: this package needs none of them to be installed."""
@@ -141,7 +141,7 @@ def run_module(command: str, argv: list[str]) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """`starling run`."""
-    from starling.cli.recipe import Recipe, load_recipe, to_toml
+    from starling.cli.recipe.schema import Recipe, load_recipe, to_toml
     from starling.common.service import help_of
 
     parser = argparse.ArgumentParser(
@@ -164,24 +164,24 @@ def run(argv: Sequence[str]) -> int:
         )
     recipe = load_recipe([known.recipe, *known.config], flags)
     if known.state:
-        from starling.cli.begin import begin_from
+        from starling.cli.recipe.warm_start import start_from_state
 
-        recipe = begin_from(recipe, known.state)
+        recipe = start_from_state(recipe, known.state)
     if known.dry_run:
-        from starling.cli.arithmetic import arithmetic
+        from starling.cli.recipe.arithmetic import describe_arithmetic
 
-        lines = arithmetic(recipe)
+        lines = describe_arithmetic(recipe)
         print(to_toml(recipe), *(f"# {line}" for line in lines), sep="\n")
         return 0
-    from starling.cli.attempt import Attempt
+    from starling.cli.run.attempt import Attempt
 
     return supervise(recipe, Attempt.create(recipe))
 
 
 def resume(argv: Sequence[str]) -> int:
     """`starling run --resume`: the same attempt with new processes, which find its keys, journal and saved states."""
-    from starling.cli.attempt import Attempt
-    from starling.cli.recipe import load_recipe
+    from starling.cli.recipe.schema import load_recipe
+    from starling.cli.run.attempt import Attempt
 
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError(
@@ -203,9 +203,9 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
     """
     from rich.console import Console
 
-    from starling.cli.report import report
-    from starling.cli.results import finish_answering
-    from starling.cli.supervisor import InterruptedRunError, Supervisor
+    from starling.cli.evaluate.results import finish_answering
+    from starling.cli.report.summary import report
+    from starling.cli.run.supervisor import InterruptedRunError, Supervisor
     from starling.controller.settings import ANSWERING_KINDS
 
     begin = time.monotonic()
@@ -228,7 +228,7 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
 
 def replay_from(argv: Sequence[str]) -> list[str]:
     """Return the command line of `starling run` that `starling policy --replay FOLDER RECIPE ...` stands for."""
-    from starling.cli.recipe import load_recipe
+    from starling.cli.recipe.schema import load_recipe
     from starling.controller.data.trajectories import TRAJECTORIES, check_enough, num_usable
 
     parser = argparse.ArgumentParser(prog="starling policy --replay", allow_abbrev=False)
@@ -256,7 +256,7 @@ def generate_only(argv: Sequence[str]) -> list[str]:
 
 def operate(command: str, argv: Sequence[str]) -> int:
     """`starling status`, `why`, `set`, `evaluate`, `stop`."""
-    from starling.cli import operate as commands
+    from starling.cli.operate import commands as commands
 
     return commands.main(command, argv)
 
@@ -269,56 +269,56 @@ def is_answering(argv: Sequence[str]) -> bool:
 
 def answer(command: str, argv: Sequence[str]) -> int:
     """`starling evaluate --model`, `infer` and `serve`."""
-    from starling.cli import answering
+    from starling.cli.evaluate import commands as answering
 
     return answering.main(command, argv)
 
 
 def smoke(argv: Sequence[str]) -> int:
     """`starling smoke`."""
-    from starling.cli.smoke import run_smoke
+    from starling.cli.run.smoke import run_smoke
 
     return run_smoke(list(argv))
 
 
 def plan(argv: Sequence[str]) -> int:
     """`starling plan`."""
-    from starling.cli import plan as command
+    from starling.cli.plan import command as command
 
     return command.main(argv)
 
 
 def sync_report(argv: Sequence[str]) -> int:
     """`starling sync-report`."""
-    from starling.cli import sync_report as command
+    from starling.cli.report import weight_sync as command
 
     return command.main(argv)
 
 
 def record(argv: Sequence[str]) -> int:
     """`starling record`."""
-    from starling.cli import replay as command
+    from starling.cli.report import replay as command
 
     return command.record(argv)
 
 
 def replay(argv: Sequence[str]) -> int:
     """`starling replay`."""
-    from starling.cli import replay as command
+    from starling.cli.report import replay as command
 
     return command.main(argv)
 
 
 def keys(argv: Sequence[str]) -> int:
     """`starling keys`."""
-    from starling.cli import keys as command
+    from starling.cli.operate import keys as command
 
     return command.main(argv)
 
 
 def export(argv: Sequence[str]) -> int:
     """`starling export`."""
-    from starling.cli import export as command
+    from starling.cli.model import export as command
 
     return command.main(argv)
 
@@ -328,8 +328,8 @@ def scratch(argv: Sequence[str]) -> int:
     # transformers writes these files without torch, whose import would take most of the time; it warns of that.
     sys.modules["torch"] = None  # type: ignore[assignment]
     logging.disable(logging.WARNING)
-    from starling.cli.recipe import load_recipe
-    from starling.cli.scratch import make_model_folder
+    from starling.cli.model.scratch import make_model_folder
+    from starling.cli.recipe.schema import load_recipe
 
     parser = argparse.ArgumentParser(prog="starling scratch", allow_abbrev=False)
     parser.add_argument("recipe", type=Path, help="the recipe with the section [model.scratch]")

@@ -25,7 +25,7 @@ class _Entry:
 
 
 @dataclass
-class LeaseBook:
+class LeaseTable:
     """The leases of one replica."""
 
     resend_s: float

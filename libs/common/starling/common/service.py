@@ -19,8 +19,8 @@ from starling.common.ids import Role
 from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.limits import role_of
 from starling.common.net.settings import LinkSettings
-from starling.common.observe.process import STOP_S, Stopped, StopSignal, run_service, without_collection
-from starling.common.settings import ServiceSettings, describe, load
+from starling.common.observe.process import STOP_S, StopRequested, StopSignal, run_service, without_collection
+from starling.common.settings import ServiceSettings, iter_settings, load
 
 log = structlog.get_logger(__name__)
 S = TypeVar("S", bound=ServiceSettings)
@@ -152,7 +152,7 @@ def host_name() -> str:
 def help_of(schema: type[BaseModel]) -> str:
     """Return the settings below `schema`, one paragraph each."""
     lines = ["settings (in TOML, as STARLING_SECTION__KEY in the environment, or as flags):"]
-    for key, kind, default, text in describe(schema):
+    for key, kind, default, text in iter_settings(schema):
         section, of_a_list, name = key.rpartition("[].")
         flag = f"[[{section}]] {name}" if of_a_list else f"--{key.replace('_', '-')}"
         lines.append(f"  {flag} {kind} ({default if default == 'required' else f'default {default}'})")
@@ -195,7 +195,7 @@ def serve(
         try:
             with without_collection(), nullcontext() if role == "controller" else stop.breaking_off():
                 shell = make_shell(settings, arguments)
-        except Stopped:
+        except StopRequested:
             log.info("stopped_before_ready", signal=stop.name)
             return
         shell.run(stop)

@@ -28,13 +28,13 @@ Tree = dict[str, Any]
 B = TypeVar("B", bound=BaseModel)
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     """A frozen group of settings; each field's docstring is its help."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class RunSettings(Section):
+class RunSettings(SettingsSection):
     """What the whole run shares."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -64,7 +64,7 @@ class RunSettings(Section):
                 return kind
 
 
-class NetworkSettings(Section):
+class NetworkSettings(SettingsSection):
     """How the services reach each other."""
 
     host: str = "127.0.0.1"
@@ -83,7 +83,7 @@ class NetworkSettings(Section):
     """How long the controller may be silent before a replica gives up; it may be starting again meanwhile."""
 
 
-class LoraSettings(Section):
+class LoraSettings(SettingsSection):
     """Low-rank adapters (arXiv:2106.09685) that are trained, and travel, instead of the weights themselves."""
 
     rank: int = Field(default=16, ge=1)
@@ -137,7 +137,7 @@ class LoraSettings(Section):
         return dropout
 
 
-class ModelSettings(Section):
+class ModelSettings(SettingsSection):
     """The model that is trained."""
 
     path: str = ""
@@ -152,7 +152,7 @@ class ModelSettings(Section):
     """Run Python code that lies in the model's folder."""
 
 
-class WeightsSettings(Section):
+class WeightsSettings(SettingsSection):
     """How versions of the weights travel, and how they are proven."""
 
     quantise: Literal["", "fp8_row", "fp8_block", "mxfp8", "mxfp4", "nvfp4"] = ""
@@ -280,12 +280,12 @@ def child_environment(**extra: str) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
-def parent_variable(name: str) -> str | None:
+def environment_variable(name: str) -> str | None:
     """Read one variable of the environment; every other module asks here."""
     return os.environ.get(name)
 
 
-def describe(
+def iter_settings(
     schema: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield (key, type, default, help) of every setting below `schema`, for ``--help``.
@@ -298,11 +298,11 @@ def describe(
         given = field.is_required() and defaults is None
         default = None if given else getattr(defaults, name, field.get_default(call_default_factory=True))
         if nested is not None:
-            yield from describe(nested, f"{key}.", default if isinstance(default, BaseModel) else None)
+            yield from iter_settings(nested, f"{key}.", default if isinstance(default, BaseModel) else None)
             continue
         yield key, _type_name(field.annotation), "required" if given else repr(default), field.description or ""
         if item is not None:
-            yield from describe(item, f"{key}[].")
+            yield from iter_settings(item, f"{key}[].")
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -358,7 +358,7 @@ def _sections(
 
 def nearest_anywhere(key: str, schema: type[BaseModel]) -> str | None:
     """Return the full key of a setting below `schema` whose last part is like `key`: the wrong section was named."""
-    known = {full.rpartition(".")[2]: full for full, *_ in reversed([*describe(schema)])}
+    known = {full.rpartition(".")[2]: full for full, *_ in reversed([*iter_settings(schema)])}
     like = nearest(key, list(known))
     return known[like] if like else None
 

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from starling.common.errors import ConfigError, StarlingError
-from starling.sim.campaign import Outcome, run_all
-from starling.sim.capacity import Load, measure, parse_load, table_of
-from starling.sim.faults import ALL
-from starling.sim.picture import check_path, draw
-from starling.sim.scenario import scenario_of
-from starling.sim.shrink import as_test, shrink
+from starling.sim.campaign.campaign import SeedResult, run_campaign
+from starling.sim.campaign.shrink import as_test, shrink
+from starling.sim.capacity.capacity import Load, measure, parse_load, table_of
+from starling.sim.capacity.chart import check_path, draw
+from starling.sim.scenario.faults import ALL
+from starling.sim.scenario.scenario import scenario_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,9 +34,9 @@ def simulate(arguments: argparse.Namespace) -> int:
     _check(arguments)
     mixes = list(ALL) if arguments.faults == "all" else arguments.faults.split(",")
     seeds = range(arguments.first_seed, arguments.first_seed + (arguments.seeds or 10))
-    outcomes: list[Outcome] = []
+    outcomes: list[SeedResult] = []
     num_failed = 0
-    for outcome in run_all(mixes, seeds, arguments.replicas, arguments.jobs):
+    for outcome in run_campaign(mixes, seeds, arguments.replicas, arguments.jobs):
         outcomes.append(outcome)
         if outcome.violation:
             print(f"{outcome.mix}, seed {outcome.seed}: {outcome.violation}")
@@ -72,7 +72,7 @@ def what_if(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _line(outcomes: list[Outcome]) -> str:
+def _line(outcomes: list[SeedResult]) -> str:
     """Say in one line what became of a mix."""
     finished = sum(not o.violation for o in outcomes)
     events, cpu_s = sum(o.num_events for o in outcomes), sum(o.cpu_s for o in outcomes)
@@ -83,7 +83,7 @@ def _line(outcomes: list[Outcome]) -> str:
     )
 
 
-def _print_test(failed: Outcome, num_replicas: int) -> None:
+def _print_test(failed: SeedResult, num_replicas: int) -> None:
     scenario, violation = shrink(scenario_of(failed.seed, failed.mix, num_replicas), failed.violation)
     print(f"\n{as_test(scenario, violation, f'seed_{failed.seed}_of_{failed.mix}')}", flush=True)
 

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from starling.common.ids import Activity, Objective
-from starling.common.settings import Section, ServiceSettings
+from starling.common.settings import ServiceSettings, SettingsSection
 from starling.common.wire.messages import Sampling
 from starling.controller.core.plan import RunPlan
 from starling.controller.data.settings import DataSettings
@@ -29,7 +29,7 @@ ANSWERS_PER_FILE = 64
 """Prompts whose answers are written together."""
 
 
-class SamplingSettings(Section):
+class SamplingSettings(SettingsSection):
     """How rollouts draw tokens in training."""
 
     max_tokens: int = Field(default=256, ge=1)
@@ -49,7 +49,7 @@ class SamplingSettings(Section):
         return Sampling(**self.model_dump())
 
 
-class SftSettings(Section):
+class SftSettings(SettingsSection):
     """Supervised steps: the whole run when `run.kind = "sft"`, else a warm-up before reinforcement learning."""
 
     num_steps: int = Field(default=0, ge=0)
@@ -60,7 +60,7 @@ class SftSettings(Section):
     """The examples; without it, those of [data]."""
 
 
-class PreferenceSettings(Section):
+class PreferenceSettings(SettingsSection):
     """Steps that learn from pairs of responses: the whole run when `run.kind` is "dpo" or "reward_model"."""
 
     num_steps: int = Field(default=0, ge=0)
@@ -72,7 +72,7 @@ class PreferenceSettings(Section):
     [data]."""
 
 
-class RlSettings(Section):
+class RlSettings(SettingsSection):
     """Reinforcement learning."""
 
     num_steps: int = Field(default=100, ge=0)
@@ -102,7 +102,7 @@ class RlSettings(Section):
         return group_size
 
 
-class TaskSettings(Section):
+class TaskSettings(SettingsSection):
     """One of several datasets that are evaluated together."""
 
     name: str = Field(min_length=1)
@@ -111,7 +111,7 @@ class TaskSettings(Section):
     """Its prompts: the held-out ones, or all where it holds none out."""
 
 
-class EvaluationSettings(Section):
+class EvaluationSettings(SettingsSection):
     """Evaluation on the held-out prompts of [data], and how `run.kind = "evaluate"` and "infer" answer prompts."""
 
     at_start: bool = False
@@ -141,7 +141,7 @@ class EvaluationSettings(Section):
         return tasks
 
 
-class DeadlineSettings(Section):
+class DeadlineSettings(SettingsSection):
     """How long one piece of work may take. Who heartbeats and does not answer by then hangs, and must leave."""
 
     generate_s: float = Field(default=3600.0, gt=0)
@@ -162,7 +162,7 @@ class DeadlineSettings(Section):
     """Giving the devices to others, or taking them back, where `launch.colocate` shares them."""
 
 
-class LoggingSettings(Section):
+class LoggingSettings(SettingsSection):
     """What people see of a run besides `metrics.jsonl`; see `docs/metrics.md`."""
 
     loggers: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ class LoggingSettings(Section):
     again. `run.kind = "generate"` always does; see `docs/replay.md`."""
 
 
-class ControllerSettings(Section):
+class ControllerSettings(SettingsSection):
     """What the controller itself needs."""
 
     num_policies: int = Field(default=1, ge=1)

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from starling.common.errors import ConfigError
 from starling.reward.core.groups import WeightedScorer
-from starling.reward.score.scorers import check_name
+from starling.reward.score.scorers.registry import check_name
 
 
 class ScorerSettings(BaseModel):

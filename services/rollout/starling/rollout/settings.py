@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from starling.common.settings import ModelSettings, Section, ServiceSettings, WeightsSettings
+from starling.common.settings import ModelSettings, ServiceSettings, SettingsSection, WeightsSettings
 
 
-class VllmSettings(Section):
+class VllmSettings(SettingsSection):
     """The engine `vllm`: what is passed on to it."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -34,7 +34,7 @@ class VllmSettings(Section):
     """How long it may take to start."""
 
 
-class EnvironmentSettings(Section):
+class EnvironmentSettings(SettingsSection):
     """What stands between a completion and its trajectory."""
 
     kind: str = ""
@@ -52,7 +52,7 @@ class EnvironmentSettings(Section):
     could generate: asleep, made again, or without weights."""
 
 
-class ApiSettings(Section):
+class ApiSettings(SettingsSection):
     """The OpenAI-compatible endpoint of each replica."""
 
     enabled: bool = False
@@ -75,7 +75,7 @@ class ApiSettings(Section):
     """How long a request's body may take to arrive; then it is refused with 408, and its connection closed."""
 
 
-class RolloutSettings(Section):
+class RolloutSettings(SettingsSection):
     """How one replica generates and adopts."""
 
     engine: str = "transformers"
@@ -132,7 +132,7 @@ class RolloutProcess(ServiceSettings):
     rollout: RolloutSettings = RolloutSettings()
 
 
-class TeacherSettings(Section):
+class TeacherSettings(SettingsSection):
     """How a teacher scores the tokens of others."""
 
     path: str = ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from starling.algo.loss.terms import Terms, Tokens, log_ratio, ratio_metrics
+from starling.algo.loss.terms import LossTerms, Tokens, log_ratio, ratio_metrics
 
 
-def aipo(tokens: Tokens, *, max_ratio: float = 2.0) -> Terms:
+def aipo(tokens: Tokens, *, max_ratio: float = 2.0) -> LossTerms:
     """Return ``-sg(min(r, max_ratio)) A logprobs`` of each token, with ``r = exp(logprobs - old_logprobs)``.
 
     The policy gradient under the truncated importance weight of LlamaRL (arXiv:2505.24034, section 6): the weight
@@ -32,4 +32,4 @@ def aipo(tokens: Tokens, *, max_ratio: float = 2.0) -> Terms:
     ratio = log_ratios.exp()
     metrics = ratio_metrics(log_ratios)
     metrics["clip_fraction"] = (ratio > max_ratio).to(ratio.dtype)
-    return Terms(-ratio.clamp(max=max_ratio) * tokens.advantages * tokens.logprobs, metrics)
+    return LossTerms(-ratio.clamp(max=max_ratio) * tokens.advantages * tokens.logprobs, metrics)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from starling.algo.loss.terms import Terms, Tokens, log_ratio, ratio_metrics
+from starling.algo.loss.terms import LossTerms, Tokens, log_ratio, ratio_metrics
 
 
-def cispo(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Terms:
+def cispo(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossTerms:
     """Return ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs`` of each token.
 
     ``r = exp(logprobs - old_logprobs)`` and sg stops the gradient (CISPO, MiniMax-M1, arXiv:2506.13585, equations 4
@@ -33,4 +33,4 @@ def cispo(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> T
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     metrics = ratio_metrics(log_ratios)
     metrics["clip_fraction"] = (weight != ratio).to(ratio.dtype)
-    return Terms(-weight * tokens.advantages * tokens.logprobs, metrics)
+    return LossTerms(-weight * tokens.advantages * tokens.logprobs, metrics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from starling.algo.loss.terms import Terms
+from starling.algo.loss.terms import LossTerms
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def reverse_kl_advantages(
     return sums.to(logprobs.dtype)
 
 
-def generalised_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float = 0.5) -> Terms:
+def generalised_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float = 0.5) -> LossTerms:
     """Return the generalised Jensen-Shannon divergence between teacher and student at each token, [N].
 
     With ``m = beta teacher + (1 - beta) student``: ``beta KL(teacher || m) + (1 - beta) KL(student || m)`` (GKD,
@@ -78,7 +78,7 @@ def generalised_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, *, beta:
         logs = torch.tensor([beta, 1.0 - beta], dtype=student.dtype, device=student.device).log()
         mixture = torch.logaddexp(teacher + logs[0], student + logs[1])
         loss = beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
-    return Terms(loss, {"jsd": loss.detach(), "teacher_tail": teacher[:, -1].detach().exp()})
+    return LossTerms(loss, {"jsd": loss.detach(), "teacher_tail": teacher[:, -1].detach().exp()})
 
 
 def _with_tail(logprobs: Tensor) -> Tensor:

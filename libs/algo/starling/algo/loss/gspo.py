@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from starling.algo.loss.terms import MAX_LOG_RATIO, Terms, Tokens, log_ratio, ratio_metrics, sequence_mean
+from starling.algo.loss.terms import MAX_LOG_RATIO, LossTerms, Tokens, log_ratio, ratio_metrics, sequence_mean
 
 
-def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Terms:
+def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossTerms:
     """Return the clipped surrogate loss of each token under the ratio of its completion.
 
     With ``s = exp(mean over the completion of logprobs - old_logprobs)``:
@@ -40,4 +40,4 @@ def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> 
     metrics = ratio_metrics(log_ratio(logprobs, tokens.old_logprobs))
     metrics["ratio_max"] = ratio.detach()
     metrics["clip_fraction"] = (clipped < unclipped).to(ratio.dtype)
-    return Terms(-torch.minimum(unclipped, clipped), metrics)
+    return LossTerms(-torch.minimum(unclipped, clipped), metrics)

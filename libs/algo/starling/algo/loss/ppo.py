@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from starling.algo.loss.terms import Terms, Tokens, log_ratio, ratio_metrics
+from starling.algo.loss.terms import LossTerms, Tokens, log_ratio, ratio_metrics
 
 
-def ppo_clip(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> Terms:
+def ppo_clip(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> LossTerms:
     """Return the clipped surrogate loss of each token.
 
     With ``r = exp(logprobs - old_logprobs)``: ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``
@@ -49,4 +49,4 @@ def ppo_clip(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, d
         bounded = (tokens.advantages < 0.0) & (loss > bound)
         loss = torch.where(bounded, bound, loss)
         metrics["dual_clip_fraction"] = bounded.to(loss.dtype)
-    return Terms(loss, metrics)
+    return LossTerms(loss, metrics)

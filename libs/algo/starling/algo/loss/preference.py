@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from starling.algo.loss.terms import Terms
+from starling.algo.loss.terms import LossTerms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class Pairs:
             raise ValueError("a reference has log-probabilities of one side only: give both sides or neither")
 
 
-def dpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Terms:
+def dpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossTerms:
     """Return the sigmoid loss of each pair, [P].
 
     ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)`` with ``h = log(p/q)(chosen) - log(p/q)(rejected)`` over
@@ -56,10 +56,10 @@ def dpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Ter
     loss = -logsigmoid(logits)
     if label_smoothing:
         loss = (1.0 - label_smoothing) * loss - label_smoothing * logsigmoid(-logits)
-    return Terms(loss, _metrics(beta * chosen, beta * rejected))
+    return LossTerms(loss, _metrics(beta * chosen, beta * rejected))
 
 
-def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalised: bool = True) -> Terms:
+def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalised: bool = True) -> LossTerms:
     """Return the squared loss of each pair, [P].
 
     ``(h - 1 / (2 beta))^2`` with h as for `dpo` (IPO, arXiv:2310.12036, equation 17, whose tau is beta): where DPO
@@ -78,7 +78,7 @@ def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalised: bool = True) -> T
     if length_normalised:
         chosen, rejected = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
     loss = (chosen - rejected - 1.0 / (2.0 * beta)).square()
-    return Terms(loss, _metrics(beta * chosen, beta * rejected))
+    return LossTerms(loss, _metrics(beta * chosen, beta * rejected))
 
 
 def _log_ratios(pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -96,3 +96,42 @@ def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
         "reward_margin": margin,
         "accuracy": (margin > 0.0).to(margin.dtype),
     }
+
+
+# JOINED from starling.algo.loss.reward_model: The loss of a reward model, which scores a completion with one
+# number.
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margins: Tensor | None = None, center: float = 0.0) -> LossTerms:
+    """Return ``-log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2`` of each pair, [P].
+
+    The first part is the likelihood of the preferences (Bradley and Terry, 1952; InstructGPT, arXiv:2203.02155,
+    equation 1), with a margin where the preference is strong (Llama 2, arXiv:2307.09288, equation 2). It leaves the
+    zero of the scale open; the second part holds the scores around 0 (arXiv:2312.09244, section 2; 0.01 is usual).
+
+    Metrics, [P] each: `reward_chosen`, `reward_rejected`, `reward_margin` (their difference) and `accuracy`, 1 where
+    it is above 0.
+
+    Args:
+        chosen: float32 [P], the scores of the preferred completions; differentiable.
+        rejected: float32 [P], of the others; differentiable.
+        margins: float32 [P], by how much the preferred should win; None for 0.
+        center: weight of the second part.
+
+    Raises:
+        ValueError: `center` is negative.
+    """
+    if not center >= 0.0:
+        raise ValueError(f"center is {center}: it must be 0 or more")
+    difference = chosen - rejected
+    loss = -logsigmoid(difference if margins is None else difference - margins)
+    if center:
+        loss = loss + center * (chosen + rejected).square()
+    won = difference.detach()
+    metrics = {
+        "reward_chosen": chosen.detach(),
+        "reward_rejected": rejected.detach(),
+        "reward_margin": won,
+        "accuracy": (won > 0.0).to(won.dtype),
+    }
+    return LossTerms(loss, metrics)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from starling.algo.loss.terms import Terms, Tokens, log_ratio, ratio_metrics
+from starling.algo.loss.terms import LossTerms, Tokens, log_ratio, ratio_metrics
 
 
-def reinforce(tokens: Tokens) -> Terms:
+def reinforce(tokens: Tokens) -> LossTerms:
     """Return ``-A logprobs`` of each token (Williams, 1992, https://doi.org/10.1007/BF00992696, section 4).
 
     Unbiased only for tokens that the trained weights sampled; for others add a correction
@@ -15,4 +15,4 @@ def reinforce(tokens: Tokens) -> Terms:
     that assumption the step is.
     """
     log_ratios = log_ratio(tokens.logprobs, tokens.old_logprobs)
-    return Terms(-tokens.advantages * tokens.logprobs, ratio_metrics(log_ratios))
+    return LossTerms(-tokens.advantages * tokens.logprobs, ratio_metrics(log_ratios))

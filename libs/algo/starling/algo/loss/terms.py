@@ -36,7 +36,7 @@ class Tokens:
     """S; a completion may have no trained token."""
 
 
-class Terms(NamedTuple):
+class LossTerms(NamedTuple):
     """The loss and the metrics of each token."""
 
     loss: Tensor

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Container
 from dataclasses import dataclass
 
-from starling.common.net.limits import Allowance, Rules
+from starling.common.net.limits import PeerAllowance, RoleRules
 
 
 def far_end(descriptor: int) -> object | None:
@@ -37,7 +37,7 @@ def cut(descriptor: int, address: object | None) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class PeerConnection:
     """Whoever has said something valid, and the connection over which they did last."""
 
     name: str
@@ -47,8 +47,8 @@ class Peer:
     key: str
     """Of the connection; empty without CURVE."""
     descriptor: int
-    rules: Rules
-    allowance: Allowance
+    rules: RoleRules
+    allowance: PeerAllowance
     address: object | None = None
     seq_out: int = 0
     num_missed: int = 0
@@ -59,14 +59,14 @@ class Peer:
     """When the log may say so again, in monotonic seconds."""
 
 
-class Peers:
+class PeerConnections:
     """The peers by name and by connection. One name has one connection, and one connection one name."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Peer] = {}
-        self.by_route: dict[bytes, Peer] = {}
+        self.by_name: dict[str, PeerConnection] = {}
+        self.by_route: dict[bytes, PeerConnection] = {}
 
-    def remember(self, peer: Peer) -> None:
+    def remember(self, peer: PeerConnection) -> None:
         """Note a peer, in place of the one that had its name or its connection."""
         for before in (self.by_name.get(peer.name), self.by_route.get(peer.route)):
             if before is not None:
@@ -83,7 +83,7 @@ class Peers:
         self.by_route.pop(route, None)
         return True
 
-    def on(self, descriptors: Container[int]) -> list[Peer]:
+    def on(self, descriptors: Container[int]) -> list[PeerConnection]:
         """Return the peers whose connection has one of these descriptors."""
         return [peer for peer in self.by_name.values() if peer.descriptor in descriptors]
 

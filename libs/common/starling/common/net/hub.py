@@ -23,11 +23,21 @@ from zmq.utils.monitor import parse_monitor_message
 
 from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
-from starling.common.net.connections import Peer, Peers, cut
+from starling.common.net.connections import PeerConnection, PeerConnections, cut
 from starling.common.net.frames import receive, send
-from starling.common.net.limits import LIMITS, Allowance, Limits, Rules, rules_of
+from starling.common.net.limits import DEFAULT_RATE_LIMITS, PeerAllowance, RateLimits, RoleRules, rules_of
 from starling.common.wire import codec
-from starling.common.wire.messages import PROTOCOL_VERSION, Down, Drain, Envelope, Hello, Leave, Refused, Release, Up
+from starling.common.wire.messages import (
+    PROTOCOL_VERSION,
+    Down,
+    Drain,
+    Envelope,
+    Hello,
+    Leave,
+    Refused,
+    ReleaseLeases,
+    Up,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +71,7 @@ _USER: Final[Any] = b"User-Id"
 STRANGER: Final = "an unknown peer"
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class ReceivedMessage(msgspec.Struct, frozen=True):
     """One valid message from a peer."""
 
     envelope: Envelope
@@ -70,7 +80,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class PeerLost:
+class PeerDisconnected:
     """The connection of a peer closed."""
 
     name: str
@@ -97,7 +107,7 @@ class Hub:
         keys: HubKeys | None,
         *,
         telemetry: str = "",
-        limits: Limits = LIMITS,
+        limits: RateLimits = DEFAULT_RATE_LIMITS,
     ) -> None:
         """Bind to `bind` (``tcp://host:port``, port 0 for a free one), the telemetry to `telemetry` or beside it.
 
@@ -109,8 +119,8 @@ class Hub:
         """Messages for peers that do not read."""
         self._told: set[tuple[str, str]] = set()
         self._keys, self._limits = keys, limits
-        self._peers = Peers()
-        self._allowances: dict[str, Allowance] = {}
+        self._peers = PeerConnections()
+        self._allowances: dict[str, PeerAllowance] = {}
         self._closed: list[tuple[str, bytes]] = []
         self._releases: dict[str, dict[str, None]] = {}
         self._release_at = float("inf")
@@ -131,13 +141,13 @@ class Hub:
         self._patience_ms, self._awoken = -1, False
         self._look_at = self._reload_at = float("-inf")
 
-    def poll(self, timeout_s: float) -> list[Arrival | PeerLost]:
+    def poll(self, timeout_s: float) -> list[ReceivedMessage | PeerDisconnected]:
         """Wait up to `timeout_s` and return what happened first; invalid frames are counted and dropped.
 
         That is one message, or nothing, or, after connections have closed, the messages that are there already and
         then the peers that are lost: what a peer said last counts.
         """
-        happened: list[Arrival | PeerLost] = []
+        happened: list[ReceivedMessage | PeerDisconnected] = []
         deadline = (now := time.monotonic()) + timeout_s
         while True:
             if now >= self._look_at:
@@ -157,7 +167,7 @@ class Hub:
                 return happened
             if self._closed and (received is None or len(happened) == MAX_BATCH):
                 closed, self._closed = self._closed, []
-                return happened + [PeerLost(name) for name, route in closed if self._peers.forget(name, route)]
+                return happened + [PeerDisconnected(name) for name, route in closed if self._peers.forget(name, route)]
             now = time.monotonic()
             if now >= deadline or self._awoken:
                 self._awoken = False
@@ -203,7 +213,7 @@ class Hub:
         if len(waiting) >= MAX_RELEASES:
             self._send_releases(name)
 
-    def _note_unsent(self, peer: Peer, message: Down, error: zmq.ZMQError) -> None:
+    def _note_unsent(self, peer: PeerConnection, message: Down, error: zmq.ZMQError) -> None:
         self.num_unsent += 1
         peer.num_missed += 1
         now = time.monotonic()
@@ -216,7 +226,7 @@ class Hub:
         for name in names:
             leases, peer = self._releases.pop(name), self._peers.by_name.get(name)
             if peer is not None and not peer.has_left:
-                self.send(name, Release(leases=tuple(leases)))
+                self.send(name, ReleaseLeases(leases=tuple(leases)))
         if not self._releases:
             self._release_at = float("inf")
 
@@ -269,7 +279,7 @@ class Hub:
             self._patience_ms = self._socket.rcvtimeo = patience_ms
         return receive(self._socket, 0)
 
-    def _admit(self, frames: list[bytes], last: zmq.Frame) -> Arrival | None:
+    def _admit(self, frames: list[bytes], last: zmq.Frame) -> ReceivedMessage | None:
         route, *parts = frames
         buffers = tuple(parts[2:]) if len(parts) > 2 else ()
         size = sum(map(len, parts))
@@ -298,9 +308,9 @@ class Hub:
             self._remember(route, envelope, last, rules)
         if isinstance(message, Leave):
             self._peers.by_name[envelope.sender].has_left = True
-        return Arrival(envelope, message, buffers)
+        return ReceivedMessage(envelope, message, buffers)
 
-    def _check(self, envelope: Envelope, frame: zmq.Frame, peer: Peer | None) -> Rules:
+    def _check(self, envelope: Envelope, frame: zmq.Frame, peer: PeerConnection | None) -> RoleRules:
         """Return what the sender may say. Raises WireError when this is not for us, or not from whom it says."""
         sender = envelope.sender
         if envelope.protocol != PROTOCOL_VERSION:
@@ -325,25 +335,25 @@ class Hub:
         key: Any = frame.get(_USER)
         return self._allowed.names.get(key)
 
-    def _allowance(self, name: str) -> Allowance:
+    def _allowance(self, name: str) -> PeerAllowance:
         """Return what is left to `name`: all connections with one key share it."""
         allowance = self._allowances.get(name)
         if allowance is None:
-            allowance = self._allowances[name] = Allowance(self._limits, time.monotonic())
+            allowance = self._allowances[name] = PeerAllowance(self._limits, time.monotonic())
         return allowance
 
-    def _remember(self, route: bytes, envelope: Envelope, frame: zmq.Frame, rules: Rules) -> None:
+    def _remember(self, route: bytes, envelope: Envelope, frame: zmq.Frame, rules: RoleRules) -> None:
         # A new connection may have the descriptor of one that closed, which is therefore noted before.
         self._note_closed()
         now = time.monotonic()
-        peer = Peer(
+        peer = PeerConnection(
             name=envelope.sender,
             route=route,
             epoch=envelope.epoch,
             key="" if self._keys is None else str(frame.get(_USER)),
             descriptor=int(frame.get(zmq.SRCFD)),
             rules=rules,
-            allowance=Allowance(self._limits, now) if self._keys is None else self._allowance(envelope.sender),
+            allowance=PeerAllowance(self._limits, now) if self._keys is None else self._allowance(envelope.sender),
         )
         self._peers.remember(peer)
 
@@ -367,7 +377,7 @@ class Hub:
         known = {STRANGER, *names.values()}
         self._allowances = {name: left for name, left in self._allowances.items() if name in known}
 
-    def _throttle(self, allowance: Allowance, size: int, route: bytes, frame: zmq.Frame) -> None:
+    def _throttle(self, allowance: PeerAllowance, size: int, route: bytes, frame: zmq.Frame) -> None:
         """Drop a message of a peer that says too much; when it goes on and on, cut its connection."""
         allowance.give_back(size)
         self.dropped["rate"] += 1

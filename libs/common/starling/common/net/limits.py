@@ -33,7 +33,7 @@ MAX_BYTES: Final = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class RateLimits:
     """How much one peer may say. What is beyond is dropped: all of it that matters is said again.
 
     The defaults are far above what a replica needs (a heartbeat each second, and a result when there is one), and
@@ -49,10 +49,10 @@ class Limits:
     """Who had so many messages dropped without a pause loses its connection."""
 
 
-LIMITS: Final = Limits()
+DEFAULT_RATE_LIMITS: Final = RateLimits()
 
 
-class Allowance:
+class PeerAllowance:
     """What is left to one peer: two token buckets, filled up only when one of them is empty.
 
     To take is then two subtractions. What a peer may say in a time t is thereby at most `rate * t` and two bursts.
@@ -60,7 +60,7 @@ class Allowance:
 
     __slots__ = ("dropped", "limits", "num_bytes", "num_messages", "over", "since")
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: RateLimits, now: float) -> None:
         self.limits, self.since = limits, now
         self.num_messages, self.num_bytes = limits.burst_messages, limits.burst_bytes
         self.over = False
@@ -87,7 +87,7 @@ class Allowance:
 
 
 @dataclass(frozen=True)
-class Rules:
+class RoleRules:
     """What one role may say."""
 
     role: str
@@ -107,7 +107,9 @@ class Rules:
             raise WireError(f"{name} says that it is a {message.role}, and its name says {self.role}", "role")
 
 
-RULES: Final = {role: Rules(role, messages.MAY_SAY.get(role, frozenset()), MAX_BYTES[role]) for role in PEER_ROLES}
+RULES: Final = {
+    role: RoleRules(role, messages.ALLOWED_MESSAGES.get(role, frozenset()), MAX_BYTES[role]) for role in PEER_ROLES
+}
 
 
 def role_of(name: str) -> str | None:
@@ -116,7 +118,7 @@ def role_of(name: str) -> str | None:
     return match[1] if match is not None else None
 
 
-def rules_of(name: str) -> Rules:
+def rules_of(name: str) -> RoleRules:
     """Return the rules for `name`. Raises WireError when it is no name of ours."""
     role = role_of(name)
     if role is None:

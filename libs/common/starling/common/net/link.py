@@ -32,17 +32,16 @@ import structlog
 import zmq
 
 from starling.common.errors import RefusedError, StarlingError, UnreachableError, WireError
-from starling.common.leases import LeaseBook
+from starling.common.leases import LeaseTable
+from starling.common.membership import MAX_SEQ
 from starling.common.net.dealer import Dealer
-from starling.common.net.epoch import make_epoch
-from starling.common.net.fence import Fence
+from starling.common.net.fencing import LeaseFence
 from starling.common.net.frames import is_readable, receive
-from starling.common.net.settings import LinkSettings
-from starling.common.net.told import Told
-from starling.common.standing import MAX_SEQ
+from starling.common.net.reported_state import ReportedState
+from starling.common.net.settings import LinkSettings, make_incarnation
 from starling.common.wakeup import Wakeup
 from starling.common.wire import codec, messages
-from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, Up, Welcome, Work
+from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, LeasedCommand, Up, Welcome
 
 log = structlog.get_logger(__name__)
 
@@ -58,42 +57,42 @@ LOOK_EVERY_S = 0.1
 """How often the keeper looks at the line; the heartbeat may be more frequent."""
 
 
-class Command(msgspec.Struct, frozen=True):
+class ReceivedCommand(msgspec.Struct, frozen=True):
     """One new command for the working thread."""
 
-    message: Work
+    message: LeasedCommand
     buffers: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
-class GivenUp:
+class CancelledLeases:
     """Work that nobody wants any more."""
 
     leases: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Ended:
+class LinkClosed:
     """The line is over: drained by the controller (`error` is None), or lost."""
 
     reason: str
     error: StarlingError | None = None
 
 
-Inbound = Command | GivenUp | Ended
+Inbound = ReceivedCommand | CancelledLeases | LinkClosed
 
 
-class Link:
+class ControllerLink:
     """The line of one replica. `receive` belongs to the working thread; the rest may be called in any thread."""
 
     def __init__(self, settings: LinkSettings, hello: messages.Hello, hello_buffers: tuple[bytes, ...] = ()) -> None:
         """Prepare to say `hello`."""
         self._settings, self._hello, self._hello_buffers = settings, hello, hello_buffers
-        self._epoch, self._seq = make_epoch(), 0
-        self.fence = Fence(f"{settings.name}/{self._epoch}/", hello.role)
+        self._epoch, self._seq = make_incarnation(), 0
+        self.fence = LeaseFence(f"{settings.name}/{self._epoch}/", hello.role)
         self._lock = threading.RLock()
-        self._book = LeaseBook(resend_s=RESEND_S)
-        self._told = Told(version=hello.version)
+        self._book = LeaseTable(resend_s=RESEND_S)
+        self._told = ReportedState(version=hello.version)
         self._inbox: deque[Any] = deque()
         self._wakeup = Wakeup()
         self._nudged = self._awoken = self._welcomed = self._full = self._heard = False
@@ -112,7 +111,7 @@ class Link:
         self._poller.register(self._wakeup, select.POLLIN)
 
     def start(self) -> None:
-        """Call the controller. What goes wrong is delivered as `Ended`."""
+        """Call the controller. What goes wrong is delivered as `LinkClosed`."""
         self._heard_at = time.monotonic()
         try:
             self._dealer = Dealer(self._settings.controller, self._settings.name, self._settings.key)
@@ -363,9 +362,9 @@ class Link:
         self._welcomed, self._owes_all = False, True
 
     def _act(self, message: messages.Down, parts: list[bytes]) -> None:
-        if isinstance(message, Work):  # nearly always
+        if isinstance(message, LeasedCommand):  # nearly always
             if self._book.grant(message.lease):
-                self._inbox.append(Command(message, tuple(parts[2:])))
+                self._inbox.append(ReceivedCommand(message, tuple(parts[2:])))
             else:
                 self._book.resend(message.lease)
                 self._look_at = float("-inf")
@@ -377,21 +376,21 @@ class Link:
                 if self._owes_all:
                     self._owes_all = False
                     self._answer_all()
-            case messages.Introduce():
+            case messages.RequestHello():
                 self._introduce()
             case messages.Refused(reason=reason):
                 self._end(reason, RefusedError(f"the controller refuses {self._settings.name}: {reason}"))
             case messages.Drain(reason=reason):
                 self._end(reason, None)
-            case messages.Release(leases=leases):
+            case messages.ReleaseLeases(leases=leases):
                 given_up = tuple(self._book.release(leases))
                 if given_up:
-                    self._inbox.append(GivenUp(given_up))
+                    self._inbox.append(CancelledLeases(given_up))
 
     def _end(self, reason: str, error: StarlingError | None) -> None:
         if error is not None:
             self._closing.set()
-        self.put(Ended(reason, error))
+        self.put(LinkClosed(reason, error))
 
     def _answer_all(self) -> None:
         """Make every answer that was not released due at once."""

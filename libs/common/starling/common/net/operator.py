@@ -11,10 +11,10 @@ import zmq
 from starling.common.errors import ConfigError, RefusedError, UnreachableError, WireError
 from starling.common.net import curve
 from starling.common.net.dealer import Dealer
-from starling.common.net.epoch import make_epoch
 from starling.common.net.frames import receive
+from starling.common.net.settings import make_incarnation
 from starling.common.wire import codec
-from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, OperatorUp, Refused, Reply
+from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, OperatorMessage, OperatorReply, Refused
 
 REPEAT_S: Final = 1.0
 """A question without an answer is asked again: it, or the answer, may have gone down with a controller."""
@@ -22,7 +22,7 @@ PATIENCE_MS: Final = 100
 """How long to wait for a message before the connection is looked at."""
 
 
-class OperatorLine:
+class OperatorClient:
     """DEALER of one operator. An operator is no member of the run: there is no `Hello`, and no heartbeat."""
 
     def __init__(self, address: str, key_path: Path | None, run: str, name: str = "operator-0") -> None:
@@ -38,7 +38,7 @@ class OperatorLine:
         self._dealer = Dealer(address, name, key)
         self._dealer.socket.rcvtimeo = PATIENCE_MS
 
-    def ask(self, message: OperatorUp, timeout_s: float) -> Reply:
+    def ask(self, message: OperatorMessage, timeout_s: float) -> OperatorReply:
         """Send `message` until the reply to its request comes, and return that.
 
         Raises RefusedError when the controller will not have this operator, UnreachableError without a reply within
@@ -63,23 +63,23 @@ class OperatorLine:
         """End the line."""
         self._dealer.close()
 
-    def __enter__(self) -> OperatorLine:
+    def __enter__(self) -> OperatorClient:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _say(self, message: OperatorUp) -> None:
+    def _say(self, message: OperatorMessage) -> None:
         # Each time as a new incarnation, so that two operators with one key take turns: the controller answers to the
         # newest, and the other one's next repetition is newer again.
-        self._epoch = max(make_epoch(), self._epoch + 1)
+        self._epoch = max(make_incarnation(), self._epoch + 1)
         envelope = Envelope(protocol=PROTOCOL_VERSION, run=self._run, sender=self._name, epoch=self._epoch, seq=1)
         try:
             self._dealer.send(codec.pack(envelope, message))
         except zmq.Again:
             return  # it is asked again
 
-    def _hear(self) -> Reply | Refused | None:
+    def _hear(self) -> OperatorReply | Refused | None:
         """Return what an operator may hear, or None after a moment; all else is none of its business."""
         received = receive(self._dealer.socket, 0)
         if received is None:
@@ -90,4 +90,4 @@ class OperatorLine:
         except WireError:
             return None
         ours = envelope.protocol == PROTOCOL_VERSION and envelope.run == self._run
-        return message if ours and isinstance(message, Reply | Refused) else None
+        return message if ours and isinstance(message, OperatorReply | Refused) else None

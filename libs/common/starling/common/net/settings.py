@@ -1,10 +1,22 @@
-"""What a line to the controller is made with."""
+"""The number of an incarnation."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from starling.common.net import curve
+
+
+def make_incarnation() -> int:
+    """Return milliseconds since 1970: greater than the epoch of any earlier start, if nobody set the clock back.
+
+    If somebody did, the new incarnation is heard as soon as the earlier one is known to be gone.
+    """
+    return time.time_ns() // 1_000_000
+
+
+# JOINED from starling.common.net.settings: What a line to the controller is made with.
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ STOP_S = 25.0
 """How long a replica may take to end in good order; less than the half minute after which clusters kill."""
 
 
-class Stopped(BaseException):
+class StopRequested(BaseException):
     """What was under way is broken off, as the process was told to end. No `Exception`: nobody takes it for theirs."""
 
 
@@ -62,7 +62,7 @@ class StopSignal:
         self._notify()
         if self._breaks_off:
             self._breaks_off = False
-            raise Stopped(self.name)
+            raise StopRequested(self.name)
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class StopSignal:
         self._breaks_off = True
         try:
             if self:
-                raise Stopped(self.name)
+                raise StopRequested(self.name)
             yield
         finally:
             self._breaks_off = False

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from starling.common.ids import Purpose
-from starling.common.wire.structs import CompletionText, PartialMeta, Prompt, Sampling, TensorMeta, TrainGroup
+from starling.common.wire.structs import CompletionText, PartialCompletionMeta, Prompt, Sampling, TensorMeta, TrainGroup
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -23,7 +23,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     `lease_s` was answered."""
 
 
-class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
+class RequestHello(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
     """The controller does not know the sender (any more): say `Hello` again."""
 
 
@@ -47,7 +47,7 @@ class GenerateGroup(msgspec.Struct, frozen=True, kw_only=True, tag="generate_gro
     sampling: Sampling
     min_version: int
     """Oldest weight version that may sample a token of this group."""
-    partial: tuple[PartialMeta, ...] = ()
+    partial: tuple[PartialCompletionMeta, ...] = ()
     """What another replica left of each completion; empty to begin."""
     tensors: tuple[TensorMeta, ...] = ()
 
@@ -151,7 +151,7 @@ class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
     lease: str
 
 
-class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+class ReleaseLeases(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     """Forget these leases: their results have arrived, or are wanted no longer."""
 
     leases: tuple[str, ...]
@@ -163,7 +163,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     reason: str
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
+class OperatorReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     """The answer to an operator."""
 
     request: str
@@ -174,9 +174,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     """The same for programs (JSON values)."""
 
 
-Work = (
+LeasedCommand = (
     GenerateGroup | ScoreGroup | ScoreTokens | TrainStep | PublishWeights | AdoptWeights | SaveCheckpoint | Sleep | Wake
 )
 """The commands that hand out a lease."""
 
-Down = Welcome | Introduce | Refused | Work | Release | Drain | Reply
+Down = Welcome | RequestHello | Refused | LeasedCommand | ReleaseLeases | Drain | OperatorReply

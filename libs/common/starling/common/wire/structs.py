@@ -22,7 +22,7 @@ class Status(enum.StrEnum):
     CANCELLED_STALE = "cancelled_stale"
 
 
-USABLE = frozenset({Status.OK, Status.TRUNCATED})
+TRAINABLE_STATUSES = frozenset({Status.OK, Status.TRUNCATED})
 """The statuses of trajectories that may be trained."""
 
 
@@ -131,7 +131,7 @@ class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     """How many of its tokens an environment said; the others were sampled."""
 
 
-class PartialMeta(msgspec.Struct, frozen=True, kw_only=True):
+class PartialCompletionMeta(msgspec.Struct, frozen=True, kw_only=True):
     """What is there of one completion that was interrupted; its tokens are in the buffers beside it."""
 
     num_tokens: int

@@ -21,7 +21,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """How far that pull is."""
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the run at one moment."""
 
     phase: str

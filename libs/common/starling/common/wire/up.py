@@ -7,7 +7,15 @@ from typing import Literal
 import msgspec
 
 from starling.common.ids import Role
-from starling.common.wire.structs import Alarm, HeldLease, PartialMeta, Status, TensorMeta, TrajectoryMeta, Wait
+from starling.common.wire.structs import (
+    Alarm,
+    HeldLease,
+    PartialCompletionMeta,
+    Status,
+    TensorMeta,
+    TrajectoryMeta,
+    Wait,
+)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -63,7 +71,7 @@ class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="group_int
 
     lease: str
     reason: str
-    partial: tuple[PartialMeta, ...]
+    partial: tuple[PartialCompletionMeta, ...]
     tensors: tuple[TensorMeta, ...]
     temperature: float = -1.0
     """Divisor of the logits under which they were drawn, as it was asked for; -1 for not told."""
@@ -150,7 +158,7 @@ class Slept(msgspec.Struct, frozen=True, kw_only=True, tag="slept"):
     lease: str
 
 
-class Awake(msgspec.Struct, frozen=True, kw_only=True, tag="awake"):
+class Woken(msgspec.Struct, frozen=True, kw_only=True, tag="awake"):
     """The replica has its devices again."""
 
     lease: str
@@ -178,7 +186,7 @@ class LeaseFailed(msgspec.Struct, frozen=True, kw_only=True, tag="lease_failed")
     """The weight version that a policy holds, which may be why; -1 for not told."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+class QueryRun(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     """An operator wants to know the state of the run, or what it waits for. Answered by `Reply`."""
 
     request: str
@@ -210,7 +218,7 @@ class RequestStop(msgspec.Struct, frozen=True, kw_only=True, tag="request_stop")
     reason: str
 
 
-OperatorUp = Ask | ChangeSetting | RequestEvaluation | RequestStop
+OperatorMessage = QueryRun | ChangeSetting | RequestEvaluation | RequestStop
 
 Up = (
     Hello
@@ -224,24 +232,24 @@ Up = (
     | WeightsPublished
     | WeightsAdopted
     | Slept
-    | Awake
+    | Woken
     | CheckpointSaved
     | LeaseFailed
-    | OperatorUp
+    | OperatorMessage
 )
 
-MAY_SAY: dict[Role, frozenset[type]] = {
+ALLOWED_MESSAGES: dict[Role, frozenset[type]] = {
     "controller": frozenset(),
     "policy": frozenset(
-        {Hello, Heartbeat, Leave, StepTrained, WeightsPublished, WeightsAdopted, Slept, Awake, CheckpointSaved}
+        {Hello, Heartbeat, Leave, StepTrained, WeightsPublished, WeightsAdopted, Slept, Woken, CheckpointSaved}
         | {LeaseFailed}
     ),
     "rollout": frozenset(
-        {Hello, Heartbeat, Leave, GroupGenerated, GroupInterrupted, WeightsPublished, WeightsAdopted, Slept, Awake}
+        {Hello, Heartbeat, Leave, GroupGenerated, GroupInterrupted, WeightsPublished, WeightsAdopted, Slept, Woken}
         | {LeaseFailed}
     ),
     "reward": frozenset({Hello, Heartbeat, Leave, GroupScored, LeaseFailed}),
     "teacher": frozenset({Hello, Heartbeat, Leave, TokensScored, LeaseFailed}),
-    "operator": frozenset({Ask, ChangeSetting, RequestEvaluation, RequestStop}),
+    "operator": frozenset({QueryRun, ChangeSetting, RequestEvaluation, RequestStop}),
 }
 """What each role may say. The controller drops anything else, whatever key it came with."""

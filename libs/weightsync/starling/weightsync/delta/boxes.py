@@ -12,14 +12,28 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import WeightsError
+from starling.weightsync.delta.changes import (
+    WINDOW,
+    ChangedElements,
+    Writer,
+    cells_of,
+    changes,
+    make_mask,
+    window_starts,
+)
 from starling.weightsync.delta.codec import Encoded, apply_parsed, check_base
-from starling.weightsync.delta.form import Numbers
-from starling.weightsync.delta.found import WINDOW, Found, cells_of, make_mask, window_starts
-from starling.weightsync.delta.header import HEADER, ITEM_TYPES, Header, Items, Memory, pack_header
-from starling.weightsync.delta.metrics import Metrics
-from starling.weightsync.delta.parse import Delta, Dense, Parsed, parse
-from starling.weightsync.delta.sections import Writer, changes
-from starling.weightsync.layout import Box
+from starling.weightsync.delta.format import (
+    HEADER,
+    ITEM_TYPES,
+    DeltaHeader,
+    DeltaMetrics,
+    Items,
+    Memory,
+    Numbers,
+    pack_header,
+)
+from starling.weightsync.delta.parse import Dense, Parsed, ParsedDelta, parse
+from starling.weightsync.plan.layout import Box
 
 Array = npt.NDArray[Any]
 
@@ -36,11 +50,11 @@ def cut(parsed: Parsed, box: Box, part: Box) -> Encoded:
     if isinstance(parsed, Dense) or header.num_elements != box.volume:
         raise WeightsError(f"A delta of {header.num_elements} elements ({header.form}) cannot be cut as box {box}.")
     num, item_bytes = part.volume, header.item_bytes
-    positions, values = _inside(parsed, box, part) if isinstance(parsed, Delta) else _nothing(item_bytes)
+    positions, values = _inside(parsed, box, part) if isinstance(parsed, ParsedDelta) else _nothing(item_bytes)
     if not len(positions):
-        same = np.frombuffer(pack_header(Header("same", num, item_bytes, 0, None, None)), np.uint8)
-        return Encoded(same, Metrics("same", num, item_bytes, num, 0, HEADER.size))
-    found = Found(num, item_bytes)
+        same = np.frombuffer(pack_header(DeltaHeader("same", num, item_bytes, 0, None, None)), np.uint8)
+        return Encoded(same, DeltaMetrics("same", num, item_bytes, num, 0, HEADER.size))
+    found = ChangedElements(num, item_bytes)
     mask = make_mask(num)
     edges = np.searchsorted(positions, [*window_starts(num), num]).tolist()
     for index, start in enumerate(window_starts(num)):
@@ -50,13 +64,13 @@ def cut(parsed: Parsed, box: Box, part: Box) -> Encoded:
     directory = found.directory()
     size = directory.sections.size_bytes
     memory = np.empty(size, np.uint8)
-    writer = Writer(directory, Header("delta", num, item_bytes, len(positions), None, None), memory)
+    writer = Writer(directory, DeltaHeader("delta", num, item_bytes, len(positions), None, None), memory)
     items = np.empty(len(mask), ITEM_TYPES[item_bytes])
     for index, (start, window) in enumerate(zip(window_starts(num), found.windows, strict=True)):
         first, last = edges[index], edges[index + 1]
         items[positions[first:last] - start] = values[first:last]  # only these are read
         writer.write(start, window, found.cells, items)
-    return Encoded(memory, Metrics("delta", num, item_bytes, num, len(positions), size))
+    return Encoded(memory, DeltaMetrics("delta", num, item_bytes, num, len(positions), size))
 
 
 def apply_box(data: Memory, array: Array) -> None:
@@ -78,7 +92,7 @@ def apply_box(data: Memory, array: Array) -> None:
     check_base(parsed.header, array.size, None)
     if isinstance(parsed, Dense):
         array[...] = parsed.payload.view(array.dtype).reshape(array.shape)
-    elif isinstance(parsed, Delta):
+    elif isinstance(parsed, ParsedDelta):
         for start in window_starts(array.size):
             for positions, values in changes(parsed, start):
                 array[np.unravel_index(positions + start, array.shape)] = values
@@ -88,7 +102,7 @@ def _nothing(item_bytes: int) -> tuple[Numbers, Items]:
     return np.empty(0, np.int64), np.empty(0, ITEM_TYPES[item_bytes])
 
 
-def _inside(delta: Delta, box: Box, part: Box) -> tuple[Numbers, Items]:
+def _inside(delta: ParsedDelta, box: Box, part: Box) -> tuple[Numbers, Items]:
     """Return the changed elements of `part`, numbered within it in ascending order, and their values."""
     begin = [inner - outer for inner, outer in zip(part.offset, box.offset, strict=True)]
     if not part.volume:

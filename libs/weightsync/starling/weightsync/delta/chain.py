@@ -8,21 +8,28 @@ from itertools import chain, pairwise
 import numpy as np
 
 from starling.common.errors import WeightsError
+from starling.weightsync.delta.changes import (
+    WINDOW,
+    ChangedElements,
+    Writer,
+    cells_of,
+    changes,
+    make_mask,
+    window_starts,
+)
 from starling.weightsync.delta.codec import Encoded, apply_parsed, check_base, output
-from starling.weightsync.delta.found import WINDOW, Found, cells_of, make_mask, window_starts
-from starling.weightsync.delta.header import (
+from starling.weightsync.delta.format import (
     HEADER,
     ITEM_TYPES,
     Data,
-    Header,
+    DeltaHeader,
+    DeltaMetrics,
     bytes_of,
     digest_bytes,
     items_of,
     pack_header,
 )
-from starling.weightsync.delta.metrics import Metrics
-from starling.weightsync.delta.parse import Delta, Dense, Parsed, Same, parse
-from starling.weightsync.delta.sections import Writer, changes
+from starling.weightsync.delta.parse import Dense, Parsed, ParsedDelta, Same, parse
 
 
 def compose(first: Data, second: Data, *, out: Data | None = None) -> Encoded:
@@ -48,7 +55,7 @@ def compose(first: Data, second: Data, *, out: Data | None = None) -> Encoded:
         header = header._replace(base_digest=earlier.header.digest or later.header.base_digest)
     if isinstance(later, Same) and header.digest is None:
         header = header._replace(digest=later.header.base_digest or earlier.header.digest)
-    if isinstance(earlier, Delta) and isinstance(later, Delta):
+    if isinstance(earlier, ParsedDelta) and isinstance(later, ParsedDelta):
         return _merge(earlier, later, header, out, (first, second))
     if isinstance(later, Dense):
         return _whole(later, None, header, out, (first, second))
@@ -85,7 +92,7 @@ def apply_chain(pieces: Sequence[Data], base: Data, *, base_digest: str | None =
         apply_parsed(piece, base)
 
 
-def _check_link(earlier: Header, later: Header) -> None:
+def _check_link(earlier: DeltaHeader, later: DeltaHeader) -> None:
     if earlier.item_bytes != later.item_bytes:
         raise WeightsError(
             f"Elements of {earlier.item_bytes} bytes are followed by elements of {later.item_bytes}: "
@@ -94,7 +101,9 @@ def _check_link(earlier: Header, later: Header) -> None:
     check_base(later, earlier.num_elements, earlier.digest)
 
 
-def _whole(dense: Dense, later: Parsed | None, header: Header, out: Data | None, sources: Sequence[Data]) -> Encoded:
+def _whole(
+    dense: Dense, later: Parsed | None, header: DeltaHeader, out: Data | None, sources: Sequence[Data]
+) -> Encoded:
     """Return a dense piece with what changed later."""
     header = header._replace(form="dense", num_changed=0)
     memory = output(out, HEADER.size + len(dense.payload), *sources)
@@ -105,10 +114,12 @@ def _whole(dense: Dense, later: Parsed | None, header: Header, out: Data | None,
     return Encoded(memory, _metrics(header, len(memory)))
 
 
-def _merge(earlier: Delta, later: Delta, header: Header, out: Data | None, sources: Sequence[Data]) -> Encoded:
+def _merge(
+    earlier: ParsedDelta, later: ParsedDelta, header: DeltaHeader, out: Data | None, sources: Sequence[Data]
+) -> Encoded:
     """Return what changed in either delta, with the later values."""
     num_elements = header.num_elements
-    found = Found(num_elements, header.item_bytes)
+    found = ChangedElements(num_elements, header.item_bytes)
     mask = make_mask(num_elements)
     items = np.empty(len(mask), ITEM_TYPES[header.item_bytes])
     for start in window_starts(num_elements):
@@ -128,9 +139,9 @@ def _merge(earlier: Delta, later: Delta, header: Header, out: Data | None, sourc
     return Encoded(memory, _metrics(header, len(memory)))
 
 
-def _metrics(header: Header, encoded_bytes: int) -> Metrics:
+def _metrics(header: DeltaHeader, encoded_bytes: int) -> DeltaMetrics:
     """Of a dense piece nothing was compared."""
-    return Metrics(
+    return DeltaMetrics(
         form=header.form,
         num_elements=header.num_elements,
         item_bytes=header.item_bytes,

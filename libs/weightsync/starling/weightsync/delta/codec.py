@@ -16,22 +16,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from starling.common.errors import WeightsError
-from starling.weightsync.delta.form import Directory
-from starling.weightsync.delta.found import WINDOW, Found, cells_of, make_mask, window_starts
-from starling.weightsync.delta.header import (
+from starling.weightsync.delta.changes import (
+    WINDOW,
+    ChangedElements,
+    Writer,
+    cells_of,
+    changes,
+    make_mask,
+    window_starts,
+)
+from starling.weightsync.delta.format import (
     HEADER,
     Data,
+    DeltaHeader,
+    DeltaMetrics,
+    Directory,
     Form,
-    Header,
     Memory,
     bytes_of,
     digest_bytes,
     items_of,
     pack_header,
 )
-from starling.weightsync.delta.metrics import Metrics
 from starling.weightsync.delta.parse import Dense, Parsed, Same, parse
-from starling.weightsync.delta.sections import Writer, changes
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Encoded:
     """One encoded piece."""
 
     data: Memory
-    metrics: Metrics
+    metrics: DeltaMetrics
 
     @property
     def form(self) -> Form:
@@ -51,11 +58,11 @@ class Encoded:
 class Scan:
     """What changed in a piece, before any of it is gathered."""
 
-    metrics: Metrics
+    metrics: DeltaMetrics
     """With the size that `write` will write."""
     directory: Directory | None
     """None unless the form is `delta`."""
-    found: Found
+    found: ChangedElements
 
     @property
     def form(self) -> Form:
@@ -92,7 +99,7 @@ def scan(
     if len(items) != len(old):
         raise WeightsError(f"The new piece has {len(items)} elements, its base {len(old)}: they must have one size.")
     max_bytes = max_delta_bytes(items.nbytes, max_share)
-    found = Found(len(items), item_bytes)
+    found = ChangedElements(len(items), item_bytes)
     mask = make_mask(len(items))
     num_compared = 0
     for start in window_starts(len(items)):
@@ -110,7 +117,7 @@ def scan(
         candidate = found.directory()
         if candidate.sections.size_bytes <= HEADER.size + max_bytes:
             form, size, directory = "delta", candidate.sections.size_bytes, candidate
-    metrics = Metrics(form, len(items), item_bytes, num_compared, found.num_changed, size)
+    metrics = DeltaMetrics(form, len(items), item_bytes, num_compared, found.num_changed, size)
     return Scan(metrics, directory, found)
 
 
@@ -140,7 +147,7 @@ def write(
         raise WeightsError(f"The new piece has {len(items)} elements where {metrics.num_elements} were scanned.")
     memory = output(out, metrics.encoded_bytes, new)
     changed = metrics.num_changed if scanned.directory else 0
-    header = Header(
+    header = DeltaHeader(
         metrics.form, len(items), metrics.item_bytes, changed, digest_bytes(base_digest), digest_bytes(digest)
     )
     if scanned.directory:
@@ -209,7 +216,7 @@ def apply_parsed(parsed: Parsed, base: Data, *, base_digest: str | None = None) 
             window[positions] = values
 
 
-def check_base(header: Header, num_elements: int, base_digest: bytes | None) -> None:
+def check_base(header: DeltaHeader, num_elements: int, base_digest: bytes | None) -> None:
     """Check that what was encoded is for a base of so many elements and, unless it is dense, of this digest.
 
     Raises:

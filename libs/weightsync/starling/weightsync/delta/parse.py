@@ -8,28 +8,35 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import WeightsError
-from starling.weightsync.delta.form import (
+from starling.weightsync.delta.format import (
     BLOCK,
     CELL,
     COUNT_TYPE,
+    HEADER,
+    ITEM_TYPES,
     WIDE_TYPE,
+    Data,
+    DeltaHeader,
+    DeltaSection,
     Directory,
+    Items,
     Kind,
+    Memory,
     Numbers,
-    Section,
     block_sizes,
+    bytes_of,
     num_blocks,
     padded,
     sums_before,
+    unpack_header,
 )
-from starling.weightsync.delta.header import HEADER, ITEM_TYPES, Data, Header, Items, Memory, bytes_of, unpack_header
 
 
 @dataclass(frozen=True)
 class Dense:
     """All bytes of a piece."""
 
-    header: Header
+    header: DeltaHeader
     payload: Memory
 
 
@@ -37,14 +44,14 @@ class Dense:
 class Same:
     """A piece that did not change."""
 
-    header: Header
+    header: DeltaHeader
 
 
 @dataclass(frozen=True)
-class Delta:
+class ParsedDelta:
     """The changed elements of a piece: views into the encoded bytes."""
 
-    header: Header
+    header: DeltaHeader
     directory: Directory
     runs: npt.NDArray[np.uint16]
     """Shape (runs, 2): start, length - 1."""
@@ -55,7 +62,7 @@ class Delta:
     values: Items
 
 
-Parsed = Same | Delta | Dense
+Parsed = Same | ParsedDelta | Dense
 
 
 def parse(data: Data) -> Parsed:
@@ -82,7 +89,7 @@ def parse(data: Data) -> Parsed:
     return delta
 
 
-def _parse_delta(memory: Memory, header: Header) -> Delta:
+def _parse_delta(memory: Memory, header: DeltaHeader) -> ParsedDelta:
     blocks = num_blocks(header.num_elements)
     # Before anything is allocated by it, the number of elements must be one that these bytes can describe.
     after_directory = HEADER.size + padded(COUNT_TYPE.itemsize * blocks)
@@ -106,10 +113,10 @@ def _parse_delta(memory: Memory, header: Header) -> Delta:
     found = directory.sections
     _check_size(memory, found.size_bytes)
 
-    def part(section: Section) -> Memory:
+    def part(section: DeltaSection) -> Memory:
         return memory[section.offset : section.offset + section.size]
 
-    return Delta(
+    return ParsedDelta(
         header=header,
         directory=directory,
         runs=part(found.runs).view(WIDE_TYPE).reshape(-1, 2),
@@ -121,7 +128,7 @@ def _parse_delta(memory: Memory, header: Header) -> Delta:
     )
 
 
-def _check_runs(delta: Delta) -> None:
+def _check_runs(delta: ParsedDelta) -> None:
     if not len(delta.runs):
         return
     directory = delta.directory
@@ -137,7 +144,7 @@ def _check_runs(delta: Delta) -> None:
         raise _malformed("runs that do not add up to the count of their block")
 
 
-def _check_wide(delta: Delta) -> None:
+def _check_wide(delta: ParsedDelta) -> None:
     if not len(delta.wide):
         return
     directory = delta.directory
@@ -148,7 +155,7 @@ def _check_wide(delta: Delta) -> None:
         raise _malformed("positions that are not in order")
 
 
-def _check_narrow(delta: Delta) -> None:
+def _check_narrow(delta: ParsedDelta) -> None:
     if not len(delta.cells):
         return
     directory = delta.directory
@@ -163,7 +170,7 @@ def _check_narrow(delta: Delta) -> None:
         raise _malformed("positions that are not in order")
 
 
-def _check_bitmaps(delta: Delta) -> None:
+def _check_bitmaps(delta: ParsedDelta) -> None:
     if not len(delta.bitmaps):
         return
     directory = delta.directory

@@ -29,7 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import (
+from starling.weightsync.layouts.fused import contiguous
+from starling.weightsync.layouts.safetensors import HeaderEntry, make_header, read_header
+from starling.weightsync.plan.layout import (
     ITEM_BYTES,
     Box,
     Layout,
@@ -40,8 +42,6 @@ from starling.weightsync.layout import (
     check_layout,
     check_specs,
 )
-from starling.weightsync.layouts.fused import contiguous
-from starling.weightsync.layouts.headers import Entry, make_header, read_header
 
 ENDING: Final = ".safetensors"
 INDEX_ENDING: Final = ".safetensors.index.json"
@@ -52,7 +52,7 @@ MAX_FILE_BYTES: Final = 5_000_000_000
 class Folder:
     """The mapped files of a checkpoint and what lies where in them."""
 
-    def __init__(self, entries: Mapping[str, Sequence[Entry]], ties: Mapping[str, str]) -> None:
+    def __init__(self, entries: Mapping[str, Sequence[HeaderEntry]], ties: Mapping[str, str]) -> None:
         """Describe files by name; they are mapped by who makes this."""
         self.memories: dict[str, npt.NDArray[np.uint8]] = {}
         """The bytes of each file, by its name."""
@@ -120,7 +120,7 @@ def open_folder(path: str | Path, ties: Mapping[str, str] | None = None) -> Fold
     path = Path(path)
     folder = path.parent if path.is_file() else path
     wanted, index = ({path.name: None}, path.name) if path.is_file() else _sought(path)
-    entries: dict[str, Sequence[Entry]] = {}
+    entries: dict[str, Sequence[HeaderEntry]] = {}
     for file, names in wanted.items():
         held = {entry.spec.name: entry for entry in read_header(folder / file)}
         missing = next((name for name in names or () if name not in held), None)
@@ -171,7 +171,7 @@ class NewFolder(Folder):
         path: Path,
         partial: Path,
         index: str,
-        files: Mapping[str, tuple[bytes, Sequence[Entry]]],
+        files: Mapping[str, tuple[bytes, Sequence[HeaderEntry]]],
         ties: Mapping[str, str],
     ) -> None:
         """Reserve and map `files` in the folder `partial`, which exists and becomes `path`; `index` names the index."""
@@ -287,7 +287,7 @@ def create_folder(
 
 def _shared_out(
     specs: Sequence[TensorSpec], stem: str, max_file_bytes: int, metadata: Mapping[str, str]
-) -> dict[str, tuple[bytes, Sequence[Entry]]]:
+) -> dict[str, tuple[bytes, Sequence[HeaderEntry]]]:
     """Deal tensors out to files, in order, and name the files."""
     groups: list[list[TensorSpec]] = [[]]
     filled = 0

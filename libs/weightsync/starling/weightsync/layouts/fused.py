@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from starling.weightsync.layout import Box, Layout, Place, RankLayout, TensorSpec
 from starling.weightsync.layouts.families import Fusion, family_of, model_of
-from starling.weightsync.layouts.parameters import Parameter, Part, Table, shards_of
+from starling.weightsync.layouts.parameters import Parameter, ParameterPart, Table, shards_of
 from starling.weightsync.layouts.placements import Held
 from starling.weightsync.layouts.weights import Config, Weight
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, TensorSpec
 
 
 class LocalWeight(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ def _parameter(
     name: str, members: Sequence[LocalWeight], num_stacked: int, prefixes: Sequence[tuple[str, str]]
 ) -> Parameter:
     """Lay `members` one after the other along dim 0; with `num_stacked`, so many at each index of a further dim."""
-    parts: list[Part] = []
+    parts: list[ParameterPart] = []
     row = 0
     for index, local in enumerate(members):
         layer, row = (index // num_stacked, row if index % num_stacked else 0) if num_stacked else (0, row)
@@ -85,7 +85,7 @@ def _parameter(
         for held in local.held:
             inside = (row + held.origin[0], *held.origin[1:]) if held.origin else ()
             offset = (layer, *inside) if num_stacked else inside
-            parts.append(Part(tensor=spec.same_as or spec.name, box=held.box, offset=offset, dims=dims))
+            parts.append(ParameterPart(tensor=spec.same_as or spec.name, box=held.box, offset=offset, dims=dims))
         row += local.shape[0] if local.shape else 0
     shape = (row, *members[0].shape[1:]) if members[0].shape else ()
     if num_stacked:

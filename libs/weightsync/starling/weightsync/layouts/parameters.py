@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.boxes import intersection
-from starling.weightsync.layout import ITEM_BYTES, Box, Shard, TensorSpec
 from starling.weightsync.layouts.placements import Held
+from starling.weightsync.plan.boxes import intersection
+from starling.weightsync.plan.layout import ITEM_BYTES, Box, Shard, TensorSpec
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class ParameterPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Where one box of one canonical tensor lies in a parameter."""
 
     tensor: str
@@ -34,7 +34,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
     """Disjoint. Elements that no part covers are padding."""
 
 
@@ -61,7 +61,7 @@ def in_terms_of(table: Table, other: Table) -> Table:
     Raises:
         WeightsError: a stack in `other` that is none in `table`.
     """
-    homes: dict[str, list[tuple[str, Part]]] = {}
+    homes: dict[str, list[tuple[str, ParameterPart]]] = {}
     owners: dict[str, str] = {}
     specs = []
     for parameter in other.parameters:
@@ -82,7 +82,7 @@ def in_terms_of(table: Table, other: Table) -> Table:
     return Table(tensors=tuple(specs), parameters=tuple(parameters))
 
 
-def _moved(part: Part, home: Part, name: str, num_dims: int) -> Part | None:
+def _moved(part: ParameterPart, home: ParameterPart, name: str, num_dims: int) -> ParameterPart | None:
     """Return what of `part` comes from parameter `name`, of which `home` is a part; `num_dims` of the one it fills."""
     shared = intersection(part.box, home.box)
     if shared is None:
@@ -102,12 +102,14 @@ def _moved(part: Part, home: Part, name: str, num_dims: int) -> Part | None:
     for at, here in enumerate(part.dims):
         offset[here] += shared.offset[at] - part.box.offset[at]
     box = Box(offset=tuple(start), size=tuple(size))
-    return Part(tensor=name, box=box, offset=tuple(offset), dims=tuple(dims[there] for there in range(len(size))))
+    return ParameterPart(
+        tensor=name, box=box, offset=tuple(offset), dims=tuple(dims[there] for there in range(len(size)))
+    )
 
 
-def _merged(parts: Iterable[Part]) -> tuple[Part, ...]:
+def _merged(parts: Iterable[ParameterPart]) -> tuple[ParameterPart, ...]:
     """Join parts that follow each other along the first dim of their tensor, and likewise where they are put."""
-    made: list[Part] = []
+    made: list[ParameterPart] = []
     last: dict[tuple[object, ...], int] = {}
     for part in parts:
         if not part.dims:
@@ -130,11 +132,11 @@ def _merged(parts: Iterable[Part]) -> tuple[Part, ...]:
 def whole(name: str, shape: Sequence[int], dtype: str) -> Parameter:
     """Return the parameter that is one canonical tensor of the same name and shape."""
     box = Box(offset=(0,) * len(shape), size=tuple(shape))
-    part = Part(tensor=name, box=box, offset=box.offset, dims=tuple(range(len(shape))))
+    part = ParameterPart(tensor=name, box=box, offset=box.offset, dims=tuple(range(len(shape))))
     return Parameter(name=name, shape=tuple(shape), dtype=dtype, parts=(part,))
 
 
-def region(part: Part, num_dims: int) -> Box:
+def region(part: ParameterPart, num_dims: int) -> Box:
     """Return the box of the parameter, of `num_dims` dims, that `part` fills."""
     size = [1] * num_dims
     for dim, length in zip(part.dims, part.box.size, strict=True):
@@ -160,7 +162,7 @@ def shards_of(
         held: the boxes of the parameter that the local tensor is made of; by default all of it.
     """
 
-    def shard(part: Part, box: Box, index: Sequence[int]) -> Shard:
+    def shard(part: ParameterPart, box: Box, index: Sequence[int]) -> Shard:
         elements = sum(i * stride for i, stride in zip(index, strides, strict=True))
         return Shard(
             tensor=tensors[part.tensor],

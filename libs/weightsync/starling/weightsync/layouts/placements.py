@@ -17,8 +17,8 @@ from typing import TypeAlias
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import Box
-from starling.weightsync.splits import Split, make_split
+from starling.weightsync.plan.compact import TensorSplit, make_tensor_split
+from starling.weightsync.plan.layout import Box
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ascending, disjoint pieces of one dim, each its first element and its length, one after the other in local memory."""
@@ -117,7 +117,7 @@ def local_shape(
     return tuple(sum(length for _, length in pieces) for pieces in runs)
 
 
-def split_of_mesh(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]) -> Split:
+def split_of_mesh(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]) -> TensorSplit:
     """Return the boxes of all ranks of `mesh` as the planner's split; arguments and errors as `held_boxes`."""
     rows = [
         (rank, held.box)
@@ -126,7 +126,7 @@ def split_of_mesh(shape: Sequence[int], mesh: Sequence[int], placements: Sequenc
     ]
     boxes = [box for _, box in rows]
     ranks, offsets, sizes = [rank for rank, _ in rows], [box.offset for box in boxes], [box.size for box in boxes]
-    return make_split(tuple(shape), ranks, offsets, sizes)
+    return make_tensor_split(tuple(shape), ranks, offsets, sizes)
 
 
 def _runs(

@@ -26,10 +26,9 @@ import msgspec
 import numpy as np
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import Layout, Place, RankLayout, Shard, TensorSpec, item_bytes
-from starling.weightsync.layouts.cuts import even_stages, expert_parallel, pipeline_parallel, tensor_parallel
 from starling.weightsync.layouts.families import model_of
 from starling.weightsync.layouts.fused import contiguous
+from starling.weightsync.layouts.parallelism import even_stages, expert_parallel, pipeline_parallel, tensor_parallel
 from starling.weightsync.layouts.placements import (
     REPLICATE,
     Placement,
@@ -40,7 +39,8 @@ from starling.weightsync.layouts.placements import (
     split_of_mesh,
 )
 from starling.weightsync.layouts.weights import Config, Model, Weight
-from starling.weightsync.splits import CompactLayout, Split, make_split
+from starling.weightsync.plan.compact import CompactLayout, TensorSplit, make_tensor_split
+from starling.weightsync.plan.layout import Layout, Place, RankLayout, Shard, TensorSpec, item_bytes
 
 Axis: TypeAlias = Literal["dp", "fsdp", "tp", "ep", "tep", "pp"]
 
@@ -162,7 +162,7 @@ def compact_layout(layout: ModelLayout, replica: str, places: Sequence[Place] = 
         replica: name of the replica.
         places: where each rank runs; unknown when empty.
     """
-    splits: list[Split] = []
+    splits: list[TensorSplit] = []
     known: dict[object, int] = {}
     split_of: list[int] = []
     for tensor in layout.tensors:
@@ -171,7 +171,7 @@ def compact_layout(layout: ModelLayout, replica: str, places: Sequence[Place] = 
         if key not in known:
             known[key] = len(splits)
             if tensor.spec.same_as:
-                splits.append(make_split(shape, (), (), ()))
+                splits.append(make_tensor_split(shape, (), (), ()))
             else:
                 splits.append(split_of_mesh(shape, tensor.mesh, tensor.placements))
         split_of.append(known[key])

@@ -15,13 +15,13 @@ from typing import Final
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import Layout, Place
-from starling.weightsync.layouts.cuts import even_stages, expert_parallel, pipeline_parallel, tensor_parallel
 from starling.weightsync.layouts.families import Family, family_of, model_of
 from starling.weightsync.layouts.fused import LocalWeight, fused_parameters, layout_of_parameters
+from starling.weightsync.layouts.parallelism import even_stages, expert_parallel, pipeline_parallel, tensor_parallel
 from starling.weightsync.layouts.parameters import Parameter, Table
 from starling.weightsync.layouts.placements import REPLICATE, Held, Only, Placement, Sharded, held_boxes, local_shape
 from starling.weightsync.layouts.weights import Config, Model, Weight
+from starling.weightsync.plan.layout import Layout, Place
 
 VOCABULARY_MULTIPLE: Final = 64
 """Embeddings and heads have a number of rows that is a multiple of this."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import TensorSpec
+from starling.weightsync.plan.layout import TensorSpec
 
 Config: TypeAlias = Mapping[str, Any]
 """A model's configuration as its `config.json` says it."""

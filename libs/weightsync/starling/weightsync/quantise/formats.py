@@ -11,7 +11,7 @@ from starling.common.errors import WeightsError
 Rule = Literal["linear", "two_level", "exponent_floor", "exponent_ceil"]
 
 
-class Format(msgspec.Struct, frozen=True, kw_only=True):
+class QuantFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How numbers become codes and scales.
 
     Raises:
@@ -62,8 +62,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         return self.rule == "two_level"
 
 
-def _fp8(name: str, rows: int, columns: int, power_of_two: bool = False) -> Format:
-    return Format(
+def _fp8(name: str, rows: int, columns: int, power_of_two: bool = False) -> QuantFormat:
+    return QuantFormat(
         name=name,
         element="float8_e4m3fn",
         rows=rows,
@@ -76,8 +76,8 @@ def _fp8(name: str, rows: int, columns: int, power_of_two: bool = False) -> Form
 
 def _microscaled(
     name: str, element: Literal["float8_e4m3fn", "float4_e2m1fn"], rule: Literal["exponent_floor", "exponent_ceil"]
-) -> Format:
-    return Format(name=name, element=element, rows=1, columns=32, rule=rule, scale_dtype="float8_e8m0fnu")
+) -> QuantFormat:
+    return QuantFormat(name=name, element=element, rows=1, columns=32, rule=rule, scale_dtype="float8_e8m0fnu")
 
 
 FP8_ROW: Final = _fp8("fp8_row", 1, 0)
@@ -90,7 +90,7 @@ FP8_BLOCK_UE8M0: Final = _fp8("fp8_block_ue8m0", 128, 128, power_of_two=True)
 """As `FP8_BLOCK`, scales that are powers of two; with `scale_dtype="float32"` they travel as float32."""
 FP8_GROUP_UE8M0: Final = _fp8("fp8_group_ue8m0", 1, 128, power_of_two=True)
 """As `FP8_GROUP`, scales that are powers of two."""
-NVFP4: Final = Format(
+NVFP4: Final = QuantFormat(
     name="nvfp4", element="float4_e2m1fn", rows=1, columns=16, rule="two_level", scale_dtype="float8_e4m3fn"
 )
 """Runs of 16 elements with e4m3 scales, and one float32 scale of the tensor: value = code x scale x tensor's scale."""
@@ -103,7 +103,7 @@ MXFP4_CEIL: Final = _microscaled("mxfp4_ceil", "float4_e2m1fn", "exponent_ceil")
 MXFP8_CEIL: Final = _microscaled("mxfp8_ceil", "float8_e4m3fn", "exponent_ceil")
 """As `MXFP8`; the exponent is rounded up."""
 
-FORMATS: Final[dict[str, Format]] = {
+FORMATS: Final[dict[str, QuantFormat]] = {
     one.name: one
     for one in (
         FP8_ROW,

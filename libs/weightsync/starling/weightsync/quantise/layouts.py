@@ -1,22 +1,21 @@
-"""Layouts of what travels: codes and scales in the place of each tensor that a recipe quantises.
-
-A source publishes of each of its boxes the codes and the scales that it *owns*: those of the groups whose first element
-it holds, so that boxes which tile a tensor publish every scale once. A destination receives the codes of its boxes and
-the scales of every group that they touch. Both are ordinary layouts: plans, transports, digests and relays need not
-know that anything is quantised.
-"""
+"""Where the quantised parts of fused parameters lie: as their originals do, closed up to the parts' own sizes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import (
+from starling.weightsync.layouts.fused import contiguous
+from starling.weightsync.plan.boxes import Ints
+from starling.weightsync.plan.compact import CompactLayout, TensorSplit, make_tensor_split
+from starling.weightsync.plan.layout import (
     Box,
     Layout,
     RankLayout,
@@ -26,12 +25,94 @@ from starling.weightsync.layout import (
     item_bytes,
     packed_offsets,
 )
-from starling.weightsync.layouts.fused import contiguous
-from starling.weightsync.quantise.arrange import Spot, arranged, spot_of
-from starling.weightsync.quantise.formats import Format
-from starling.weightsync.quantise.recipe import Recipe
+from starling.weightsync.quantise.formats import FORMATS, QuantFormat
+from starling.weightsync.quantise.recipe import QuantRecipe
 from starling.weightsync.quantise.spec import QuantSpec
-from starling.weightsync.splits import CompactLayout, Split, make_split
+
+
+class Spot(NamedTuple):
+    """Where a box lies; counted in elements of its own type."""
+
+    storage: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+def spot_of(layout: Layout, shard: Shard) -> Spot:
+    """Return where `shard` lies."""
+    return Spot(shard.storage, shard.offset_bytes // item_bytes(layout.tensors[shard.tensor]), shard.strides)
+
+
+def arranged(layout: Layout, shards: Sequence[Shard], sizes: Sequence[tuple[int, ...]]) -> list[Spot]:
+    """Return spots for boxes of `sizes`, which lie one beside the other as the shards of one storage do.
+
+    Each dim of the storage is cut where a shard begins; a stretch becomes as long as the longest new box in it.
+    Disjoint shards so become disjoint boxes; where the shards fill the storage like a grid, as in fused and stacked
+    parameters, the boxes fill theirs.
+
+    Raises:
+        WeightsError: shards of different strides, or that reach from one row into the next.
+    """
+    order = _outermost_first(layout, shards)
+    indices = [_index(layout, shard, order) for shard in shards]
+    begins: list[dict[int, int]] = []
+    lengths: list[int] = []
+    for dim in range(len(order)):
+        stretches: dict[int, int] = {}
+        for index, size in zip(indices, sizes, strict=True):
+            stretches[index[dim]] = max(stretches.get(index[dim], 0), size[dim])
+        end, begin = 0, {}
+        for at in sorted(stretches):
+            begin[at] = end
+            end += stretches[at]
+        begins.append(begin)
+        lengths.append(end)
+    steps = dict(zip(order, contiguous([lengths[dim] for dim in order]), strict=True))
+    strides = tuple(steps[dim] for dim in range(len(order)))
+    return [
+        Spot(shard.storage, sum(begins[dim][at] * strides[dim] for dim, at in enumerate(index)), strides)
+        for shard, index in zip(shards, indices, strict=True)
+    ]
+
+
+def _outermost_first(layout: Layout, shards: Sequence[Shard]) -> list[int]:
+    """Return the dims in the order of their strides."""
+    strides = shards[0].strides
+    for shard in shards:
+        if shard.strides != strides:
+            raise _unfit(layout, shard)
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _index(layout: Layout, shard: Shard, order: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the shard's first element in its storage."""
+    rest = spot_of(layout, shard).offset
+    index = [0] * len(order)
+    row = 0
+    for dim in order:
+        stride = max(shard.strides[dim], 1)
+        index[dim], rest = divmod(rest, stride)
+        if row and (index[dim] + shard.box.size[dim]) * stride > row:
+            raise _unfit(layout, shard)
+        row = stride
+    if rest or any(not stride and n > 1 for stride, n in zip(shard.strides, shard.box.size, strict=True)):
+        raise _unfit(layout, shard)
+    return tuple(index)
+
+
+def _unfit(layout: Layout, shard: Shard) -> WeightsError:
+    return WeightsError(
+        f"Box {shard.box} of {layout.tensors[shard.tensor].name} does not lie in rows of storage {shard.storage} of "
+        f"{layout.replica}, so there is no telling where its scales would; give that layout shard by shard."
+    )
+
+
+# JOINED from starling.weightsync.quantise.layouts: Layouts of what travels: codes and scales in the place of
+# each tensor that a recipe quantises.  A source publishes of each of its boxes the codes and the scales that
+# it *owns*: those of the groups whose first element it holds, so that boxes which tile a tensor publish every
+# scale once. A destination receives the codes of its boxes and the scales of every group that they touch.
+# Both are ordinary layouts: plans, transports, digests and relays need not know that anything is quantised.
+
 
 SNAPSHOT: Final = "snapshot"
 """Storage of all that is published: the pieces one after the other, as they lie in a publisher's snapshot."""
@@ -54,7 +135,7 @@ class Quantisation:
     """For each original the index of the first that its own scale, if it has one, is common with."""
 
 
-class Entry(NamedTuple):
+class PublishedEntry(NamedTuple):
     """One box that a rank publishes or receives."""
 
     tensor: int
@@ -66,7 +147,7 @@ class Entry(NamedTuple):
     """`CODES`, `SCALES` or `TOTAL`."""
 
 
-def quantisation_of(tensors: Sequence[TensorSpec], recipe: Recipe) -> Quantisation:
+def quantisation_of(tensors: Sequence[TensorSpec], recipe: QuantRecipe) -> Quantisation:
     """Apply `recipe` to a model's tensors. A tied tensor travels as its owner does.
 
     Raises:
@@ -76,7 +157,7 @@ def quantisation_of(tensors: Sequence[TensorSpec], recipe: Recipe) -> Quantisati
     specs: list[QuantSpec | None] = []
     travelling: list[TensorSpec] = []
     first: list[int] = []
-    scales: dict[tuple[str, Format | None], int] = {}
+    scales: dict[tuple[str, QuantFormat | None], int] = {}
     scale_of: list[int] = []
     for index, spec in enumerate(tensors):
         owner = by_name.get(spec.same_as, spec)
@@ -94,7 +175,7 @@ def quantisation_of(tensors: Sequence[TensorSpec], recipe: Recipe) -> Quantisati
     return Quantisation(specs=tuple(specs), tensors=tuple(travelling), first=tuple(first), scale_of=tuple(scale_of))
 
 
-def published_layout(layout: Layout, recipe: Recipe) -> Layout:
+def published_layout(layout: Layout, recipe: QuantRecipe) -> Layout:
     """Return what the ranks of `layout` publish by `recipe`: codes, and the scales that they own.
 
     Its storage is the snapshot of each rank, in which every piece is contiguous. Of a tensor that has a scale of its
@@ -126,7 +207,7 @@ def published_layout(layout: Layout, recipe: Recipe) -> Layout:
     return Layout(replica=layout.replica, tensors=made.tensors, ranks=tuple(ranks), base=layout.base)
 
 
-def received_layout(layout: Layout, recipe: Recipe) -> Layout:
+def received_layout(layout: Layout, recipe: QuantRecipe) -> Layout:
     """Return what the ranks of `layout`, which describes a destination as if nothing were quantised, receive.
 
     Codes lie as the originals do, in storages of the same names. Scales lie in storages named as the codes' with the
@@ -146,7 +227,7 @@ def received_layout(layout: Layout, recipe: Recipe) -> Layout:
     return Layout(replica=layout.replica, tensors=made.tensors, ranks=tuple(ranks), base=layout.base)
 
 
-def published_splits(layout: CompactLayout, recipe: Recipe) -> CompactLayout:
+def published_splits(layout: CompactLayout, recipe: QuantRecipe) -> CompactLayout:
     """Return `published_layout` in the planner's columns, for a layout that follows from a model and a parallelism.
 
     Raises:
@@ -155,29 +236,31 @@ def published_splits(layout: CompactLayout, recipe: Recipe) -> CompactLayout:
     return _quantised_splits(layout, recipe, QuantSpec.owned_scale_box)
 
 
-def received_splits(layout: CompactLayout, recipe: Recipe) -> CompactLayout:
+def received_splits(layout: CompactLayout, recipe: QuantRecipe) -> CompactLayout:
     """Return `received_layout` in the planner's columns; as `published_splits`."""
     return _quantised_splits(layout, recipe, QuantSpec.scale_box)
 
 
-def published_entries(shards: Sequence[Shard], made: Quantisation) -> list[Entry]:
+def published_entries(shards: Sequence[Shard], made: Quantisation) -> list[PublishedEntry]:
     """Return the boxes that a rank with `shards` publishes, in the order of its snapshot."""
     return _entries(shards, made, QuantSpec.owned_scale_box)
 
 
-def _entries(shards: Sequence[Shard], made: Quantisation, scales: Callable[[QuantSpec, Box], Box]) -> list[Entry]:
+def _entries(
+    shards: Sequence[Shard], made: Quantisation, scales: Callable[[QuantSpec, Box], Box]
+) -> list[PublishedEntry]:
     """Return the boxes in the order of the tensors; of a tensor in the order of the shards."""
-    entries: list[Entry] = []
+    entries: list[PublishedEntry] = []
     seen: set[int] = set()
     for index, shard in enumerate(shards):
         spec, first = made.specs[shard.tensor], made.first[shard.tensor]
         if spec is None:
-            entries.append(Entry(first, shard.box, index, CODES))
+            entries.append(PublishedEntry(first, shard.box, index, CODES))
             continue
-        entries.append(Entry(first, spec.packed_box(shard.box), index, CODES))
-        entries.append(Entry(first + SCALES, scales(spec, shard.box), index, SCALES))
+        entries.append(PublishedEntry(first, spec.packed_box(shard.box), index, CODES))
+        entries.append(PublishedEntry(first + SCALES, scales(spec, shard.box), index, SCALES))
         if spec.format.two_level and shard.tensor not in seen:
-            entries.append(Entry(first + TOTAL, SCALAR, index, TOTAL))
+            entries.append(PublishedEntry(first + TOTAL, SCALAR, index, TOTAL))
             seen.add(shard.tensor)
     return sorted(entries, key=lambda entry: entry.tensor)
 
@@ -208,9 +291,9 @@ def _received_shards(layout: Layout, rank: int, made: Quantisation) -> tuple[Sha
     return tuple(found)
 
 
-def _format_of_storage(layout: Layout, shards: Iterable[Shard], made: Quantisation) -> Format | None:
+def _format_of_storage(layout: Layout, shards: Iterable[Shard], made: Quantisation) -> QuantFormat | None:
     """Return the one format of all that a storage holds."""
-    owners: dict[Format | None, Shard] = {}
+    owners: dict[QuantFormat | None, Shard] = {}
     for shard in shards:
         spec = made.specs[shard.tensor]
         owners.setdefault(spec.format if spec else None, shard)
@@ -224,7 +307,7 @@ def _format_of_storage(layout: Layout, shards: Iterable[Shard], made: Quantisati
 
 
 def _spots(
-    layout: Layout, members: Mapping[int, Shard], form: Format | None, boxes: Mapping[tuple[int, int], Box]
+    layout: Layout, members: Mapping[int, Shard], form: QuantFormat | None, boxes: Mapping[tuple[int, int], Box]
 ) -> Iterator[tuple[tuple[int, int], Spot]]:
     """Yield where the parts of a storage's shards lie, by shard and part."""
     parts = {CODES: ""} if form is None else {CODES: "", SCALES: form.scale_suffix}
@@ -241,10 +324,12 @@ def _spots(
         yield (index, TOTAL), Spot(f"{members[index].storage}{form.scale_suffix}_2", number, ())
 
 
-def _quantised_splits(layout: CompactLayout, recipe: Recipe, scales: Callable[[QuantSpec, Box], Box]) -> CompactLayout:
+def _quantised_splits(
+    layout: CompactLayout, recipe: QuantRecipe, scales: Callable[[QuantSpec, Box], Box]
+) -> CompactLayout:
     assert not layout.orders, "a layout that follows from a model has its shards in order"
     made = quantisation_of(layout.tensors, recipe)
-    splits: dict[bytes, Split] = {}  # equal ones once: different shapes can have grids that are split alike
+    splits: dict[bytes, TensorSplit] = {}  # equal ones once: different shapes can have grids that are split alike
     known: dict[object, tuple[bytes, ...]] = {}
     split_of: list[bytes] = []
     for spec, index in zip(made.specs, layout.split_of.tolist(), strict=True):
@@ -265,15 +350,55 @@ def _quantised_splits(layout: CompactLayout, recipe: Recipe, scales: Callable[[Q
     )
 
 
-def _parts_of_split(split: Split, spec: QuantSpec, scales: Callable[[QuantSpec, Box], Box]) -> tuple[Split, ...]:
+def _parts_of_split(
+    split: TensorSplit, spec: QuantSpec, scales: Callable[[QuantSpec, Box], Box]
+) -> tuple[TensorSplit, ...]:
     """Return the splits of a tensor's codes, scales, and scale of its own if it has one."""
     rows = [split.box(row) for row in range(len(split.rank))]
     parts = ((spec.packed_shape, map(spec.packed_box, rows)), (spec.grid, (scales(spec, box) for box in rows)))
-    made: list[Split] = []
+    made: list[TensorSplit] = []
     for shape, mapped in parts:
         boxes = list(mapped)
-        made.append(make_split(shape, split.rank, [box.offset for box in boxes], [box.size for box in boxes]))
+        made.append(make_tensor_split(shape, split.rank, [box.offset for box in boxes], [box.size for box in boxes]))
     if spec.format.two_level:
         holders = np.unique(split.rank)
-        made.append(make_split((), holders, (), ()))
+        made.append(make_tensor_split((), holders, (), ()))
     return tuple(made)
+
+
+# JOINED from starling.weightsync.quantise.packing: What an engine that repacks quantised weights needs beside
+# them: the layer that it is at, as it travels.
+
+JOINED: Final = (
+    (re.compile(r"\.experts\.\d+\.\w+$"), ".experts"),
+    (re.compile(r"\.[qkv]_proj$"), ".qkv_proj"),
+    (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"),
+    (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)$"), ".fused_qkv_a_proj"),
+)
+"""Modules of a checkpoint that vLLM makes one layer of."""
+
+
+def packing_bytes(layout: CompactLayout) -> Ints:
+    """Return for each rank of a quantised layout the bytes of its largest layer with codes; shape (ranks,).
+
+    Layers are those of vLLM: projections that it fuses are one, and so are all routed experts of a block.
+    """
+    ends = tuple({form.scale_suffix for form in FORMATS.values()})
+    layers = [_layer(spec.name.rpartition(".")[0]) for spec in layout.tensors]
+    held = {
+        layer: np.zeros(len(layout.places), np.int64)
+        for layer, spec in zip(layers, layout.tensors, strict=True)
+        if spec.name.endswith(ends)
+    }
+    for layer, index, size in zip(layers, layout.split_of.tolist(), layout.item_bytes.tolist(), strict=True):
+        if layer in held:
+            split = layout.splits[index]
+            np.add.at(held[layer], split.rank, split.volume * size)
+    return np.max([*held.values()], axis=0) if held else np.zeros(len(layout.places), np.int64)
+
+
+@lru_cache(maxsize=4096)
+def _layer(module: str) -> str:
+    for pattern, instead in JOINED:
+        module = pattern.sub(instead, module)
+    return module

@@ -9,27 +9,27 @@ from typing import Final
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.layout import TensorSpec
-from starling.weightsync.quantise.formats import FORMATS, Format
+from starling.weightsync.plan.layout import TensorSpec
+from starling.weightsync.quantise.formats import FORMATS, QuantFormat
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class QuantRule(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of the tensors whose names match."""
 
     pattern: str
     """A regular expression; it may match anywhere in the name."""
-    format: Format | None
+    format: QuantFormat | None
     """None: they travel as they are."""
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+class QuantRecipe(msgspec.Struct, frozen=True, kw_only=True):
     """Rules in order. A tensor that none matches travels as it is, and so does every scalar and every vector.
 
     Raises:
         WeightsError: a pattern that is no regular expression, or one of `together` without one group.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[QuantRule, ...]
     together: tuple[str, ...] = ()
     """Patterns with one group each: tensors whose names differ only in what the group matches get one scale of the
     tensor, if their format has such a scale. Engines that fuse them keep one for all, and so it must be the same."""
@@ -44,7 +44,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             if _compiled(pattern).groups != 1:
                 raise WeightsError(f"The pattern {pattern!r} must have one group, of what differs between the names.")
 
-    def format_of(self, spec: TensorSpec) -> Format | None:
+    def format_of(self, spec: TensorSpec) -> QuantFormat | None:
         """Return the format that `spec` travels in, or None if it travels as it is."""
         if len(spec.shape) < 2:
             return None
@@ -75,14 +75,14 @@ FUSED_BY_VLLM: Final = (
 """Linear layers that vLLM makes one of, with one scale of the tensor: for `together`."""
 
 
-def linear_weights(form: Format | str, together: tuple[str, ...] = ()) -> Recipe:
+def linear_weights(form: QuantFormat | str, together: tuple[str, ...] = ()) -> QuantRecipe:
     """Return the recipe that quantises the weights of linear layers, routed experts among them.
 
     Embeddings, heads, norms, routers and biases stay as they are, as in vLLM and in published checkpoints.
 
     Args:
         form: a format, or the name of one in `FORMATS`.
-        together: as in `Recipe`; `FUSED_BY_VLLM` for NVFP4 in vLLM.
+        together: as in `QuantRecipe`; `FUSED_BY_VLLM` for NVFP4 in vLLM.
 
     Raises:
         WeightsError: a name that is none of a format.
@@ -91,8 +91,8 @@ def linear_weights(form: Format | str, together: tuple[str, ...] = ()) -> Recipe
         if form not in FORMATS:
             raise WeightsError(f"There is no format {form!r}; choose one of {', '.join(FORMATS)}.")
         form = FORMATS[form]
-    kept = tuple(Rule(pattern=pattern, format=None) for pattern in KEPT)
-    return Recipe(rules=(*kept, Rule(pattern=r"\.weight$", format=form)), together=together)
+    kept = tuple(QuantRule(pattern=pattern, format=None) for pattern in KEPT)
+    return QuantRecipe(rules=(*kept, QuantRule(pattern=r"\.weight$", format=form)), together=together)
 
 
 @lru_cache(maxsize=256)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from starling.common.errors import WeightsError
-from starling.weightsync.boxes import first_gap
-from starling.weightsync.layout import Box, Layout
+from starling.weightsync.plan.boxes import first_gap
+from starling.weightsync.plan.layout import Box, Layout
 from starling.weightsync.quantise.layouts import Quantisation
 from starling.weightsync.quantise.spec import QuantSpec
 
 
-class Part(NamedTuple):
+class MaximaPart(NamedTuple):
     """Maxima of a box of groups, of one of the rank's shards."""
 
     shard: int
@@ -29,9 +29,9 @@ class Part(NamedTuple):
 class Schedule:
     """What one rank tells and is told. Tuples have an entry for each rank of the source."""
 
-    tells: tuple[tuple[Part, ...], ...]
+    tells: tuple[tuple[MaximaPart, ...], ...]
     """Its own maxima that others need."""
-    hears: tuple[tuple[Part, ...], ...]
+    hears: tuple[tuple[MaximaPart, ...], ...]
     """The maxima of others that it needs."""
     reports: tuple[tuple[int, ...], ...]
     """Scales of tensors, as `Quantisation.scale_of` numbers them, for which the other rank collects the maximum."""
@@ -51,8 +51,8 @@ class _Holder(NamedTuple):
 class _Talk(NamedTuple):
     """What `rank` of the schedule has to do with one kind of tensor; shards are counted among the tensor's boxes."""
 
-    tells: tuple[tuple[int, Part], ...]
-    hears: tuple[tuple[int, Part], ...]
+    tells: tuple[tuple[int, MaximaPart], ...]
+    hears: tuple[tuple[int, MaximaPart], ...]
     """With the other rank."""
     crosses: bool
     """Whether any rank tells another something."""
@@ -65,8 +65,8 @@ def make_schedule(layout: Layout, rank: int, made: Quantisation) -> Schedule:
         WeightsError: a group, or a tensor with a scale of its own, of which `layout` does not hold every element.
     """
     num_ranks = len(layout.ranks)
-    tells: list[list[Part]] = [[] for _ in range(num_ranks)]
-    hears: list[list[Part]] = [[] for _ in range(num_ranks)]
+    tells: list[list[MaximaPart]] = [[] for _ in range(num_ranks)]
+    hears: list[list[MaximaPart]] = [[] for _ in range(num_ranks)]
     scaled: dict[int, set[int]] = {}
     cut = False
     known: dict[object, _Talk] = {}  # tensors of one shape and split have the same to say
@@ -82,7 +82,7 @@ def make_schedule(layout: Layout, rank: int, made: Quantisation) -> Schedule:
         cut = cut or talk.crosses
         for lists, parts in ((tells, talk.tells), (hears, talk.hears)):
             for other, part in parts:
-                lists[other].append(Part(shards[part.shard], part.groups))
+                lists[other].append(MaximaPart(shards[part.shard], part.groups))
         if spec.format.two_level:
             scaled.setdefault(made.scale_of[tensor], set()).update(holder.rank for holder in holders)
     reports, collects = _collections(scaled, rank, num_ranks)
@@ -131,16 +131,16 @@ def _holders(layout: Layout) -> list[tuple[list[_Holder], list[int]]]:
 
 
 def _talk(spec: QuantSpec, holders: Sequence[_Holder], rank: int) -> _Talk:
-    tells: list[tuple[int, Part]] = []
-    hears: list[tuple[int, Part]] = []
+    tells: list[tuple[int, MaximaPart]] = []
+    hears: list[tuple[int, MaximaPart]] = []
     crosses = False
     for exchange in spec.exchanges([box for _, box in holders]):
         to, source = holders[exchange.destination].rank, holders[exchange.source].rank
         crosses = crosses or to != source
         if source == rank:
-            tells.append((to, Part(exchange.source, exchange.groups)))
+            tells.append((to, MaximaPart(exchange.source, exchange.groups)))
         if to == rank:
-            hears.append((source, Part(exchange.destination, exchange.groups)))
+            hears.append((source, MaximaPart(exchange.destination, exchange.groups)))
     return _Talk(tells=tuple(tells), hears=tuple(hears), crosses=crosses)
 
 

@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.boxes import BoxIndex
-from starling.weightsync.layout import Box, TensorSpec
-from starling.weightsync.quantise.formats import Format
+from starling.weightsync.plan.boxes import BoxIndex
+from starling.weightsync.plan.layout import Box, TensorSpec
+from starling.weightsync.quantise.formats import QuantFormat
 
 SOURCE_DTYPES: Final = ("bfloat16", "float16", "float32")
 """Element types that can be quantised."""
@@ -49,7 +49,7 @@ class QuantSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor: TensorSpec
     """The original."""
-    format: Format
+    format: QuantFormat
 
     def __post_init__(self) -> None:
         if self.tensor.dtype not in SOURCE_DTYPES:

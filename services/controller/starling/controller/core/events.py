@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import msgspec
 
 from starling.common.wire.messages import Down, Prompt, Up
-from starling.controller.core.records import Kept, Record
-from starling.controller.core.stored import StoredGroup
+from starling.controller.core.groups.stored import StoredGroup
+from starling.controller.core.records import JournalEntry, Record
 
 Buffers = tuple[bytes, ...]
 
@@ -29,7 +29,7 @@ class Ticked(msgspec.Struct, frozen=True, gc=False):
     now: float
 
 
-class PeerLost(msgspec.Struct, frozen=True, gc=False):
+class ReplicaDisconnected(msgspec.Struct, frozen=True, gc=False):
     """The connection of a replica closed."""
 
     now: float
@@ -48,7 +48,7 @@ class Fetched(msgspec.Struct, frozen=True, gc=False):
 
     now: float
     step: int
-    records: tuple[Kept, ...]
+    records: tuple[JournalEntry, ...]
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -58,7 +58,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     step: int
 
 
-Event = Received | Ticked | PeerLost | StopRequested | Fetched | Stored
+Event = Received | Ticked | ReplicaDisconnected | StopRequested | Fetched | Stored
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
@@ -102,14 +102,14 @@ class Note(msgspec.Struct, frozen=True, gc=False):
     fields: dict[str, Any] = {}
 
 
-class Finish(msgspec.Struct, frozen=True, gc=False):
+class FinishRun(msgspec.Struct, frozen=True, gc=False):
     """The run is over."""
 
     ok: bool
     reason: str
 
 
-Command = Send | Write | Note | Prune | Fetch | Store | Finish
+Command = Send | Write | Note | Prune | Fetch | Store | FinishRun
 
 
 class Prompts(Protocol):

@@ -7,11 +7,11 @@ from typing import Any
 
 from starling.common.ids import LEASE_KINDS, Role, lease_subject
 from starling.common.wire.messages import LeaseProgress
-from starling.controller.core.finish import Stage
-from starling.controller.core.groups import GONE, GroupState
-from starling.controller.core.membership import Member
+from starling.controller.core.groups.group import GONE, GroupState
+from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.plan import RunPlan
-from starling.controller.core.state import State
+from starling.controller.core.replicas.membership import Member
+from starling.controller.core.state import ControllerState
 
 MAX_DROPS = 3
 """The run fails when this many steps' worth of groups were discarded in a row."""
@@ -29,10 +29,10 @@ WORK = {
 }
 
 
-def explain(state: State) -> str:
+def explain(state: ControllerState) -> str:
     """Say what the run waits for now."""
     leases, plan, ledger = state.leases, state.plan, state.ledger
-    if state.ending.stage is not Stage.RUNNING:
+    if state.ending.stage is not RunStage.RUNNING:
         names = ", ".join(sorted(state.membership.members)) or "nobody"
         return f"{state.ending.stage}: {names}"
     if state.is_awaiting():
@@ -72,7 +72,7 @@ def explain(state: State) -> str:
     )
 
 
-def _turn(state: State) -> str | None:
+def _turn(state: ControllerState) -> str | None:
     """Say who keeps those from the devices whose turn it is, or return None."""
     turns = state.turns
     if not turns.shared or all(map(turns.may_work, state.membership.of(turns.side))):
@@ -87,7 +87,7 @@ def _scoring(plan: RunPlan) -> str:
     return " and ".join(["scored"] * (plan.num_rewards > 0) + ["taught"] * plan.is_taught) or "kept"
 
 
-def pull_of(state: State, member: Member) -> tuple[int, LeaseProgress] | None:
+def pull_of(state: ControllerState, member: Member) -> tuple[int, LeaseProgress] | None:
     """Return the version that a rollout pulls and how far it is, or None when it pulls none or has not told yet."""
     for lease in state.leases.of(member.name, "adopt"):
         if lease in member.progress:
@@ -95,14 +95,14 @@ def pull_of(state: State, member: Member) -> tuple[int, LeaseProgress] | None:
     return None
 
 
-def _adoptions(state: State, adopting: list[Member]) -> str:
+def _adoptions(state: ControllerState, adopting: list[Member]) -> str:
     pulls = [(member.name, pull_of(state, member)) for member in adopting]
     told = [f"{name} pulls version {pull[0]}: {pull[1]}" for name, pull in pulls if pull is not None]
     others = ", ".join(name for name, pull in pulls if pull is None)
     return "; ".join(told + ([f"{others} to adopt version {state.rounds.version}"] if others else []))
 
 
-def missing_role(state: State) -> str | None:
+def missing_role(state: ControllerState) -> str | None:
     """Name the first role that has too few replicas for the run to go on, or return None."""
     plan, members = state.plan, state.membership
     num = members.num("policy")
@@ -125,10 +125,10 @@ def missing_role(state: State) -> str | None:
     return None
 
 
-def generates_more(state: State) -> bool:
+def generates_more(state: ControllerState) -> bool:
     """Say whether the run needs anything generated, now or before it ends."""
     plan, evaluated = state.plan, state.evaluated
-    if state.ending.stage is not Stage.RUNNING or state.ending.stopping:
+    if state.ending.stage is not RunStage.RUNNING or state.ending.stopping:
         return False
     if not plan.needs_rollouts or state.version < plan.num_supervised_steps:
         return False
@@ -138,7 +138,7 @@ def generates_more(state: State) -> bool:
     return evaluates or plan.serves or state.ledger.num_sealed < plan.num_steps
 
 
-def overdue(state: State) -> str | None:
+def overdue(state: ControllerState) -> str | None:
     """Return why the run must fail: a role stayed empty too long, nothing can be scored, or a stop takes too long."""
     now, missing = state.now, missing_role(state)
     if missing is None:
@@ -163,7 +163,7 @@ def overdue(state: State) -> str | None:
     return None
 
 
-def status(state: State) -> tuple[str, dict[str, Any]]:
+def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
     """Return the state of the run, in words and for programs."""
     members = [_member(state, member) for member in sorted(state.membership.members.values(), key=lambda m: m.name)]
     groups = {str(s): state.ledger.count(s) for s in GroupState if s not in GONE}
@@ -197,7 +197,7 @@ def status(state: State) -> tuple[str, dict[str, Any]]:
     return "\n".join(lines), data
 
 
-def _member(state: State, member: Member) -> dict[str, Any]:
+def _member(state: ControllerState, member: Member) -> dict[str, Any]:
     kinds = {kind: state.leases.num(member.name, kind) for kind in LEASE_KINDS}
     return {
         "name": member.name,
@@ -213,7 +213,7 @@ def _member(state: State, member: Member) -> dict[str, Any]:
     }
 
 
-def waits(state: State) -> list[dict[str, Any]]:
+def waits(state: ControllerState) -> list[dict[str, Any]]:
     """Return every wait that is known of: who waits for what, on whom, since when, and how long at most.
 
     The controller's own come from its leases; those of the replicas from their heartbeats. Seconds are as of the last
@@ -229,7 +229,7 @@ def waits(state: State) -> list[dict[str, Any]]:
         since = state.now - state.missing_since
         missing = (missing_role(state) or "").removeprefix("needs ")
         found.append(_wait("controller", missing, "launcher", since, state.plan.start_s - since))
-    if state.ending.stage is Stage.DRAINING:
+    if state.ending.stage is RunStage.DRAINING:
         left = state.ending.deadline - state.now
         found += [_wait("controller", "its farewell", name, 0.0, left) for name in sorted(state.membership.members)]
     for name, member in sorted(state.membership.members.items()):
@@ -245,7 +245,7 @@ def waits(state: State) -> list[dict[str, Any]]:
     return found
 
 
-def _ends(state: State) -> bool:
+def _ends(state: ControllerState) -> bool:
     """Say whether no further step is wanted, so that the end waits for what is being saved."""
     return state.version >= state.plan.last_step or bool(state.ending.stopping)
 
@@ -260,7 +260,7 @@ def _wait(owner: str, what: str, on: str, since_s: float, seconds_left: float) -
     }
 
 
-def why(state: State) -> tuple[str, dict[str, Any]]:
+def why(state: ControllerState) -> tuple[str, dict[str, Any]]:
     """Return what the run waits for, the graph of waits, and who or what is at the root of it."""
     found, sentence = waits(state), explain(state)
     by_owner: dict[str, list[dict[str, Any]]] = {}

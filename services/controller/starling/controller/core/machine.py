@@ -10,27 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from starling.common.wire.messages import Prompt
-from starling.controller.core.derive import advance
-from starling.controller.core.derive_files import stored
-from starling.controller.core.due import Due
+from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import (
     Command,
     Event,
     Fetched,
-    PeerLost,
     Prompts,
     Received,
+    ReplicaDisconnected,
     StopRequested,
     Stored,
     Ticked,
 )
 from starling.controller.core.explain import explain, overdue
-from starling.controller.core.finish import Stage
-from starling.controller.core.handle import received
+from starling.controller.core.groups.dispatch import advance
+from starling.controller.core.groups.files import stored
+from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.plan import RunPlan
-from starling.controller.core.records import Kept
-from starling.controller.core.restore import restore
-from starling.controller.core.state import State
+from starling.controller.core.records import JournalEntry
+from starling.controller.core.recovery import restore
+from starling.controller.core.replicas.heartbeat import received
+from starling.controller.core.state import ControllerState
 
 AWAITED_HEARTBEATS = 3
 """For so many heartbeats a controller that begins again waits for those who may hold work."""
@@ -46,7 +46,7 @@ class Controller:
         examples: Prompts,
         held_out: Sequence[Prompt],
         *,
-        past: Sequence[Kept] = (),
+        past: Sequence[JournalEntry] = (),
         incarnation: int = 1,
     ) -> None:
         """Begin a run, or take it up again.
@@ -59,7 +59,7 @@ class Controller:
             past: the journal's records, in order; payload of groups of committed steps may be left out.
             incarnation: how often a controller of this run has begun, from 1.
         """
-        self.state = State(plan, prompts, examples, held_out, incarnation)
+        self.state = ControllerState(plan, prompts, examples, held_out, incarnation)
         restore(self.state, past)
 
     @property
@@ -71,7 +71,7 @@ class Controller:
         """Take in one event and return what is to be done, in order."""
         state = self.state
         state.written, state.out, state.now = [], [], event.now
-        if state.ending.stage is Stage.OVER:
+        if state.ending.stage is RunStage.OVER:
             return []  # what is heard before the process ends is nobody's business any more
         if state.await_until == float("-inf"):
             self._begin()
@@ -80,18 +80,18 @@ class Controller:
                 received(state, event)
             case Ticked():
                 self._tick()
-            case PeerLost(peer=peer):
+            case ReplicaDisconnected(peer=peer):
                 member = state.membership.members.get(peer)
                 # A policy that is alone cannot be replaced at once, and may come back: its lease decides.
                 if member is not None and (member.role != "policy" or member.shares_steps):
                     state.lose(peer, "its connection closed")
             case StopRequested(reason=reason):
                 state.ending.stop(reason, event.now)
-                state.due = Due.ALL
+                state.due = Dirty.ALL
             case Fetched(step=step, records=records):
                 if state.fetching == step:
                     state.fetching, state.fetched = -1, (step, records)
-                    state.due |= Due.CATCH_UP | Due.TRAIN
+                    state.due |= Dirty.CATCH_UP | Dirty.TRAIN
             case Stored(step=step):
                 stored(state, step)
         if state.due:
@@ -104,7 +104,7 @@ class Controller:
         if state.incarnation > 1:
             state.turns.begin_again(state.now)
         state.await_until = state.now + AWAITED_HEARTBEATS * state.plan.heartbeat_s
-        if state.ending.stage is Stage.DRAINING:
+        if state.ending.stage is RunStage.DRAINING:
             state.ending.drain(state.now)
         elif state.ending.stopping:
             state.ending.deadline = state.now + state.plan.stop_s
@@ -120,9 +120,9 @@ class Controller:
             if member is not None:
                 limit = state.plan.patience_s(lease.kind)
                 state.evict(member, f"{lease.peer} did not answer {lease.id} within {limit:g} s")
-        if state.ending.stage in (Stage.RUNNING, Stage.CHECKPOINTING):
+        if state.ending.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
             problem = overdue(state)
             if problem is not None:
                 state.ending.fail(problem, state.now)
         state.wake_rested()
-        state.due = Due.ALL
+        state.due = Dirty.ALL

@@ -9,13 +9,13 @@ A record is written, and on disk, before anything that follows from it is said t
 | `ControllerStarted` | another incarnation of the controller            | the end                    |
 | `MemberJoined`, `MemberLeft` | whom a restarted controller should hear of | the next incarnation    |
 | `GroupsOpened`      | positions of the data that are groups now        | the end                    |
-| `GroupGenerated`    | completions, with their payload                  | two saved states cover its step |
-| `GroupInterrupted`  | what there is of completions, with its payload   | they are generated, or begun anew |
-| `GroupScored`       | rewards                                          | as above                   |
-| `GroupTaught`       | what a teacher makes of a group, with its payload | as above                  |
-| `GroupReturned`     | completions were thrown away; how often by now   | as above                   |
+| `CompletionsStored`    | completions, with their payload                  | two saved states cover its step |
+| `PartialCompletionsStored`  | what there is of completions, with its payload   | they are generated, or begun anew |
+| `RewardsStored`       | rewards                                          | as above                   |
+| `TeacherLogprobsStored`       | what a teacher makes of a group, with its payload | as above                  |
+| `GroupRequeued`     | completions were thrown away; how often by now   | as above                   |
 | `GroupDiscarded`    | a prompt that is given up, or filtered out       | the end                    |
-| `StepSealed`        | which groups a step trains                       | the end                    |
+| `StepFrozen`        | which groups a step trains                       | the end                    |
 | `StepCommitted`     | the step is made: its version exists             | the end                    |
 | `VersionPublished`  | a version was on offer, and its root             | the end                    |
 | `VersionAdopted`    | a replica has proven to hold a version           | its next one               |
@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 
 from starling.common.ids import Role
-from starling.common.wire.messages import PartialMeta, TensorMeta, TrajectoryMeta
+from starling.common.wire.messages import PartialCompletionMeta, TensorMeta, TrajectoryMeta
 
 
 class RunBegun(msgspec.Struct, frozen=True, kw_only=True, tag="run_begun"):
@@ -73,7 +73,7 @@ class GroupsOpened(msgspec.Struct, frozen=True, kw_only=True, tag="groups_opened
     num: int
 
 
-class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_generated"):
+class CompletionsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_generated"):
     """A group has its completions; payload: its tensors. For an evaluation the payload is empty.
 
     Of a group that a committed step has taken, that was thrown away, or that an evaluation has scored, the journal
@@ -90,7 +90,7 @@ class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_gener
     """Under which they were generated."""
 
 
-class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="group_interrupted"):
+class PartialCompletionsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_interrupted"):
     """A group waits again, with the tokens that a rollout left of it; payload: its tensors.
 
     The journal gives the payload back until there is more of the group: its completions, a later record like this one,
@@ -98,7 +98,7 @@ class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="group_int
     """
 
     key: str
-    partial: tuple[PartialMeta, ...]
+    partial: tuple[PartialCompletionMeta, ...]
     tensors: tuple[TensorMeta, ...]
     oldest_version: int
     """The least, and below the greatest weight version among the tokens."""
@@ -107,14 +107,14 @@ class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="group_int
     """Divisor of the logits under which they were sampled."""
 
 
-class GroupTaught(msgspec.Struct, frozen=True, kw_only=True, tag="group_taught"):
+class TeacherLogprobsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_taught"):
     """A group has its teacher's log-probabilities; payload: their tensors. It is kept as long as that of its group."""
 
     key: str
     tensors: tuple[TensorMeta, ...]
 
 
-class GroupScored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored"):
+class RewardsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored"):
     """A group has its rewards."""
 
     key: str
@@ -122,7 +122,7 @@ class GroupScored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored")
     components: dict[str, tuple[float | None, ...]] = {}
 
 
-class GroupReturned(msgspec.Struct, frozen=True, kw_only=True, tag="group_returned"):
+class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, tag="group_returned"):
     """A group waits again; its completions were thrown away for the `tries`-th time."""
 
     key: str
@@ -141,7 +141,7 @@ class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag="group_disca
     """What they are then."""
 
 
-class StepSealed(msgspec.Struct, frozen=True, kw_only=True, tag="step_sealed"):
+class StepFrozen(msgspec.Struct, frozen=True, kw_only=True, tag="step_sealed"):
     """Step `step` trains the groups of these ordinals, and no other."""
 
     step: int
@@ -246,13 +246,13 @@ Record = (
     | MemberJoined
     | MemberLeft
     | GroupsOpened
-    | GroupGenerated
-    | GroupInterrupted
-    | GroupScored
-    | GroupTaught
-    | GroupReturned
+    | CompletionsStored
+    | PartialCompletionsStored
+    | RewardsStored
+    | TeacherLogprobsStored
+    | GroupRequeued
     | GroupDiscarded
-    | StepSealed
+    | StepFrozen
     | StepCommitted
     | VersionPublished
     | VersionAdopted
@@ -267,7 +267,7 @@ Record = (
 )
 
 
-class Kept(msgspec.Struct, frozen=True):
+class JournalEntry(msgspec.Struct, frozen=True):
     """One record as the journal gives it back."""
 
     record: Record

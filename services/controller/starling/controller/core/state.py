@@ -9,29 +9,29 @@ import msgspec
 
 from starling.common.ids import LEASE_KINDS, LeaseKind, Purpose, lease_id, lease_kind
 from starling.common.wire import messages as wire
-from starling.controller.core.answers import ledger_of
-from starling.controller.core.capacity import Capacity
-from starling.controller.core.due import Due
-from starling.controller.core.dynamic import DYNAMIC, Changes
-from starling.controller.core.evaluation import Evaluation
+from starling.controller.core.dirty import Dirty
+from starling.controller.core.evaluation.evaluation import Evaluation
 from starling.controller.core.events import Buffers, Command, Fetch, Note, Prompts, Prune, Send, Write
-from starling.controller.core.expect import Lengths
-from starling.controller.core.finish import Ending, Stage
-from starling.controller.core.groups import Group, Groups
-from starling.controller.core.leases import Leases
-from starling.controller.core.membership import Member, Membership
-from starling.controller.core.metrics import Known
+from starling.controller.core.groups.buffer import ledger_of
+from starling.controller.core.groups.group import Group, Groups
+from starling.controller.core.lifecycle.stages import Lifecycle, RunStage
 from starling.controller.core.plan import RunPlan
-from starling.controller.core.records import Kept, MemberLeft, Record
-from starling.controller.core.rounds import Rounds
-from starling.controller.core.steps import Step
-from starling.controller.core.turns import Turns
+from starling.controller.core.records import JournalEntry, MemberLeft, Record
+from starling.controller.core.replicas.estimates import LengthEstimates
+from starling.controller.core.replicas.leases import Leases
+from starling.controller.core.replicas.membership import Member, Membership
+from starling.controller.core.replicas.slots import SlotIndex
+from starling.controller.core.replicas.time_sharing import TimeSharing
+from starling.controller.core.training.dynamic_settings import DYNAMIC, SettingChanges
+from starling.controller.core.training.metrics import LatestMetrics
+from starling.controller.core.training.step import ActiveStep
+from starling.controller.core.weights.publications import Publications
 
 TAKES_SLOT: Final = frozenset({"generate", "score", "teach"})
 """The kinds of work of which a replica has as much in hand as it has slots."""
 
 
-class State:
+class ControllerState:
     """The small machines, which know nothing of each other, and what couples them."""
 
     def __init__(
@@ -49,21 +49,21 @@ class State:
         given = -1 if plan.has_policy else 0
         self.membership = Membership(plan.lease_s, given)
         self.leases = Leases()
-        self.turns = Turns(plan.colocate, plan.lease_s)
-        self.rounds = Rounds(version=given)
-        self.ending = Ending(plan.drain_s, plan.stop_s)
-        self.changes = Changes()
+        self.turns = TimeSharing(plan.colocate, plan.lease_s)
+        self.rounds = Publications(version=given)
+        self.ending = Lifecycle(plan.drain_s, plan.stop_s)
+        self.changes = SettingChanges()
         self.ledger = ledger_of(plan)
         self.ledger.begin(max(0, plan.begin_version - plan.num_supervised_steps), plan.begin_prompt)
         self.version = plan.begin_version
         """The newest version that exists: how many steps were made; without a policy, how many files were written."""
-        self.step: Step | None = None
+        self.step: ActiveStep | None = None
         """The step in hand, which makes the next version."""
         self.num_broken = 0
         """How often policies failed to make a step together since the last one that was made."""
         self.fetching = -1
         """The step whose records are on their way from the journal; -1 for none."""
-        self.fetched: tuple[int, tuple[Kept, ...]] | None = None
+        self.fetched: tuple[int, tuple[JournalEntry, ...]] | None = None
         self.alarms: dict[str, wire.Alarm] = {}
         """Those that are on as of the last step that was made, by name."""
         self.saved_step = plan.begin_version
@@ -75,8 +75,8 @@ class State:
         """When a state was saved last, by this incarnation of the controller."""
         self.save_after = 0.0
         """Not before then is a state to be saved again, after a failure."""
-        self.capacity = Capacity(self.leases)
-        self.lengths = Lengths()
+        self.capacity = SlotIndex(self.leases)
+        self.lengths = LengthEstimates()
         self.holders: dict[tuple[int, str], dict[str, None]] = {}
         """Rollouts by the version that they hold and their host."""
         self.behind: dict[str, None] = {}
@@ -99,13 +99,13 @@ class State:
         self.idle_since = 0.0
         self.failing_since: dict[str, float] = {}
         """Since when a replica has failed to take over or to offer weights, again and again."""
-        self.known = Known()
+        self.known = LatestMetrics()
         self.has_generated = False
         """Some group has been given to a rollout: the run does with fewer replicas than it began with."""
         self.drops_in_a_row = 0
         self.last_drop = ""
         """Which group was discarded last, and why."""
-        self.due: int = Due.ALL
+        self.due: int = Dirty.ALL
         self.written: list[Write] = []
         """What goes into the journal, and below what is done thereafter, of the present event."""
         self.out: list[Command] = []
@@ -123,7 +123,7 @@ class State:
     @property
     def phase(self) -> str:
         """What the run is doing: sft, dpo, reward_model, or what it does with groups; or how it ends."""
-        if self.ending.stage is not Stage.RUNNING:
+        if self.ending.stage is not RunStage.RUNNING:
             return str(self.ending.stage)
         return self.plan.phase(min(self.version + 1, self.plan.last_step))
 
@@ -206,7 +206,7 @@ class State:
         member: Member,
         kind: LeaseKind,
         subject: int | str,
-        command: Callable[[str], wire.Work],
+        command: Callable[[str], wire.LeasedCommand],
         buffers: Buffers = (),
         tokens: int = 0,
     ) -> str:
@@ -229,14 +229,14 @@ class State:
     def release(self, peer: str, *leases: str) -> None:
         """Tell a replica to forget these leases."""
         if leases:
-            self.send(peer, wire.Release(leases=leases))
+            self.send(peer, wire.ReleaseLeases(leases=leases))
 
     def update_free(self, member: Member, kind: str = "") -> None:
         """Note that the free slots of `member` changed: work of `kind` came or went, or it has another version."""
         if not kind or kind in TAKES_SLOT:
             self.capacity.changed[member.name] = member
 
-    def up_to_date(self) -> Capacity:
+    def up_to_date(self) -> SlotIndex:
         """Return who has how many free slots now."""
         capacity = self.capacity
         if capacity.changed:
@@ -326,13 +326,13 @@ class State:
         target = self.target(member)
         if member.version != target and target >= 0 and not self.leases.num(member.name, "adopt"):
             self.behind[member.name] = None
-            self.due |= Due.ADOPT
+            self.due |= Dirty.ADOPT
         else:
             self.behind.pop(member.name, None)
-        self.due |= Due.DISPATCH
+        self.due |= Dirty.DISPATCH
         if self.evaluation is not None:
             self.loose[member.name] = None
-            self.due |= Due.EVALUATE
+            self.due |= Dirty.EVALUATE
 
     def _let_go(self, member: Member) -> None:
         held = self.holders.get((member.version, member.host))
@@ -364,7 +364,7 @@ class State:
             self.step.broken = True
         self.write(MemberLeft(name=name))
         self.note("left", replica=name, reason=why, num_leases=len(dropped))
-        self.due = Due.ALL
+        self.due = Dirty.ALL
 
     def miss(self) -> None:
         """Wait no longer for those who were not heard since the controller's restart; the next one need not either."""
@@ -395,4 +395,4 @@ class State:
                 groups, group = found
                 groups.requeue(group, kind)
         if dropped:
-            self.due |= Due.DISPATCH | Due.SCORE
+            self.due |= Dirty.DISPATCH | Dirty.SCORE

@@ -10,7 +10,7 @@ import msgspec
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
-from starling.controller.core.evaluation import TASK
+from starling.controller.core.evaluation.evaluation import TASK
 from starling.controller.core.events import Prompts
 from starling.controller.core.plan import RunPlan
 from starling.controller.data.prompts import Needs, load_prompts
@@ -35,7 +35,7 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class RunData:
     """The data of a run, and its plan as that is with the data known."""
 
     plan: RunPlan
@@ -46,27 +46,27 @@ class Loaded:
     """Set for a run that replays: its `prompts` are theirs."""
 
 
-def load_data(settings: ControllerProcess) -> Loaded:
+def load_data(settings: ControllerProcess) -> RunData:
     """Read what a run needs. Raises ConfigError."""
     plan = settings.plan()
     if settings.run.kind == "serve":
-        return Loaded(plan, Listed([]), Listed([]), [])
+        return RunData(plan, Listed([]), Listed([]), [])
     if settings.run.kind in ANSWERING_KINDS:
         listed = Listed(prompts_to_answer(settings))
         num_files = -(-len(listed) // plan.prompts_per_step)
-        return Loaded(replace(plan, num_prompts=len(listed), num_steps=num_files), listed, listed, [])
+        return RunData(replace(plan, num_prompts=len(listed), num_steps=num_files), listed, listed, [])
     needs: Needs = "prompt"
     if settings.examples.num_steps:
         needs = "pair" if settings.run.kind in PREFERENCE_KINDS else "response"
     if settings.run.kind == "replay":
         trajectories = _load_trajectories(settings, plan)
         examples: Prompts = trajectories if settings.sft.data is None else load_prompts(settings.sft.data, needs)
-        return Loaded(plan, trajectories, examples, [], trajectories)
+        return RunData(plan, trajectories, examples, [], trajectories)
     if settings.examples.data is None:
         prompts = examples = load_prompts(settings.data, needs)
     else:
         prompts, examples = load_prompts(settings.data), load_prompts(settings.examples.data, needs)
-    return Loaded(plan, prompts, examples, prompts.held_out_prompts())
+    return RunData(plan, prompts, examples, prompts.held_out_prompts())
 
 
 def prompts_to_answer(settings: ControllerProcess) -> list[Prompt]:

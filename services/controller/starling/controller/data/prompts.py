@@ -20,7 +20,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Media, Prompt
 from starling.controller.data.media import text_of_parts, with_media
 from starling.controller.data.settings import DataSettings
-from starling.controller.data.sources import Row, load_rows, nearest
+from starling.controller.data.sources import DataRow, load_rows, nearest
 
 _HELD_OUT_SEED: Final = "starling/held-out"
 
@@ -101,7 +101,7 @@ def load_prompts(settings: DataSettings, needs: Needs = "prompt") -> PromptSourc
     return PromptSource(train, held_out, shuffle=settings.shuffle, seed=settings.seed)
 
 
-def make_prompt(row: Row | Prompt, number: int, settings: DataSettings, needs: Needs = "prompt") -> Prompt:
+def make_prompt(row: DataRow | Prompt, number: int, settings: DataSettings, needs: Needs = "prompt") -> Prompt:
     """Make the prompt of row `number` (counted from 0): plain text by `settings.format`, else a conversation.
 
     Errors: `ConfigError` when a column is missing or holds something that is no prompt, response or metadata, and when
@@ -125,7 +125,7 @@ def _remedy(field: str, column: str) -> str:
     return f"put a text into its column {column!r}, or leave the row out"
 
 
-def _prompt_of(row: Row, number: int, where: str, settings: DataSettings, needs: Needs) -> Prompt:
+def _prompt_of(row: DataRow, number: int, where: str, settings: DataSettings, needs: Needs) -> Prompt:
     is_response = needs != "prompt"
     messages = () if settings.format else _conversation(row, where, settings)
     for setting in ("image_column", "video_column"):
@@ -143,7 +143,7 @@ def _prompt_of(row: Row, number: int, where: str, settings: DataSettings, needs:
     )
 
 
-def _column(row: Row, name: str, where: str, setting: str) -> Any:
+def _column(row: DataRow, name: str, where: str, setting: str) -> Any:
     if name not in row.columns:
         raise ConfigError(
             f"{where} has no column {name!r}, which {setting} names; {nearest(name, map(str, row.columns))}"
@@ -151,7 +151,7 @@ def _column(row: Row, name: str, where: str, setting: str) -> Any:
     return row.columns[name]
 
 
-def _fill_format(row: Row, where: str, format_: str) -> str:
+def _fill_format(row: DataRow, where: str, format_: str) -> str:
     names = [name for _, name, _, _ in Formatter().parse(format_) if name is not None]
     for name in names:
         _column(row, name.replace("[", ".").partition(".")[0], where, "format")
@@ -170,7 +170,7 @@ def _fill_format(row: Row, where: str, format_: str) -> str:
     return text
 
 
-def _conversation(row: Row, where: str, settings: DataSettings) -> tuple[ChatMessage, ...]:
+def _conversation(row: DataRow, where: str, settings: DataSettings) -> tuple[ChatMessage, ...]:
     name = settings.prompt_column
     value = _column(row, name, where, "prompt_column")
     if isinstance(value, str) and value:
@@ -199,7 +199,7 @@ def _message(item: object, where: str) -> ChatMessage:
     )
 
 
-def _reference(row: Row, where: str, name: str, *, is_response: bool) -> str:
+def _reference(row: DataRow, where: str, name: str, *, is_response: bool) -> str:
     if not name:
         return ""
     if is_response:
@@ -213,7 +213,7 @@ def _reference(row: Row, where: str, name: str, *, is_response: bool) -> str:
     )
 
 
-def _response(row: Row, where: str, name: str, setting: str) -> str:
+def _response(row: DataRow, where: str, name: str, setting: str) -> str:
     """Return what an assistant said: a text, or the content of the last message of a conversation. Empty for none."""
     if not name:
         return ""
@@ -235,7 +235,7 @@ def _response(row: Row, where: str, name: str, setting: str) -> str:
     )
 
 
-def _chosen_metadata(row: Row, where: str, names: Iterable[str]) -> dict[str, Any]:
+def _chosen_metadata(row: DataRow, where: str, names: Iterable[str]) -> dict[str, Any]:
     chosen = {name: _column(row, name, where, "metadata_columns") for name in names}
     try:
         json.dumps(chosen)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from starling.common.errors import ConfigError
-from starling.common.imported import load
+from starling.common.importing import import_object
 from starling.common.wire.messages import Prompt
 from starling.controller.data.settings import DataSettings
 
@@ -23,7 +23,7 @@ FORMS = "a path to a .jsonl or .parquet file, hf:NAME, reasoning_gym:TASK, or MO
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One row of a dataset."""
 
     columns: Mapping[str, Any]
@@ -32,13 +32,13 @@ class Row:
     """What the scorers of this source need, whatever columns the user chooses (JSON values)."""
 
 
-def load_rows(settings: DataSettings) -> list[Row | Prompt]:
+def load_rows(settings: DataSettings) -> list[DataRow | Prompt]:
     """Read the rows of `settings.source`, at most `settings.limit` of them (0: all).
 
     Errors: `ConfigError` when the source does not exist, cannot be read, or has no rows.
     """
     limit = settings.limit or None
-    rows: list[Row | Prompt]
+    rows: list[DataRow | Prompt]
     if settings.source.startswith("hf:"):
         rows = [*_read_hugging_face(settings.source.removeprefix("hf:"), settings, limit)]
     elif settings.source.startswith("reasoning_gym:"):
@@ -65,8 +65,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def _read_file(path: Path, limit: int | None) -> list[Row]:
-    readers: dict[str, Callable[[Path, int | None], list[Row]]] = {
+def _read_file(path: Path, limit: int | None) -> list[DataRow]:
+    readers: dict[str, Callable[[Path, int | None], list[DataRow]]] = {
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
     }
@@ -92,8 +92,8 @@ def _raise_missing(path: Path) -> NoReturn:
     raise ConfigError(f"the dataset {path} does not exist; in its folder, {nearest(path.name, siblings)}")
 
 
-def _read_jsonl(path: Path, limit: int | None) -> list[Row]:
-    rows: list[Row] = []
+def _read_jsonl(path: Path, limit: int | None) -> list[DataRow]:
+    rows: list[DataRow] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if len(rows) == limit:
@@ -110,11 +110,11 @@ def _read_jsonl(path: Path, limit: int | None) -> list[Row]:
                 raise ConfigError(
                     f"line {number} of {path} holds {json.dumps(value)[:60]}: write a JSON object, column to value"
                 )
-            rows.append(Row(value))
+            rows.append(DataRow(value))
     return rows
 
 
-def _read_parquet(path: Path, limit: int | None) -> list[Row]:
+def _read_parquet(path: Path, limit: int | None) -> list[DataRow]:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -123,13 +123,13 @@ def _read_parquet(path: Path, limit: int | None) -> list[Row]:
             table = file.read()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} cannot be read as Parquet ({error}): give another file") from None
-    return [Row(row) for row in table.slice(0, limit).to_pylist()]
+    return [DataRow(row) for row in table.slice(0, limit).to_pylist()]
 
 
 # --- Hugging Face --------------------------------------------------------------------------------------------------
 
 
-def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> list[Row]:
+def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> list[DataRow]:
     import datasets
 
     path = Path(name).expanduser()
@@ -159,7 +159,7 @@ def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> 
             loaded = loaded.cast_column(column, undecoded)
     shown = settings.image_column
     try:
-        return [Row({**row, shown: _embedded(row[shown])} if shown in row else row) for row in loaded]
+        return [DataRow({**row, shown: _embedded(row[shown])} if shown in row else row) for row in loaded]
     except (OSError, ImportError) as error:  # the library decodes videos, sound and images within structures
         raise ConfigError(
             f"a row of the Hugging Face dataset {name!r} cannot be read ({_first_line(error)}): install what it asks "
@@ -193,7 +193,7 @@ def _embedded(value: Any) -> Any:
 # --- reasoning-gym -------------------------------------------------------------------------------------------------
 
 
-def _read_reasoning_gym(task: str, settings: DataSettings, limit: int | None) -> list[Row]:
+def _read_reasoning_gym(task: str, settings: DataSettings, limit: int | None) -> list[DataRow]:
     """Generate the rows of a task: `question`, `answer`, `metadata`; a question that repeats is taken once.
 
     Each row carries, as `metadata["reasoning_gym"]`, the task and the entry that the task's `score_answer` takes.
@@ -222,7 +222,7 @@ def _read_reasoning_gym(task: str, settings: DataSettings, limit: int | None) ->
     return [_reasoning_gym_row(task, settings.options, entry) for entry in islice(firsts.values(), limit)]
 
 
-def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> Row:
+def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> DataRow:
     plain = json.loads(json.dumps(entry, default=str))
     scorer: dict[str, Any] = {
         "task": task,
@@ -230,7 +230,7 @@ def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str
     }
     if options:
         scorer["options"] = dict(options)
-    return Row(plain, {"reasoning_gym": scorer})
+    return DataRow(plain, {"reasoning_gym": scorer})
 
 
 # --- the user's own ------------------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ def _names_a_function(source: str) -> bool:
     )
 
 
-def _read_factory(source: str, limit: int | None) -> list[Row | Prompt]:
-    factory = load(source, "the dataset")
+def _read_factory(source: str, limit: int | None) -> list[DataRow | Prompt]:
+    factory = import_object(source, "the dataset")
     if not callable(factory):
         raise ConfigError(f"the dataset {source} is of the type {type(factory).__name__}: name a function")
     try:
@@ -259,11 +259,11 @@ def _read_factory(source: str, limit: int | None) -> list[Row | Prompt]:
     return [_own_row(value, number, source) for number, value in enumerate(values)]
 
 
-def _own_row(value: object, number: int, source: str) -> Row | Prompt:
+def _own_row(value: object, number: int, source: str) -> DataRow | Prompt:
     if isinstance(value, Prompt):
         return value
     if isinstance(value, Mapping):
-        return Row(value)
+        return DataRow(value)
     raise ConfigError(f"row {number} of {source} is {value!r:.60}: return dicts (column to value) or Prompts")
 
 

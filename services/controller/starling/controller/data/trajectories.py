@@ -2,7 +2,7 @@
 
     trajectories/
       index.jsonl              one line for each file, in the order of steps
-      step-000001.msgpack      the groups of one step: one MessagePack map, `File`
+      step-000001.msgpack      the groups of one step: one MessagePack map, `TrajectoryFile`
 
 A file comes into being whole (it is renamed when it is on disk), and its line in the index after that, so whatever the
 index names is complete. MessagePack, because a group is a map of small values with a few buffers of some KiB: the
@@ -23,8 +23,8 @@ import msgspec
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
-from starling.controller.core.records import GroupGenerated, GroupScored, Kept
-from starling.controller.core.stored import StoredGroup
+from starling.controller.core.groups.stored import StoredGroup
+from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored
 
 TRAJECTORIES: Final = "trajectories:"
 """The sources of data that begin so are folders of such files."""
@@ -37,7 +37,7 @@ VERSION: Final = 1
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-class File(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryFile(msgspec.Struct, frozen=True, kw_only=True):
     """What is in one file."""
 
     format: str
@@ -49,7 +49,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[StoredGroup, ...]
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the index."""
 
     file: str
@@ -61,18 +61,18 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-_files: Final = msgspec.msgpack.Decoder(File)
-_lines: Final = msgspec.json.Decoder(Line)
+_files: Final = msgspec.msgpack.Decoder(TrajectoryFile)
+_lines: Final = msgspec.json.Decoder(IndexEntry)
 
 
 def encode_file(run: str, step: int, groups: Sequence[StoredGroup]) -> bytes:
     """Return the content of a file."""
-    return _encoder.encode(File(format=FORMAT, version=VERSION, run=run, step=step, groups=tuple(groups)))
+    return _encoder.encode(TrajectoryFile(format=FORMAT, version=VERSION, run=run, step=step, groups=tuple(groups)))
 
 
-def line_of(step: int, groups: Sequence[StoredGroup], content: bytes) -> Line:
+def line_of(step: int, groups: Sequence[StoredGroup], content: bytes) -> IndexEntry:
     """Return what the index says of a file."""
-    return Line(
+    return IndexEntry(
         file=f"step-{step:06}.msgpack",
         step=step,
         num_groups=len(groups),
@@ -82,14 +82,14 @@ def line_of(step: int, groups: Sequence[StoredGroup], content: bytes) -> Line:
     )
 
 
-def read_index(folder: Path) -> list[Line]:
+def read_index(folder: Path) -> list[IndexEntry]:
     """Return the lines of the index; a last one that was cut short is none. Raises ConfigError when it is damaged."""
     path = folder / INDEX
     if not path.is_file():
         raise ConfigError(
             f"{folder} has no {INDEX}, so there are no trajectories in it; give the folder {FOLDER} of a run"
         )
-    lines: list[Line] = []
+    lines: list[IndexEntry] = []
     for number, text in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if not text.endswith(b"\n"):
             break
@@ -100,7 +100,7 @@ def read_index(folder: Path) -> list[Line]:
     return lines
 
 
-def read_file(folder: Path, line: Line) -> tuple[StoredGroup, ...]:
+def read_file(folder: Path, line: IndexEntry) -> tuple[StoredGroup, ...]:
     """Return the groups of a file. Raises ConfigError when it is not what the index says."""
     path = folder / line.file
     try:
@@ -163,18 +163,18 @@ class Trajectories:
         """Return the prompt of the group at `position`."""
         return self._group(position).prompt
 
-    def records(self, step: int) -> tuple[Kept, ...]:
+    def records(self, step: int) -> tuple[JournalEntry, ...]:
         """Return what `step` is made of, as a journal would. Raises ConfigError."""
         begin = self._first_prompt + (step - self._first_step) * self._per_step
-        kept: list[Kept] = []
+        kept: list[JournalEntry] = []
         for position in range(begin, min(begin + self._per_step, self.num_groups)):
             group, key = self._group(position), f"t{position}"
-            generated = GroupGenerated(
+            generated = CompletionsStored(
                 key=key, trajectories=group.trajectories, tensors=group.tensors, temperature=group.temperature
             )
             rewards = group.rewards or (0.0,) * len(group.trajectories)
-            kept.append(Kept(generated, group.buffers))
-            kept.append(Kept(GroupScored(key=key, rewards=rewards, components=group.components)))
+            kept.append(JournalEntry(generated, group.buffers))
+            kept.append(JournalEntry(RewardsStored(key=key, rewards=rewards, components=group.components)))
         return tuple(kept)
 
     def _group(self, position: int) -> StoredGroup:

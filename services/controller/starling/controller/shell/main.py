@@ -13,19 +13,19 @@ import structlog
 
 from starling.common.errors import StarlingError
 from starling.common.net.curve import load_allowed
-from starling.common.net.hub import Arrival, Hub, HubKeys
+from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.observe.process import StopSignal, collect_seldom, end_process
 from starling.common.service import ServiceArguments, serve
-from starling.common.wire.messages import Release
+from starling.common.wire.messages import ReleaseLeases
 from starling.controller.core.events import (
     Command,
     Event,
     Fetch,
     Fetched,
-    Finish,
+    FinishRun,
     Note,
-    PeerLost,
     Received,
+    ReplicaDisconnected,
     Send,
     StopRequested,
     Store,
@@ -33,21 +33,21 @@ from starling.controller.core.events import (
     Ticked,
 )
 from starling.controller.core.machine import Controller
-from starling.controller.data.load import Loaded, load_data
+from starling.controller.data.load import RunData, load_data
 from starling.controller.settings import ControllerProcess
-from starling.controller.shell.durable import Durable
-from starling.controller.shell.files import Files, Writing
-from starling.controller.shell.journal import Journal
-from starling.controller.shell.lines import Lines
-from starling.controller.shell.loggers.fanout import Fanout
+from starling.controller.shell.journal.commit_queue import CommitQueue
+from starling.controller.shell.journal.journal import Journal
+from starling.controller.shell.journal.resume import JOURNAL, check_prompts, lost_lines, start_incarnation
+from starling.controller.shell.loggers.fanout import LoggerFanout
 from starling.controller.shell.loggers.fanout import makers as logger_makers
 from starling.controller.shell.loggers.logger import RunInfo
-from starling.controller.shell.past import JOURNAL, check_prompts, lost_lines, take_up
-from starling.controller.shell.recorder import Recorder, RecordingPrompts
-from starling.controller.shell.samples import Samples
-from starling.controller.shell.status import History, snapshot
-from starling.controller.shell.ticks import Ticks
-from starling.controller.shell.timelines import Timelines
+from starling.controller.shell.outputs.append_file import AppendFile
+from starling.controller.shell.outputs.samples import Samples
+from starling.controller.shell.outputs.timelines import Timelines
+from starling.controller.shell.outputs.trajectory_writer import TrajectoryFiles, TrajectoryWriter
+from starling.controller.shell.recording.recorder import Recorder, RecordingPrompts
+from starling.controller.shell.status import MetricsHistory, snapshot
+from starling.controller.shell.ticks import TickSchedule
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +76,7 @@ class Shell:
         self._plan = settings.plan()
         self._journal = Journal(self._folder / JOURNAL)
         try:
-            self._past = take_up(self._journal, settings.run.id, self._plan)
+            self._past = start_incarnation(self._journal, settings.run.id, self._plan)
             key = arguments.key_file(network.curve)
             folder = arguments.folder / "keys"
             keys = HubKeys(key, load_allowed(folder), folder) if key is not None else None
@@ -85,19 +85,19 @@ class Shell:
         except BaseException:  # whatever it is: the next controller must find the journal unlocked
             self._journal.close()
             raise
-        self._history = History(time.monotonic())
-        self._metrics = Lines(self._folder / METRICS)
+        self._history = MetricsHistory(time.monotonic())
+        self._metrics = AppendFile(self._folder / METRICS)
         told = self._history.read(self._folder / METRICS)
         for line in lost_lines(self._past.records, told):
             self._metrics.write(json.dumps({"time": round(time.time(), 4), **line}))
         self._samples = Samples(self._folder, settings.logging.samples_mb << 20)
-        self._loggers = Fanout(makers, settings.logging, self._folder, self._past.records)
+        self._loggers = LoggerFanout(makers, settings.logging, self._folder, self._past.records)
         self._timelines = Timelines(self._folder)
-        self._finish: Finish | None = None
+        self._finish: FinishRun | None = None
         patience_s = settings.controller.journal_s
-        self._durable = Durable(self._journal, self._do, patience_s=patience_s, stalled=self._stalled)
-        self._writing = Writing(Files(self._folder, settings.run.id), self.hub.wake)
-        self._loaded: Loaded | None = None
+        self._durable = CommitQueue(self._journal, self._do, patience_s=patience_s, stalled=self._stalled)
+        self._writing = TrajectoryWriter(TrajectoryFiles(self._folder, settings.run.id), self.hub.wake)
+        self._loaded: RunData | None = None
         self._done: list[Fetched | Stored] = []
         """What was read and written for the core, which has not heard of it yet."""
         self._controller: Controller | None = None
@@ -156,7 +156,7 @@ class Shell:
         return controller
 
     def _serve(self, controller: Controller, stop: StopSignal) -> None:
-        ticks, told = Ticks(time.monotonic()), False
+        ticks, told = TickSchedule(time.monotonic()), False
         while self._finish is None:
             num = self._hear(controller, ticks.left_s(time.monotonic()))
             if stop and not told:
@@ -178,13 +178,13 @@ class Shell:
             happened = self.hub.poll(timeout_s)
             for one in happened:
                 now = time.monotonic()
-                if isinstance(one, Arrival):
+                if isinstance(one, ReceivedMessage):
                     envelope = one.envelope
                     cause = f"{envelope.sender}/{envelope.epoch}/{envelope.seq}"
                     event = Received(now, envelope.sender, envelope.epoch, one.message, one.buffers)
                     self._take(controller, event, cause)
                 else:
-                    self._take(controller, PeerLost(now, one.name), "lost")
+                    self._take(controller, ReplicaDisconnected(now, one.name), "lost")
             num += len(happened)
             if not happened or not self._durable.is_pending:
                 break
@@ -213,7 +213,7 @@ class Shell:
 
     def _do(self, command: Command, cause: str) -> None:
         match command:
-            case Send(peer=peer, message=Release(leases=leases)):
+            case Send(peer=peer, message=ReleaseLeases(leases=leases)):
                 self.hub.release(peer, leases)
             case Send(peer=peer, message=message, buffers=buffers):
                 self.hub.send(peer, message, cause=cause, buffers=buffers)
@@ -233,7 +233,7 @@ class Shell:
                 self._done.append(Fetched(time.monotonic(), step, records))
             case Store(step=step, groups=groups):
                 self._writing.begin(step, groups)
-            case Finish():
+            case FinishRun():
                 self._finish = command
                 log.info("finished", ok=command.ok, reason=command.reason)
 

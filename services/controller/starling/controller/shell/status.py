@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from starling.common.ids import LEASE_KINDS
-from starling.common.wire.telemetry import ReplicaView, Snapshot
+from starling.common.wire.telemetry import ReplicaView, RunSnapshot
 from starling.controller.core.explain import explain, pull_of
-from starling.controller.core.groups import GONE, GroupState
-from starling.controller.core.membership import Member
-from starling.controller.core.state import State
+from starling.controller.core.groups.group import GONE, GroupState
+from starling.controller.core.replicas.membership import Member
+from starling.controller.core.state import ControllerState
 
 KEPT_REWARDS = 10
 CURVE_POINTS = 240
@@ -21,7 +21,7 @@ CURVE_POINTS = 240
 
 
 @dataclass
-class History:
+class MetricsHistory:
     """What the last notes said."""
 
     started: float
@@ -67,10 +67,10 @@ class History:
             self._steps_per_point *= 2
 
 
-def snapshot(state: State, history: History, now: float, dropped: int) -> Snapshot:
+def snapshot(state: ControllerState, history: MetricsHistory, now: float, dropped: int) -> RunSnapshot:
     """Return what to show of `state`."""
     members = sorted(state.membership.members.values(), key=lambda m: m.name)
-    return Snapshot(
+    return RunSnapshot(
         phase=state.phase,
         version=state.version,
         last_step=state.plan.last_step,
@@ -90,13 +90,13 @@ def snapshot(state: State, history: History, now: float, dropped: int) -> Snapsh
     )
 
 
-def num_answered(state: State) -> int:
+def num_answered(state: ControllerState) -> int:
     """Return how many prompts of a run without a policy are answered."""
     ledger = state.ledger
     return ledger.num_trained_groups + ledger.count(GroupState.SEALED) + ledger.count(GroupState.SCORED)
 
 
-def _view(state: State, member: Member) -> ReplicaView:
+def _view(state: ControllerState, member: Member) -> ReplicaView:
     pulling, progress = pull_of(state, member) or (-1, None)
     return ReplicaView(
         name=member.name,

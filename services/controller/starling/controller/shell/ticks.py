@@ -9,7 +9,7 @@ FULL_S: Final = 5.0
 """For so long more may come than is heard at a time, before time passes all the same."""
 
 
-class Ticks:
+class TickSchedule:
     """Not before everything that came is heard: who spoke while this process stood still is not silent.
 
     But a controller that always has more to hear must not forget its deadlines: a flood has an end, or is one.

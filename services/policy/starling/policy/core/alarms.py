@@ -17,7 +17,7 @@ MARGIN: Final = 0.2
 
 
 @dataclass(frozen=True)
-class Rule:
+class AlarmRule:
     """What one metric must not do."""
 
     name: str
@@ -48,7 +48,7 @@ class Rule:
 class Alarms:
     """Which alarms are on. A step without a rule's metric is no evidence either way."""
 
-    def __init__(self, rules: Sequence[Rule], fail_on: Collection[str] = ()) -> None:
+    def __init__(self, rules: Sequence[AlarmRule], fail_on: Collection[str] = ()) -> None:
         """Watch by `rules`; alarms named in `fail_on` are to end the run."""
         self._rules, self._fail_on = tuple(rules), frozenset(fail_on)
         self._num_broken: dict[str, int] = {}
@@ -75,7 +75,7 @@ class Alarms:
                 )
         return tuple(on)
 
-    def _judge(self, rule: Rule, step: int, value: float) -> None:
+    def _judge(self, rule: AlarmRule, step: int, value: float) -> None:
         if rule.is_broken_by(value):
             self._num_broken[rule.name] = self._num_broken.get(rule.name, 0) + 1
             if self._num_broken[rule.name] >= rule.num_steps:

@@ -6,8 +6,8 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from starling.common.settings import Section
-from starling.policy.core.alarms import Rule
+from starling.common.settings import SettingsSection
+from starling.policy.core.alarms import AlarmRule
 
 AlarmName = Literal[
     "not_finite", "mismatch", "weights_still", "zero_advantage", "entropy", "effective_sample", "clip", "staleness"
@@ -33,7 +33,7 @@ _SAYS: Final[dict[AlarmName, str]] = {
 }
 
 
-class AlarmSettings(Section):
+class AlarmSettings(SettingsSection):
     """Bounds on what a step measures. An alarm is told when it begins and when it is over; see `docs/metrics.md`."""
 
     mismatch_kl: float = Field(default=0.02, gt=0.0)
@@ -66,11 +66,11 @@ class AlarmSettings(Section):
                 raise ValueError(f"fail_on and off both name {name!r}; remove it from one")
         return self
 
-    def rules(self) -> tuple[Rule, ...]:
+    def rules(self) -> tuple[AlarmRule, ...]:
         """Return what to watch, in the order in which alarms are told."""
         return tuple(rule for rule in self._all() if rule.name not in self.off)
 
-    def _all(self) -> tuple[Rule, ...]:
+    def _all(self) -> tuple[AlarmRule, ...]:
         return (
             _rule("not_finite", "skipped_step", 0.0),
             _rule("mismatch", "mismatch_kl", self.mismatch_kl),
@@ -96,5 +96,5 @@ class AlarmSettings(Section):
         )
 
 
-def _rule(name: AlarmName, metric: str, bound: float, **how: Any) -> Rule:
-    return Rule(name=name, metric=metric, bound=bound, says=_SAYS[name], **how)
+def _rule(name: AlarmName, metric: str, bound: float, **how: Any) -> AlarmRule:
+    return AlarmRule(name=name, metric=metric, bound=bound, says=_SAYS[name], **how)

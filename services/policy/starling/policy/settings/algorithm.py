@@ -7,10 +7,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from starling.algo.algorithm import Correction
-from starling.common.settings import Section
+from starling.common.settings import SettingsSection
 
 
-class CorrectionSettings(Section):
+class CorrectionSettings(SettingsSection):
     """One off-policy correction: a factor on each token's loss; several multiply. See `docs/algorithms.md`."""
 
     kind: Literal["truncate", "mask", "sequence_mask"]
@@ -34,7 +34,7 @@ class CorrectionSettings(Section):
         return Correction(**self.model_dump())
 
 
-class AlgorithmSettings(Section):
+class AlgorithmSettings(SettingsSection):
     """The loss of a reinforcement-learning step. What is not set here is as the named algorithm has it."""
 
     name: str = "grpo"
@@ -84,3 +84,23 @@ class AlgorithmSettings(Section):
 
     Their tokens still count in the mean, so the step is the same. Has no effect where another term trains them too.
     """
+
+
+# JOINED from starling.policy.settings.distill: Learning from a teacher, in runs that have one.
+
+
+class DistillSettings(SettingsSection):
+    """What the teacher's log-probabilities count in a step, and how (runs with `launch.num_teachers` above 0)."""
+
+    loss: Literal["reverse_kl", "jsd"] = "reverse_kl"
+    """`reverse_kl`: each sampled token has as its advantage how much likelier the teacher finds it. `jsd`: the
+    generalised Jensen-Shannon divergence over the teacher's likeliest tokens (`teacher.top_k` above 0)."""
+    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    """Weight of the teacher."""
+    reward_coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    """Weight of the advantages that come from rewards, beside it; without scorers these are 0."""
+    discount: float = Field(default=0.0, ge=0.0, le=1.0)
+    """How much a token answers for the teacher's view of the tokens after it (`reverse_kl`): 0 not at all."""
+    beta: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Between KL(teacher || student) at 0, which covers what the teacher does, and KL(student || teacher) at 1, which
+    seeks what it does most (`jsd`)."""

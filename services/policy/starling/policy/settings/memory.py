@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from starling.common.settings import Section
+from starling.common.settings import SettingsSection
 
 
-class MemorySettings(Section):
+class MemorySettings(SettingsSection):
     """Trading time for memory, and start-up time for speed. None of it changes what a step computes but by rounding."""
 
     logprob_chunk_tokens: int = Field(default=1024, ge=1)

@@ -8,10 +8,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from starling.common.settings import Section
+from starling.common.settings import SettingsSection
 
 
-class OptimizerSettings(Section):
+class OptimizerSettings(SettingsSection):
     """How gradients become weights."""
 
     kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"

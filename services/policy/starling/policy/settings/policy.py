@@ -8,14 +8,13 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from starling.common.errors import ConfigError
-from starling.common.settings import ModelSettings, Section, WeightsSettings, validate
+from starling.common.settings import ModelSettings, SettingsSection, WeightsSettings, validate
 from starling.policy.settings.alarms import AlarmSettings
-from starling.policy.settings.algorithm import AlgorithmSettings
-from starling.policy.settings.distill import DistillSettings
+from starling.policy.settings.algorithm import AlgorithmSettings, DistillSettings
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.saving import SavingSettings
-from starling.policy.settings.supervised import DpoSettings, RewardModelSettings, SftSettings
+from starling.policy.settings.supervised import DpoSettings, RewardModelSettings, SftStepSettings
 
 CHANGEABLE: Final = (
     "policy.algorithm.clip_high",
@@ -29,7 +28,7 @@ CHANGEABLE: Final = (
 """What a step may be told to do otherwise than the recipe says."""
 
 
-class PolicySettings(Section):
+class PolicySettings(SettingsSection):
     """Everything the policy decides for itself."""
 
     init: Literal["pretrained", "random"] = "pretrained"
@@ -57,7 +56,7 @@ class PolicySettings(Section):
     """The loss of reinforcement learning."""
     distill: DistillSettings = DistillSettings()
     """What a teacher counts, in runs that have one."""
-    sft: SftSettings = SftSettings()
+    sft: SftStepSettings = SftStepSettings()
     """The supervised steps."""
     dpo: DpoSettings = DpoSettings()
     """Steps that learn preferences."""

@@ -6,10 +6,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from starling.common.settings import Section
+from starling.common.settings import SettingsSection
 
 
-class SavingSettings(Section):
+class SavingSettings(SettingsSection):
     """States to continue from, and exports of the model. See `docs/operations/checkpoints.md`."""
 
     folder: str = ""

@@ -6,18 +6,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from starling.common.settings import Section
+from starling.common.settings import SettingsSection
 from starling.policy.settings.optimizer import OptimizerSettings
 
 
-class SftSettings(Section):
+class SftStepSettings(SettingsSection):
     """The supervised steps, with an optimizer of their own."""
 
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)
     """The optimizer of the supervised steps; reinforcement learning starts with a fresh one."""
 
 
-class DpoSettings(Section):
+class DpoSettings(SettingsSection):
     """Learning from pairs of a chosen and a rejected response (`run.kind = "dpo"`)."""
 
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-6)
@@ -32,7 +32,7 @@ class DpoSettings(Section):
     """Share of pairs that are taken to be labelled the wrong way round (`sigmoid` only)."""
 
 
-class RewardModelSettings(Section):
+class RewardModelSettings(SettingsSection):
     """Training a model that scores responses, from the same pairs (`run.kind = "reward_model"`)."""
 
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)

@@ -1,7 +1,7 @@
 """The policy process: takes steps from the controller, one at a time, and publishes versions.
 
 Publishing a version stops it for the copy into a snapshot; the offer follows from another thread (see
-`starling.weightsync.execute.offers`). What it needs to go on after a crash it saves when it is told to.
+`starling.weightsync.publisher.offers`). What it needs to go on after a crash it saves when it is told to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import structlog
 from pydantic import model_validator
 
 from starling.common.errors import ConfigError, StarlingError, WeightsError
-from starling.common.net.link import Command, Ended, GivenUp, Link
+from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
 from starling.common.service import (
     ServiceArguments,
@@ -31,16 +31,16 @@ from starling.common.service import (
 )
 from starling.common.settings import ModelSettings, ServiceSettings, WeightsSettings
 from starling.common.wire import messages as wire
-from starling.policy.core.progress import Order, Progress
+from starling.policy.core.admission import PolicyCommand, PolicyState
 from starling.policy.settings.policy import PolicySettings, check_adapters
-from starling.policy.train.broken import StepBrokenError
-from starling.weightsync.execute.offers import Offers, failure_of
+from starling.policy.train.errors import StepBrokenError
+from starling.weightsync.publisher.offers import OfferSender, lease_failure
 
 if TYPE_CHECKING:  # they import torch, see `Shell`
-    from starling.policy.shell.saving import Saving
+    from starling.policy.shell.saving import PolicySaver
     from starling.policy.train.learner import Learner
-    from starling.weightsync.execute.publish import Publisher
-    from starling.weightsync.layout import Layout
+    from starling.weightsync.plan.layout import Layout
+    from starling.weightsync.publisher.publisher import Publisher
 
 log = structlog.get_logger(__name__)
 
@@ -70,27 +70,27 @@ class Shell:
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
-        from starling.policy.train.watch import StepWatch
-        from starling.weightsync.layout import encode
-        from starling.weightsync.layouts.adapters import base_of
-        from starling.weightsync.layouts.modules import layout_of
+        from starling.policy.train.metrics.step import StepMetrics
+        from starling.weightsync.plan.layout import encode
+        from starling.weightsync.tensors.adapters import base_digest
+        from starling.weightsync.tensors.modules import layout_of
 
         self._settings = settings
         self._learner = begin_learner(path, settings)
         self._clock = self._learner.clock
-        self._watch = StepWatch(self._learner.tensors, self._clock, self._learner.model.device, settings.policy)
+        self._watch = StepMetrics(self._learner.tensors, self._clock, self._learner.model.device, settings.policy)
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings.model.trust_remote_code)
         self._saving = self._begin_saving(path, arguments.folder)
         version = self._saving.resume()
-        base = base_of(self._learner.model, settings.model.lora)
+        base = base_digest(self._learner.model, settings.model.lora)
         layout = layout_of(self._learner.tensors, arguments.name, base=base)
         self._publisher = self._begin_publishing(layout)  # what it publishes may be quantised, and so another layout
-        self._progress = Progress(version=version)
+        self._progress = PolicyState(version=version)
         hello = wire.Hello(
             role="policy", host=host_name(), pid=os.getpid(), version=version, has_layout=True, serves=True
         )
-        self._link = Link(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
-        self._offers = Offers(self._answer_offer, self._link.put, self._tell)
+        self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
+        self._offers = OfferSender(self._answer_offer, self._link.put, self._tell)
         self._saving.connect(self._link.answer, self._link.put, self._tell)
         self._copying_since: float | None = None
         self._telling = threading.Lock()
@@ -101,15 +101,15 @@ class Shell:
             transport=settings.policy.transport,
         )
 
-    def _begin_saving(self, model: Path, folder: Path) -> Saving:
+    def _begin_saving(self, model: Path, folder: Path) -> PolicySaver:
         """Prepare to save what becomes of the model in the folder `model`; the run's own is `folder`."""
-        from starling.policy.shell.saving import Saving
-        from starling.policy.train.companions import Companions
+        from starling.policy.shell.saving import PolicySaver
+        from starling.policy.train.checkpoint.huggingface import TokenizerFiles
 
         lora = self._settings.model.lora
-        return Saving(
+        return PolicySaver(
             self._learner,
-            Companions(self._tokenizer, model),
+            TokenizerFiles(self._tokenizer, model),
             self._settings.policy.saving,
             self._settings.run.id,
             folder,
@@ -117,7 +117,7 @@ class Shell:
         )
 
     def _begin_publishing(self, layout: Layout) -> Publisher:
-        from starling.weightsync.execute.publish import Publisher
+        from starling.weightsync.publisher.publisher import Publisher
         from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
 
         settings = self._settings
@@ -142,17 +142,17 @@ class Shell:
             while not stop:
                 with self._clock.within("wait_data"):
                     inbound = self._link.receive(IDLE_S)
-                if isinstance(inbound, Ended):
+                if isinstance(inbound, LinkClosed):
                     reason = inbound.reason
                     if inbound.error is not None:
                         raise inbound.error
                     self._saving.finish()
                     return
-                if isinstance(inbound, Command):
+                if isinstance(inbound, ReceivedCommand):
                     self._take(inbound)
                 elif isinstance(inbound, Future):
                     inbound.result()  # raises what no answer could tell
-                elif isinstance(inbound, GivenUp):
+                elif isinstance(inbound, CancelledLeases):
                     self._progress.give_up(inbound.leases)  # but a step cannot be given up half-way
                 else:
                     assert inbound is None, inbound
@@ -179,10 +179,10 @@ class Shell:
             self._publisher.close()
             self._offers.close()
 
-    def _take(self, command: Command) -> None:
+    def _take(self, command: ReceivedCommand) -> None:
         """Do a command, and then what had come before its time."""
         message = command.message
-        assert isinstance(message, Order), message
+        assert isinstance(message, PolicyCommand), message
         if self._progress.must_wait(message):
             assert isinstance(message, wire.TrainStep), message
             self._progress.hold(message, command.buffers)
@@ -211,7 +211,7 @@ class Shell:
                 waits.append(wire.Wait(what="room for a snapshot", on="readers", since_s=since_s, seconds_left=left_s))
             self._link.report(offered=self._offers.offered, waits=tuple(waits))
 
-    def _do(self, message: Order, buffers: tuple[bytes, ...]) -> None:
+    def _do(self, message: PolicyCommand, buffers: tuple[bytes, ...]) -> None:
         if not self._link.work(message.lease):
             return
         self._tell()
@@ -234,11 +234,11 @@ class Shell:
                     self._link.fence.keeps_devices(True)
                     self._learner.wake()
                     self._progress.asleep = False
-                    self._link.answer(message.lease, wire.Awake(lease=message.lease))
+                    self._link.answer(message.lease, wire.Woken(lease=message.lease))
         except StepBrokenError:
             raise  # no answer: the step is made again, by who begins from the newest state
         except StarlingError as error:
-            self._link.answer(message.lease, failure_of(message.lease, error, self._progress.version))
+            self._link.answer(message.lease, lease_failure(message.lease, error, self._progress.version))
 
     def _sleep(self) -> None:
         freed_bytes = self._learner.sleep()
@@ -258,7 +258,7 @@ class Shell:
         return wire.StepTrained(lease=message.lease, step=message.step, metrics=metrics, alarms=alarms)
 
     def _supervise(self, message: wire.TrainStep) -> dict[str, float]:
-        from starling.policy.train.examples import examples_of, pairs_of
+        from starling.policy.train.data.examples import examples_of, pairs_of
 
         if message.objective in ("dpo", "reward_model"):
             pairs = pairs_of(self._tokenizer, message.examples)
@@ -273,7 +273,7 @@ class Shell:
         return self._learner.supervise(examples, num_steps=message.num_steps, changes=message.settings)
 
     def _reinforce(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> dict[str, float]:
-        from starling.policy.train.groups import groups_from_wire
+        from starling.policy.train.data.groups import groups_from_wire
 
         return self._learner.reinforce(
             groups_from_wire(message.groups, buffers),
@@ -307,10 +307,10 @@ class Shell:
 
 def begin_learner(path: Path, settings: PolicyProcess) -> Learner:
     """Return what learns from version 0 of the model in the folder `path`. Raises ConfigError when it cannot."""
-    from starling.policy.train.check import check
+    from starling.policy.train.checkpoint.state import seed_random
     from starling.policy.train.learner import Learner
-    from starling.policy.train.objective import check_objective
-    from starling.policy.train.state import seed_random
+    from starling.policy.train.loss.objective import check_objective
+    from starling.policy.train.optim.optimizer import check_optimizers
 
     kind = settings.run.learns_from
     if kind is None:
@@ -319,17 +319,16 @@ def begin_learner(path: Path, settings: PolicyProcess) -> Learner:
         check_objective(settings.policy.algorithm)
     seed_random(settings.run.seed)
     learner = Learner(partial(load_version_0, path, settings), settings.policy)
-    check(learner.model, settings.policy, kind)
+    check_optimizers(learner.model, settings.policy, kind)
     return learner
 
 
 def load_version_0(path: Path, settings: PolicyProcess) -> Any:
     """Load version 0 of the model in the folder `path`. Raises ConfigError."""
-    from starling.policy.train.liger import use_liger
-    from starling.policy.train.lora import load_adapters
-    from starling.policy.train.memory import prepare
-    from starling.policy.train.model import freeze, load_model, place
-    from starling.weightsync.layouts.adapters import add_adapters
+    from starling.policy.train.memory.setup import apply_memory_settings
+    from starling.policy.train.model.load import freeze, load_model, place, use_liger
+    from starling.policy.train.model.lora import load_adapters
+    from starling.weightsync.tensors.adapters import add_adapters
 
     model = load_model(
         path,
@@ -348,7 +347,7 @@ def load_version_0(path: Path, settings: PolicyProcess) -> Any:
     model = place(model, settings.model.device)
     if settings.policy.liger:
         use_liger(model)
-    prepare(model, settings.policy.memory)
+    apply_memory_settings(model, settings.policy.memory)
     return model
 
 

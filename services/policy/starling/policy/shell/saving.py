@@ -1,7 +1,7 @@
 """When a policy saves: as it is told, on an interval, on SIGUSR1, and before it leaves on SIGTERM.
 
 To take a state holds the steps up for a copy into the host's memory; a thread of its own writes that, and then
-answers whoever asked. One thing is written at a time: see `starling.policy.train.saver`.
+answers whoever asked. One thing is written at a time: see `starling.policy.train.checkpoint.writer`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import structlog
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.wire import messages as wire
 from starling.policy.settings.saving import SavingSettings
-from starling.policy.train.checkpoint import Saveable, export_hf
-from starling.policy.train.header import STATES, find, newest
+from starling.policy.train.checkpoint.header import STATES, find_state, newest_state
+from starling.policy.train.checkpoint.huggingface import Saveable, export_hf
+from starling.policy.train.checkpoint.state import SavedState, StateStore
+from starling.policy.train.checkpoint.storage import Storage
+from starling.policy.train.checkpoint.writer import BackgroundWriter, WriteOutcome
 from starling.policy.train.learner import Learner
-from starling.policy.train.saver import Outcome, Saver
-from starling.policy.train.state import SavedState, States
-from starling.policy.train.storage import Storage
-from starling.weightsync.execute.offers import Answer, failure_of
+from starling.weightsync.publisher.offers import AnswerLease, lease_failure
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +36,7 @@ LEAVE_S = 20.0
 """How long who was told to leave waits for what is written, all in all: less than `STOP_S`, after which it is ended."""
 
 
-class Saving:
+class PolicySaver:
     """All that one policy saves."""
 
     def __init__(
@@ -59,18 +59,18 @@ class Saving:
         if settings.folder:
             home = Storage(settings.folder, settings.storage_options).below(*run.split("/"))
             home.check()
-        self._states = States(home.below(STATES), max_keep=settings.max_keep, best=settings.best)
+        self._states = StateStore(home.below(STATES), max_keep=settings.max_keep, best=settings.best)
         self._exports, self._merged = home.below(CHECKPOINTS), merged
         self._wished = threading.Event()
         self._saved = -1
         """The newest version of which there is a state, or is one being written."""
 
     def connect(
-        self, answer: Answer, broken: Callable[[Future[None]], None], changed: Callable[[], None] = lambda: None
+        self, answer: AnswerLease, broken: Callable[[Future[None]], None], changed: Callable[[], None] = lambda: None
     ) -> None:
-        """Answer leases by `answer`; see `Saver` for the others."""
+        """Answer leases by `answer`; see `BackgroundWriter` for the others."""
         self._answer = answer
-        self._saver = Saver(self._settings.patience_s, broken, changed)
+        self._saver = BackgroundWriter(self._settings.patience_s, broken, changed)
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Save at the next occasion when SIGUSR1 comes; `wake` makes it come soon, and is called by the handler."""
@@ -86,9 +86,9 @@ class Saving:
 
         Returns its version, 0 when there is none. Raises ConfigError when it is of another model.
         """
-        found, next_kind = newest(self._states.storage), None
+        found, next_kind = newest_state(self._states.storage), None
         if found is None and self._settings.begin_from:
-            found = find(self._settings.begin_from, self._settings.storage_options)
+            found = find_state(self._settings.begin_from, self._settings.storage_options)
             next_kind = self._settings.begin_kind
         elif found is not None:
             self._saved = found.state.version
@@ -149,21 +149,21 @@ class Saving:
         self,
         version: int,
         metrics: dict[str, float],
-        done: Callable[[Outcome], None],
+        done: Callable[[WriteOutcome], None],
         patience_s: float | None = None,
     ) -> None:
         self._saver.wait(patience_s)
         taken = self._learner.take_state(version, run=self._run, metrics=metrics)
         self._saved = version
 
-        def after(outcome: Outcome) -> None:
+        def after(outcome: WriteOutcome) -> None:
             if isinstance(outcome, StarlingError):
                 self._saved = -1
             done(outcome)
 
         self._saver.begin(f"the state of version {version}", lambda: self._states.write(taken), after)
 
-    def _export(self, version: int, done: Callable[[Outcome], None]) -> None:
+    def _export(self, version: int, done: Callable[[WriteOutcome], None]) -> None:
         self._saver.wait()
         weights = self._learner.exported(merged=self._merged)
         self._saver.begin(
@@ -179,15 +179,15 @@ class Saving:
             done,
         )
 
-    def _done(self, message: wire.SaveCheckpoint, outcome: Outcome) -> None:
+    def _done(self, message: wire.SaveCheckpoint, outcome: WriteOutcome) -> None:
         if isinstance(outcome, StarlingError):
-            self._answer(message.lease, failure_of(message.lease, outcome, message.step), ())
+            self._answer(message.lease, lease_failure(message.lease, outcome, message.step), ())
         else:
             saved = wire.CheckpointSaved(lease=message.lease, step=message.step, path=outcome, state=message.state)
             self._answer(message.lease, saved, ())
 
 
-def _tell(what: str, version: int, outcome: Outcome) -> None:
+def _tell(what: str, version: int, outcome: WriteOutcome) -> None:
     """Say what became of a save that nobody waits for."""
     if isinstance(outcome, StarlingError):
         log.warning("not saved", what=what, version=version, reason=str(outcome))

@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 from starling.policy.settings.policy import PolicySettings, changed
-from starling.policy.train.broken import StepBrokenError
-from starling.policy.train.clock import StepClock
-from starling.policy.train.groups import Example, Group
-from starling.policy.train.header import Kind, TrainerState
-from starling.policy.train.lora import export_model
-from starling.policy.train.model import tensors as model_tensors
-from starling.policy.train.pairs import Pair
-from starling.policy.train.parking import Parking
-from starling.policy.train.preference import DpoTrainer, RewardModelTrainer
-from starling.policy.train.sft import SftTrainer
-from starling.policy.train.state import (
+from starling.policy.train.checkpoint.header import TrainerKind, TrainerState
+from starling.policy.train.checkpoint.state import (
     REFERENCE,
     TRAINER,
     WEIGHTS,
-    HostCopy,
-    Progress,
+    HostBuffers,
     SavedState,
-    Taken,
-    named,
+    StateMetadata,
+    StateSnapshot,
+    in_section,
     take_state,
 )
-from starling.policy.train.step import RlTrainer
+from starling.policy.train.data.examples import PreferencePair
+from starling.policy.train.data.groups import ScoredGroup, SftExample
+from starling.policy.train.errors import StepBrokenError
+from starling.policy.train.memory.offload import DeviceOffload
+from starling.policy.train.metrics.clock import StepClock
+from starling.policy.train.model.load import version_tensors as model_tensors
+from starling.policy.train.model.lora import export_model
+from starling.policy.train.preference import DpoTrainer, RewardModelTrainer
+from starling.policy.train.rl import RlTrainer
+from starling.policy.train.sft import SftTrainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +43,7 @@ else:
 log = structlog.get_logger(__name__)
 
 Trainer = SftTrainer | RlTrainer | DpoTrainer | RewardModelTrainer
-_KINDS: Final[Mapping[type[Trainer], Kind]] = {
+_KINDS: Final[Mapping[type[Trainer], TrainerKind]] = {
     SftTrainer: "sft",
     RlTrainer: "rl",
     DpoTrainer: "dpo",
@@ -79,13 +79,13 @@ class Learner:
         """Position in the data of the first prompt that no step so far has trained."""
         self.metrics: dict[str, float] = {}
         """Of the step that made this version."""
-        self._room = HostCopy()
-        self._parking = Parking()
+        self._room = HostBuffers()
+        self._parking = DeviceOffload()
         self._broken: StepBrokenError | None = None
         """Why the weights are no version any more."""
 
     def supervise(
-        self, examples: Sequence[Example], *, num_steps: int, changes: Mapping[str, float] | None = None
+        self, examples: Sequence[SftExample], *, num_steps: int, changes: Mapping[str, float] | None = None
     ) -> dict[str, float]:
         """Make the next version out of `examples`; see `SftTrainer.step`.
 
@@ -108,7 +108,7 @@ class Learner:
 
     def reinforce(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[ScoredGroup],
         *,
         step: int,
         num_steps: int,
@@ -131,7 +131,7 @@ class Learner:
 
     def prefer(
         self,
-        pairs: Sequence[Pair],
+        pairs: Sequence[PreferencePair],
         *,
         objective: Literal["dpo", "reward_model"],
         step: int,
@@ -155,7 +155,7 @@ class Learner:
                 "go on from the newest state in a fresh process"
             ) from self._broken
 
-    def take_state(self, version: int, *, run: str = "", metrics: Mapping[str, float] | None = None) -> Taken:
+    def take_state(self, version: int, *, run: str = "", metrics: Mapping[str, float] | None = None) -> StateSnapshot:
         """Take the state of this moment, as `version`: a copy in memory, which holds until the next one is taken.
 
         Args:
@@ -168,7 +168,7 @@ class Learner:
         """
         self.check_whole()
         trainer, progress = self.trainer, None
-        tensors = named(WEIGHTS, self.tensors)
+        tensors = in_section(WEIGHTS, self.tensors)
         if trainer is not None:
             reference = trainer.reference if isinstance(trainer, RlTrainer | DpoTrainer) else None
             progress = TrainerState(
@@ -177,11 +177,11 @@ class Learner:
                 total_steps=trainer.descent.total_steps,
                 begun_at=-1 if reference is None else reference.version,
             )
-            tensors |= named(TRAINER, trainer.descent.state_tensors())
+            tensors |= in_section(TRAINER, trainer.descent.state_tensors())
             # The initial model can be loaded again.
             if reference is not None and reference.version > 0:
-                tensors |= named(REFERENCE, reference.tensors)
-        told = Progress(
+                tensors |= in_section(REFERENCE, reference.tensors)
+        told = StateMetadata(
             run=run,
             version=version,
             next_prompt=self.next_prompt,
@@ -190,7 +190,7 @@ class Learner:
         )
         return take_state(told, tensors, self.model.device, self._room)
 
-    def resume(self, saved: SavedState, *, next_kind: Kind | None = None) -> int:
+    def resume(self, saved: SavedState, *, next_kind: TrainerKind | None = None) -> int:
         """Take up what was saved. Returns its version.
 
         Args:
@@ -239,7 +239,7 @@ class Learner:
             StepBrokenError: the weights are no version.
         """
         self.check_whole()
-        copies = self._room.take(named(WEIGHTS, export_model(self.model) if merged else self.tensors))
+        copies = self._room.take(in_section(WEIGHTS, export_model(self.model) if merged else self.tensors))
         return {name.removeprefix(WEIGHTS): tensor for name, tensor in copies.items()}
 
     @contextmanager
@@ -265,7 +265,7 @@ class Learner:
         self.trainer.descent.num_steps = progress.num_steps
         self.trainer.descent.load_state_tensors(saved.read(TRAINER))
 
-    def _fresh(self, kind: Kind, num_steps: int) -> Trainer:
+    def _fresh(self, kind: TrainerKind, num_steps: int) -> Trainer:
         """Return a new trainer, in place of the one in force: there may be no room for the optimizers of both."""
         self.trainer = None
         model, settings, clock = self.model, self._settings, self.clock

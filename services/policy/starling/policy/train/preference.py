@@ -9,22 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from starling.algo.loss.preference import Pairs, dpo, ipo
-from starling.algo.loss.reward_model import bradley_terry
-from starling.algo.loss.terms import Terms
-from starling.policy.core.clock import Clock, NoClock
+from starling.algo.loss.preference import Pairs, bradley_terry, dpo, ipo
+from starling.algo.loss.terms import LossTerms
+from starling.policy.core.phases import NullClock, PhaseClock
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.supervised import DpoSettings
-from starling.policy.train.batch import Index, Inputs, to_tensors
-from starling.policy.train.flops import ModelCost, model_cost, step_flops
-from starling.policy.train.logprobs import token_logprobs
-from starling.policy.train.measure import Measured
-from starling.policy.train.memory import optimizer_device
-from starling.policy.train.model import longest_sequence, pair_cost
-from starling.policy.train.optimizer import Applied, Descent
-from starling.policy.train.pairs import Pair, Paired, lay_out_pairs
-from starling.policy.train.reference import Reference
+from starling.policy.train.data.examples import PackedPairs, PreferencePair, pack_pairs
+from starling.policy.train.data.packing import Index, MicrobatchInputs, to_tensors
+from starling.policy.train.loss.logprobs import token_logprobs
+from starling.policy.train.memory.setup import optimizer_device
+from starling.policy.train.metrics.flops import ModelCost, model_cost, step_flops
+from starling.policy.train.metrics.tokens import TokenMetrics
+from starling.policy.train.model.load import longest_sequence, pair_cost
+from starling.policy.train.model.reference import ReferenceModel
+from starling.policy.train.optim.optimizer import ModelOptimizer, UpdateResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +42,7 @@ class DpoTrainer:
         total_steps: int,
         reference: PreTrainedModel | None = None,
         initial: Callable[[], PreTrainedModel] | None = None,
-        clock: Clock | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
         """Start with a fresh optimizer.
 
@@ -57,12 +56,14 @@ class DpoTrainer:
         """
         self._model, self._settings = model, settings
         self._longest, self._pair_cost = longest_sequence(model), pair_cost(model)
-        self._clock, self._cost = clock or NoClock(), model_cost(model)
+        self._clock, self._cost = clock or NullClock(), model_cost(model)
         where = optimizer_device(model, settings.memory)
-        self.descent = Descent(model, settings.dpo.optimizer, total_steps, where=where)
-        self.reference = Reference(model, initial, reference)
+        self.descent = ModelOptimizer(model, settings.dpo.optimizer, total_steps, where=where)
+        self.reference = ReferenceModel(model, initial, reference)
 
-    def step(self, pairs: Sequence[Pair], *, step: int, settings: PolicySettings | None = None) -> dict[str, float]:
+    def step(
+        self, pairs: Sequence[PreferencePair], *, step: int, settings: PolicySettings | None = None
+    ) -> dict[str, float]:
         """Make version `step` out of `pairs`, each weighing the same.
 
         Returns:
@@ -77,9 +78,9 @@ class DpoTrainer:
             self.reference.begin(step - 1)
         if settings.dpo.use_reference:
             self.reference.prepare(step, wanted_by="policy.dpo.use_reference = true")
-        paired = lay_out_pairs(pairs, settings, longest=self._longest, pair_cost=self._pair_cost)
+        paired = pack_pairs(pairs, settings, longest=self._longest, pair_cost=self._pair_cost)
         self.descent.clear()
-        measured, losses = Measured(), []
+        measured, losses = TokenMetrics(), []
         for microbatch in paired.batch.plan:
             self._clock.enter("forward")
             inputs = to_tensors(paired.batch, microbatch, paired.token_ids, self._model.dtype, self._model.device)
@@ -96,7 +97,7 @@ class DpoTrainer:
         self._clock.enter("optimizer")
         return _finish(self.descent, self._clock, self._cost, losses, settings.dpo.optimizer, measured, paired)
 
-    def _sums(self, model: PreTrainedModel, inputs: Inputs, paired: Paired) -> tuple[Tensor, Tensor]:
+    def _sums(self, model: PreTrainedModel, inputs: MicrobatchInputs, paired: PackedPairs) -> tuple[Tensor, Tensor]:
         """Return the log-probability of each response of a microbatch, and its tokens: both [pairs, 2]."""
         chunk_tokens = self._settings.memory.logprob_chunk_tokens
         logprobs, _ = token_logprobs(model, inputs, chunk_tokens=chunk_tokens)
@@ -111,16 +112,18 @@ class RewardModelTrainer:
     """Trains a model with one output to score the chosen responses above the rejected ones."""
 
     def __init__(
-        self, model: PreTrainedModel, settings: PolicySettings, *, total_steps: int, clock: Clock | None = None
+        self, model: PreTrainedModel, settings: PolicySettings, *, total_steps: int, clock: PhaseClock | None = None
     ) -> None:
         """Start with a fresh optimizer; `model` has a `score` layer, see `load_model`, and is trained in place."""
         self._model, self._settings = model, settings
         self._longest, self._pair_cost = longest_sequence(model), pair_cost(model)
-        self._clock, self._cost = clock or NoClock(), model_cost(model)
+        self._clock, self._cost = clock or NullClock(), model_cost(model)
         where = optimizer_device(model, settings.memory)
-        self.descent = Descent(model, settings.reward_model.optimizer, total_steps, where=where)
+        self.descent = ModelOptimizer(model, settings.reward_model.optimizer, total_steps, where=where)
 
-    def step(self, pairs: Sequence[Pair], *, step: int, settings: PolicySettings | None = None) -> dict[str, float]:
+    def step(
+        self, pairs: Sequence[PreferencePair], *, step: int, settings: PolicySettings | None = None
+    ) -> dict[str, float]:
         """Make version `step` out of `pairs`, each weighing the same.
 
         Returns:
@@ -133,9 +136,9 @@ class RewardModelTrainer:
         del step
         chosen = (settings or self._settings).reward_model
         # A score is read behind the last token, which must therefore be an input: one more token follows it.
-        paired = lay_out_pairs(pairs, self._settings, longest=self._longest, pair_cost=self._pair_cost, closing=1)
+        paired = pack_pairs(pairs, self._settings, longest=self._longest, pair_cost=self._pair_cost, closing=1)
         self.descent.clear()
-        measured, losses = Measured(), []
+        measured, losses = TokenMetrics(), []
         for microbatch in paired.batch.plan:
             self._clock.enter("forward")
             inputs = to_tensors(paired.batch, microbatch, paired.token_ids, self._model.dtype, self._model.device)
@@ -149,7 +152,7 @@ class RewardModelTrainer:
         self._clock.enter("optimizer")
         return _finish(self.descent, self._clock, self._cost, losses, chosen.optimizer, measured, paired)
 
-    def _scores(self, inputs: Inputs, paired: Paired) -> Tensor:
+    def _scores(self, inputs: MicrobatchInputs, paired: PackedPairs) -> Tensor:
         """Return the scores of a microbatch's responses, float32 [pairs, 2]."""
         hidden: Tensor = self._model.base_model(
             input_ids=inputs.input_ids,
@@ -165,7 +168,7 @@ class RewardModelTrainer:
         return scores.float().view(-1, 2)
 
 
-def _compact(paired: Paired, inputs: Inputs) -> tuple[Index, int]:
+def _compact(paired: PackedPairs, inputs: MicrobatchInputs) -> tuple[Index, int]:
     """Return which of a microbatch's responses holds each of its tokens, and how many it has.
 
     They are numbered from 0, and those of a pair follow each other.
@@ -174,7 +177,9 @@ def _compact(paired: Paired, inputs: Inputs) -> tuple[Index, int]:
     return sequence.astype(np.int64), len(found)
 
 
-def _preferred(trained: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor] | None, settings: DpoSettings) -> Terms:
+def _preferred(
+    trained: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor] | None, settings: DpoSettings
+) -> LossTerms:
     sums, counts = trained
     known = (None, None) if reference is None else (reference[0][:, 0], reference[0][:, 1])
     pairs = Pairs(sums[:, 0], sums[:, 1], counts[:, 0], counts[:, 1], *known)
@@ -184,16 +189,16 @@ def _preferred(trained: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor] 
 
 
 def _finish(
-    descent: Descent,
-    clock: Clock,
+    descent: ModelOptimizer,
+    clock: PhaseClock,
     cost: ModelCost,
     losses: list[Tensor],
     optimizer: OptimizerSettings,
-    measured: Measured,
-    paired: Paired,
+    measured: TokenMetrics,
+    paired: PackedPairs,
 ) -> dict[str, float]:
     total = float(torch.stack(losses).sum())
-    applied: Applied = descent.apply(total, optimizer)
+    applied: UpdateResult = descent.apply(total, optimizer)
     clock.enter("other")
     return measured.read() | {
         "loss": total,

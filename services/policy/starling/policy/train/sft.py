@@ -11,15 +11,15 @@ import torch
 from starling.algo.loss.aggregate import token_mean
 from starling.algo.loss.sft import sft_loss
 from starling.common.errors import ConfigError
-from starling.policy.core.clock import Clock, NoClock
+from starling.policy.core.phases import NullClock, PhaseClock
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.batch import Prompted, check_lengths, lay_out, to_tensors
-from starling.policy.train.flops import model_cost, step_flops
-from starling.policy.train.groups import Example
-from starling.policy.train.logprobs import token_logprobs
-from starling.policy.train.memory import optimizer_device
-from starling.policy.train.model import longest_sequence, pair_cost
-from starling.policy.train.optimizer import Descent
+from starling.policy.train.data.groups import SftExample
+from starling.policy.train.data.packing import PromptBlock, check_lengths, pack_sequences, to_tensors
+from starling.policy.train.loss.logprobs import token_logprobs
+from starling.policy.train.memory.setup import optimizer_device
+from starling.policy.train.metrics.flops import model_cost, step_flops
+from starling.policy.train.model.load import longest_sequence, pair_cost
+from starling.policy.train.optim.optimizer import ModelOptimizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,19 +31,19 @@ class SftTrainer:
     """Trains a model on the responses of examples; the prompts are read, not learnt."""
 
     def __init__(
-        self, model: PreTrainedModel, settings: PolicySettings, *, total_steps: int, clock: Clock | None = None
+        self, model: PreTrainedModel, settings: PolicySettings, *, total_steps: int, clock: PhaseClock | None = None
     ) -> None:
         """Start with a fresh optimizer; `model` is trained in place, and `clock` is told what the time goes into."""
         self._model = model
         self._settings = settings
         self._longest = longest_sequence(model)
         self._pair_cost = pair_cost(model)
-        self._clock = clock or NoClock()
+        self._clock = clock or NullClock()
         self._cost = model_cost(model)
         where = optimizer_device(model, settings.memory)
-        self.descent = Descent(model, settings.sft.optimizer, total_steps, where=where)
+        self.descent = ModelOptimizer(model, settings.sft.optimizer, total_steps, where=where)
 
-    def step(self, examples: Sequence[Example], settings: PolicySettings | None = None) -> dict[str, float]:
+    def step(self, examples: Sequence[SftExample], settings: PolicySettings | None = None) -> dict[str, float]:
         """Make the next version out of `examples`, every response token weighing the same.
 
         Args:
@@ -63,12 +63,12 @@ class SftTrainer:
         ends = np.cumsum([len(example.response_ids) for example in examples]).tolist()
         starts = [0, *ends[:-1]]
         prompted = [
-            Prompted(example.prompt_ids, ((start, end),))
+            PromptBlock(example.prompt_ids, ((start, end),))
             for example, start, end in zip(examples, starts, ends, strict=True)
         ]
         token_ids = np.concatenate([example.response_ids for example in examples])
         check_lengths(prompted, self._longest)
-        batch = lay_out(prompted, self._settings.tokens_per_microbatch, pair_cost=self._pair_cost)
+        batch = pack_sequences(prompted, self._settings.tokens_per_microbatch, pair_cost=self._pair_cost)
         optimizer = (settings or self._settings).sft.optimizer
         self.descent.clear()
         parts = []

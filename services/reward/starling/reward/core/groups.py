@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from starling.common.wire.messages import USABLE, CompletionText, GroupScored, Prompt, ScoreGroup, Status
+from starling.common.wire.messages import TRAINABLE_STATUSES, CompletionText, GroupScored, Prompt, ScoreGroup, Status
 
 TASK = "task"
 """Key of a prompt's metadata by which scorers of some prompts alone know theirs."""
@@ -68,27 +68,27 @@ class Score(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class SubmitTask:
     """Have this task scored."""
 
     task: ScoreTask
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelTask:
     """Give up the task of this lease: nobody waits for it."""
 
     lease: str
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SendScores:
     """Tell the controller."""
 
     message: GroupScored
 
 
-Command = Submit | Cancel | Answer
+Command = SubmitTask | CancelTask | SendScores
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class GroupScores:
         scores: list[list[Score | None]] = [[None] * num_completions for _ in self.scorers]
         group = _Group(message, task, scores, num_missing=len(task.completions) * len(task.scorers))
         if not group.num_missing:
-            return [Answer(_scored(group, self.scorers))]
+            return [SendScores(_scored(group, self.scorers))]
         self._groups[message.lease] = group
         self._queue.append(message.lease)
         return self._fill_slots()
@@ -141,7 +141,7 @@ class GroupScores:
         if group.num_missing:
             return []
         del self._groups[score.task]
-        return [Answer(_scored(group, self.scorers)), *self._fill_slots()]
+        return [SendScores(_scored(group, self.scorers)), *self._fill_slots()]
 
     def give_up(self, leases: tuple[str, ...]) -> list[Command]:
         """Forget leases that nobody waits for."""
@@ -152,13 +152,13 @@ class GroupScores:
             if lease in self._queue:
                 self._queue.remove(lease)
             else:
-                commands.append(Cancel(lease))
+                commands.append(CancelTask(lease))
         return commands + self._fill_slots()
 
     def _fill_slots(self) -> list[Command]:
         commands: list[Command] = []
         while self._queue and len(self._groups) - len(self._queue) < self.num_slots:
-            commands.append(Submit(self._groups[self._queue.popleft()].task))
+            commands.append(SubmitTask(self._groups[self._queue.popleft()].task))
         return commands
 
 
@@ -170,7 +170,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def _task_of(message: ScoreGroup, scorers: tuple[WeightedScorer, ...]) -> ScoreTask:
-    usable = [(i, item) for i, item in enumerate(message.completions) if item.status in USABLE]
+    usable = [(i, item) for i, item in enumerate(message.completions) if item.status in TRAINABLE_STATUSES]
     prompt = message.prompt
     wanted = tuple(index for index, scorer in enumerate(scorers) if scorer.scores(prompt))
     return ScoreTask(message.lease, tuple(usable), prompt.reference, prompt_text(prompt), prompt.metadata, wanted)
@@ -184,7 +184,7 @@ def _scored(group: _Group, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
         column = [row[index] for row in group.scores]
         problems += [f"Completion {index}: {score.problem}" for score in column if score and score.problem]
         reward, status = None, completion.status
-        if status in USABLE:
+        if status in TRAINABLE_STATUSES:
             reward, failure = _reward(column, scorers)
             status = failure or status
             if not any(column):

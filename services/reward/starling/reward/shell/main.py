@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from starling.common.net.link import Command, Ended, GivenUp, Link
+from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
 from starling.common.service import (
     ServiceArguments,
@@ -20,8 +20,7 @@ from starling.common.service import (
 from starling.common.settings import ServiceSettings
 from starling.common.wire import messages as wire
 from starling.reward.core import groups as core
-from starling.reward.score.check import check
-from starling.reward.score.pool import ScoringPool
+from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.settings import RewardSettings
 
 log = structlog.get_logger(__name__)
@@ -41,12 +40,12 @@ class Shell:
 
     def __init__(self, settings: RewardProcess, arguments: ServiceArguments) -> None:
         """Resolve every scorer, so that no sample has to find out. Raises ConfigError when one cannot be used."""
-        check(settings.reward)
+        check_scorers(settings.reward)
         self._settings = settings.reward
         self._groups = core.GroupScores(settings.reward.weighted_scorers(), settings.reward.num_slots)
         hello = wire.Hello(role="reward", host=host_name(), pid=os.getpid(), num_slots=settings.reward.num_slots)
-        self._link = Link(link_settings(arguments, settings), hello)
-        self._ended: Ended | None = None
+        self._link = ControllerLink(link_settings(arguments, settings), hello)
+        self._ended: LinkClosed | None = None
         self._told_at = float("-inf")
 
     def run(self, stop: StopSignal) -> None:
@@ -86,11 +85,11 @@ class Shell:
     def _take_in(self, pool: ScoringPool) -> None:
         while (inbound := self._link.receive(0.0)) is not None:
             match inbound:
-                case Command(message=wire.ScoreGroup() as message):
+                case ReceivedCommand(message=wire.ScoreGroup() as message):
                     self._carry_out(pool, self._groups.add(message))
-                case GivenUp(leases=leases):
+                case CancelledLeases(leases=leases):
                     self._carry_out(pool, self._groups.give_up(leases))
-                case Ended():
+                case LinkClosed():
                     self._ended = inbound
                     return
                 case _:
@@ -99,12 +98,12 @@ class Shell:
     def _carry_out(self, pool: ScoringPool, commands: list[core.Command]) -> None:
         for command in commands:
             match command:
-                case core.Submit(task=task):
+                case core.SubmitTask(task=task):
                     self._link.work(task.id)
                     pool.submit(task)
-                case core.Cancel(lease=lease):
+                case core.CancelTask(lease=lease):
                     pool.cancel(lease)
-                case core.Answer(message=message):
+                case core.SendScores(message=message):
                     self._link.answer(message.lease, message)
 
 

@@ -20,18 +20,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from starling.common.errors import StarlingError
-from starling.rollout.api.ask import Ask, read_body, read_chat, read_text
-from starling.rollout.api.generate import Generation, without_tokens
-from starling.rollout.api.refusal import ApiError, Code, refusal_of
-from starling.rollout.api.shapes import Json, Kind, Shapes
-from starling.rollout.api.streams import Events, attended, told, told_at_once
+from starling.rollout.api.errors import ApiError, Code, api_error_of
+from starling.rollout.api.generation import Generation, without_tokens
+from starling.rollout.api.requests import RequestOptions, read_body, read_chat, read_text
+from starling.rollout.api.responses import EventStream, Json, Kind, ResponseBuilder, attended, told, told_at_once
 
 if TYPE_CHECKING:
-    from starling.rollout.api.keys import Keys
-    from starling.rollout.api.record import Recording
-    from starling.rollout.api.served import Served
+    from starling.rollout.api.keys import ApiKeys
+    from starling.rollout.api.model import ServedModel
+    from starling.rollout.api.recording import Recording
     from starling.rollout.settings import ApiSettings
-    from starling.rollout.shell.door import Door
+    from starling.rollout.shell.request_queue import EngineQueue
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +47,7 @@ class Endpoint:
         keys: who may ask.
     """
 
-    def __init__(self, door: Door, served: Served, settings: ApiSettings, keys: Keys[Recording]) -> None:
+    def __init__(self, door: EngineQueue, served: ServedModel, settings: ApiSettings, keys: ApiKeys[Recording]) -> None:
         self._door, self._served, self._settings, self._keys = door, served, settings, keys
         self._num_requests = 0
         self.stopping = False
@@ -93,7 +92,7 @@ class Endpoint:
             turn = await attended(request, recording.turn(chat))  # it ends with its episode, which has a limit
             shapes = self._shapes("chat", chat.ask, calls=bool(chat.tools), at_once=True)
             if chat.ask.stream:
-                return Events(told_at_once(shapes, chat.ask, turn.made, turn.prompt_ids), contextlib.ExitStack())
+                return EventStream(told_at_once(shapes, chat.ask, turn.made, turn.prompt_ids), contextlib.ExitStack())
             return _json(shapes.whole([turn.made], [turn.prompt_ids], {"overruled": list(turn.overruled)}))
         self._check_model(chat.ask.model)
         prompt_ids = self._served.chat_ids(chat.messages, chat.tools)
@@ -115,7 +114,13 @@ class Endpoint:
         return await self._generated(request, text.ask, prompts, shapes, score=text.echo and text.ask.logprobs)
 
     async def _generated(
-        self, request: Request, ask: Ask, prompts: Sequence[list[int]], shapes: Shapes, *, score: bool = False
+        self,
+        request: Request,
+        ask: RequestOptions,
+        prompts: Sequence[list[int]],
+        shapes: ResponseBuilder,
+        *,
+        score: bool = False,
     ) -> Response:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._place())
@@ -138,7 +143,7 @@ class Endpoint:
             # What the engine refuses is refused by the status, not in the middle of a stream.
             pieces = generation.pieces()
             first = await attended(request, anext(pieces, None))
-            return Events(told(shapes, ask, generation, first, pieces, prompts), stack.pop_all())
+            return EventStream(told(shapes, ask, generation, first, pieces, prompts), stack.pop_all())
 
     async def _read(self, request: Request) -> bytes:
         """Return the body. Raises ApiError when it is too large, or does not come, without reading on."""
@@ -159,8 +164,8 @@ class Endpoint:
             ) from None
         return b"".join(parts)
 
-    def _shapes(self, kind: Kind, ask: Ask, *, calls: bool = False, **options: Any) -> Shapes:
-        return Shapes(
+    def _shapes(self, kind: Kind, ask: RequestOptions, *, calls: bool = False, **options: Any) -> ResponseBuilder:
+        return ResponseBuilder(
             kind,
             self._served.name,
             self._served.token_text,
@@ -210,7 +215,7 @@ def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    refusal = refusal_of(error)
+    refusal = api_error_of(error)
     if refusal.status >= 500:
         log.warning("not_answered", path=request.url.path, reason=str(refusal))
     headers = {}

@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from starling.rollout.api.refusal import ApiError
+from starling.rollout.api.errors import ApiError
 
 E = TypeVar("E")
 
 
-class Keys(Generic[E]):
+class ApiKeys(Generic[E]):
     """The keys that are valid now.
 
     Digests are looked up, not keys, so that how long a look-up takes tells nothing of a key.
@@ -68,7 +68,7 @@ class Keys(Generic[E]):
         )
 
 
-class Address(msgspec.Struct, frozen=True, kw_only=True):
+class ApiAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a replica listens, and the key that it wants: what is in ``<run folder>/api/<replica>.json``."""
 
     base_url: str
@@ -76,7 +76,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-def write_address(path: Path, address: Address) -> None:
+def write_address(path: Path, address: ApiAddress) -> None:
     """Write `address` for its owner alone; who reads it meanwhile finds the old one whole, or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")

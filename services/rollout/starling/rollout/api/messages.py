@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Literal
 
-from starling.rollout.api.refusal import ApiError
+from starling.rollout.api.errors import ApiError
+from starling.rollout.env.parsers import PARSERS, Call, Parser
 
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """OpenAI's newer name of the system's role is not known to chat templates."""
@@ -133,3 +135,28 @@ def _parsed(arguments: Any) -> Any:
 
 def _canonical(arguments: Any) -> str:
     return json.dumps(_parsed(arguments), sort_keys=True, ensure_ascii=False, default=str)
+
+
+# JOINED from starling.rollout.api.calls: Calls of tools in a reply, as OpenAI's schema has them.
+
+
+_BEGIN: Final = "<tool_call>"
+"""What calls in Hermes's form begin with; text may stand before them."""
+
+
+def reader_of(parser: Literal["", "hermes", "llama"], chat_template: str | Mapping[str, str] | None) -> ReadCalls:
+    """Return what finds calls in replies: by `parser`, or else in the form that the chat template has."""
+    if not parser:
+        parser = "llama" if "python_tag" in str(chat_template) else "hermes"
+    return partial(_read, PARSERS[parser])
+
+
+def _read(parse: Parser, text: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+    """Return the text beside the calls, and the calls; a reply with a call that cannot be read is text."""
+    found = parse(text)
+    calls = [call for call in found if isinstance(call, Call)]
+    if not calls or len(calls) < len(found):
+        return text, ()
+    before, begun, _ = text.partition(_BEGIN)
+    written = tuple((call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls)
+    return (before.strip() or None) if begun else None, written

@@ -16,14 +16,14 @@ from starling.algo.text import decode
 from starling.common.errors import ConfigError
 from starling.common.service import host_name
 from starling.rollout.api.app import Endpoint
-from starling.rollout.api.keys import Address, Keys, write_address
-from starling.rollout.api.record import Recording
+from starling.rollout.api.keys import ApiAddress, ApiKeys, write_address
+from starling.rollout.api.recording import Recording
 
 if TYPE_CHECKING:
-    from starling.rollout.api.served import Served
-    from starling.rollout.env.episode import TokenEpisode
+    from starling.rollout.api.model import ServedModel
+    from starling.rollout.env.episodes.episode import TokenEpisode
     from starling.rollout.settings import ApiSettings
-    from starling.rollout.shell.door import Door
+    from starling.rollout.shell.request_queue import EngineQueue
 
 log = structlog.get_logger(__name__)
 
@@ -49,14 +49,16 @@ class ApiServer:
         ConfigError: the address cannot be listened on, or the file not be written.
     """
 
-    def __init__(self, door: Door, served: Served, settings: ApiSettings, *, replica: str, folder: Path | None) -> None:
+    def __init__(
+        self, door: EngineQueue, served: ServedModel, settings: ApiSettings, *, replica: str, folder: Path | None
+    ) -> None:
         key = "" if folder is None else settings.key or secrets.token_urlsafe(32)
         host = "127.0.0.1" if folder is None else settings.host
         self._socket = _listen(host, _port(settings, replica) if folder is not None else 0)
         port = self._socket.getsockname()[1]
         self.base_url = f"http://{_reachable(host)}:{port}/v1"
         """What clients are given."""
-        self.keys: Keys[Recording] = Keys(key)
+        self.keys: ApiKeys[Recording] = ApiKeys(key)
         """Where episodes get theirs."""
         self.model = served.name
         self._served = served
@@ -75,7 +77,7 @@ class ApiServer:
         self._file = None
         if folder is not None:
             self._file = folder / "api" / f"{replica}.json"
-            self._tell(self._file, Address(base_url=self.base_url, api_key=key, model=served.name))
+            self._tell(self._file, ApiAddress(base_url=self.base_url, api_key=key, model=served.name))
 
     def recording(self, episode: TokenEpisode) -> Recording:
         """Return a new recording of `episode`; called in its event loop."""
@@ -91,7 +93,7 @@ class ApiServer:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def _tell(self, file: Path, address: Address) -> None:
+    def _tell(self, file: Path, address: ApiAddress) -> None:
         try:
             write_address(file, address)
         except OSError as error:

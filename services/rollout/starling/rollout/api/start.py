@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starling.rollout.api.server import ApiServer
     from starling.rollout.engine.base import EngineSpec
-    from starling.rollout.env.choice import Chosen
-    from starling.rollout.shell.door import Door
+    from starling.rollout.env.registry import LoadedEnvironment
+    from starling.rollout.shell.request_queue import EngineQueue
 
 
 def start_api(
     spec: EngineSpec,
     tokenizer: Any,
     max_model_len: int,
-    door: Door,
-    environment: Chosen | None,
+    door: EngineQueue,
+    environment: LoadedEnvironment | None,
     *,
     folder: Path,
     version: Callable[[], int],
@@ -41,10 +41,10 @@ def start_api(
     if not settings.enabled and connect is None:
         return None
     # Only now: a replica that does not listen needs no web server.
-    from starling.rollout.api.served import served_of
+    from starling.rollout.api.model import served_model
     from starling.rollout.api.server import ApiServer
 
-    served = served_of(spec, tokenizer, max_model_len, version)
+    served = served_model(spec, tokenizer, max_model_len, version)
     server = ApiServer(door, served, settings, replica=spec.name, folder=folder if settings.enabled else None)
     if connect is not None:
         connect(server)

@@ -31,11 +31,11 @@ from starling.common.wire.messages import Sampling, Status
 from starling.rollout.settings import RolloutSettings
 
 if TYPE_CHECKING:
-    from starling.weightsync.execute.pull import PullReport
-    from starling.weightsync.execute.transfer import Progress
-    from starling.weightsync.layout import Layout
-    from starling.weightsync.offer import Offer
-    from starling.weightsync.plan import Plan
+    from starling.weightsync.plan.layout import Layout
+    from starling.weightsync.plan.offer import Offer
+    from starling.weightsync.plan.planner import Plan
+    from starling.weightsync.puller.fetch import PullProgress
+    from starling.weightsync.puller.puller import PullReport
 
 CacheMode = Literal["keep", "recompute", "salt"]
 """What becomes of keys and values that older weights computed, when new ones are adopted.
@@ -45,7 +45,7 @@ computed anew, so that what is sampled next is sampled exactly as the new weight
 sequences keep theirs, and no sequence that starts later shares any of them.
 """
 
-Listener = Callable[[int, Sequence[int], Sequence[float]], None]
+TokenListener = Callable[[int, Sequence[int], Sequence[float]], None]
 """Told of the tokens of a completion as they come: its index, token ids, log-probabilities."""
 
 
@@ -58,7 +58,7 @@ class EngineLostError(StarlingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class PartialCompletion:
     """What is there of a completion that was interrupted; the three arrays have one element per sampled token."""
 
     token_ids: npt.NDArray[np.int32]
@@ -69,7 +69,7 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
+class PromptLogprobs:
     """What the model makes of a prompt: of each token but the first, behind those before it.
 
     The three arrays have one element less than the prompt; probabilities are those of softmax(logits) over the whole
@@ -100,9 +100,9 @@ class GroupRequest:
     tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """What the model takes of the prompt's images and videos, and where its tokens stand, as `TrainGroup` names them;
     empty for a prompt of text."""
-    partial: tuple[Partial, ...] = ()
+    partial: tuple[PartialCompletion, ...] = ()
     """What is there already of each completion, to go on from; empty to begin. Each counts into `max_tokens`."""
-    listener: Listener | None = None
+    listener: TokenListener | None = None
     """Called as tokens come, by whichever thread they come from; it must not block."""
     score_prompt: bool = False
     """Tell what the model makes of the prompt; only of text, and of a group that begins."""
@@ -131,7 +131,7 @@ class GroupResult:
     completions: tuple[Completion, ...]
     tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Those of the request."""
-    prompt_scores: PromptScores | None = None
+    prompt_scores: PromptLogprobs | None = None
     """Where they were asked for, of an engine that tells them."""
 
 
@@ -144,7 +144,7 @@ class GroupFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class AdoptionReport:
     """What an adoption did."""
 
     version: int
@@ -235,7 +235,7 @@ class Engine(Protocol):
         """Forget a group and free its room at once; returns whether the engine held it."""
         ...
 
-    def interrupt(self, lease: str) -> tuple[Partial, ...] | None:
+    def interrupt(self, lease: str) -> tuple[PartialCompletion, ...] | None:
         """Take a group out and return what is there of its completions, or None when the engine does not hold it.
 
         Works on an engine that is lost, too: no token that reached it is thrown away.
@@ -261,7 +261,7 @@ class Engine(Protocol):
         *,
         deadline_s: float,
         cancelled: Callable[[], bool],
-        progress: Callable[[Progress], None],
+        progress: Callable[[PullProgress], None],
         in_place: bool = False,
     ) -> PullReport:
         """Bring a version into the workers' staging areas, while generation goes on. Called from a thread of its own.
@@ -280,7 +280,7 @@ class Engine(Protocol):
         """
         ...
 
-    def adopt(self, mode: CacheMode) -> Adopted:
+    def adopt(self, mode: CacheMode) -> AdoptionReport:
         """Put the version that was pulled last in place, between two tokens, and prove what the workers hold.
 
         Raises:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from starling.algo.architecture import remedy
 from starling.common.errors import ConfigError, StarlingError
-from starling.rollout.engine.model import context_length
+from starling.rollout.engine.embedded.model import context_length
 
 ROWS_AT_ONCE: Final = 1024
 """Tokens whose logits are taken to float32 together: bounds the memory beside the logits themselves."""
@@ -27,12 +27,12 @@ TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model")
 """What the files of a tokenizer are called."""
 
 
-class TokensError(StarlingError, ValueError):
+class TeacherRequestError(StarlingError, ValueError):
     """These tokens cannot be scored by this model, nor by another one like it."""
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScores:
+class TokenLogprobs:
     """What a model makes of the T tokens of all completions of a group, in their order."""
 
     logprobs: npt.NDArray[np.float32]
@@ -79,7 +79,7 @@ class TokenScorer:
         token_ids: npt.NDArray[np.int32],
         lengths: Sequence[int],
         temperature: float,
-    ) -> TokenScores:
+    ) -> TokenLogprobs:
         """Score the completions of one prompt.
 
         Args:
@@ -94,9 +94,9 @@ class TokenScorer:
         """
         self._check(prompt_ids, token_ids, lengths)
         num, k = len(token_ids), self._top_k
-        scores = TokenScores(np.empty(num, np.float32), np.empty((num, k), np.int32), np.empty((num, k), np.float32))
+        scores = TokenLogprobs(np.empty(num, np.float32), np.empty((num, k), np.int32), np.empty((num, k), np.float32))
         ends = np.cumsum(lengths)
-        for batch in batches(lengths, len(prompt_ids), self._tokens_per_forward):
+        for batch in batches_by_budget(lengths, len(prompt_ids), self._tokens_per_forward):
             completions = [token_ids[ends[index] - lengths[index] : ends[index]] for index in batch]
             logits = self._logits(prompt_ids, completions)
             for row, index in enumerate(batch):
@@ -108,19 +108,21 @@ class TokenScorer:
         self, prompt_ids: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], lengths: Sequence[int]
     ) -> None:
         if not len(prompt_ids):
-            raise TokensError("the prompt has no tokens, so nothing says what the first token follows")
+            raise TeacherRequestError("the prompt has no tokens, so nothing says what the first token follows")
         if sum(lengths) != len(token_ids) or any(length < 0 for length in lengths):
-            raise TokensError(f"completions of {list(lengths)} tokens were announced, and {len(token_ids)} tokens came")
+            raise TeacherRequestError(
+                f"completions of {list(lengths)} tokens were announced, and {len(token_ids)} tokens came"
+            )
         ids = np.concatenate([prompt_ids, token_ids])
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
         if len(outside):
-            raise TokensError(
+            raise TeacherRequestError(
                 f"token {outside[0]} is not in the teacher's vocabulary of {self._vocab_size}; "
                 "give a teacher that has the policy's tokenizer"
             )
         longest = len(prompt_ids) + max(lengths, default=0)
         if self._context is not None and longest > self._context:
-            raise TokensError(
+            raise TeacherRequestError(
                 f"a prompt with its completion has {longest} tokens, and the teacher's context {self._context}"
             )
 
@@ -146,7 +148,7 @@ class TokenScorer:
         logits: torch.Tensor,
         tokens: npt.NDArray[np.int32],
         temperature: float,
-        scores: TokenScores,
+        scores: TokenLogprobs,
         place: slice,
     ) -> None:
         """Write what `logits` [tokens, vocab] say of `tokens` into `place` of `scores`."""
@@ -163,7 +165,7 @@ class TokenScorer:
                 scores.top_ids[at] = ids.to(torch.int32).cpu().numpy()
 
 
-def batches(lengths: Sequence[int], prompt_length: int, budget: int) -> list[list[int]]:
+def batches_by_budget(lengths: Sequence[int], prompt_length: int, budget: int) -> list[list[int]]:
     """Return which completions go through the model together: alike in length, within a budget of padded tokens.
 
     Empty completions, of which there is nothing to say, are in none; one that is beyond the budget is alone.
@@ -178,7 +180,7 @@ def batches(lengths: Sequence[int], prompt_length: int, budget: int) -> list[lis
     return found
 
 
-def shared_ids(teacher: str | Path, model: str | Path, *, trust_remote_code: bool = False) -> int:
+def num_shared_token_ids(teacher: str | Path, model: str | Path, *, trust_remote_code: bool = False) -> int:
     """Return how many token ids the model in folder `model` has, once it is known to read them as `teacher` does.
 
     Args:

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from starling.common.errors import WeightsError
-from starling.weightsync.execute.pull import Puller, PullReport
+from starling.weightsync.puller.puller import Puller, PullReport
 
 if TYPE_CHECKING:
     import torch
 
-    from starling.weightsync.execute.digests import Digests
-    from starling.weightsync.execute.transfer import Progress
-    from starling.weightsync.layout import Layout
-    from starling.weightsync.offer import Offer
-    from starling.weightsync.plan import Plan
+    from starling.weightsync.memory.digests import DigestMode
+    from starling.weightsync.plan.layout import Layout
+    from starling.weightsync.plan.offer import Offer
+    from starling.weightsync.plan.planner import Plan
+    from starling.weightsync.puller.fetch import PullProgress
 
 
 class LiveWeights:
@@ -28,7 +28,7 @@ class LiveWeights:
     """
 
     def __init__(
-        self, layout: Layout, tensors: Callable[[], Mapping[str, torch.Tensor]], *, digests: Digests = "full"
+        self, layout: Layout, tensors: Callable[[], Mapping[str, torch.Tensor]], *, digests: DigestMode = "full"
     ) -> None:
         self.layout = layout
         self._tensors = tensors
@@ -43,7 +43,7 @@ class LiveWeights:
         *,
         deadline_s: float,
         cancelled: Callable[[], bool],
-        progress: Callable[[Progress], None],
+        progress: Callable[[PullProgress], None],
         in_place: bool = False,
     ) -> PullReport:
         """As `Engine.pull`; from a thread of its own."""

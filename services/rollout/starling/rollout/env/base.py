@@ -30,7 +30,7 @@ class EpisodeOver(StarlingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ModelReply:
     """One reply of the model."""
 
     text: str
@@ -42,7 +42,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EpisodeOutcome:
     """What came of an episode."""
 
     reward: float | None = None
@@ -83,7 +83,7 @@ class Episode(Protocol):
         """Tokens that may still be sampled, by `sampling.max_tokens` and by the context."""
         ...
 
-    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ModelReply:
         """Have the model say something.
 
         Args:
@@ -109,5 +109,5 @@ class Episode(Protocol):
         ...
 
 
-Environment = Callable[..., Awaitable[Outcome | float | None]]
-"""Takes an `Episode` and its options by name; a number is an `Outcome` with that reward."""
+Environment = Callable[..., Awaitable[EpisodeOutcome | float | None]]
+"""Takes an `Episode` and its options by name; a number is an `EpisodeOutcome` with that reward."""

@@ -26,15 +26,15 @@ import structlog
 
 from starling.common.wire.messages import Status, Wait
 from starling.rollout.engine.base import RequestError
-from starling.rollout.env.base import EpisodeOver, Outcome
-from starling.rollout.env.choice import Chosen
-from starling.rollout.env.episode import Task, TokenEpisode, ask_through
-from starling.rollout.env.limits import Limits, UsableTime
-from starling.rollout.env.trajectory import Ended, Played, gather
-from starling.rollout.env.worker import describe
+from starling.rollout.env.base import EpisodeOutcome, EpisodeOver
+from starling.rollout.env.episodes.episode import EpisodeTask, TokenEpisode, ask_through
+from starling.rollout.env.episodes.trajectory import EndedEpisode, PlayedGroup, gather
+from starling.rollout.env.registry import LoadedEnvironment
+from starling.rollout.env.sandbox.fork_server import describe
+from starling.rollout.env.timeouts import PausableClock, PausableTimeouts
 from starling.rollout.settings import EnvironmentSettings
-from starling.rollout.shell.door import Door, DoorClosedError, GenerationError
-from starling.rollout.shell.preparation import Prepared
+from starling.rollout.shell.preparation import PreparedPrompt
+from starling.rollout.shell.request_queue import EngineQueue, GenerationError, QueueClosedError
 
 log = structlog.get_logger(__name__)
 
@@ -48,13 +48,13 @@ STOP_S: Final = 2.0
 class _Group:
     """The episodes of one lease."""
 
-    task: Task
+    task: EpisodeTask
     begun_at: float
     """As the runner's clock of usable time showed it."""
     min_version: int
     num_completions: int
     loop: asyncio.AbstractEventLoop
-    limits: Limits
+    limits: PausableTimeouts
     future: Future[None] = field(init=False)
     given_up: bool = False
 
@@ -67,16 +67,16 @@ class EpisodeRunner:
         chosen: the environment.
         tokenizer: the model's; a copy is used, for one tokenizer does not stand two threads.
         door: to the engine.
-        put: takes each `Played`, from the event loop.
+        put: takes each `PlayedGroup`, from the event loop.
         max_model_len: most tokens of a sequence.
     """
 
     def __init__(
         self,
         settings: EnvironmentSettings,
-        chosen: Chosen,
+        chosen: LoadedEnvironment,
         tokenizer: Any,
-        door: Door,
+        door: EngineQueue,
         put: Callable[[object], None],
         *,
         max_model_len: int,
@@ -88,13 +88,13 @@ class EpisodeRunner:
         self._groups: dict[str, _Group] = {}
         self._closed = False
         self._loop = _start_loop()
-        self._limits, self._time = Limits(), UsableTime()
+        self._limits, self._time = PausableTimeouts(), PausableClock()
         self._held = False
 
-    def begin(self, prepared: Prepared) -> None:
-        """Play the episodes of a group whose prompt is prepared; `Played` is put when all have ended."""
+    def begin(self, prepared: PreparedPrompt) -> None:
+        """Play the episodes of a group whose prompt is prepared; `PlayedGroup` is put when all have ended."""
         message, settings = prepared.message, self._settings
-        task = Task(
+        task = EpisodeTask(
             lease=message.lease,
             prompt=message.prompt,
             prompt_ids=prepared.ids,
@@ -144,7 +144,7 @@ class EpisodeRunner:
             group.given_up = True
             log.warning("environment_stuck", lease=lease)
             if group.loop is self._loop:
-                self._loop, self._limits = _start_loop(), Limits(held=self._held)
+                self._loop, self._limits = _start_loop(), PausableTimeouts(held=self._held)
             problem = f"the environment took longer than {limit_s:g} s and could not be stopped: it must not block"
             self._put(_gathered(group, [_failure(problem)] * group.num_completions))
         return []
@@ -176,11 +176,11 @@ class EpisodeRunner:
     async def _play_group(self, group: _Group) -> None:
         try:
             episodes = await asyncio.gather(*(self._play(group, index) for index in range(group.num_completions)))
-        except DoorClosedError:  # the replica leaves, and its leases go back
+        except QueueClosedError:  # the replica leaves, and its leases go back
             return
         self._put(_gathered(group, episodes))
 
-    async def _play(self, group: _Group, index: int) -> Ended:
+    async def _play(self, group: _Group, index: int) -> EndedEpisode:
         """Play one episode to its end, whatever that is."""
         task = group.task
         episode = TokenEpisode(task, index, self._tokenizer, partial(ask_through, self._door))
@@ -190,13 +190,13 @@ class EpisodeRunner:
                 given: object = await self._chosen.environment(episode)
             return episode.end(outcome_of(given))
         except EpisodeOver:
-            return episode.end(Outcome())
-        except (GeneratorExit, DoorClosedError):
+            return episode.end(EpisodeOutcome())
+        except (GeneratorExit, QueueClosedError):
             raise
         except GenerationError as error:
-            return episode.end(Outcome(status=Status.INFRA_LOST, problem=str(error)))
+            return episode.end(EpisodeOutcome(status=Status.INFRA_LOST, problem=str(error)))
         except RequestError as error:
-            return episode.end(Outcome(status=Status.ENV_ERROR, problem=str(error)))
+            return episode.end(EpisodeOutcome(status=Status.ENV_ERROR, problem=str(error)))
         except BaseException as error:  # the edge: a user's code may raise anything, even SystemExit
             if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
                 raise
@@ -205,29 +205,29 @@ class EpisodeRunner:
             else:
                 log.warning("environment_failed", lease=task.lease, index=index, exc_info=error)
                 problem = f"the environment raised {describe(error)}"
-            return episode.end(Outcome(status=Status.ENV_ERROR, problem=problem))
+            return episode.end(EpisodeOutcome(status=Status.ENV_ERROR, problem=problem))
 
 
-def outcome_of(given: object) -> Outcome:
-    """Return what an environment returned as an `Outcome`; one that is none is a failure."""
+def outcome_of(given: object) -> EpisodeOutcome:
+    """Return what an environment returned as an `EpisodeOutcome`; one that is none is a failure."""
     if given is None:
-        return Outcome()
-    if isinstance(given, Real) and not isinstance(given, Outcome):
-        given = Outcome(reward=float(given))
-    if not isinstance(given, Outcome):
+        return EpisodeOutcome()
+    if isinstance(given, Real) and not isinstance(given, EpisodeOutcome):
+        given = EpisodeOutcome(reward=float(given))
+    if not isinstance(given, EpisodeOutcome):
         problem = f"the environment returned a {type(given).__name__}: return a number, an Outcome or None"
-        return Outcome(status=Status.ENV_ERROR, problem=problem)
+        return EpisodeOutcome(status=Status.ENV_ERROR, problem=problem)
     numbers = {"the reward": given.reward, **{f"the metric {name!r}": one for name, one in given.metrics.items()}}
     for name, value in numbers.items():
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
             problem = f"the environment returned {value!r} as {name}: return a finite number"
-            return Outcome(status=Status.ENV_ERROR, problem=problem)
+            return EpisodeOutcome(status=Status.ENV_ERROR, problem=problem)
     reward = None if given.reward is None else float(given.reward)
     metrics = {str(name): float(value) for name, value in given.metrics.items()}
-    return Outcome(reward, metrics, given.status, given.problem)
+    return EpisodeOutcome(reward, metrics, given.status, given.problem)
 
 
-def _gathered(group: _Group, episodes: list[Ended]) -> Played:
+def _gathered(group: _Group, episodes: list[EndedEpisode]) -> PlayedGroup:
     task = group.task
     return gather(
         task.lease,
@@ -239,8 +239,8 @@ def _gathered(group: _Group, episodes: list[Ended]) -> Played:
     )
 
 
-def _failure(problem: str) -> Ended:
-    return Ended([], [], [], [], [], Status.ENV_ERROR, problem=problem)
+def _failure(problem: str) -> EndedEpisode:
+    return EndedEpisode([], [], [], [], [], Status.ENV_ERROR, problem=problem)
 
 
 async def _cancel_all(ended: threading.Event) -> None:

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
-from starling.rollout.shell.answer import progress_of
-from starling.weightsync.offer import decode_offer
-from starling.weightsync.plan import decode_plan
+from starling.rollout.shell.results import lease_progress
+from starling.weightsync.plan.offer import decode_offer
+from starling.weightsync.plan.planner import decode_plan
 
 if TYPE_CHECKING:
-    from starling.common.net.link import Link
-    from starling.rollout.core.rollout import Action, Mode, Pull, Rollout, Switch
-    from starling.rollout.engine.base import Adopted, Engine
-    from starling.weightsync.execute.pull import PullReport
+    from starling.common.net.link import ControllerLink
+    from starling.rollout.core.machine import Action, AdoptionMode, PullWeights, RolloutMachine, SwitchWeights
+    from starling.rollout.engine.base import AdoptionReport, Engine
+    from starling.weightsync.puller.puller import PullReport
 
 SPLIT = ("prepare_s", "read_s", "unpack_s", "digest_s", "confirm_s")
 """What is told of a pull beside its length."""
 
 
 @dataclass(frozen=True)
-class Pulled:
+class PullEnded:
     """The pulling thread has done."""
 
     lease: str
@@ -36,12 +36,12 @@ class Adoptions:
     """The pulls of a replica, one after another.
 
     Args:
-        link: is told how far a pull is, and gets a `Pulled` when it has ended.
+        link: is told how far a pull is, and gets a `PullEnded` when it has ended.
         timeout_s: how long one may take.
         mode: what running requests do when new weights are there.
     """
 
-    def __init__(self, link: Link, *, timeout_s: float, mode: Mode) -> None:
+    def __init__(self, link: ControllerLink, *, timeout_s: float, mode: AdoptionMode) -> None:
         self._link, self._timeout_s, self._mode = link, timeout_s, mode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
         self._void = threading.Event()
@@ -52,7 +52,7 @@ class Adoptions:
         self._draining_since: float | None = None
         self._drain_s = 0.0
 
-    def pull(self, engine: Engine, order: Pull) -> None:
+    def pull(self, engine: Engine, order: PullWeights) -> None:
         """Begin to pull what was ordered, for `engine`."""
         message, buffers = order.message, order.buffers
         void = self._void = threading.Event()
@@ -66,7 +66,7 @@ class Adoptions:
                 decode_plan(buffers[1]),
                 deadline_s=self._timeout_s,
                 cancelled=void.is_set,
-                progress=lambda progress: self._link.advance(message.lease, progress_of(progress)),
+                progress=lambda progress: self._link.advance(message.lease, lease_progress(progress)),
                 in_place=order.in_place,
             )
 
@@ -79,7 +79,7 @@ class Adoptions:
             else:
                 self._drain_s = 0.0
             # Whatever went wrong, the controller is told; unless it was in place, the old version stays in use.
-            self._link.put(Pulled(message.lease, None if error is None else f"{type(error).__name__}: {error}"))
+            self._link.put(PullEnded(message.lease, None if error is None else f"{type(error).__name__}: {error}"))
 
         self._pulling = self._thread.submit(work)
         self._pulling.add_done_callback(done)
@@ -92,7 +92,7 @@ class Adoptions:
         elif not draining and self._draining_since is not None:
             self._drain_s, self._draining_since = now - self._draining_since, None
 
-    def switch(self, engine: Engine, core: Rollout, order: Switch) -> list[Action]:
+    def switch(self, engine: Engine, core: RolloutMachine, order: SwitchWeights) -> list[Action]:
         """Put what was pulled in place, and tell of it; return what the core makes of it.
 
         Raises:
@@ -110,7 +110,7 @@ class Adoptions:
             self._link.answer(order.lease, self._answer(order.lease, adopted, switch_s))
         return actions
 
-    def _answer(self, lease: str, adopted: Adopted, switch_s: float) -> wire.WeightsAdopted:
+    def _answer(self, lease: str, adopted: AdoptionReport, switch_s: float) -> wire.WeightsAdopted:
         """Return what to tell of an adoption that took `switch_s` from the pull on."""
         report, drain_s = self._report, self._drain_s
         assert report is not None, "an adoption follows a pull"

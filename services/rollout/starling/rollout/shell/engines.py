@@ -14,7 +14,7 @@ import structlog
 from starling.common.service import host_name
 from starling.common.wire import messages as wire
 from starling.rollout.engine.base import EngineLostError, EngineSpec
-from starling.rollout.engine.choice import make_engine
+from starling.rollout.engine.registry import make_engine
 
 if TYPE_CHECKING:
     from starling.common.observe.process import StopSignal
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 
-class Engines:
+class EngineFactory:
     """Makes the engine that `spec` describes, and makes it again, so often within so long as the settings say."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -76,7 +76,7 @@ def make_spec(
     Raises:
         ConfigError: a longer sequence is wanted than the policy could train.
     """
-    from starling.rollout.engine.model import end_token_ids, trained_length
+    from starling.rollout.engine.embedded.model import end_token_ids, max_trainable_length
 
     return EngineSpec(
         path=path,
@@ -85,7 +85,7 @@ def make_spec(
         weights=settings.weights,
         name=name,
         eos_token_ids=end_token_ids(tokenizer, path),
-        max_model_len=trained_length(config, settings.rollout.max_model_len),
+        max_model_len=max_trainable_length(config, settings.rollout.max_model_len),
         wake=wake,
     )
 
@@ -101,3 +101,32 @@ def hello_of(settings: RolloutSettings, engine: Engine) -> wire.Hello:
         has_layout=True,
         serves=engine.serves,
     )
+
+
+# JOINED from starling.rollout.shell.speed: How fast an engine is, as the heartbeats tell it.
+
+if TYPE_CHECKING:
+    from starling.rollout.engine.base import Engine
+
+EVERY_S = 0.5
+
+
+class ThroughputMeter:
+    """Measures the tokens that an engine samples in a second, now and then."""
+
+    def __init__(self) -> None:
+        self._num_tokens, self._measured_at = 0, time.monotonic()
+
+    def begin(self) -> None:
+        """Another engine counts from 0."""
+        self._num_tokens = 0
+
+    def measured(self, engine: Engine, now: float) -> dict[str, float] | None:
+        """Return the gauges as of `now`, or None when they stay what they were."""
+        elapsed, num_tokens = now - self._measured_at, engine.num_tokens - self._num_tokens
+        if elapsed < EVERY_S:
+            return None
+        self._num_tokens, self._measured_at = engine.num_tokens, now
+        if not num_tokens and not engine.num_running:  # an idle engine's speed is what it was
+            return None
+        return {"tokens_per_s": num_tokens / elapsed, "rows": engine.num_running}

@@ -12,24 +12,22 @@ import structlog
 
 from starling.algo.text import decode
 from starling.common.errors import StarlingError
-from starling.common.net.link import Command, Ended, GivenUp, Link
-from starling.common.observe.process import STOP_S, Stopped, StopSignal, end_process, end_within
+from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
+from starling.common.observe.process import STOP_S, StopRequested, StopSignal, end_process, end_within
 from starling.common.service import ServiceArguments, check_model_folder, link_settings, serve
 from starling.common.wire import messages as wire
 from starling.rollout.api.start import start_api
-from starling.rollout.core import rollout as core
+from starling.rollout.core import machine as core
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.env.choice import make_environment
-from starling.rollout.env.trajectory import Played
+from starling.rollout.env.episodes.trajectory import PlayedGroup
+from starling.rollout.env.registry import make_environment
 from starling.rollout.settings import RolloutProcess
-from starling.rollout.shell.adoption import Adoptions, Pulled
-from starling.rollout.shell.door import Door
-from starling.rollout.shell.engines import Engines, hello_of, make_spec
-from starling.rollout.shell.groups import Groups
-from starling.rollout.shell.player import Closes, Player, Waits
-from starling.rollout.shell.preparation import Preparation, Prepared
-from starling.rollout.shell.serving import Serving
-from starling.rollout.shell.speed import Speed
+from starling.rollout.shell.adoption import Adoptions, PullEnded
+from starling.rollout.shell.engines import EngineFactory, ThroughputMeter, hello_of, make_spec
+from starling.rollout.shell.groups import Closeable, EngineGroups, EnvironmentGroups, LeaseWaits
+from starling.rollout.shell.preparation import PreparedPrompt, PromptPreparation
+from starling.rollout.shell.publisher import RolloutPublisher
+from starling.rollout.shell.request_queue import EngineQueue
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +54,7 @@ class Shell:
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
-        from starling.rollout.engine.model import read_config
+        from starling.rollout.engine.embedded.model import read_config
 
         self._settings, self._arguments = settings, arguments
         trusted = settings.model.trust_remote_code
@@ -65,7 +63,7 @@ class Shell:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
         self._wake: Callable[[], None] = lambda: None  # until there is a link
         spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake())
-        self._engines = Engines(spec)
+        self._engines = EngineFactory(spec)
         self._engine: Engine = self._engines.make()
         try:
             self._stand_around(path, config)
@@ -76,14 +74,14 @@ class Shell:
 
     def _stand_around(self, path: Path, config: Any) -> None:
         """Make what stands around the engine; `config` is that of the model in the folder `path`."""
-        from starling.rollout.engine.vision import PromptEncoder
-        from starling.weightsync.layout import encode
+        from starling.rollout.engine.multimodal.prompts import PromptEncoder
+        from starling.weightsync.plan.layout import encode
 
         settings, arguments, own = self._settings, self._arguments, self._settings.rollout
         self._lost: EngineLostError | None = None
         self._samples = True
         """The engine is not paused."""
-        self._core = core.Rollout(
+        self._core = core.RolloutMachine(
             version=self._engine.version,
             mode=own.adoption,
             in_place=not own.double_buffer,
@@ -92,27 +90,29 @@ class Shell:
             finish_s=own.finish_timeout_s,
         )
         layout = self._engine.layout()
-        self._link = Link(link_settings(arguments, settings), hello_of(own, self._engine), (encode(layout),))
+        self._link = ControllerLink(link_settings(arguments, settings), hello_of(own, self._engine), (encode(layout),))
         self._wake = self._link.wake
-        self._groups = Groups(self._link.answer, lambda ids: decode(self._tokenizer, ids))
+        self._groups = EngineGroups(self._link.answer, lambda ids: decode(self._tokenizer, ids))
         self._adoptions = Adoptions(self._link, timeout_s=own.pull_timeout_s, mode=own.adoption)
         tools = self._environment.tools if self._environment else ()
         encoder = PromptEncoder(config, self._tokenizer, path, max_media_bytes=own.max_media_bytes, tools=tools)
-        self._preparation = Preparation(encoder.encode, self._link.put, own.media_timeout_s)
-        self._serving = Serving(layout, settings, self._link.answer, self._link.put, self._changed)
-        self._door = Door(self._link.wake)
-        self._player: Player | None = None
-        self._api: Closes | None = None
-        self._speed, self._told_at = Speed(), float("-inf")
+        self._preparation = PromptPreparation(encoder.encode, self._link.put, own.media_timeout_s)
+        self._serving = RolloutPublisher(layout, settings, self._link.answer, self._link.put, self._changed)
+        self._door = EngineQueue(self._link.wake)
+        self._player: EnvironmentGroups | None = None
+        self._api: Closeable | None = None
+        self._speed, self._told_at = ThroughputMeter(), float("-inf")
 
-    def _start_environment(self) -> Player | None:
+    def _start_environment(self) -> EnvironmentGroups | None:
         """Start what plays groups, where `rollout.environment.kind` names an environment."""
         if self._environment is None:
             return None
         settings, longest = self._settings.rollout.environment, self._engine.max_model_len
-        return Player(settings, self._environment, self._tokenizer, self._door, self._link.put, max_model_len=longest)
+        return EnvironmentGroups(
+            settings, self._environment, self._tokenizer, self._door, self._link.put, max_model_len=longest
+        )
 
-    def _start_api(self) -> Closes | None:
+    def _start_api(self) -> Closeable | None:
         """Start the HTTP server over the door, where it is enabled or the environment has need of it."""
         parts = (self._engines.spec, self._tokenizer, self._engine.max_model_len, self._door, self._environment)
         return start_api(*parts, folder=self._arguments.folder, version=lambda: self._core.version)
@@ -127,13 +127,13 @@ class Shell:
             while not stop and not ended:
                 inbound = self._link.receive(0.0 if self._may_step else IDLE_S)
                 while inbound is not None and not ended:
-                    if isinstance(inbound, Ended):
+                    if isinstance(inbound, LinkClosed):
                         reason, ended = inbound.reason, True
                         if inbound.error is not None:
                             raise inbound.error
                     self._act(self._decide(inbound))
                     inbound = self._link.receive(0.0)
-                with suppress(Stopped):  # then the loop ends
+                with suppress(StopRequested):  # then the loop ends
                     if not ended:
                         self._turn(stop)
             if stop:
@@ -192,11 +192,11 @@ class Shell:
         if not self._link.fence.may_keep_devices:
             self._act(self._core.doze())
         waits = [*self._core.waits(now), *self._serving.waits(now)]
-        waiting: list[Waits] = [self._preparation] if self._player is None else [self._preparation, self._player]
+        waiting: list[LeaseWaits] = [self._preparation] if self._player is None else [self._preparation, self._player]
         for each in waiting:
             for lease, reason in each.expire(now):
                 self._groups.forget(self._engine, lease)
-                self._act([core.Fail(lease, reason), *self._core.finished(lease)])
+                self._act([core.FailLease(lease, reason), *self._core.finished(lease)])
             waits += each.waits(now)
         self._link.report(version=self._core.version, offered=self._serving.offered, waits=tuple(waits))
         if gauges := self._speed.measured(self._engine, now):
@@ -204,31 +204,31 @@ class Shell:
 
     def _decide(self, inbound: Any) -> list[core.Action]:
         match inbound:
-            case Command(message=message) if not self._link.work(message.lease):
+            case ReceivedCommand(message=message) if not self._link.work(message.lease):
                 return []
-            case Command(message=wire.GenerateGroup() as message, buffers=buffers):
+            case ReceivedCommand(message=wire.GenerateGroup() as message, buffers=buffers):
                 return self._core.generate(message, buffers)
-            case Command(message=wire.AdoptWeights() as message, buffers=buffers):
+            case ReceivedCommand(message=wire.AdoptWeights() as message, buffers=buffers):
                 return self._core.adopt(message, buffers)
-            case Command(message=wire.PublishWeights() as message):
+            case ReceivedCommand(message=wire.PublishWeights() as message):
                 return self._core.publish(message)
-            case Command(message=wire.Sleep() as message):
+            case ReceivedCommand(message=wire.Sleep() as message):
                 return self._core.sleep(message)
-            case Command(message=wire.Wake() as message):
+            case ReceivedCommand(message=wire.Wake() as message):
                 return self._core.wake(message)
-            case Prepared():
+            case PreparedPrompt():
                 return self._begin(inbound) if self._preparation.take(inbound.message.lease) else []
-            case Played(lease=lease):
+            case PlayedGroup(lease=lease):
                 assert self._player is not None, "it has put it"
                 return self._core.finished(lease) if self._player.tell(inbound, self._link.answer) else []
-            case Pulled(lease=lease, problem=problem):
+            case PullEnded(lease=lease, problem=problem):
                 return self._core.pulled(lease, problem)
-            case GivenUp(leases=leases):
+            case CancelledLeases(leases=leases):
                 return self._core.given_up(leases)
             case Future():
                 inbound.result()  # raises what no answer could tell
                 return []
-            case Ended():
+            case LinkClosed():
                 return []
             case _:
                 raise AssertionError(f"a rollout is not sent {inbound!r}")
@@ -251,18 +251,18 @@ class Shell:
 
     def _carry_out(self, action: core.Action) -> list[core.Action]:
         match action:
-            case core.Generate():
+            case core.StartGroup():
                 return self._take_up(action)
-            case core.Pull():
+            case core.PullWeights():
                 self._pace()
                 self._adoptions.pull(self._engine, action)
-            case core.Switch():
+            case core.SwitchWeights():
                 return self._adoptions.switch(self._engine, self._core, action)
-            case core.Publish(message=message):
+            case core.PublishVersion(message=message):
                 self._publish(message)
-            case core.Forget(lease=lease):
+            case core.CancelGroup(lease=lease):
                 self._forget(lease)
-            case core.Fail(lease=lease, reason=reason):
+            case core.FailLease(lease=lease, reason=reason):
                 self._fail(lease, reason)
             case core.FallAsleep():
                 return self._fall_asleep(action)
@@ -284,7 +284,7 @@ class Shell:
 
     # --- groups ----------------------------------------------------------------------------------------------------
 
-    def _take_up(self, order: core.Generate) -> list[core.Action]:
+    def _take_up(self, order: core.StartGroup) -> list[core.Action]:
         try:
             self._groups.come(order)
         except StarlingError as error:
@@ -292,7 +292,7 @@ class Shell:
         prepared = self._preparation.begin(order.message)
         return [] if prepared is None else self._begin(prepared)
 
-    def _begin(self, prepared: Prepared) -> list[core.Action]:
+    def _begin(self, prepared: PreparedPrompt) -> list[core.Action]:
         """Give a group whose prompt is prepared to the engine, or to the environment."""
         lease = prepared.message.lease
         try:
@@ -317,7 +317,7 @@ class Shell:
             if self._door.settle(result):
                 continue
             reason = self._groups.end(result)
-            failed = [] if reason is None else [core.Fail(result.lease, reason)]
+            failed = [] if reason is None else [core.FailLease(result.lease, reason)]
             self._act([*failed, *self._core.finished(result.lease)])
 
     def _forget(self, lease: str) -> None:
@@ -384,7 +384,7 @@ class Shell:
             self._engine.wake_up()
             actions = self._core.woken(self._engine.version)
             self._link.report(version=self._core.version)
-        self._link.answer(order.lease, wire.Awake(lease=order.lease))
+        self._link.answer(order.lease, wire.Woken(lease=order.lease))
         return actions
 
     def _fail(self, lease: str, reason: str, *, fatal: bool = False) -> None:

@@ -20,7 +20,7 @@ NUM_THREADS = 2
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPrompt:
     """A prompt as the engine takes it, or why it cannot be."""
 
     message: GenerateGroup
@@ -36,15 +36,15 @@ class _Reading:
     since: float
     """When it was queued or, once a thread has it, when that took it up."""
     begun: bool = False
-    future: Future[Prepared] | None = None
+    future: Future[PreparedPrompt] | None = None
 
 
-class Preparation:
+class PromptPreparation:
     """The prompts that are being prepared.
 
     Args:
         encode: returns a prompt's token ids and tensors; called in any thread.
-        put: takes each `Prepared` of a prompt with media.
+        put: takes each `PreparedPrompt` of a prompt with media.
         timeout_s: how long the media of one prompt may take from when a thread takes them up. What is queued may wait
             for as long as those before it need, unless no thread takes anything up for that time: then all of them
             hang. The deadline of the lease, which is the controller's, bounds it in any case.
@@ -62,7 +62,7 @@ class Preparation:
         self._taken_up = float("-inf")
         """When a thread began with something last."""
 
-    def begin(self, message: GenerateGroup) -> Prepared | None:
+    def begin(self, message: GenerateGroup) -> PreparedPrompt | None:
         """Prepare the prompt of `message`: at once where it is text, else the result is `put` later."""
         if not message.prompt.media:
             return self._prepare(message)
@@ -111,23 +111,25 @@ class Preparation:
         """Return since when `reading` has been getting nowhere."""
         return reading.since if reading.begun else max(reading.since, self._taken_up)
 
-    def _read(self, message: GenerateGroup, reading: _Reading) -> Prepared:
+    def _read(self, message: GenerateGroup, reading: _Reading) -> PreparedPrompt:
         reading.since = self._taken_up = time.monotonic()
         reading.begun = True
         return self._prepare(message)
 
-    def _prepare(self, message: GenerateGroup) -> Prepared:
+    def _prepare(self, message: GenerateGroup) -> PreparedPrompt:
         try:
-            return Prepared(message, *self._encode(message.prompt))
+            return PreparedPrompt(message, *self._encode(message.prompt))
         except StarlingError as error:
-            return Prepared(message, problem=str(error))
+            return PreparedPrompt(message, problem=str(error))
         except Exception as error:
             # An edge of the process: tokenizers and image processors are the model's, prompts the user's, and what they
             # raise of each other is anything. It must cost this prompt and not the replica.
             log.exception("not_encoded", prompt=message.prompt.id)
             reason = (str(error).strip() or "without a word").splitlines()[0]
-            return Prepared(message, problem=f"it cannot be encoded ({type(error).__name__}: {reason:.200}): change it")
+            return PreparedPrompt(
+                message, problem=f"it cannot be encoded ({type(error).__name__}: {reason:.200}): change it"
+            )
 
-    def _done(self, future: Future[Prepared]) -> None:
+    def _done(self, future: Future[PreparedPrompt]) -> None:
         if not future.cancelled():
             self._put(future.result())

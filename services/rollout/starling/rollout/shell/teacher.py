@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import structlog
 
-from starling.common.net.link import Command, Ended, GivenUp, Link
+from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
 from starling.common.service import (
     ServiceArguments,
@@ -23,7 +23,7 @@ from starling.common.wire import messages as wire
 from starling.rollout.settings import TeacherProcess
 
 if TYPE_CHECKING:
-    from starling.rollout.engine.teacher import TokenScores
+    from starling.rollout.engine.teacher import TokenLogprobs
 
 log = structlog.get_logger(__name__)
 
@@ -40,17 +40,17 @@ class Shell:
         path = check_model_folder(teacher.path, weights=True, key="teacher.path")
         student = check_model_folder(settings.model.path, weights=False)
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
-        from starling.rollout.engine.model import build_model
-        from starling.rollout.engine.teacher import TokenScorer, shared_ids
+        from starling.rollout.engine.embedded.model import build_model
+        from starling.rollout.engine.teacher import TokenScorer, num_shared_token_ids
 
-        num_ids = shared_ids(path, student, trust_remote_code=settings.model.trust_remote_code)
+        num_ids = num_shared_token_ids(path, student, trust_remote_code=settings.model.trust_remote_code)
         model: Any = build_model(path, dtype=teacher.dtype, device=teacher.device, weights=True)
         self._scorer = TokenScorer(
             model, tokens_per_forward=teacher.tokens_per_forward, top_k=teacher.top_k, num_ids=num_ids
         )
         hello = wire.Hello(role="teacher", host=host_name(), pid=os.getpid(), num_slots=teacher.num_slots)
-        self._link = Link(link_settings(arguments, settings), hello)
-        self._queue: dict[str, Command] = {}
+        self._link = ControllerLink(link_settings(arguments, settings), hello)
+        self._queue: dict[str, ReceivedCommand] = {}
         """What is to be scored, by lease, in the order in which it came."""
         self._num_tokens, self._gauged_at = 0, time.monotonic()
         log.info("ready", model=str(path), top_k=teacher.top_k)
@@ -69,18 +69,18 @@ class Shell:
         if ended is not None and ended.error is not None:
             raise ended.error
 
-    def _serve(self, stop: StopSignal) -> Ended | None:
+    def _serve(self, stop: StopSignal) -> LinkClosed | None:
         """Take in what has come, score one group, and so on. Returns how the line ended, or None after `stop`."""
         while not stop:
             inbound = self._link.receive(0.0 if self._queue else IDLE_S)
             while inbound is not None:
                 match inbound:
-                    case Command(message=wire.ScoreTokens() as message):
+                    case ReceivedCommand(message=wire.ScoreTokens() as message):
                         self._queue[message.lease] = inbound
-                    case GivenUp(leases=leases):
+                    case CancelledLeases(leases=leases):
                         for lease in leases:
                             self._queue.pop(lease, None)
-                    case Ended():
+                    case LinkClosed():
                         return inbound
                     case _:
                         raise AssertionError(f"a teacher is not sent {inbound!r}")
@@ -90,8 +90,8 @@ class Shell:
             self._gauge()
         return None
 
-    def _score(self, command: Command) -> None:
-        from starling.rollout.engine.teacher import TokensError
+    def _score(self, command: ReceivedCommand) -> None:
+        from starling.rollout.engine.teacher import TeacherRequestError
 
         message = command.message
         assert isinstance(message, wire.ScoreTokens)
@@ -100,7 +100,7 @@ class Shell:
         prompt_ids, token_ids = (np.frombuffer(buffer, np.int32) for buffer in command.buffers)
         try:
             scores = self._scorer.score(prompt_ids, token_ids, message.lengths, message.temperature)
-        except TokensError as error:
+        except TeacherRequestError as error:
             # The tokens are at fault, not this teacher: no other would do better.
             reason = f"prompt {message.prompt_id}: {error}"
             log.warning("failed", lease=message.lease, reason=reason)
@@ -117,7 +117,7 @@ class Shell:
             self._num_tokens, self._gauged_at = 0, time.monotonic()
 
 
-def answer_of(lease: str, scores: TokenScores) -> tuple[wire.TokensScored, tuple[bytes, ...]]:
+def answer_of(lease: str, scores: TokenLogprobs) -> tuple[wire.TokensScored, tuple[bytes, ...]]:
     """Return the message for `scores`, and its buffers; without the likeliest tokens where there are none."""
     arrays: dict[str, Any] = {"teacher_logprobs": scores.logprobs}
     if scores.top_ids.shape[1]:

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from starling.common.errors import ConfigError
 from starling.common.settings import nearest
-from starling.controller.core.records import Kept, StepCommitted
+from starling.controller.core.records import JournalEntry, StepCommitted
 from starling.controller.settings import LoggingSettings
+from starling.controller.shell.loggers.custom import import_logger
 from starling.controller.shell.loggers.logger import Logger, Maker, RunInfo
-from starling.controller.shell.loggers.outlet import Entry, Outlet
-from starling.controller.shell.loggers.own import import_logger
+from starling.controller.shell.loggers.logger_thread import LogEntry, LoggerThread
 from starling.controller.shell.loggers.tensorboard import TensorboardLogger
 from starling.controller.shell.loggers.trackio import TrackioLogger
 from starling.controller.shell.loggers.wandb import WandbLogger
@@ -46,15 +46,15 @@ def makers(names: Iterable[str], run: RunInfo) -> dict[str, Maker]:
     return found
 
 
-class Fanout:
+class LoggerFanout:
     """Hands steps, evaluations and samples to every logger; waits for none but at the end."""
 
     def __init__(
-        self, makers: Mapping[str, Maker], settings: LoggingSettings, folder: Path, past: Iterable[Kept] = ()
+        self, makers: Mapping[str, Maker], settings: LoggingSettings, folder: Path, past: Iterable[JournalEntry] = ()
     ) -> None:
         """Begin every logger with the steps of `past`, the journal's records, that it has not taken yet."""
         self._close_s = settings.close_s
-        self.outlets: list[Outlet] = []
+        self.outlets: list[LoggerThread] = []
         if not makers:
             return
         (folder / MARKS).mkdir(exist_ok=True)
@@ -62,9 +62,9 @@ class Fanout:
         steps = [record for record in records if isinstance(record, StepCommitted)]
         for name, make in makers.items():
             mark = folder / MARKS / re.sub(r"[^A-Za-z0-9._-]", "-", name)
-            outlet = Outlet(name, mark, most_waiting=settings.queue_steps, deadline_s=settings.deadline_s)
+            outlet = LoggerThread(name, mark, most_waiting=settings.queue_steps, deadline_s=settings.deadline_s)
             last = outlet.last_step
-            missed = [Entry(one.step, step_metrics(one.metrics)) for one in steps if one.step > last]
+            missed = [LogEntry(one.step, step_metrics(one.metrics)) for one in steps if one.step > last]
             outlet.begin(make, missed)
             self.outlets.append(outlet)
 
@@ -72,12 +72,12 @@ class Fanout:
         """Hand over what is for loggers of what the controller notes."""
         match kind:
             case "step":
-                self._put(Entry(fields["step"], step_metrics(fields)))
+                self._put(LogEntry(fields["step"], step_metrics(fields)))
             case "samples":
-                self._put(Entry(fields["step"], rows=fields["rows"], is_step=False))
+                self._put(LogEntry(fields["step"], rows=fields["rows"], is_step=False))
             case "evaluation":
                 metrics = {f"eval/{name}": value for name, value in _numbers(fields).items() if name != "version"}
-                self._put(Entry(int(fields["version"]), metrics, is_step=False))
+                self._put(LogEntry(int(fields["version"]), metrics, is_step=False))
 
     def look(self) -> None:
         """See to loggers that hang, and tell what was dropped."""
@@ -97,7 +97,7 @@ class Fanout:
             if one.num_dropped or one.is_given_up
         ]
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: LogEntry) -> None:
         for outlet in self.outlets:
             outlet.put(entry)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Row = Mapping[str, Any]
-"""One sample: JSON values by column; see `starling.controller.core.samples.row`."""
+"""One sample: JSON values by column; see `starling.controller.core.training.samples.row`."""
 
 
 class Logger(Protocol):

@@ -14,7 +14,7 @@ from starling.common.settings import LoraSettings
 from starling.rollout.engine.base import EngineSpec
 
 if TYPE_CHECKING:
-    from starling.weightsync.layout import Layout
+    from starling.weightsync.plan.layout import Layout
 
 NUMBER: Final = 1
 """Which adapters requests name: there are no others."""
@@ -43,9 +43,9 @@ def read(spec: EngineSpec) -> Layout:
     Raises:
         ConfigError: the folder cannot be read, or adapters do not fit its model, or vLLM.
     """
-    from starling.rollout.engine.model import build_model, live_tensors
-    from starling.weightsync.layouts.adapters import adapted_layers, base_name, base_of
-    from starling.weightsync.layouts.modules import layout_of
+    from starling.rollout.engine.embedded.model import build_model, live_tensors
+    from starling.weightsync.tensors.adapters import adapted_layers, base_digest, base_name
+    from starling.weightsync.tensors.modules import layout_of
 
     lora = spec.model.lora
     assert lora is not None
@@ -64,7 +64,7 @@ def read(spec: EngineSpec) -> Layout:
                 "adapters on layers only: list those of attention in model.lora.targets, or set rollout.engine = "
                 "'transformers'"
             )
-    layout = layout_of(live_tensors(model), spec.name, base=base_of(model, lora))
+    layout = layout_of(live_tensors(model), spec.name, base=base_digest(model, lora))
     _check_whole([tensor.name for tensor in layout.tensors])
     return layout
 

@@ -7,27 +7,28 @@ from typing import Any, Final
 
 from starling.common.errors import ConfigError, WeightsError
 from starling.rollout.engine.base import (
-    Adopted,
+    AdoptionReport,
     CacheMode,
     EngineLostError,
     EngineSpec,
     GroupFailed,
     GroupRequest,
     GroupResult,
-    Partial,
+    PartialCompletion,
     RequestError,
 )
-from starling.rollout.engine.request import check_partial, check_request, check_tensors
-from starling.rollout.engine.vision import cells_per_token, placeholders
-from starling.rollout.engine.vllm import adapters, start
-from starling.rollout.engine.vllm.groups import Group, check_temperature
-from starling.rollout.engine.vllm.pulls import await_workers
-from starling.rollout.engine.vllm.runner import Runner
-from starling.weightsync.execute.pull import PullReport
-from starling.weightsync.execute.transfer import Progress
-from starling.weightsync.layout import Layout, encode
-from starling.weightsync.offer import Offer, joined_root
-from starling.weightsync.plan import Plan
+from starling.rollout.engine.multimodal.prompts import patches_per_token, placeholders
+from starling.rollout.engine.validation import check_partial, check_request, check_tensors
+from starling.rollout.engine.vllm import adapters
+from starling.rollout.engine.vllm import launch as start
+from starling.rollout.engine.vllm.async_llm import AsyncLlmThread
+from starling.rollout.engine.vllm.groups import VllmGroup, check_temperature
+from starling.rollout.engine.vllm.pull_progress import await_workers
+from starling.weightsync.plan.layout import Layout, encode
+from starling.weightsync.plan.offer import Offer, joined_root
+from starling.weightsync.plan.planner import Plan
+from starling.weightsync.puller.fetch import PullProgress
+from starling.weightsync.puller.puller import PullReport
 
 SWITCH_S: Final = 600.0
 """How long workers may take to put a version in place."""
@@ -46,7 +47,7 @@ class VllmEngine:
         start.check_version()
         start.check_spec(spec)
         self._spec = spec
-        self._runner = runner = Runner(spec, None if spec.model.lora is None else adapters.read(spec))
+        self._runner = runner = AsyncLlmThread(spec, None if spec.model.lora is None else adapters.read(spec))
         try:
             self._model_config = runner.model_config
             self._layout = runner.call(runner.layout(), spec.rollout.vllm.start_timeout_s)
@@ -60,8 +61,8 @@ class VllmEngine:
         self._vocab_size = int(self._model_config.get_vocab_size())
         config = self._model_config.hf_config
         self._placeholders = placeholders(config) if self._model_config.supports_multimodal_inputs else {}
-        self._cells_per_token = cells_per_token(config)
-        self._groups: dict[str, Group] = {}
+        self._cells_per_token = patches_per_token(config)
+        self._groups: dict[str, VllmGroup] = {}
         self._num_added = self._num_pulls = 0
         self._paused = False
         self._staged: Offer | None = None
@@ -108,7 +109,7 @@ class VllmEngine:
         Raises:
             RequestError: the group cannot be generated as asked.
         """
-        from starling.rollout.engine.vllm import media
+        from starling.rollout.engine.vllm import multimodal as media
 
         check_request(request, self._vocab_size, self.max_model_len, self._spec.rollout.max_rows)
         check_partial(request, self._vocab_size)
@@ -117,7 +118,7 @@ class VllmEngine:
         if request.lease in self._groups:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
         items = media.items_of(request, self._placeholders, self._cells_per_token)
-        group = Group(self._num_added, request, self.max_model_len, items)
+        group = VllmGroup(self._num_added, request, self.max_model_len, items)
         self._num_added += 1
         self._groups[request.lease] = group
         self._runner.add(group)
@@ -142,7 +143,7 @@ class VllmEngine:
         """Forget a group and free its room at once; returns whether the engine held it."""
         return self.interrupt(lease) is not None
 
-    def interrupt(self, lease: str) -> tuple[Partial, ...] | None:
+    def interrupt(self, lease: str) -> tuple[PartialCompletion, ...] | None:
         """Take a group out and return what is there of its completions, or None when the engine does not hold it."""
         group = self._groups.pop(lease, None)
         return None if group is None else self._runner.call(self._runner.drop(group))
@@ -170,7 +171,7 @@ class VllmEngine:
         *,
         deadline_s: float,
         cancelled: Callable[[], bool],
-        progress: Callable[[Progress], None],
+        progress: Callable[[PullProgress], None],
         in_place: bool = False,
     ) -> PullReport:
         """Have every worker bring its shards of a version into its staging area; see `base`.
@@ -201,7 +202,7 @@ class VllmEngine:
         self._staged = offer
         return report
 
-    def adopt(self, mode: CacheMode) -> Adopted:
+    def adopt(self, mode: CacheMode) -> AdoptionReport:
         """Put the version that was pulled last in place, between two tokens, and prove what the workers hold.
 
         Raises:
@@ -215,7 +216,7 @@ class VllmEngine:
         self._version = offer.version
         return adopted
 
-    async def _adopt(self, offer: Offer, mode: CacheMode) -> Adopted:
+    async def _adopt(self, offer: Offer, mode: CacheMode) -> AdoptionReport:
         """Runs in the engine's thread."""
         runner = self._runner
         await runner.pause(clear_cache=mode == "recompute")
@@ -232,7 +233,7 @@ class VllmEngine:
         if not self._paused:
             await runner.resume()
         root = joined_root(offer, roots)
-        return Adopted(version=offer.version, proven=root == offer.root, root=root, recomputed_tokens=cached)
+        return AdoptionReport(version=offer.version, proven=root == offer.root, root=root, recomputed_tokens=cached)
 
     def sleep(self) -> None:
         """Give the device memory of weights and cache to others until `wake_up`; that of CPUs it keeps.

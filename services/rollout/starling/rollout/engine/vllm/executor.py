@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from starling.rollout.engine.vllm import media
+from starling.rollout.engine.vllm import multimodal as media
 
 media.take_prepared_prompts()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from starling.common.wire.messages import Sampling, Status
 from starling.rollout.engine.base import (
@@ -16,11 +17,10 @@ from starling.rollout.engine.base import (
     GroupFailed,
     GroupRequest,
     GroupResult,
-    Partial,
-    PromptScores,
+    PartialCompletion,
+    PromptLogprobs,
     RequestError,
 )
-from starling.rollout.engine.vllm.versions import token_versions
 
 STATUS = {"stop": Status.OK, "length": Status.TRUNCATED}
 """By vLLM's reason for an end; others are no end, but an interruption."""
@@ -29,11 +29,11 @@ LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class VllmCompletion:
     """One completion: what was there of it, and what vLLM has sampled since."""
 
     index: int
-    before: Partial | None
+    before: PartialCompletion | None
     budget: int
     """Tokens still to sample, at most."""
     token_ids: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Row:
         self.token_ids, self.logprobs, self.spans, self.collector = [], [], None, None
         self.unwanted = self.again = False
 
-    def partial(self) -> Partial:
+    def partial(self) -> PartialCompletion:
         """Return what is there now."""
         token_ids = np.array(self.token_ids, np.int32)
         logprobs = np.array(self.logprobs, np.float32)
@@ -86,10 +86,10 @@ class Row:
             token_ids = np.concatenate((self.before.token_ids, token_ids), dtype=np.int32)
             logprobs = np.concatenate((self.before.logprobs, logprobs), dtype=np.float32)
             versions = np.concatenate((self.before.versions, versions), dtype=np.int32)
-        return Partial(token_ids, logprobs, versions, self.status)
+        return PartialCompletion(token_ids, logprobs, versions, self.status)
 
 
-class Group:
+class VllmGroup:
     """One group that was added, and how far its completions are."""
 
     def __init__(self, number: int, request: GroupRequest, max_model_len: int, items: Sequence[Any] = ()) -> None:
@@ -108,7 +108,7 @@ class Group:
         budget = min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids))
         partial = request.partial or (None,) * request.num_completions
         self.rows = [
-            Row(index, before, budget - (0 if before is None else len(before.token_ids)))
+            VllmCompletion(index, before, budget - (0 if before is None else len(before.token_ids)))
             for index, before in enumerate(partial)
         ]
         for row in self.rows:
@@ -118,7 +118,7 @@ class Group:
                 row.status = Status.TRUNCATED
 
     @property
-    def unfinished(self) -> list[Row]:
+    def unfinished(self) -> list[VllmCompletion]:
         """The rows that have not ended."""
         return [row for row in self.rows if row.status is None]
 
@@ -128,7 +128,7 @@ class Group:
         prompt = len(self.request.prompt_ids)
         return sum(prompt + row.num_before + len(row.token_ids) for row in self.unfinished if row.token_ids)
 
-    def prompt_of(self, row: Row) -> list[int]:
+    def prompt_of(self, row: VllmCompletion) -> list[int]:
         """Return all tokens before the first one that vLLM is to sample."""
         if row.before is None:
             return self.request.prompt_ids
@@ -151,7 +151,7 @@ class Group:
         prompt_ids = np.array(self.request.prompt_ids, np.int32)
         return GroupResult(lease, prompt_ids, tuple(completions), self.request.tensors, self._prompt_scores())
 
-    def _prompt_scores(self) -> PromptScores | None:
+    def _prompt_scores(self) -> PromptLogprobs | None:
         """Return what the first row's request was told of the prompt, with the version that sampled behind it."""
         if not self.request.score_prompt:
             return None
@@ -161,7 +161,7 @@ class Group:
         # request was made again stands behind the prompt.
         starts = np.array(flat.start_indices[1 : len(self.request.prompt_ids)], np.int64)
         logprobs, ids = np.array(flat.logprobs, np.float32), np.array(flat.token_ids, np.int32)
-        return PromptScores(logprobs[starts], ids[starts + 1], logprobs[starts + 1], version)
+        return PromptLogprobs(logprobs[starts], ids[starts + 1], logprobs[starts + 1], version)
 
 
 def check_temperature(request: GroupRequest) -> None:
@@ -173,13 +173,13 @@ def check_temperature(request: GroupRequest) -> None:
         )
 
 
-def row_seed(sampling: Sampling, row: Row) -> int:
+def completion_seed(sampling: Sampling, row: VllmCompletion) -> int:
     """Return the seed of one completion's random numbers; one that goes on draws others than at its beginning."""
     text = f"{sampling.seed}/{row.index}/{row.num_before}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def sampling_arguments(group: Group, row: Row, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
+def sampling_arguments(group: VllmGroup, row: VllmCompletion, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments of vLLM's `SamplingParams` for one completion."""
     sampling = group.request.sampling
     assert math.isfinite(sampling.temperature)
@@ -190,10 +190,33 @@ def sampling_arguments(group: Group, row: Row, eos_token_ids: tuple[int, ...]) -
         "max_tokens": row.budget,
         "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
         "ignore_eos": True,  # those of the tokenizer are listed; others would be those of the model's defaults
-        "seed": row_seed(sampling, row),
+        "seed": completion_seed(sampling, row),
         "logprobs": 0,
         "prompt_logprobs": 1 if group.request.score_prompt and row.index == 0 else None,
         "flat_logprobs": True,
         "detokenize": False,
         "skip_clone": True,
     }
+
+
+# JOINED from starling.rollout.engine.vllm.versions: From vLLM's spans of weight versions to the version of
+# each token.
+
+
+def token_versions(spans: Iterable[Any] | None, num_tokens: int) -> npt.NDArray[np.int32]:
+    """Return the weight version of each of `num_tokens` sampled tokens, int32.
+
+    vLLM's engine stamps what it puts out with the version in force, so that spans are exact: it changes only while
+    nothing is being computed.
+
+    Args:
+        spans: each with `version`, the name given at an adoption, and `start` and `end` in tokens; None for no tokens.
+        num_tokens: tokens that arrived; what comes after the last span is of its version.
+    """
+    versions = np.full(num_tokens, -1, np.int32)
+    last = -1
+    for span in spans or ():
+        last = int(span.version)
+        versions[span.start : span.end] = last
+    versions[versions < 0] = last
+    return versions

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import select
+import signal
+import threading
 from collections.abc import Iterable
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -10,7 +14,7 @@ from typing import Final
 
 import psutil  # which vLLM brings
 
-from starling.rollout.engine.vllm.watch import SHARED_MEMORY
+from starling.common.settings import environment_variable
 
 PYTHONS: Final = "psm_"
 OURS: Final = (PYTHONS, "vllm_")
@@ -32,7 +36,7 @@ def engine_processes() -> set[psutil.Process]:
     return found
 
 
-def end(processes: Iterable[psutil.Process], timeout_s: float) -> None:
+def kill_processes(processes: Iterable[psutil.Process], timeout_s: float) -> None:
     """Kill what is left of `processes`, and wait for it, `timeout_s` at most.
 
     A process is known by its number and the time at which it began: another one with its number is left alone.
@@ -57,10 +61,41 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
     return {file for file in found if file.parent == SHARED_MEMORY and file.name.startswith(OURS)}
 
 
-def remove(files: Iterable[Path]) -> None:
+def remove_shared_memory(files: Iterable[Path]) -> None:
     """Remove files that vLLM leaves when its processes are killed, and some of which it always leaves."""
     for file in files:
         if file.exists():
             file.unlink()
             if file.name.startswith(PYTHONS):  # else Python's tracker, which outlives them, would miss it at the end
                 resource_tracker.unregister(f"/{file.name}", "shared_memory")
+
+
+# JOINED from starling.rollout.engine.vllm.watch: No process of an engine outlives its replica, however that
+# ends: vLLM's own process would wait for ever.  What it starts ends with it, but it is a child of the
+# replica's without any code of ours. So each worker watches the replica, from before it loads anything, and
+# ends the process above it, too.
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+REPLICA: Final = "STARLING_VLLM_REPLICA"
+"""In the environment of the engine's processes: the process id of the replica."""
+
+
+def end_with_replica() -> None:
+    """Have a thread wait for the end of the replica; returns at once."""
+    replica = environment_variable(REPLICA)
+    if replica is not None:
+        threading.Thread(target=_await_end, args=(int(replica), os.getppid()), name="watch", daemon=True).start()
+
+
+def _await_end(replica: int, parent: int) -> None:
+    try:
+        handle = os.pidfd_open(replica)
+        select.select([handle], [], [])  # readable once it has ended
+    except ProcessLookupError:
+        pass
+    meeting = environment_variable("VLLM_DIST_IDENT")  # by which workers on CPUs name the memory that they share
+    for file in SHARED_MEMORY.glob(f"{meeting}-*") if meeting else ():
+        file.unlink(missing_ok=True)
+    if parent != replica and os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

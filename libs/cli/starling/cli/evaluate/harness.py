@@ -1,0 +1,248 @@
+"""`starling evaluate --tasks lm-eval:TASK`: a harness of others asks the endpoint of a model that is served for it.
+
+The run is one of kind `serve` with one instance. The harness is a process of it; when it has ended well, the run is
+over, and its results are told in our own files.
+
+| file | holds |
+|---|---|
+| `lm-eval/` | what the harness writes itself |
+| `summary.json` | the harness with its version; for each task its prompts, and each metric's value and standard error |
+| `answers.jsonl` | one line for each prompt: what was said, or the choices with their log-probabilities |
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from starling.cli.evaluate.results import ANSWERS, SUMMARY, write_whole
+from starling.cli.evaluate.tasks import absolute
+from starling.cli.recipe.schema import Recipe
+from starling.cli.run.attempt import Attempt
+from starling.cli.run.processes import ServiceProcess
+from starling.cli.run.screen import short_path
+from starling.cli.run.supervisor import InterruptedRunError, Supervisor
+from starling.common.errors import ConfigError
+
+PREFIX: Final = "lm-eval:"
+MODULE: Final = "lm_eval"
+FOLDER: Final = "lm-eval"
+NUM_CONCURRENT: Final = 64
+"""Requests that the harness has under way; the engine batches them."""
+ANSWER_S: Final = 5.0
+DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Past any proxy of the environment: it would be told the key, and could not reach this machine's own address."""
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """What the harness is to do, as the command line says it."""
+
+    tasks: tuple[str, ...]
+    """Names that the harness knows, or YAML files."""
+    model: str
+    """The model's folder, where its tokenizer is."""
+    limit: int = 0
+    plain: bool = False
+    system: str = ""
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    """Where a task says none."""
+    seed: int = 0
+
+
+def harness_tasks(tasks: str | None) -> tuple[str, ...]:
+    """Return the harness's tasks among those of the command line; none where all are ours.
+
+    Raises:
+        ConfigError: there are both, or the harness is not installed.
+    """
+    names = [name for name in (tasks or "").split(",") if name]
+    found = tuple(absolute(name.removeprefix(PREFIX)) for name in names if name.startswith(PREFIX))
+    if not found:
+        return ()
+    if len(found) < len(names):
+        other = next(name for name in names if not name.startswith(PREFIX))
+        raise ConfigError(f"--tasks names {other!r} beside tasks of lm-eval; evaluate those by a command of their own")
+    if importlib.util.find_spec(MODULE) is None:
+        raise ConfigError("lm-eval is not installed here; install starling-cli[lm-eval]")
+    return found
+
+
+class HarnessRun(Supervisor):
+    """Serves a model until the harness has asked it all."""
+
+    def __init__(self, recipe: Recipe, attempt: Attempt, asked: HarnessOptions) -> None:
+        """Prepare; nothing is started yet."""
+        super().__init__(recipe, attempt)
+        self._asked = asked
+        self._harness: ServiceProcess | None = None
+        self.complete = False
+        """Whether the harness came to its end."""
+
+    def on_poll(self) -> None:
+        """Start the harness when the model is served, and end the run with it."""
+        if self._harness is None:
+            served = None if self.stopping else served_model(self.attempt.folder)
+            if served is not None:
+                arguments = _arguments(self._asked, self.attempt, served)
+                key = {"OPENAI_API_KEY": served["api_key"]}
+                self._harness = self.children.start("harness", "harness", arguments, module=MODULE, environment=key)
+        elif self._harness.code == 0 and not self.complete:
+            self.complete = True
+            if not self.stopping:  # a second time would kill
+                self.stop()
+
+
+def run_harness(recipe: Recipe, attempt: Attempt, asked: HarnessOptions) -> int:
+    """Serve, evaluate, and tell what came of it. Returns the exit code. Raises RunFailedError."""
+    run = HarnessRun(recipe, attempt, asked)
+    try:
+        run.run()
+    except InterruptedRunError as error:
+        print(f"starling: {error}", file=sys.stderr)
+        return 130
+    if not run.complete:
+        print("stopped before lm-eval had come to its end: it begins anew, there is nothing to resume")
+        return 130
+    results, samples = read_results(attempt.folder / FOLDER)
+    found = summary(results)
+    write_whole(attempt.folder / SUMMARY, json.dumps(found, indent=1) + "\n")
+    lines = [answer(task, sample) for task, rows in samples.items() for sample in rows]
+    write_whole(attempt.folder / ANSWERS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    console = Console()
+    console.print(table_of(found))
+    console.print(f"answers to {len(lines)} prompts: {short_path(attempt.folder / ANSWERS)}", highlight=False)
+    return 0
+
+
+def served_model(folder: Path) -> dict[str, Any] | None:
+    """Return where the model of the run in `folder` is served, and the most tokens of a sequence; None before it is."""
+    try:
+        address: dict[str, Any] = json.loads((folder / "api" / "rollout-0.json").read_text())
+        request = urllib.request.Request(f"{address['base_url']}/models")
+        request.add_header("Authorization", f"Bearer {address['api_key']}")
+        with DIRECT.open(request, timeout=ANSWER_S) as reply:
+            told = json.loads(reply.read())["data"][0]["starling"]
+    except (OSError, http.client.HTTPException):  # not there yet, or it went in the middle of an answer
+        return None
+    return {**address, "max_model_len": told["max_model_len"]} if told["version"] >= 0 else None
+
+
+def _arguments(asked: HarnessOptions, attempt: Attempt, served: dict[str, Any]) -> list[str]:
+    """Return the command line of the harness."""
+    model = {
+        "model": served["model"],
+        "base_url": f"{served['base_url']}/completions",
+        "num_concurrent": NUM_CONCURRENT,
+        "tokenizer_backend": "huggingface",
+        "tokenizer": absolute(asked.model),
+        "max_length": served["max_model_len"],
+        # Of this much the context of a prompt is shortened.
+        "max_gen_toks": min(asked.max_tokens, served["max_model_len"] // 2),
+        "timeout": 3600,
+        "seed": asked.seed,
+    }
+    words = ["run", "--model", "local-completions", "--tasks", ",".join(asked.tasks), "--seed", str(asked.seed)]
+    words += ["--model_args", json.dumps(model)]  # a path may have a comma
+    words += ["--output_path", str(attempt.folder / FOLDER), "--log_samples"]
+    words += ["--limit", str(asked.limit)] if asked.limit else []
+    words += [] if asked.plain else ["--apply_chat_template"]
+    words += [f"--system_instruction={asked.system}"] if asked.system else []  # it may begin with a dash
+    words += ["--gen_kwargs", f"temperature={asked.temperature},do_sample=True"] if asked.temperature else []
+    return words
+
+
+def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """Return what the harness has written: its results, and the samples of each task.
+
+    Raises:
+        ConfigError: it has written none.
+    """
+    files = sorted(folder.rglob("results_*.json"))
+    if not files:
+        raise ConfigError(f"lm-eval has written no results into {folder}; see logs/harness.log of the run")
+    results: dict[str, Any] = json.loads(files[-1].read_text())
+    date = files[-1].stem.removeprefix("results_")
+    samples = {}
+    for task in results["results"]:
+        file = files[-1].with_name(f"samples_{task}_{date}.jsonl")
+        if file.exists():  # a group of tasks has none of its own
+            samples[task] = [json.loads(line) for line in file.read_text().splitlines()]
+    return results, samples
+
+
+def summary(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the harness's results as ours are written."""
+    tasks = {}
+    for task, told in results["results"].items():
+        num = results.get("n-samples", {}).get(task, {}).get("effective")
+        tasks[task] = {"num_prompts": num, "metrics": _metrics(told)}
+    return {"harness": f"lm-eval {results.get('lm_eval_version', '')}".strip(), "tasks": tasks}
+
+
+def _metrics(told: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Return each metric's value and standard error; one behind a filter is ``metric/filter``."""
+    found: dict[str, dict[str, float | None]] = {}
+    for key, value in told.items():
+        metric, comma, kind = key.partition(",")
+        if not comma:
+            continue
+        name = metric.removesuffix("_stderr") + ("" if kind == "none" else f"/{kind}")
+        part = "stderr" if metric.endswith("_stderr") else "value"
+        number = value if isinstance(value, int | float) else None
+        found.setdefault(name, {"value": None, "stderr": None})[part] = number
+    return found
+
+
+def answer(task: str, sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample of the harness's as a line of the answers."""
+    asked = [list(arguments.values()) for arguments in sample["arguments"].values()]
+    line: dict[str, Any] = {"id": f"{task}/{sample['doc_id']}", "task": task, "text": asked[0][0]}
+    if sample["filter"] != "none":
+        line["filter"] = sample["filter"]
+    line["reference"] = sample["target"]
+    if all(isinstance(one, list) and len(one) == 2 for reply in sample["resps"] for one in reply):
+        line["choices"] = [
+            {"text": arguments[1], "logprob": float(reply[0][0]), "is_greedy": str(reply[0][1]) == "True"}
+            for arguments, reply in zip(asked, sample["resps"], strict=True)
+        ]
+    else:
+        line["completions"] = [{"text": str(one)} for reply in sample["resps"] for one in reply]
+    line["scores"] = {name: sample[name] for name in sample["metrics"] if name in sample}
+    return line
+
+
+def table_of(found: dict[str, Any]) -> Table:
+    """Return the figures as a table, a row for each metric of each task."""
+    table = Table(title=f"evaluation by {found['harness']}", title_justify="left")
+    table.add_column("task")
+    table.add_column("prompts", justify="right")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    table.add_column("stderr", justify="right")
+    for task, told in found["tasks"].items():
+        for metric, figures in told["metrics"].items():
+            cells = ["" if (value := figures[part]) is None else f"{value:.3f}" for part in ("value", "stderr")]
+            num = told["num_prompts"]
+            table.add_row(task, "" if num is None else str(num), metric, *cells)
+    return table
+
+
+def check_alone(num_gpus: int | None, tp_size: int, num_completions: int) -> None:
+    """Raise ConfigError for what a harness cannot do: it knows one instance, and decides how often it asks."""
+    if num_gpus not in (None, tp_size):
+        raise ConfigError(
+            f"--num-gpus {num_gpus}: lm-eval asks one instance, which has --tp-size {tp_size} GPUs; leave it out"
+        )
+    if num_completions != 1:
+        raise ConfigError(f"--num-completions {num_completions}: a task of lm-eval says itself how often; leave it out")

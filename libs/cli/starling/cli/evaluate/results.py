@@ -1,0 +1,164 @@
+"""What a run without a policy leaves: one line for each prompt, in the order of prompts, and figures of each task.
+
+Both follow from the files of the run alone, and nothing in them tells who answered what or when: any number of
+instances, and any number of deaths on the way, lead to the same bytes as long as they sample the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from starling.cli.recipe.schema import Recipe
+from starling.cli.run.attempt import Attempt
+from starling.cli.run.screen import short_path
+from starling.common.errors import ConfigError
+from starling.controller.core.evaluation.evaluation import TASK, rates
+from starling.controller.core.groups.stored import StoredGroup
+from starling.controller.data.load import prompts_to_answer
+from starling.controller.data.trajectories import FOLDER, INDEX, read_file, read_index
+
+ANSWERS = "answers.jsonl"
+SUMMARY = "summary.json"
+
+
+def stored_groups(attempt: Attempt) -> Iterator[StoredGroup]:
+    """Yield what the run has written, in the order of prompts. Raises ConfigError."""
+    folder = attempt.folder / FOLDER
+    for line in read_index(folder):
+        yield from read_file(folder, line)
+
+
+def finish_answering(recipe: Recipe, attempt: Attempt, out: Path | None) -> int:
+    """Say what came of a run that answers prompts: all of it, or that it was stopped. Returns the exit code."""
+    index = read_index(attempt.folder / FOLDER) if (attempt.folder / FOLDER / INDEX).exists() else []
+    answered, wanted = sum(line.num_groups for line in index), len(prompts_to_answer(recipe))
+    if answered < wanted:
+        print(
+            f"stopped with {answered} of {wanted} prompts in files; `starling {recipe.run.kind} --resume "
+            f"{short_path(attempt.folder)}` goes on"
+        )
+        return 130
+    conclude(attempt, recipe.run.kind, Console(), out)
+    return 0
+
+
+def conclude(attempt: Attempt, kind: str, console: Console, out: Path | None = None) -> None:
+    """Write answers and figures of a run that is complete, and print them; `out`: the answers go there too."""
+    groups = list(stored_groups(attempt))
+    path = attempt.folder / ANSWERS
+    write_whole(path, "".join(json.dumps(answer(group, kind), ensure_ascii=False) + "\n" for group in groups))
+    if out is not None:
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.copyfile(path, partial)
+        partial.rename(out)
+    if kind == "evaluate":
+        found = summary(groups)
+        write_whole(attempt.folder / SUMMARY, json.dumps(found, indent=1) + "\n")
+        console.print(table_of(found))
+    failed = sum(not group.trajectories for group in groups)
+    told = f", {failed} without any" if failed else ""
+    console.print(f"answers to {len(groups)} prompts{told}: {short_path(out or path)}", highlight=False)
+
+
+def answer(group: StoredGroup, kind: str) -> dict[str, Any]:
+    """Return a group as a line of the answers has it."""
+    prompt = group.prompt
+    line: dict[str, Any] = {"id": prompt.id}
+    if prompt.messages:
+        line["messages"] = [{"role": message.role, "content": message.content} for message in prompt.messages]
+    else:
+        line["text"] = prompt.text
+    if TASK in prompt.metadata:
+        line["task"] = prompt.metadata[TASK]
+    if prompt.reference:
+        line["reference"] = prompt.reference
+    line["completions"] = [_completion(group, index, scored=kind == "evaluate") for index in _indices(group)]
+    if group.problem:
+        line["problem"] = group.problem
+    return line
+
+
+def _indices(group: StoredGroup) -> range:
+    return range(len(group.trajectories))
+
+
+def _completion(group: StoredGroup, index: int, *, scored: bool) -> dict[str, Any]:
+    trajectory = group.trajectories[index]
+    told: dict[str, Any] = {
+        "text": trajectory.text,
+        "status": str(trajectory.status),
+        "num_tokens": trajectory.num_tokens,
+    }
+    if scored:
+        told["reward"] = group.rewards[index]
+        scores = {name: values[index] for name, values in group.components.items()}
+        told["scores"] = {name: value for name, value in scores.items() if value is not None}
+    return told
+
+
+def summary(groups: Sequence[StoredGroup]) -> dict[str, Any]:
+    """Return the figures of all prompts, and of each task in the order of the tasks."""
+    tasks: dict[str, list[StoredGroup]] = {}
+    for group in groups:
+        tasks.setdefault(str(group.prompt.metadata.get(TASK, "")), []).append(group)
+    named = {name: _figures(members) for name, members in tasks.items() if name}
+    return {**_figures(groups), **({"tasks": named} if named else {})}
+
+
+def _figures(groups: Sequence[StoredGroup]) -> dict[str, Any]:
+    answered = [group for group in groups if group.trajectories]
+    trajectories = [trajectory for group in answered for trajectory in group.trajectories]
+    num_tokens = sum(trajectory.num_tokens - trajectory.num_masked for trajectory in trajectories)
+    return {
+        "num_prompts": len(groups),
+        "num_failed": len(groups) - len(answered),
+        **rates([group.rewards for group in answered]),
+        "num_tokens": num_tokens,
+        "completion_tokens_mean": num_tokens / len(trajectories) if trajectories else None,
+        "truncated_share": (
+            sum(t.status == "truncated" for t in trajectories) / len(trajectories) if trajectories else None
+        ),
+    }
+
+
+def table_of(found: dict[str, Any]) -> Table:
+    """Return the figures as a table, a row for each task and, of several, one for all."""
+    tasks: dict[str, dict[str, Any]] = dict(found.get("tasks", {}))
+    if len(tasks) != 1:
+        tasks["all"] = found
+    passes = [name for name in found if name.startswith("pass_at_") and name != "pass_at_k"] + ["pass_at_k"]
+    table = Table(title="evaluation", title_justify="left")
+    table.add_column("task")
+    for column in ("prompts", "failed", "reward", *(p.replace("pass_at_k", f"pass_at_{found['k']}") for p in passes)):
+        table.add_column(column, justify="right")
+    table.add_column("tokens", justify="right")
+    for name, figures in tasks.items():
+        rewards = [figures.get(key) for key in ("reward_mean", *passes)]
+        cells = ["" if value is None else f"{value:.3f}" for value in rewards]
+        table.add_row(
+            name, str(figures["num_prompts"]), str(figures["num_failed"]), *cells, f"{figures['num_tokens']:,}"
+        )
+    return table
+
+
+def check_free(path: Path) -> None:
+    """Raise ConfigError when `path` is there, and is no empty folder: nothing is written over."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise ConfigError(f"{path} exists; give another --out, or --resume the folder of a run that is not complete")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {path} does not exist; make it, or give another --out")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which nobody finds a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)

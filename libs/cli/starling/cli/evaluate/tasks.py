@@ -1,0 +1,144 @@
+"""What is evaluated, as `starling evaluate --tasks` names it: a dataset and how its answers are judged.
+
+| name | rows | scorer |
+|---|---|---|
+| `reasoning_gym:TASK` | generated, `--limit` of them (100) | that task's |
+| `gsm8k:FILE` | `question`, `answer` | `gsm8k`: the last number |
+| `math:FILE` | `problem`, `answer` or `solution` | `math`: the expression |
+| `FILE.jsonl`, `FILE.parquet`, `hf:NAME`, `MODULE:FACTORY` | any source of [data], with `question` and `answer` | `--scorer` (`exact_match`) |
+| `FILE.toml` | what its [data] says | its [[scorers]] |
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from starling.common.errors import ConfigError
+
+GYM = "reasoning_gym:"
+KNOWN = ("gsm8k", "math", "reasoning_gym")
+GYM_ROWS = 100
+"""Rows that a generated task has where no limit is given."""
+SUFFIXES = (".jsonl", ".parquet", ".toml")
+
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """One task, as sections of a recipe."""
+
+    name: str
+    data: dict[str, Any]
+    scorers: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What the command line says of all tasks."""
+
+    limit: int = 0
+    """Most prompts of each; 0 for all."""
+    scorer: str = "exact_match"
+    """Of a dataset that has none of its own."""
+    plain: bool = False
+    """Prompts are plain text, not turns of a conversation."""
+    system: str = ""
+    """System message of each conversation."""
+
+
+def find_tasks(names: Sequence[str], ways: TaskOptions) -> list[EvaluationTask]:
+    """Return the tasks of these names, told apart. Raises ConfigError for what is none."""
+    tasks: list[EvaluationTask] = []
+    for name in names:
+        task = _find(name, ways)
+        twins = sum(other.name.partition("#")[0] == task.name for other in tasks)
+        tasks.append(EvaluationTask(f"{task.name}#{twins + 1}", task.data, task.scorers) if twins else task)
+    return tasks
+
+
+def scorers_of(tasks: Sequence[EvaluationTask]) -> list[dict[str, Any]]:
+    """Return the scorers of all tasks, each for its own prompts alone, under a label of its own."""
+    if len(tasks) == 1:
+        return [dict(scorer) for scorer in tasks[0].scorers]
+    return [
+        {**scorer, "tasks": [task.name], "label": f"{task.name}/{scorer.get('label') or scorer['name']}"}
+        for task in tasks
+        for scorer in task.scorers
+    ]
+
+
+def absolute(path: str) -> str:
+    """Return the path of something that is there so that a run can be taken up from any folder; else what it says."""
+    return str(Path(path).absolute()) if path and Path(path).exists() else path
+
+
+def _find(name: str, ways: TaskOptions) -> EvaluationTask:
+    kind, colon, rest = name.partition(":")
+    if name.startswith(GYM):
+        data = {"source": name, "size": ways.limit or GYM_ROWS}
+        return EvaluationTask(rest, _worded(data, ways), ({"name": name},))
+    if colon and kind in ("gsm8k", "math"):
+        columns = {"prompt_column": "question", "reference_column": "answer"}
+        if kind == "math":
+            columns = {"prompt_column": "problem", "reference_column": _reference_of_math(Path(rest))}
+        return EvaluationTask(kind, _worded({"source": rest, **columns}, ways), ({"name": kind},))
+    if Path(name).suffix == ".toml":
+        return _of_file(Path(name), ways)
+    if not colon and Path(name).suffix not in SUFFIXES:
+        raise ConfigError(_unknown(name))
+    title = Path(name).stem if Path(name).suffix in SUFFIXES else rest
+    return EvaluationTask(title.rpartition("/")[2] or name, _worded({"source": name}, ways), ({"name": ways.scorer},))
+
+
+def _unknown(name: str) -> str:
+    close = get_close_matches(name.lower(), KNOWN, n=1, cutoff=0.5)
+    if close:
+        hint = f"did you mean {close[0]}:{'TASK' if close[0] == 'reasoning_gym' else 'FILE'}?"
+    else:
+        hint = "write reasoning_gym:TASK, gsm8k:FILE, math:FILE, hf:NAME, MODULE:FACTORY, or a .jsonl, .parquet, .toml"
+    return f"there is no task {name!r}; {hint}"
+
+
+def _worded(data: dict[str, Any], ways: TaskOptions) -> dict[str, Any]:
+    """Return `data` with what is said of all tasks."""
+    data = {**data, "source": absolute(str(data.get("source", "")))}
+    if ways.limit:
+        data["limit"] = ways.limit
+    if ways.plain:
+        data["format"] = "{" + data.get("prompt_column", "question") + "}"
+    if ways.system:
+        data["system"] = ways.system
+    return data
+
+
+def _reference_of_math(path: Path) -> str:
+    """Return the column of the answer: the answer itself where the rows have it, else the whole solution."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return "answer"
+    with path.open() as lines:
+        try:
+            first = json.loads(next(lines, "{}"))
+        except ValueError:
+            return "answer"  # whoever reads the file says which line it is
+    return "solution" if isinstance(first, dict) and "answer" not in first and "solution" in first else "answer"
+
+
+def _of_file(path: Path, ways: TaskOptions) -> EvaluationTask:
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the task {path}: {error.strerror}; correct the path") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the task {path} is not valid TOML: {error}; correct the file") from None
+    if not isinstance(tree.get("data"), dict):
+        raise ConfigError(f"the task {path} has no section [data]; add one, as in a recipe")
+    unknown = tree.keys() - {"name", "data", "scorers"}
+    if unknown:
+        raise ConfigError(f"the task {path} has {min(unknown)!r}; a task has name, [data] and [[scorers]]")
+    scorers = tuple(tree.get("scorers", ())) or ({"name": ways.scorer},)
+    return EvaluationTask(str(tree.get("name", path.stem)), _worded(tree["data"], ways), scorers)

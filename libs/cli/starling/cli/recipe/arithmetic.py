@@ -1,0 +1,173 @@
+"""The arithmetic of a step, in words, and what makes it: printed before anything is started."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+from starling.algo.algorithm import bound
+from starling.algo.staleness import num_slots
+from starling.cli.model.scratch import make_model_folder
+from starling.cli.recipe.schema import Recipe
+from starling.common.errors import ConfigError
+from starling.controller.settings import ANSWERING_KINDS, PREFERENCE_KINDS
+from starling.policy.settings.optimizer import OptimizerSettings
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def describe_arithmetic(recipe: Recipe) -> list[str]:
+    """Return one line for each product that decides the size of a step, and each choice that decides what it does.
+
+    Raises:
+        ConfigError: there is no such algorithm or option of it, or no such model.
+    """
+    if recipe.run.learns_from is None:
+        return [*_answering(recipe), f"model: {_size(recipe)}, in each of {recipe.launch.num_rollouts} instances"]
+    lines = []
+    steps, what, kind = recipe.examples, "examples", "supervised"
+    if recipe.run.kind in PREFERENCE_KINDS:
+        what, kind = "pairs", recipe.run.kind
+    if steps.num_steps:
+        total = steps.num_steps * steps.examples_per_step
+        lines.append(f"{kind}: {steps.num_steps} steps x {steps.examples_per_step} {what} = {total} {what}")
+    if recipe.sft.num_steps and recipe.run.kind not in PREFERENCE_KINDS:
+        lines.append(_described(recipe.policy.sft.optimizer, " of the supervised steps"))
+    if recipe.run.kind == "replay":
+        rl = recipe.rl
+        num = rl.num_steps * rl.prompts_per_step
+        lines.append(
+            f"the run: {rl.num_steps} steps x {rl.prompts_per_step} groups = {num} groups of {recipe.data.source}"
+        )
+        lines += [*_algorithm(recipe), _described(recipe.policy.optimizer)]
+    if recipe.run.kind == "rl" and recipe.rl.num_steps:
+        lines += [*_reinforcement(recipe), *_algorithm(recipe), _described(recipe.policy.optimizer)]
+    if recipe.run.kind == "dpo":
+        dpo = recipe.policy.dpo
+        anchor = "the initial model as its reference" if dpo.use_reference else "no reference"
+        lines += [f"preferences: {dpo.loss}, beta = {dpo.beta:g}, {anchor}", _described(dpo.optimizer)]
+    if recipe.run.kind == "reward_model":
+        lines.append(_described(recipe.policy.reward_model.optimizer))
+    lines.append(_trained(recipe))
+    size = _size(recipe)
+    travels = recipe.plan().needs_rollouts
+    if recipe.model.lora is not None or not travels:
+        lines.append(f"model: {size}")
+    if travels:
+        what = size if recipe.model.lora is None else "the adapters alone"
+        lines.append(f"weight sync: {what} to each of {recipe.launch.num_rollouts} rollouts, after every step")
+    return lines
+
+
+def _size(recipe: Recipe) -> str:
+    parameters, item_bytes = num_parameters(recipe), ITEM_BYTES[recipe.model.dtype]
+    return f"{parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes"
+
+
+def _answering(recipe: Recipe) -> list[str]:
+    """Say what a run without a policy generates."""
+    rl, kind = recipe.rl, recipe.run.kind
+    if kind == "serve":
+        return ["the run: requests, until it is stopped"]
+    if kind in ANSWERING_KINDS:
+        return [f"the run: each prompt once, {recipe.evaluation.num_completions} completions of each"]
+    prompts = rl.num_steps * rl.prompts_per_step
+    return [
+        f"the run: {rl.num_steps} files x {rl.prompts_per_step} prompts x {rl.group_size} completions = "
+        f"{prompts * rl.group_size} sequences"
+    ]
+
+
+def _reinforcement(recipe: Recipe) -> list[str]:
+    rl, sampling = recipe.rl, recipe.sampling
+    sequences = rl.prompts_per_step * rl.group_size
+    slots = num_slots(rl.prompts_per_step, rl.max_staleness)
+    tokens = sequences * sampling.max_tokens
+    least = math.ceil(tokens / recipe.policy.tokens_per_microbatch)
+    offered = recipe.launch.num_rollouts * recipe.rollout.num_slots
+    filtered = [
+        "dynamic sampling: groups whose rewards are all equal are generated besides, until each step is full; at most "
+        f"{recipe.plan().most_filtered} in a row"
+    ]
+    taught = []
+    if recipe.teacher is not None:
+        num, top_k = recipe.launch.num_teachers, recipe.teacher.top_k
+        told = f"its {top_k} likeliest tokens at each place" if top_k else "how likely each sampled token is"
+        taught = [f"teachers: {num}; for each completion one tells {told}"]
+    return [
+        f"a step: {rl.prompts_per_step} prompts x {rl.group_size} completions = {sequences} sequences, "
+        f"at most {tokens:,} sampled tokens",
+        f"microbatches: at most about {least} of {recipe.policy.tokens_per_microbatch:,} tokens (prompts come on top)",
+        f"staleness: at most {rl.max_staleness}, so ({rl.max_staleness} + 1) x {rl.prompts_per_step} = {slots} groups "
+        f"exist at a time; {recipe.launch.num_rollouts} rollouts x {recipe.rollout.num_slots} slots = {offered} can "
+        "be generated at a time",
+        f"the run: {rl.num_steps} steps x {rl.prompts_per_step} prompts = {rl.num_steps * rl.prompts_per_step} groups",
+        *(filtered if rl.dynamic_sampling else []),
+        *taught,
+    ]
+
+
+def _algorithm(recipe: Recipe) -> list[str]:
+    # Only for --dry-run: importing torch takes seconds.
+    from starling.policy.train.loss.objective import objective_of
+
+    settings = recipe.policy.algorithm
+    objective = objective_of(settings)
+    options = bound(objective.loss) | bound(objective.advantage)
+    told = [f"{name} = {value}" for name, value in options.items()]
+    told += [f"aggregate = {objective.aggregate}", f"old = {objective.old}"]
+    if settings.kl_coefficient:
+        told.append(f"kl_coefficient = {settings.kl_coefficient:g} ({settings.kl_estimator})")
+    corrections = [
+        f"{one.kind} ({one.level}) "
+        + (f"from {one.low:g} to {one.high:g}" if one.kind == "mask" else f"at {one.high:g}")
+        for one in objective.corrections
+    ]
+    num_updates = settings.num_minibatches * settings.num_passes
+    return [
+        f"algorithm: {settings.name}, {', '.join(told)}",
+        f"corrections: {', '.join(corrections) or 'none'}",
+        f"updates: {settings.num_passes} passes x {settings.num_minibatches} minibatches = {num_updates} a step",
+    ]
+
+
+def _described(optimizer: OptimizerSettings, whose: str = "") -> str:
+    """Say of an optimizer how far it goes."""
+    schedule: str = optimizer.schedule
+    if schedule == "wsd":
+        schedule += f" over the last {optimizer.decay_steps} steps"
+    if schedule != "constant":
+        schedule += f" to {optimizer.final_share * optimizer.learning_rate:g}"
+    rise = f"{optimizer.warmup_steps} steps of warm-up, then " if optimizer.warmup_steps else ""
+    return f"optimizer{whose}: {optimizer.kind}, learning rate {optimizer.learning_rate:g}, {rise}{schedule}"
+
+
+def _trained(recipe: Recipe) -> str:
+    lora, frozen = recipe.model.lora, recipe.policy.frozen
+    if lora is not None:
+        targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
+        kind = "DoRA" if lora.dora else "LoRA"
+        whole = f", and {', '.join(lora.modules_to_save)} whole" if lora.modules_to_save else ""
+        return f"trained: {kind} adapters of rank {lora.rank} and alpha {lora.alpha:g}, targets {targets}{whole}"
+    return f"trained: all parameters but {', '.join(frozen)}" if frozen else "trained: all parameters"
+
+
+def num_parameters(recipe: Recipe) -> int:
+    """Count the parameters of the recipe's model without making them. Raises ConfigError for what is no model."""
+    # Only for --dry-run: importing torch takes seconds.
+    from starling.policy.train.model.load import count_parameters
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(recipe.model.path)
+        if recipe.model.scratch is not None:
+            folder = Path(made) / "model"
+            make_model_folder(recipe.model.scratch, folder)
+        try:
+            return count_parameters(json.loads((folder / "config.json").read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).partition("\n")[0][:160]
+            raise ConfigError(
+                f"{folder / 'config.json'} describes no causal language model ({reason} ...); give another model.path"
+            ) from None

@@ -1,0 +1,213 @@
+"""A recipe: the configuration of a whole run, from which every service reads its own sections."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import Field, model_validator
+
+from starling.cli.model.scratch import ScratchSettings
+from starling.common.service import check_model_folder
+from starling.common.settings import ModelSettings, SettingsSection, WeightsSettings, load
+from starling.controller.settings import ANSWERING_KINDS, ControllerProcess
+from starling.policy.settings.policy import PolicySettings, check_adapters
+from starling.reward.settings import RewardSettings
+from starling.rollout.settings import RolloutSettings, TeacherSettings
+
+IMPORTS_S = 60.0
+"""What a process may take to import what its engine needs, before that begins to start."""
+MODEL_FOLDER = "model"
+"""Where in an attempt's folder a model from nothing is."""
+
+
+class RecipeModel(ModelSettings):
+    """The model: a folder, or one made from nothing."""
+
+    scratch: ScratchSettings | None = None
+    """Make a small model and its tokenizer in the run's folder, instead of reading `path`."""
+
+
+class LaunchSettings(SettingsSection):
+    """What `starling run` starts on this machine."""
+
+    num_rollouts: int = Field(default=1, ge=0)
+    """Rollout replicas."""
+    gpus_per_rollout: int = Field(default=0, ge=0)
+    """GPUs that each of them sees, by CUDA_VISIBLE_DEVICES: the first the first so many, and so on. 0: all see all."""
+    num_rewards: int = Field(default=1, ge=0)
+    """Reward replicas; none where the recipe has no scorers."""
+    num_teachers: int = Field(default=1, ge=0)
+    """Teachers, where the recipe has a [teacher]."""
+    colocate: bool = False
+    """Policy and rollouts share their devices, and take turns: who is not at work keeps its tensors in the memory of
+    the host. With `rl.max_staleness` above 0, rollouts give back what they have in hand whenever a step is full."""
+    num_threads: int = Field(default=1, ge=1)
+    """Threads that each process computes with (OMP_NUM_THREADS). Processes that spin on shared cores are very slow."""
+    screen: Literal["auto", "live", "plain"] = "auto"
+    """`live`: one screen that is redrawn. `plain`: lines. `auto`: live on a terminal."""
+    stop_s: float = Field(default=300.0, gt=0)
+    """How long an orderly stop may take (the step in hand, the checkpoint) before everything is killed."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often each process that dies is started again within `restart_window_s`, before the run fails."""
+    restart_window_s: float = Field(default=600.0, gt=0)
+    """A death that is longer ago counts no more."""
+
+
+class Recipe(ControllerProcess):
+    """All settings of a run."""
+
+    launch: LaunchSettings = LaunchSettings()
+    model: RecipeModel = RecipeModel()
+    weights: WeightsSettings = WeightsSettings()
+    policy: PolicySettings = PolicySettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings | None = None
+    teacher: TeacherSettings | None = None
+
+    @model_validator(mode="after")
+    def _check_recipe(self) -> Self:
+        if not self.model.path and self.model.scratch is None:
+            raise ValueError("model.path is missing; give a model folder, or [model.scratch] to make a small one")
+        if self.model.path and self.model.scratch is not None:
+            raise ValueError(f"model.path = {self.model.path!r} and [model.scratch] exclude each other; remove one")
+        if self.model.scratch is not None and self.model.lora is not None:
+            raise ValueError("[model.scratch] has no weights that [model.lora] could adapt; give the path of a model")
+        if self.model.scratch is not None and self.run.learns_from is None:
+            raise ValueError(
+                f"[model.scratch] has no weights, and run.kind = {self.run.kind!r} has no policy to draw any; give the "
+                "path of a model"
+            )
+        check_adapters(self.model, self.policy, self.weights)
+        generates, scores = self.plan().needs_rollouts, self.run.kind not in ("infer", "serve")
+        if generates and self.launch.num_rollouts == 0:
+            raise ValueError("launch.num_rollouts = 0, but this run generates completions; set at least 1")
+        if generates and scores and self.launch.num_rewards == 0 and self.reward is not None:
+            raise ValueError("launch.num_rewards = 0, but this run scores completions; set at least 1")
+        if self.run.kind == "evaluate" and self.reward is None:
+            raise ValueError("this run evaluates completions and nothing scores them; add [[reward.scorers]]")
+        if generates and scores and self.reward is None and self.teacher is None:
+            raise ValueError(
+                "this run generates completions and nothing scores them; add [[reward.scorers]], or a [teacher] to "
+                "learn from"
+            )
+        if self.launch.colocate and not self.plan().publishes:
+            raise ValueError(
+                f"launch.colocate = true, but run.kind = {self.run.kind!r} has no policy and rollouts that could take "
+                "turns; remove it"
+            )
+        if self.launch.colocate and self.rollout.engine == "vllm":
+            self._check_sleep()
+        if self.teacher is not None and self.run.kind != "replay":
+            self._check_teacher(self.teacher)
+        if generates:
+            self._check_rows()
+        return self
+
+    def _check_sleep(self) -> None:
+        """Who takes turns gives its memory away."""
+        wanted = self.rollout.vllm.engine_args.get("enable_sleep_mode", True)
+        if wanted is not True:
+            raise ValueError(
+                f"launch.colocate = true, but rollout.vllm.engine_args.enable_sleep_mode = {wanted!r}: vllm would "
+                "never give its memory to the policy; remove one of the two"
+            )
+
+    def _check_teacher(self, teacher: TeacherSettings) -> None:
+        """A teacher is for the groups of reinforcement learning, and is there for all of them."""
+        if self.plan().num_steps == 0 or not self.plan().keeps_tokens:
+            raise ValueError(
+                f"[teacher] sees what the policy generates, and run.kind = {self.run.kind!r} makes no such steps; "
+                "remove it, or set run.kind = 'rl' and rl.num_steps"
+            )
+        if not teacher.path:
+            raise ValueError("teacher.path is missing; give the folder of a model with the policy's tokenizer")
+        if self.launch.num_teachers == 0:
+            raise ValueError("launch.num_teachers = 0, but the recipe has a [teacher]; set at least 1, or remove it")
+        if self.reward is None:
+            self._check_unscored()
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """How many replicas of each role a run on this machine has."""
+        policy = {"policy": 1} if self.run.learns_from is not None else {}
+        if not self.plan().needs_rollouts:
+            return policy
+        scores = self.reward is not None and self.run.kind not in ("infer", "serve")
+        return policy | {
+            "rollout": self.launch.num_rollouts,
+            "reward": self.launch.num_rewards if scores else 0,
+            "teacher": self.launch.num_teachers if self.teacher is not None else 0,
+        }
+
+    def _check_rows(self) -> None:
+        """A group is generated in one batch, so it must fit."""
+        sizes = {"rl.group_size": self.rl.group_size if self.plan().num_steps else 0}
+        if self.evaluation.at_start or self.evaluation.at_end or self.run.kind in ANSWERING_KINDS:
+            sizes["evaluation.num_completions"] = self.evaluation.num_completions
+        for key, size in sizes.items():
+            if size > self.rollout.max_rows:
+                raise ValueError(
+                    f"{key} = {size} is more than rollout.max_rows = {self.rollout.max_rows}, the sequences that a "
+                    f"rollout generates together; lower {key} or raise rollout.max_rows"
+                )
+
+
+def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
+    """Read a recipe and resolve what follows from it. Raises ConfigError."""
+    recipe = load(Recipe, files, flags)
+    untrained = recipe.run.learns_from is None
+    if recipe.model.scratch is None:
+        wanted = untrained or recipe.policy.init == "pretrained"
+        check_model_folder(recipe.model.path, weights=wanted, may_draw=not untrained)
+    if recipe.teacher is not None:
+        check_model_folder(recipe.teacher.path, weights=True, key="teacher.path")
+    launched = recipe.replicas
+    counts = {"num_rollouts": launched.get("rollout", 1), "num_teachers": launched.get("teacher", 0)}
+    counts["num_rewards"] = launched.get("reward", 1)
+    rollout = recipe.rollout
+    if untrained:
+        rollout = rollout.model_copy(update={"load_weights": True})
+    if recipe.run.kind == "serve":
+        rollout = rollout.model_copy(update={"api": rollout.api.model_copy(update={"enabled": True})})
+    if recipe.launch.colocate and rollout.engine == "vllm":
+        arguments = {**rollout.vllm.engine_args, "enable_sleep_mode": True}
+        rollout = rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"engine_args": arguments})})
+    start_s = recipe.controller.start_s
+    if rollout.engine == "vllm":  # it may take longer to start than the run would wait for its rollouts
+        start_s = max(start_s, rollout.vllm.start_timeout_s + IMPORTS_S)
+    follows = {**counts, "start_s": start_s, "colocate": recipe.launch.colocate}
+    controller = recipe.controller.model_copy(update=follows)
+    return recipe.model_copy(update={"controller": controller, "rollout": rollout})
+
+
+def to_toml(recipe: Recipe) -> str:
+    """Return the resolved recipe as TOML, which every service can read again."""
+    tree = json.loads(recipe.model_dump_json(exclude_none=True))
+    return tomli_w.dumps(_without_none(tree))
+
+
+def resolved(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe as the services of the attempt in `folder` read it.
+
+    It has an id of its own, and a model made from nothing is a folder, whose weights the policy draws at random.
+    """
+    run_id = f"{folder.parent.name}/{folder.name}/{secrets.token_hex(4)}"
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": run_id})})
+    if recipe.model.scratch is None:
+        return recipe
+    model = recipe.model.model_copy(update={"path": str(folder / MODEL_FOLDER), "scratch": None})
+    policy = recipe.policy.model_copy(update={"init": "random"})
+    return recipe.model_copy(update={"model": model, "policy": policy})
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value if item is not None]
+    return value

@@ -1,0 +1,228 @@
+"""`starling record` and `starling replay`: what a controller went through, as a file, and its state again."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from starling.common.errors import ConfigError
+from starling.common.ids import LEASE_KINDS
+from starling.common.wire.messages import Heartbeat, Hello, LeaseFailed, Leave
+from starling.controller.core.events import Event, Fetched, Received, ReplicaDisconnected, StopRequested, Stored, Ticked
+from starling.controller.shell.recording.format import RecordingPath
+from starling.controller.shell.recording.replay import ReplayedController, replay
+from starling.controller.shell.status import MetricsHistory, snapshot
+
+NAME: Final = re.compile(r"events-(\d+)\.rec")
+LOG_BYTES: Final = 1 << 20
+"""Of the end of the controller's log."""
+REPORT: Final = "crash-report.zip"
+
+
+def record(argv: Sequence[str]) -> int:
+    """`starling record`."""
+    parser = argparse.ArgumentParser(
+        prog="starling record",
+        description="Collect the recordings of a run's controller, its settings and the end of its log into one file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, help="runs/<name>/attempt-<n>, or runs/<name> for its newest attempt")
+    parser.add_argument("--out", type=Path, help=f"the file to write; default: {REPORT} in that folder")
+    known = parser.parse_args(list(argv))
+    folder = _folder(known.folder)
+    out = known.out or folder / REPORT
+    recordings = _recordings(folder)
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+            for number in sorted(recordings):
+                name = f"events-{number}.rec"
+                archive.write(folder / name, name)
+            if (folder / "config.toml").is_file():
+                archive.write(folder / "config.toml", "config.toml")
+            archive.writestr("controller.log", _tail(folder / "logs" / "controller.log"))
+        partial.rename(out)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {out}: {error.strerror}; give another file with --out") from None
+    numbers = ", ".join(str(number) for number in sorted(recordings))
+    print(
+        f"wrote {out} ({out.stat().st_size / 1e3:,.0f} kB): incarnations {numbers} of the controller, with the prompts "
+        f"and completions of the run; look into it with: starling replay {out}"
+    )
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """`starling replay`."""
+    parser = argparse.ArgumentParser(
+        prog="starling replay",
+        description="Make the state of a recorded controller again, and print it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source", type=Path, help="an events-<n>.rec, a file that `starling record` wrote, or the folder of a run"
+    )
+    parser.add_argument("--incarnation", type=int, metavar="N", help="which start of the controller; default: the last")
+    parser.add_argument("--until", type=_count, metavar="N", help="stop after N events; default: all of them")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    known = parser.parse_args(list(argv))
+    replayed = replay(_find(known.source, known.incarnation), known.until)
+    view = state_view(replayed)
+    if known.json:
+        print(msgspec.json.encode(view).decode())
+    else:
+        _show(view, Console())
+    return 0
+
+
+def state_view(replayed: ReplayedController) -> dict[str, Any]:
+    """Return what is shown of a state, as JSON values."""
+    state = replayed.controller.state
+    seen = snapshot(state, MetricsHistory(0.0), replayed.now, 0)
+    members = [
+        {
+            "name": one.name,
+            "role": one.role,
+            "version": one.version,
+            "leases": sorted(state.leases.of(one.name, *LEASE_KINDS)),
+        }
+        for one in seen.replicas
+    ]
+    return {
+        "run": replayed.header.run,
+        "incarnation": replayed.header.incarnation,
+        "num_events": replayed.num_events,
+        "now": replayed.now,
+        "ended": replayed.ended,
+        "phase": seen.phase,
+        "version": seen.version,
+        "last_step": seen.last_step,
+        "groups": seen.groups,
+        "members": members,
+        "waiting_for": seen.waiting_for,
+        "last_events": [{"number": n, "now": event.now, "what": describe_event(event)} for n, event in replayed.last],
+        "commands": [type(command).__name__ for command in replayed.commands],
+    }
+
+
+def describe_event(event: Event) -> str:
+    """Say what happened."""
+    match event:
+        case Received(sender=sender, message=message):
+            return f"{sender} said {_said(message)}"
+        case Ticked():
+            return "time passed"
+        case ReplicaDisconnected(peer=peer):
+            return f"the connection of {peer} closed"
+        case StopRequested(reason=reason):
+            return f"a stop was asked for: {reason}"
+        case Fetched(step=step, records=records):
+            return f"{len(records)} records of step {step} were read"
+        case Stored(step=step):
+            return f"the groups of step {step} are in a file"
+
+
+def _said(message: Any) -> str:
+    tag = message.__struct_config__.tag
+    match message:
+        case Hello(role=role, version=version):
+            return f"{tag}: a {role} with version {version}"
+        case Heartbeat(version=version, leases=leases):
+            held = ", ".join(f"{held.lease} {held.phase}" for held in leases) or "nothing"
+            return f"{tag}: version {version}, holding {held}"
+        case Leave(reason=reason):
+            return f"{tag}: {reason}"
+        case LeaseFailed(lease=lease, reason=reason):
+            return f"{tag} {lease}: {reason}"
+        case _:
+            return f"{tag} {getattr(message, 'lease', None) or getattr(message, 'request', '')}".rstrip()
+
+
+def _show(view: dict[str, Any], console: Console) -> None:
+    where = f"run {view['run']}, incarnation {view['incarnation']} of the controller"
+    console.print(f"{where}: after {view['num_events']} events, at {view['now']:.3f} s of its clock", markup=False)
+    if view["ended"] is None:
+        console.print("more events follow", markup=False)
+    elif view["ended"]:
+        console.print(f"the recording ends here: {view['ended']}", markup=False)
+    console.print(f"phase {view['phase']}, version {view['version']} of {view['last_step']}", markup=False)
+    groups = ", ".join(f"{num} {state}" for state, num in view["groups"].items() if num) or "none"
+    console.print(f"groups: {groups}", markup=False)
+    console.print(f"waits for: {view['waiting_for']}", markup=False)
+    table = Table(title="members" if view["members"] else "no members", title_justify="left")
+    for heading in ("name", "role", "version", "leases"):
+        table.add_column(heading, justify="right" if heading == "version" else "left")
+    for member in view["members"]:
+        leases = " ".join(member["leases"]) or "-"
+        table.add_row(member["name"], member["role"], str(member["version"]), escape(leases))
+    console.print(table)
+    for event in view["last_events"]:
+        console.print(f"{event['number']:>8}  {event['now']:.3f} s  {event['what']}", markup=False, soft_wrap=True)
+
+
+def _find(path: Path, incarnation: int | None) -> RecordingPath:
+    """Return the recording that is meant. Raises ConfigError."""
+    if path.is_dir():
+        place: RecordingPath = _folder(path)
+    elif zipfile.is_zipfile(path):
+        place = zipfile.Path(path)
+    elif path.is_file():
+        return path
+    else:
+        raise ConfigError(f"there is no {path}; give a recording, or the folder of a run")
+    recordings = _recordings(place)
+    chosen = max(recordings) if incarnation is None else incarnation
+    if chosen not in recordings:
+        raise ConfigError(
+            f"{path} has no recording of incarnation {chosen}; it has {', '.join(map(str, sorted(recordings)))}"
+        )
+    return recordings[chosen]
+
+
+def _recordings(place: RecordingPath) -> dict[int, RecordingPath]:
+    """Return the recordings in a folder or an archive, by incarnation. Raises ConfigError when there is none."""
+    found: dict[int, RecordingPath] = {}
+    for file in place.iterdir():
+        matched = NAME.fullmatch(file.name)
+        if matched:
+            found[int(matched[1])] = file
+    if not found:
+        raise ConfigError(f"{place} has no recording (events-<n>.rec); turn recording on in the recipe of the run")
+    return found
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder itself when it is that of an attempt, or of the newest attempt within. Raises ConfigError."""
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}; give the folder of a run, such as runs/quickstart")
+    if any(NAME.fullmatch(file.name) for file in path.iterdir()):
+        return path
+    attempts = [p for p in path.glob("attempt-*") if p.name.removeprefix("attempt-").isdigit()]
+    return max(attempts, key=lambda p: int(p.name.removeprefix("attempt-")), default=path)
+
+
+def _tail(path: Path) -> bytes:
+    """Return the last lines of a file, or nothing when there is no such file."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - LOG_BYTES))
+        tail = file.read()
+    return tail if size <= LOG_BYTES else tail.partition(b"\n")[2]
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text} is no number of events; give one from 0 on")
+    return int(text)

@@ -1,0 +1,168 @@
+"""The files of one attempt at a recipe: made for a new one, found again for an old one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starling.cli.recipe.schema import Recipe, resolved, to_toml
+from starling.common.errors import ConfigError
+from starling.common.net.curve import ALLOWED
+from starling.common.net.keyring import make_keys
+
+OBSERVER = "observer-0"
+OPERATOR = "operator-0"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The files of one attempt at a recipe."""
+
+    folder: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe as it was given, all files and flags in one: `starling run` takes it again."""
+        return self.folder / "recipe.toml"
+
+    @property
+    def config(self) -> Path:
+        """What the services read: the recipe with the run's id and the model's folder."""
+        return self.folder / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: steps, adoptions, evaluations, failures."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def address(self) -> Path:
+        """Where the controller listens, in its own words; there while it does."""
+        return self.folder / "controller.json"
+
+    @property
+    def logs(self) -> Path:
+        """What each process said, over all its restarts."""
+        return self.folder / "logs"
+
+    def key(self, name: str) -> Path:
+        """The key file of `name`."""
+        return self.folder / "keys" / f"{name}.json"
+
+    @classmethod
+    def create(cls, recipe: Recipe) -> Attempt:
+        """Make the folder of the next attempt. Raises ConfigError when it cannot be made."""
+        parent = recipe.run.folder / recipe.run.name
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            folder = parent / f"attempt-{max(map(_number, _attempts(parent)), default=0) + 1}"
+            folder.mkdir()
+        except OSError as error:
+            raise ConfigError(f"cannot make a folder in {parent}: {error.strerror}; set run.folder") from None
+        return cls(folder.absolute())
+
+    @classmethod
+    def create_at(cls, folder: Path) -> Attempt:
+        """Make `folder` that of an attempt. Raises ConfigError when it cannot be made."""
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; give another one") from None
+        return cls(folder.absolute())
+
+    @classmethod
+    def find(cls, folder: Path | None) -> Attempt:
+        """Return the attempt in `folder`, or the newest of the run in it, or of the runs below ``./runs`` for None.
+
+        Raises ConfigError when there is none.
+        """
+        if folder is not None and _is_attempt(folder):
+            return cls(folder.absolute())
+        where = Path("runs") if folder is None else folder
+        parents = [path for path in where.glob("*") if path.is_dir()] if folder is None else [where]
+        found = [path for parent in parents for path in _attempts(parent) if _is_attempt(path)]
+        if not found:
+            raise ConfigError(f"there is no run in {where}; give the folder of one, such as runs/quickstart")
+        # Of several runs the one that was begun last; of one run the greatest number, whatever was copied when.
+        newest = max(found, key=_number if folder is not None else lambda path: path.stat().st_mtime)
+        return cls(newest.absolute())
+
+    def prepare(self, recipe: Recipe, names: list[str]) -> None:
+        """Write what the processes `names` need, as far as it is not there: keys, recipe, configuration."""
+        if not (self.folder / "keys" / ALLOWED).exists():
+            make_keys(self.folder / "keys", [*names, OBSERVER, OPERATOR], replace=True)  # of what was cut short
+        if not self.config.exists():
+            self.recipe.write_text(to_toml(recipe))
+            self.config.write_text(to_toml(resolved(recipe, self.folder)))
+
+    def acquire(self) -> int:
+        """Make this process the one that runs the attempt, until it ends. Returns a descriptor that holds on to it.
+
+        Raises ConfigError when another process runs it.
+        """
+        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            raise ConfigError(
+                f"{self.folder} is being run by process {owner}; `starling status {self.folder}` shows how it goes"
+            ) from None
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        return descriptor
+
+    def is_over(self) -> bool:
+        """Say whether it was run by a supervisor on this machine, and that one is gone."""
+        try:
+            descriptor = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    @property
+    def _lock(self) -> Path:
+        return self.folder / "lock"
+
+
+def read_metrics(path: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl of these kinds; all without any.
+
+    A line that is cut short is left out: a full disk, or a controller that was killed, may have ended it.
+    """
+    if not path.exists():
+        return []
+    with path.open() as file:
+        lines = [line for text in file if text.endswith("\n") and (line := _parsed(text)) is not None]
+    return [line for line in lines if not kinds or line["kind"] in kinds]
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        line: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return line if isinstance(line, dict) and "kind" in line else None
+
+
+def _attempts(parent: Path) -> list[Path]:
+    return [path for path in parent.glob("attempt-*") if path.name.removeprefix("attempt-").isdigit()]
+
+
+def _number(attempt: Path) -> int:
+    return int(attempt.name.removeprefix("attempt-"))
+
+
+def _is_attempt(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.toml", "controller.json", "metrics.jsonl"))

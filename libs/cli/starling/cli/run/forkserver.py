@@ -1,0 +1,97 @@
+"""Processes that begin with torch and transformers imported: forked from one that imported them once.
+
+Three processes that import them at the same time on a laptop take five seconds for it; this takes less than three. The
+standard library's fork server does the work: it has no threads, never uses a GPU, and ends with this process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import IO
+
+from starling.common.observe.process import die_with_parent
+
+
+class ForkedProcess:
+    """A process as `subprocess.Popen` shows one, as far as a supervisor looks."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess, output: Connection) -> None:
+        self._process = process
+        assert process.pid is not None
+        self.pid = process.pid
+        self.stdout: IO[str] = os.fdopen(os.dup(output.fileno()), errors="replace")
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs; -n when signal n killed it."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._process.kill()
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end, at most `timeout` seconds."""
+        self._process.join(timeout)
+        return self.poll()
+
+
+class Forks:
+    """The server, which begins to import as soon as this is made, and what is forked from it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start the server with `environment`, which all its children have."""
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["starling.cli.run.preload"])
+        previous = dict(os.environ)
+        os.environ.update(environment)  # the server takes over this process's environment, there is no other way
+        os.environ["STARLING_SUPERVISOR"] = str(os.getpid())
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(previous)
+
+    def start(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
+        """Run `module` as `python -m` would, once the imports are done; does not wait for that.
+
+        `environment` comes on top of the server's: what is imported has not looked at any GPU yet.
+        """
+        output, its_end = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_run, args=(module, list(arguments), dict(environment), its_end))
+        process.start()
+        its_end.close()
+        return ForkedProcess(process, output)
+
+
+def _run(module: str, arguments: list[str], environment: dict[str, str], output: Connection) -> None:
+    """Be `module`, in a fork of the server."""
+    os.environ.update(environment)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    output.close()
+    # Its own session: Ctrl-C reaches the supervisor only, which then ends the run in order.
+    os.setsid()
+    die_with_parent()  # that is the server, which lives as long as any of its children
+    threading.Thread(target=_die_with_supervisor, name="supervisor", daemon=True).start()
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _die_with_supervisor() -> None:
+    supervisor = multiprocessing.parent_process()
+    assert supervisor is not None
+    supervisor.join()
+    os.kill(os.getpid(), signal.SIGKILL)

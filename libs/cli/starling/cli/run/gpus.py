@@ -1,0 +1,57 @@
+"""Which GPUs there are, and how the instances of an engine share them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starling.common.errors import ConfigError
+from starling.common.settings import environment_variable
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; asks no driver."""
+    visible = environment_variable(VISIBLE)
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)
+
+
+def num_instances(num_gpus: int, tp_size: int, present: int) -> tuple[int, str]:
+    """Return how many instances `num_gpus` GPUs make, and the arithmetic in words.
+
+    `present` GPUs are there; where there are none, `num_gpus` counts instances on the CPU times `tp_size`.
+    Raises ConfigError.
+    """
+    if num_gpus < 1 or tp_size < 1:
+        raise ConfigError(f"--num-gpus {num_gpus} and --tp-size {tp_size} must both be 1 or more")
+    if num_gpus % tp_size:
+        lower = num_gpus // tp_size * tp_size
+        fitting = [str(n) for n in (lower, lower + tp_size) if n]
+        raise ConfigError(
+            f"--num-gpus {num_gpus} does not divide into instances of --tp-size {tp_size}; give --num-gpus "
+            f"{' or '.join(fitting)}, or another --tp-size"
+        )
+    if present and num_gpus > present:
+        raise ConfigError(f"--num-gpus {num_gpus}, but {present} GPUs are visible here; give at most {present}")
+    num = num_gpus // tp_size
+    what = f"{num_gpus} GPUs" if present else f"no GPU here: {num_gpus} shares of the CPU"
+    return num, f"{what} = {num} instances x tp {tp_size}"
+
+
+def devices_of(name: str, num: int) -> dict[str, str]:
+    """Return the environment that gives the rollout `name` its `num` GPUs; nothing where all see all.
+
+    Raises ConfigError when there are too few.
+    """
+    if not num:
+        return {}
+    index, present = int(name.rpartition("-")[2]), visible_gpus()
+    mine = present[index * num : (index + 1) * num]
+    if len(mine) < num:
+        raise ConfigError(
+            f"launch.gpus_per_rollout = {num}, and only {len(present)} GPUs are visible, too few for {name}; lower it, "
+            "or launch.num_rollouts"
+        )
+    return {VISIBLE: ",".join(mine)}

@@ -1,0 +1,163 @@
+"""The processes of a run on this machine: started, listened to, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from starling.cli.run.forkserver import ForkedProcess, Forks
+from starling.cli.services import SERVICES
+from starling.common.observe.process import die_with_parent
+from starling.common.settings import child_environment
+
+KEPT_LINES = 30
+FORKED = ("policy", "rollout", "teacher")
+"""They import torch and transformers. They read a folder on this machine, too: what they load from it must not ask the
+Hugging Face hub about it."""
+
+
+@dataclass
+class ServiceProcess:
+    """One process of the run."""
+
+    name: str
+    role: str
+    module: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    """What it has besides that of all."""
+    process: subprocess.Popen[str] | ForkedProcess
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    reader: threading.Thread | None = None
+    reported: bool = False
+    """Its end has been dealt with."""
+    spared: bool = False
+    """It died, and the run goes on without it."""
+    due: float | None = None
+    """It died, and is started again at this moment (monotonic seconds)."""
+
+    @property
+    def code(self) -> int | None:
+        """Return its exit code, or None while it runs; -n when signal n killed it."""
+        return self.process.poll()
+
+    def ending(self) -> str:
+        """Say how it ended: ``was killed by SIGKILL``."""
+        code = self.code
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+
+class ServiceProcesses:
+    """All processes of one run."""
+
+    def __init__(self, logs: Path, num_threads: int, on_line: Callable[[str, str], None]) -> None:
+        """Log files go to `logs`; `on_line(name, line)` sees every line as it comes."""
+        self._logs, self._on_line = logs, on_line
+        self._environment = child_environment(
+            OMP_NUM_THREADS=str(num_threads),
+            MKL_NUM_THREADS=str(num_threads),
+            TOKENIZERS_PARALLELISM="false",
+            PYTHONUNBUFFERED="1",
+            HF_HUB_DISABLE_PROGRESS_BARS="1",
+            UCX_WARN_UNUSED_ENV_VARS="n",
+        )
+        self._forks = Forks({**self._environment, "HF_HUB_OFFLINE": "1"})
+        self.all: list[ServiceProcess] = []
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def start(
+        self,
+        name: str,
+        role: str,
+        arguments: Sequence[str],
+        module: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> ServiceProcess:
+        """Start `module`, or else the service `role`, as `name`, with more of an `environment`."""
+        module, more = module or SERVICES[role], dict(environment or {})
+        child = ServiceProcess(name, role, module, tuple(arguments), more, self._begin(role, module, arguments, more))
+        self._read(child)
+        self.all.append(child)
+        return child
+
+    def restart(self, child: ServiceProcess, *more: str) -> None:
+        """Start a process that has ended again, as it was started before, with `more` arguments."""
+        assert child.code is not None, f"{child.name} still runs"
+        child.process = self._begin(child.role, child.module, (*child.arguments, *more), child.environment)
+        child.reported, child.due = False, None
+        self._read(child)
+
+    def _begin(
+        self, role: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[str] | ForkedProcess:
+        start = self._forks.start if role in FORKED else self._spawn
+        return start(module, arguments, environment)
+
+    def _read(self, child: ServiceProcess) -> None:
+        output = child.process.stdout
+        assert output is not None
+        child.reader = threading.Thread(
+            target=self._listen, args=(child, output), name=f"log-{child.name}", daemon=True
+        )
+        child.reader.start()
+
+    def _spawn(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**self._environment, **environment},
+            # Its own session: Ctrl-C reaches the supervisor only, which then ends the run in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+    def of(self, role: str) -> list[ServiceProcess]:
+        """Return the processes of a role that still run."""
+        return [child for child in self.all if child.role == role and child.code is None]
+
+    def running(self) -> list[ServiceProcess]:
+        """Return the processes that still run."""
+        return [child for child in self.all if child.code is None]
+
+    def wait(self, timeout_s: float) -> list[ServiceProcess]:
+        """Wait until all have ended, at most `timeout_s`. Returns those that still run."""
+        deadline = time.monotonic() + timeout_s
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.running()
+
+    def kill(self) -> None:
+        """Kill what still runs, and wait for it to be gone."""
+        for child in self.running():
+            child.process.kill()
+        for child in self.all:
+            child.process.wait(10)
+            if child.reader is not None:
+                child.reader.join(2)
+
+    def _listen(self, child: ServiceProcess, output: IO[str]) -> None:
+        file = (self._logs / f"{child.name}.log").open("a", buffering=1)
+        with output:
+            for line in output:
+                # A full disk must not end this thread: the process would find nobody reading what it says.
+                with contextlib.suppress(OSError):
+                    file.write(line)
+                child.last_lines.append(line.rstrip("\n"))
+                self._on_line(child.name, line.rstrip("\n"))
+        with contextlib.suppress(OSError):
+            file.close()

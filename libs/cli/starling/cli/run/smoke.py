@@ -1,0 +1,115 @@
+"""`starling smoke`: the real processes, a tiny model, one rollout killed on the way, and the promises checked."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from starling.cli.recipe.schema import Recipe, load_recipe
+from starling.cli.run.attempt import Attempt, read_metrics
+from starling.cli.run.supervisor import Supervisor
+from starling.common.errors import StarlingError
+
+RECIPE = Path(__file__).with_name("smoke.toml")
+KILL_AFTER_SHARE = 0.3
+"""The rollout is killed when this share of the steps is done."""
+WINDOW_SHARE = 0.25
+"""Reward is compared between the first and the last quarter of the steps."""
+
+
+class SmokeFailedError(StarlingError):
+    """A promise was broken."""
+
+
+class SmokeSupervisor(Supervisor):
+    """Kills one rollout when the run is well under way."""
+
+    def __init__(self, recipe: Recipe, attempt: Attempt) -> None:
+        """Kill once, after `KILL_AFTER_SHARE` of the steps."""
+        super().__init__(recipe, attempt)
+        self._kill_at = recipe.sft.num_steps + int(KILL_AFTER_SHARE * recipe.rl.num_steps)
+        self.killed: str | None = None
+
+    def on_poll(self) -> None:
+        """Look how far the run has come."""
+        if self.killed is not None:
+            return
+        steps = read_metrics(self.attempt.metrics, "step")
+        if steps and steps[-1]["step"] >= self._kill_at:
+            self.killed = self.kill_one("rollout")
+
+
+def run_smoke(argv: Sequence[str]) -> int:
+    """Run and check. Raises SmokeFailedError that names the broken promise."""
+    parser = argparse.ArgumentParser(prog="starling smoke", description=__doc__, allow_abbrev=False)
+    _, flags = parser.parse_known_args(list(argv))
+    recipe = load_recipe([RECIPE], flags)
+    attempt = Attempt.create(recipe)
+    begin = time.monotonic()
+    supervisor = SmokeSupervisor(recipe, attempt)
+    supervisor.run()
+    promises = check(recipe, read_metrics(attempt.metrics), supervisor.killed)
+    for promise in promises:
+        print(f"ok: {promise}")
+    print(f"smoke passed in {time.monotonic() - begin:.0f} s; its files: {attempt.folder}")
+    return 0
+
+
+def check(recipe: Recipe, lines: Sequence[dict[str, Any]], killed: str | None) -> list[str]:
+    """Return what holds, one sentence each. Raises SmokeFailedError for the first promise that does not."""
+    checks: list[Callable[[], str]] = [
+        lambda: _killed(lines, killed),
+        lambda: _reward_rose(lines),
+        lambda: _staleness_kept(recipe, lines),
+        lambda: _all_attested(recipe, lines),
+        lambda: _trained_once(recipe, lines),
+    ]
+    return [promise() for promise in checks]
+
+
+def _of(lines: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == kind]
+
+
+def _killed(lines: Sequence[dict[str, Any]], killed: str | None) -> str:
+    if killed is None or not any(line["replica"] == killed for line in _of(lines, "left")):
+        raise SmokeFailedError("no rollout was killed in mid-run, so its recovery was not tried")
+    left = next(line for line in _of(lines, "left") if line["replica"] == killed)
+    return f"{killed} was killed in mid-run; {left['num_leases']} groups that it had were given to others"
+
+
+def _reward_rose(lines: Sequence[dict[str, Any]]) -> str:
+    rewards = [line["reward_mean"] for line in _of(lines, "step") if "reward_mean" in line]
+    window = max(1, int(len(rewards) * WINDOW_SHARE))
+    first, last = (sum(part) / window for part in (rewards[:window], rewards[-window:]))
+    if not last > first:
+        raise SmokeFailedError(f"the reward did not rise: {first:.3f} in the first quarter, {last:.3f} in the last")
+    return f"the reward rose from {first:.3f} to {last:.3f}"
+
+
+def _staleness_kept(recipe: Recipe, lines: Sequence[dict[str, Any]]) -> str:
+    stale = max(line["staleness_max"] for line in _of(lines, "step") if "staleness_max" in line)
+    if stale > recipe.rl.max_staleness:
+        raise SmokeFailedError(f"a token was {stale} versions old; the bound is {recipe.rl.max_staleness}")
+    return f"no token was older than {stale} versions; the bound is {recipe.rl.max_staleness}"
+
+
+def _all_attested(recipe: Recipe, lines: Sequence[dict[str, Any]]) -> str:
+    adopted = _of(lines, "adopted")
+    bad = [line for line in adopted if not line["attested"]]
+    if bad or len(adopted) < recipe.rl.num_steps:
+        raise SmokeFailedError(f"of {len(adopted)} adoptions {len(bad)} were not proven by the publisher's digest")
+    return f"all {len(adopted)} adoptions were proven by the publisher's digest, over {adopted[0]['transport']}"
+
+
+def _trained_once(recipe: Recipe, lines: Sequence[dict[str, Any]]) -> str:
+    trained = Counter(prompt for line in _of(lines, "trained") for prompt in line["prompts"])
+    wanted = recipe.rl.num_steps * recipe.rl.prompts_per_step
+    twice = [prompt for prompt, times in trained.items() if times > 1]
+    if twice or len(trained) != wanted:
+        raise SmokeFailedError(f"{len(trained)} of {wanted} prompts were trained, {len(twice)} of them more than once")
+    return f"each of {wanted} prompts was trained exactly once"

@@ -1,0 +1,313 @@
+"""`starling run`: one attempt at a recipe, from the first process to the last.
+
+What dies while the run goes on is started again, the controller too: it reads its journal, and the replicas, which
+kept working, find it at the same address. What ends by a wrong setting is not, because it would end so again.
+
+| process                   | killed by a signal | exit code 1                   | exit code 2 (a wrong setting) |
+|---------------------------|--------------------|-------------------------------|-------------------------------|
+| controller                | started again      | the run failed, as it says    | the run fails                 |
+| any replica               | started again      | started again                 | the run fails                 |
+| making the model's folder | the run fails      | the run fails                 | the run fails                 |
+
+A process that died `launch.max_restarts` times within `launch.restart_window_s` is given up: a rollout or a teacher
+that another one can stand in for is then missed, anything else ends the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from types import FrameType
+
+from starling.cli.recipe.schema import MODEL_FOLDER, Recipe
+from starling.cli.run.attempt import OBSERVER, Attempt, read_metrics
+from starling.cli.run.gpus import devices_of
+from starling.cli.run.processes import ServiceProcess, ServiceProcesses
+from starling.cli.run.restarts import Restarts
+from starling.cli.run.screen import Screen, make_screen
+from starling.common.errors import StarlingError
+from starling.common.net.telemetry import TelemetrySubscriber
+from starling.common.observe.process import EXIT_USAGE
+
+POLL_S = 0.1
+START_S = 60.0
+LEAVE_S = 5.0
+KEEPS = {
+    "rl": "the step in hand, then a checkpoint",
+    "serve": "requests in hand get no answer",
+    **dict.fromkeys(("generate", "evaluate", "infer"), "what is answered is kept"),
+}
+"""What becomes of the work in hand when a run is stopped, by its kind; that of others is as in `rl`."""
+REPLACEABLE = ("rollout", "teacher")
+"""The roles of which one replica can do without another."""
+ONCE = ("model", "harness")
+"""The processes that are not started again."""
+ENDING = ("draining", "over")
+"""In these phases of a run nothing is started again: nobody needs it any more."""
+
+
+class ProcessFailedError(StarlingError):
+    """The run ended as a failure; the text names the process and shows its last lines."""
+
+
+class InterruptedRunError(StarlingError):
+    """The run was cut off by a second Ctrl-C, or before there was anything to end in order."""
+
+
+class Supervisor:
+    """Starts and watches the processes of one attempt."""
+
+    def __init__(self, recipe: Recipe, attempt: Attempt) -> None:
+        """Prepare; nothing is started yet."""
+        self.recipe, self.attempt = recipe, attempt
+        self.screen: Screen = make_screen(recipe.launch.screen, recipe, attempt.folder)
+        self.children = ServiceProcesses(attempt.logs, recipe.launch.num_threads, self.screen.line)
+        self._restarts = Restarts(recipe.launch.max_restarts, recipe.launch.restart_window_s)
+        self._phase = ""
+        self._joined: set[str] = set()
+        self._interrupts = 0
+        self._stop_by: float | None = None
+        self._stopping = False  # the present controller has been told
+        self._watch: TelemetrySubscriber | None = None
+        self._listen_by = 0.0
+
+    def run(self) -> None:
+        """Run to the end. Raises RunFailedError, or InterruptedRunError after a second Ctrl-C.
+
+        Raises ConfigError when another process runs this attempt.
+        """
+        lock = self.attempt.acquire()
+        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with self.screen:
+                self._start()
+                self._supervise()
+        finally:
+            self.children.kill()
+            self._stop_watching()
+            os.close(lock)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def kill_one(self, role: str) -> str:
+        """SIGKILL the last running process of `role`, as a test of the others. Returns its name."""
+        child = self.children.of(role)[-1]
+        os.kill(child.process.pid, signal.SIGKILL)
+        return child.name
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run is told to end."""
+        return self._interrupts > 0
+
+    def stop(self) -> None:
+        """End the run in good order, as Ctrl-C does."""
+        self._interrupts += 1
+
+    def on_poll(self) -> None:
+        """Do nothing; a subclass may look in, a few times a second."""
+
+    # --- start -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        recipe, folder = self.recipe, self.attempt.folder
+        names = [(role, f"{role}-{i}") for role, num in recipe.replicas.items() for i in range(num)]
+        self.attempt.prepare(recipe, [name for _, name in names])
+        self.attempt.address.unlink(missing_ok=True)  # of an earlier controller
+        common = ["--config", str(self.attempt.config), "--dir", str(folder)]
+        self.children.start("controller", "controller", common)
+        address = self._await_address(self._make_model())
+        for role, name in names:
+            devices = devices_of(name, recipe.launch.gpus_per_rollout) if role == "rollout" else {}
+            arguments = [*common, "--name", name, "--controller", address]
+            self.children.start(name, role, arguments, environment=devices)
+        self._watch_controller()
+
+    def _make_model(self) -> ServiceProcess | None:
+        """Have a process make the model's folder, if there is one to make; this one has to stay responsive."""
+        if self.recipe.model.scratch is None:
+            return None
+        arguments = ["scratch", str(self.attempt.recipe), str(self.attempt.folder / MODEL_FOLDER)]
+        return self.children.start("model", "model", arguments, module="starling.cli.main")
+
+    def _await_address(self, model: ServiceProcess | None) -> str:
+        """Wait until the controller listens and the model's folder is there. Returns the controller's address."""
+        deadline = time.monotonic() + START_S
+        while not self.attempt.address.exists() or (model is not None and model.code is None):
+            for child in self.children.all:
+                if child.code is not None and (child.code != 0 or child is not model):
+                    raise ProcessFailedError(self._report(child))
+            if self._interrupts:
+                raise InterruptedRunError("stopped before the run had begun; there is nothing to save")
+            if time.monotonic() > deadline:
+                raise ProcessFailedError(
+                    f"the run could not begin: the controller did not listen within {START_S:.0f} s"
+                )
+            time.sleep(0.02)
+        if model is not None and model.code != 0:
+            raise ProcessFailedError(self._report(model))
+        address: str = json.loads(self.attempt.address.read_text())["address"]
+        self._port = address.rpartition(":")[2]
+        return address
+
+    # --- watch -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _controller(self) -> ServiceProcess:
+        return self.children.all[0]
+
+    def _supervise(self) -> None:
+        while not self._is_over:
+            self._look()
+            self._check_stop()
+            for child in self.children.all:
+                if child.code is not None and not child.reported and not self._is_over:
+                    child.reported = True
+                    self._ended(child)
+            for child in self.children.all:
+                if child.due is not None and child.due <= time.monotonic():
+                    self._start_again(child)
+            self.on_poll()
+        self._conclude()
+
+    @property
+    def _is_over(self) -> bool:
+        """The controller has ended, and is not started again."""
+        return self._controller.reported and self._controller.due is None
+
+    def _look(self) -> None:
+        """Show what the controller tells for a moment; find out where it tells it after it was started again."""
+        if self._watch is not None:
+            snapshot = self._watch.latest(POLL_S)
+            if snapshot is not None:
+                self._phase = snapshot.phase
+                self._joined |= {replica.name for replica in snapshot.replicas}
+                self.screen.show(snapshot)
+            return
+        time.sleep(POLL_S)
+        if self._controller.due is not None:
+            return
+        if self.attempt.address.exists():
+            self._watch_controller()
+        elif self._controller.code is None and time.monotonic() > self._listen_by:
+            raise ProcessFailedError(f"the controller was started again and did not listen within {START_S:.0f} s")
+
+    def _watch_controller(self) -> None:
+        addresses = json.loads(self.attempt.address.read_text())
+        self._watch = TelemetrySubscriber(
+            addresses["telemetry"], self.attempt.key(OBSERVER) if self.recipe.network.curve else None
+        )
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
+
+    def _check_stop(self) -> None:
+        if self._interrupts == 0:
+            return
+        if self._interrupts > 1:
+            raise InterruptedRunError("killed by a second Ctrl-C; nothing was saved")
+        now = time.monotonic()
+        if self._stop_by is None:
+            self._stop_by = now + self.recipe.launch.stop_s
+            self.screen.say(f"stopping in order: {KEEPS.get(self.recipe.run.kind, KEEPS['rl'])}; Ctrl-C again kills")
+        # Only a controller that listens has taken over the signal.
+        if not self._stopping and self._watch is not None:
+            self._stopping = True
+            self._controller.process.send_signal(signal.SIGTERM)
+        if now > self._stop_by:
+            raise ProcessFailedError(f"the run did not stop in order within {self.recipe.launch.stop_s:g} s")
+
+    # --- ends and restarts -----------------------------------------------------------------------------------------
+
+    def _ended(self, child: ServiceProcess) -> None:
+        """Decide what follows from the end of a process. Raises RunFailedError when that is the end of the run."""
+        code = child.code
+        assert code is not None
+        if child is self._controller:
+            if code < 0 and self._phase not in ENDING:
+                self._restart_later(child)
+            return
+        if code == 0:
+            return
+        if self._phase in ENDING:
+            child.spared = True
+            self.screen.say(f"{child.name} {child.ending()}; the run is ending, and does without it")
+            return
+        if child.role not in ONCE and code != EXIT_USAGE and self._restart_later(child):
+            return
+        if code < 0 and child.role in REPLACEABLE and self.children.of(child.role):
+            child.spared = True
+            self.screen.say(f"{child.name} {child.ending()}; the others take over what it had")
+            return
+        self._await_controller(1.0)
+        if self._controller.code is None:
+            raise ProcessFailedError(self._report(child))
+
+    def _await_controller(self, timeout_s: float) -> None:
+        """Give the controller a moment to end: a replica that leaves because the run failed is not why it failed."""
+        deadline = time.monotonic() + timeout_s
+        while self._controller.code is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _restart_later(self, child: ServiceProcess) -> bool:
+        """Start `child` again after a pause. Returns False when it died too often."""
+        now = time.monotonic()
+        delay_s = self._restarts.delay_s(child.name, now)
+        if delay_s is None:
+            return False
+        if child is self._controller:
+            self._stop_watching()
+            self.attempt.address.unlink(missing_ok=True)
+        self.screen.say(
+            f"{child.name} {child.ending()}; it is started again in {delay_s:g} s "
+            f"({self._restarts.count(child.name)} of {self.recipe.launch.max_restarts} times)"
+        )
+        child.due = now + delay_s
+        return True
+
+    def _start_again(self, child: ServiceProcess) -> None:
+        if child is not self._controller:
+            self._joined.discard(child.name)
+            self.children.restart(child)
+            return
+        # The replicas know it by its address.
+        self.children.restart(child, "--network.port", self._port)
+        self._stopping, self._listen_by = False, time.monotonic() + START_S
+
+    def _conclude(self) -> None:
+        """The controller has ended for good: with the run, or as its failure."""
+        controller = self._controller
+        if controller.code != 0:
+            # A replica's own error explains more than the controller's report that it is gone.
+            failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
+            raise ProcessFailedError(self._report(failed[0] if failed and controller.code == 1 else controller))
+        trains = self.recipe.run.learns_from is not None
+        if self._interrupts and trains and not read_metrics(self.attempt.metrics, "checkpoint"):
+            raise InterruptedRunError("stopped before the first step was made; there is nothing to save")
+        for child in self.children.running():
+            if child.name not in self._joined:  # started again too late: it has nothing, and nobody would tell it
+                child.process.kill()
+        left = self.children.wait(0.0 if self._interrupts else LEAVE_S)
+        if left and not self._interrupts:
+            self.screen.say(f"{', '.join(child.name for child in left)} did not leave after the run, and is killed")
+
+    def _report(self, child: ServiceProcess) -> str:
+        if child.reader is not None:
+            child.reader.join(1.0)
+        log = self.attempt.logs / f"{child.name}.log"
+        lines = [line for line in child.last_lines if line.strip()]
+        said = (f"starling {child.name}: ", "starling: ")
+        sentence = next((line for line in reversed(lines) if line.startswith(said)), None)
+        count = self._restarts.count(child.name)
+        ending = f"{child.name} {child.ending()}" + (f" after {count} restart{'s' * (count > 1)}" if count else "")
+        if sentence is not None:
+            return f"{ending}: {sentence.partition(': ')[2]}\n  its log: {log}"
+        shown = "\n".join(f"  | {line}" for line in lines[-15:])
+        return f"{ending}; its last lines:\n{shown}\n  its log: {log}"
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.stop()

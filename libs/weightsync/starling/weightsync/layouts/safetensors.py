@@ -1,0 +1,128 @@
+"""The safetensors format: headers as data, read without trust and written as readers expect them.
+
+A file is eight bytes of length N (little-endian), N bytes of JSON that give each tensor's element type, shape and first
+and last byte after the header, and then the tensors' bytes, without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.layout import ITEM_BYTES, TensorSpec, item_bytes
+
+MAX_HEADER_BYTES: Final = 100_000_000
+
+CODES: Final[dict[str, str]] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float64": "F64",
+    "complex64": "C64",
+}
+"""The format's name of each element type that travels."""
+
+_TYPES: Final = {code: dtype for dtype, code in CODES.items()}
+
+Entries: TypeAlias = tuple["HeaderEntry", ...]
+
+
+class HeaderEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a file."""
+
+    spec: TensorSpec
+    offset_bytes: int
+    """From the beginning of the file."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the tensor, which is row-major."""
+        return math.prod(self.spec.shape) * ITEM_BYTES[self.spec.dtype]
+
+
+def read_header(path: Path) -> Entries:
+    """Read which tensors a file holds and where, in the order of their bytes.
+
+    Raises:
+        WeightsError: a file that is missing, cut short or not in the format, naming it.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size_bytes < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size_bytes - 8):
+                raise WeightsError(f"{path} is not a safetensors file: no header fits its {size_bytes} bytes.")
+            data = file.read(length)
+        header = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} cannot be read as a safetensors file: {error}.") from error
+    if not isinstance(header, dict):
+        raise WeightsError(f"{path} is not a safetensors file: its header is no table of tensors.")
+    entries = sorted(
+        (_entry(path, name, item, 8 + length) for name, item in header.items() if name != "__metadata__"),
+        key=lambda entry: (entry.offset_bytes, entry.size_bytes),
+    )
+    end = 8 + length
+    for entry in entries:
+        if entry.offset_bytes != end:
+            raise WeightsError(f"{path}: tensor {entry.spec.name} begins at byte {entry.offset_bytes}, expected {end}.")
+        end += entry.size_bytes
+    if end != size_bytes:
+        raise WeightsError(f"{path} has {size_bytes} bytes, its header says {end}: it is cut short or overlong.")
+    return tuple(entries)
+
+
+def _entry(path: Path, name: str, item: Any, base: int) -> HeaderEntry:
+    try:
+        code, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise WeightsError(f"{path}: the entry of tensor {name} lacks dtype, shape or offsets.") from error
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise WeightsError(f"{path}: tensor {name} has the shape {shape} and the bytes {begin} to {end}.")
+    if not isinstance(code, str) or code not in _TYPES:
+        raise WeightsError(f"{path}: tensor {name} has element type {code}, expected one of {', '.join(_TYPES)}.")
+    entry = HeaderEntry(spec=TensorSpec(name=name, shape=shape, dtype=_TYPES[code]), offset_bytes=base + begin)
+    if end - begin != entry.size_bytes:
+        raise WeightsError(f"{path}: tensor {name} of shape {shape} and type {code} does not have {end - begin} bytes.")
+    if entry.offset_bytes % ITEM_BYTES[entry.spec.dtype]:
+        raise WeightsError(
+            f"{path}: tensor {name} begins at byte {entry.offset_bytes}, which no {entry.spec.dtype} may; "
+            "save the checkpoint anew with safetensors."
+        )
+    return entry
+
+
+def make_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, Entries]:
+    """Return the first bytes of a file of these tensors, and where each of them lies in it.
+
+    The widest element types come first, so that every tensor is aligned to its elements.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    placed: list[tuple[TensorSpec, int]] = []
+    end = 0
+    for spec in sorted(specs, key=lambda spec: (-item_bytes(spec), spec.name)):
+        begin, end = end, end + math.prod(spec.shape) * item_bytes(spec)
+        table[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+        placed.append((spec, begin))
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, tuple(HeaderEntry(spec=spec, offset_bytes=len(header) + begin) for spec, begin in placed)

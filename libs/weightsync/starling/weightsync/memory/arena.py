@@ -1,0 +1,261 @@
+"""The arena: snapshots in anonymous shared memory, and the leases on them.
+
+An arena is a memfd: it has no name, so nothing stays behind however its process ends, and other processes of the same
+user map it through ``/proc/<pid>/fd/<n>``. A page of header, the slots, and a list of what lies in each slot. Per slot
+the header has the id of the snapshot in it (0 while it is written), the snapshot's token, and whether the digests of
+its pieces, which follow the pieces, are there yet.
+
+A lease is a shared lock (open file description lock) on the byte numbered like the snapshot, far beyond the arena's
+end. The kernel drops it when its holder dies, it cannot be forgotten, and a lease on a revoked snapshot hinders
+nobody. A writer takes the exclusive lock before it sets a snapshot's id to 0, so whoever holds a lease and has seen the
+id *after* taking it holds a valid one. A writer that has waited long enough may set the id to 0 without the lock:
+readers look at it again after they have read, and the digests catch whatever a reordering of memory accesses hides.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import logging
+import os
+import re
+import secrets
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from starling.common.errors import WeightsError
+from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.memory.huge_pages import collapse, map_shared
+from starling.weightsync.plan.estimate import NUM_SNAPSHOTS, PAGE_BYTES, slot_bytes
+from starling.weightsync.plan.layout import ShardPiece, packed_offsets
+
+WhenBusy = Literal["revoke", "wait", "skip"]
+"""What a writer does when every slot is being read: wait and then revoke the oldest snapshot, wait and then give up,
+or give up at once."""
+
+MAGIC: Final = int.from_bytes(b"STARARN2", "little")
+TOKEN_BYTES: Final = 16
+MAX_SLOTS: Final = 4
+_NUM_SLOTS_AT, _EXTENT_AT, _LIST_BYTES_AT, _IDS_AT, _DIGESTED_AT = 1, 2, 3, 8, 12  # words of the header
+_TOKENS_AT: Final = 256
+_LOCKS_AT: Final = 1 << 60
+_RETRY_S: Final = 0.0005
+_ADDRESS: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+log = logging.getLogger(__name__)
+
+
+class SnapshotsBusyError(WeightsError):
+    """Every snapshot is being read, and the rule says not to take one away."""
+
+
+def _lock(fd: int, kind: int, snapshot: int) -> bool:
+    """Try to set a lock of `kind` on the byte of `snapshot`; the answer is whether it is set."""
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, _LOCKS_AT + snapshot, 1, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+class ArenaMapping:
+    """An arena of this or another process, mapped for reading. One lease at a time."""
+
+    def __init__(self, address: str) -> None:
+        if not _ADDRESS.fullmatch(address):
+            raise WeightsError(f"{address!r} is not the address of an arena.")
+        try:
+            self._fd = os.open(address, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise WeightsError(
+                f"The arena {address} cannot be opened ({error.strerror}): did its process end?"
+            ) from error
+        try:
+            size = os.fstat(self._fd).st_size
+            if size < PAGE_BYTES:
+                raise WeightsError(f"{address} is not an arena: it has {size} bytes.")
+            memory = map_shared(self._fd, size, writable=False)
+        except OSError as error:
+            os.close(self._fd)
+            raise WeightsError(f"The arena {address} cannot be mapped: {error}.") from error
+        except WeightsError:
+            os.close(self._fd)
+            raise
+        self._header: npt.NDArray[np.uint64] | None = memory[:PAGE_BYTES].view(np.uint64)
+        self._bytes: Memory | None = memory
+        self._held = self._slot = 0
+        self._num_slots, self._extent, list_bytes = (int(self._header[at]) for at in (1, 2, 3))
+        end = PAGE_BYTES + self._num_slots * self._extent + list_bytes
+        if int(self._header[0]) != MAGIC or not 0 < self._num_slots <= MAX_SLOTS or end > size:
+            self.close()
+            raise WeightsError(f"{address} is not an arena of this version.")
+        self._list = (end - list_bytes, end)
+
+    def pieces(self) -> tuple[ShardPiece, ...]:
+        """Return what lies in each slot."""
+        assert self._bytes is not None
+        begin, end = self._list
+        pieces: tuple[ShardPiece, ...] = msgspec.msgpack.decode(
+            self._bytes[begin:end].data, type=tuple[ShardPiece, ...]
+        )
+        return pieces
+
+    def open(self, snapshot: int, token: str) -> Memory:
+        """Take a lease on `snapshot` and return its memory.
+
+        Raises:
+            WeightsError: another token, or the snapshot is gone.
+        """
+        assert self._bytes is not None
+        self.release()
+        if snapshot <= 0 or not _lock(self._fd, fcntl.F_RDLCK, snapshot):
+            raise WeightsError(f"Snapshot {snapshot} is not to be had any more; pull a newer version.")
+        self._held, self._slot = snapshot, snapshot % self._num_slots
+        if not self.valid():
+            self.release()
+            raise WeightsError(f"Snapshot {snapshot} is not to be had any more; pull a newer version.")
+        begin = _TOKENS_AT + self._slot * TOKEN_BYTES
+        if not hmac.compare_digest(self._bytes[begin : begin + TOKEN_BYTES].tobytes().hex().encode(), token.encode()):
+            self.release()
+            raise WeightsError(f"The token for snapshot {snapshot} is wrong.")
+        return self._bytes[PAGE_BYTES + self._slot * self._extent :][: self._extent]
+
+    def valid(self) -> bool:
+        """Whether the snapshot last opened still stands."""
+        return self._header is not None and self._held > 0 and int(self._header[_IDS_AT + self._slot]) == self._held
+
+    def digested(self) -> bool:
+        """Whether the digests of the opened snapshot's pieces are there."""
+        return (
+            self._header is not None and self._held > 0 and int(self._header[_DIGESTED_AT + self._slot]) == self._held
+        )
+
+    def release(self) -> None:
+        """Give the lease back, if there is one."""
+        if self._held:
+            _lock(self._fd, fcntl.F_UNLCK, self._held)
+            self._held = 0
+
+    def close(self) -> None:
+        """Release and unmap; the memory goes when the last view of it does."""
+        if self._header is not None:
+            self._held = 0
+            self._header = self._bytes = None
+            os.close(self._fd)
+
+
+class Arena:
+    """Slots that each have room for `pieces` and their digests, written by this process."""
+
+    def __init__(self, pieces: Sequence[ShardPiece], *, num_slots: int = NUM_SNAPSHOTS) -> None:
+        _, self.extent_bytes = packed_offsets(piece.size_bytes for piece in pieces)
+        self._num_slots, self._num_pieces = num_slots, len(pieces)
+        listed = msgspec.msgpack.encode(pieces)
+        extent = slot_bytes(pieces)
+        end = PAGE_BYTES + num_slots * extent
+        self._fd = os.memfd_create("starling-snapshots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self._fd, 0, end + len(listed))  # no memory is an error here, and not a SIGBUS later
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._bytes: Memory = map_shared(self._fd, end + len(listed), writable=True)
+        except OSError as error:
+            os.close(self._fd)
+            raise WeightsError(f"No {end} bytes of memory for {num_slots} snapshots: {error.strerror}.") from error
+        self._header = self._bytes[:PAGE_BYTES].view(np.uint64)
+        self._bytes[end:] = np.frombuffer(listed, np.uint8)
+        self._header[_NUM_SLOTS_AT], self._header[_EXTENT_AT] = num_slots, extent
+        self._header[_LIST_BYTES_AT] = len(listed)
+        self._header[0] = MAGIC
+        self._snapshots = [0] * num_slots
+        self._count = 0
+        self.slots = tuple(self._bytes[PAGE_BYTES + slot * extent :][:extent] for slot in range(num_slots))
+        """The memory of each slot."""
+
+    @property
+    def address(self) -> str:
+        """Where other processes of this user find the arena."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def collapse(self, stopped: Callable[[], bool]) -> None:
+        """Ask for huge pages, for readers that read through the kernel. Any thread may do it, until `stopped`."""
+        size = collapse(self._bytes, stopped)
+        log.debug("%d of %d bytes of snapshots are in huge pages", size, self._bytes.nbytes)
+
+    def claim(self, timeout_s: float, when_busy: WhenBusy = "revoke") -> int:
+        """Take a slot that nobody reads, the oldest first, and return its index.
+
+        When all are being read for `timeout_s`, `when_busy` says what happens; with ``skip`` there is no wait.
+
+        Raises:
+            SnapshotsBusyError: the rule is ``wait`` or ``skip`` and no slot is free.
+        """
+        end = time.monotonic() + (0.0 if when_busy == "skip" else timeout_s)
+        slots = sorted(range(self._num_slots), key=lambda slot: self._snapshots[slot])
+        while True:
+            for slot in slots:
+                if self._retire(slot):
+                    return slot
+            if time.monotonic() >= end:
+                break
+            time.sleep(_RETRY_S)
+        if when_busy != "revoke":
+            waited = "" if when_busy == "skip" else f" after {timeout_s:g} s"
+            raise SnapshotsBusyError(f"Every snapshot is still being read{waited}: this version is not published.")
+        self._void(slots[0])
+        return slots[0]
+
+    def commit(self, slot: int) -> tuple[int, str]:
+        """Let the claimed slot be read. Return the new snapshot's id and token."""
+        self._count += 1
+        snapshot = self._num_slots * self._count + slot
+        token = secrets.token_bytes(TOKEN_BYTES)
+        begin = _TOKENS_AT + slot * TOKEN_BYTES
+        self._bytes[begin : begin + TOKEN_BYTES] = np.frombuffer(token, np.uint8)
+        self._snapshots[slot] = snapshot
+        self._header[_IDS_AT + slot] = snapshot
+        return snapshot, token.hex()
+
+    def set_digests(self, snapshot: int, digests: Sequence[bytes]) -> None:
+        """Add the digests of the pieces of a snapshot, unless it is gone."""
+        slot = snapshot % self._num_slots
+        if self._snapshots[slot] == snapshot and len(digests) == self._num_pieces:
+            table = np.frombuffer(b"".join(digests), np.uint8)
+            self.slots[slot][self.extent_bytes : self.extent_bytes + table.nbytes] = table
+            self._header[_DIGESTED_AT + slot] = snapshot
+
+    def stands(self, snapshot: int) -> bool:
+        """Whether the snapshot can still be read."""
+        return self._snapshots[snapshot % self._num_slots] == snapshot
+
+    def void(self) -> None:
+        """Let no snapshot be read any more, whoever reads it."""
+        for slot in range(self._num_slots):
+            self._void(slot)
+
+    def close(self) -> None:
+        """Void the snapshots and close the arena, once; its memory goes when the last view of it does."""
+        self.void()
+        descriptor, self._fd = self._fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _retire(self, slot: int) -> bool:
+        """Void the slot's snapshot unless somebody holds a lease on it."""
+        snapshot = self._snapshots[slot]
+        if snapshot and not _lock(self._fd, fcntl.F_WRLCK, snapshot):
+            return False
+        self._void(slot)
+        if snapshot:
+            _lock(self._fd, fcntl.F_UNLCK, snapshot)
+        return True
+
+    def _void(self, slot: int) -> None:
+        self._header[_IDS_AT + slot] = 0
+        self._snapshots[slot] = 0

@@ -1,0 +1,344 @@
+"""How long a plan takes, before anything moves: bytes over bandwidth on the busiest link, and what cannot be hidden.
+
+The parts have the names of what a round reports, and sum to the whole: `pack_s`, `wire_s`, `unpack_s` and `wait_s`.
+Packing and unpacking run beside the wire, so only what is left of them counts: the first and the last buckets, and as
+much as they are slower than the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from starling.weightsync.plan.boxes import Ints
+from starling.weightsync.plan.buckets import (
+    BUCKETS_PER_SOURCE,
+    DIRECT_BYTES,
+    cut_segments,
+    is_contiguous,
+    most_at_once,
+    packed_bytes,
+    row_major,
+)
+from starling.weightsync.plan.fan_out import PUBLISHER, FanOut
+from starling.weightsync.plan.layout import ITEM_BYTES, Layout, Place, ShardPiece, aligned, packed_offsets, pieces_of
+from starling.weightsync.plan.moves import Bucket
+from starling.weightsync.plan.offer import DIGEST_BYTES, Transport
+from starling.weightsync.plan.planner import Plan
+from starling.weightsync.plan.topology import DEVICE, LINKS, RAIL, Topology, distances
+
+
+class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What one link carries one way."""
+
+    link: str
+    num_bytes: int
+    seconds: float
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What a round is expected to cost."""
+
+    total_bytes: int
+    link_bytes: dict[str, int]
+    """Payload by how far it goes: keys of `LINKS`."""
+    publisher_bytes: int
+    """Payload that leaves the publisher's ranks."""
+    pack_s: float
+    wire_s: float
+    unpack_s: float
+    wait_s: float
+    seconds: float
+    """From the offer to the last byte in staging: the sum of the four."""
+    switch_s: float
+    """Pause of an engine that then switches from staging: one copy of what its busiest rank took."""
+    peak_staging_bytes: int
+    """Bound on the memory that a destination rank takes beside its tensors."""
+    links: tuple[LinkLoad, ...]
+    """The slowest first."""
+
+
+def estimate(
+    plan: Plan, sources: Sequence[Place], destinations: Sequence[Place], topology: Topology | None = None
+) -> Estimate:
+    """Predict a round of `plan` to one replica.
+
+    Args:
+        plan: a whole plan, not one rank's part.
+        sources: where each source rank runs.
+        destinations: where each destination rank runs.
+        topology: the machines; by default, ranks that all have a card of their own.
+    """
+    return _estimate(plan, plan.pair_bytes, sources, destinations, topology or Topology(), num_hops=1)
+
+
+def estimate_fan_out(
+    plan: Plan,
+    fan_out: FanOut,
+    sources: Sequence[Place],
+    replicas: Sequence[Sequence[Place]],
+    topology: Topology | None = None,
+) -> Estimate:
+    """Predict a round in which replicas pass on what they got; `plan` leads to one of them.
+
+    Args:
+        plan: a whole plan to one replica.
+        fan_out: who passes what to whom.
+        sources: where each source rank runs.
+        replicas: where each rank of each replica runs.
+        topology: as in `estimate`.
+    """
+    num_sources, num_ranks = plan.pair_bytes.shape
+    count = fan_out.num_replicas
+    flow = np.zeros((num_sources + count * num_ranks, count * num_ranks), np.int64)
+    arriving = plan.pair_bytes.sum(axis=0)
+    for replica, row in enumerate(fan_out.sources):
+        into = slice(replica * num_ranks, (replica + 1) * num_ranks)
+        for part, source in enumerate(row):
+            if source == PUBLISHER:
+                flow[:num_sources, into] += _share(plan.pair_bytes, part, count)
+            else:
+                ranks = np.arange(num_ranks)
+                rows = num_sources + source * num_ranks + ranks
+                flow[rows, replica * num_ranks + ranks] += _share(arriving, part, count)
+    places = [place for replica_places in replicas for place in replica_places]
+    hops = max((fan_out.depth(k, part) for k in range(count) for part in range(count)), default=1)
+    num_hops = 1 + (hops - 1) * count  # each further link holds one bucket of every part back
+    return _estimate(plan, flow, [*sources, *places], places, topology or Topology(), num_hops=num_hops)
+
+
+def _share(values: Ints, part: int, count: int) -> Ints:
+    """Return one of `count` near-equal parts of each value."""
+    return values * (part + 1) // count - values * part // count
+
+
+def _estimate(
+    plan: Plan,
+    flow: Ints,
+    sources: Sequence[Place],
+    destinations: Sequence[Place],
+    topology: Topology,
+    *,
+    num_hops: int,
+) -> Estimate:
+    """Predict from the bytes between ranks; `num_hops` buckets lie one after the other between first and last byte."""
+    far = distances(sources, destinations, topology)
+    links = sorted(_loads(flow, far, sources, destinations, topology), key=lambda load: (-load.seconds, load.link))
+    device = topology.device_gb_per_s * 1e9
+    busiest = links[0].seconds if links else 0.0
+    arriving = int(flow.sum(axis=0).max(initial=0))
+    bucket = min(plan.bucket_bytes, arriving)
+    rate = arriving / busiest if busiest else device
+    wire_s = busiest + (num_hops - 1) * bucket / rate if arriving else 0.0
+    pack_s = bucket / device + max(0.0, int(flow.sum(axis=1).max(initial=0)) / device - busiest)
+    unpack_s = bucket / device + max(0.0, arriving / device - busiest)
+    latency = topology.latency_us * 1e-6
+    rounds = -(-arriving // max(bucket, 1)) * latency / plan.buckets_in_flight
+    wait_s = latency * num_hops + max(0.0, rounds - busiest) if arriving else 0.0
+    return Estimate(
+        total_bytes=int(flow.sum()),
+        link_bytes={name: int(flow[far == level].sum()) for level, name in enumerate(LINKS)},
+        publisher_bytes=int(flow[: plan.source_pieces.num_ranks].sum()),
+        pack_s=pack_s,
+        wire_s=wire_s,
+        unpack_s=unpack_s,
+        wait_s=wait_s,
+        seconds=pack_s + wire_s + unpack_s + wait_s,
+        switch_s=arriving / device,
+        peak_staging_bytes=plan.peak_staging_bytes,
+        links=tuple(links),
+    )
+
+
+def _loads(
+    flow: Ints, far: Ints, sources: Sequence[Place], destinations: Sequence[Place], topology: Topology
+) -> Iterator[LinkLoad]:
+    """Yield every link that carries something."""
+    on_device = np.where(far == DEVICE, flow, 0)
+    inside = np.where((far > DEVICE) & (far < RAIL), flow, 0)
+    outside = np.where(far >= RAIL, flow, 0)
+    rate = topology.nic_gb_per_s
+    totals: dict[str, tuple[int, float]] = {}
+
+    def add(link: str, num_bytes: int, gb_per_s: float) -> None:
+        if num_bytes:
+            totals[link] = (totals.get(link, (0, 0.0))[0] + num_bytes, gb_per_s)
+
+    for way, places, axis in (("out", sources, 1), ("in", destinations, 0)):
+        through_card, through_host, through_device = (part.sum(axis=axis) for part in (outside, inside, on_device))
+        for rank, place in enumerate(places):
+            nic = topology.nic_of(place)
+            name = f"{place.host or way}/{place.device if place.host else rank}"
+            card = f"{place.host}/{nic.name}" if nic else f"{name} card"
+            add(f"{card} {way}", int(through_card[rank]), nic.gb_per_s if nic else rate)
+            add(f"{name} host {way}", int(through_host[rank]), topology.host_gb_per_s)
+            if way == "in":
+                add(f"{name} device", int(through_device[rank]), topology.device_gb_per_s)
+    for switch in topology.switches:
+        here, there = (
+            np.array([p.host in topology.machines and topology.machines[p.host].switch == switch.name for p in places])
+            for places in (sources, destinations)
+        )
+        add(f"{switch.name} out", int(outside[here][:, ~there].sum()), switch.uplink_gb_per_s)
+        add(f"{switch.name} in", int(outside[~here][:, there].sum()), switch.uplink_gb_per_s)
+    for link, (num_bytes, gb_per_s) in totals.items():
+        yield LinkLoad(link=link, num_bytes=num_bytes, seconds=num_bytes / (gb_per_s * 1e9))
+
+
+# JOINED from starling.weightsync.peaks: Peaks: the memory that a publisher and a destination take beside
+# their tensors, known before anything moves. Pure.  A publisher has two snapshots, and at their side what it
+# packs for its readers; a destination has staging, unless it pulls in place, and scratch for what is on its
+# way to another place than where it arrived. The executor takes what these functions say, so the two cannot
+# disagree. Whoever has no layouts but only a plan finds a bound in `Plan.peak_bytes`. A relay is a
+# destination that packs for its own readers besides, as a publisher does.  Deltas come on top, as large as
+# what changed: at the publisher at most one snapshot, for the versions that it remembers; at the destination
+# at most what `Plan.peak_bytes` states for a pull in place, and only while they are on their way, but for a
+# relay, which keeps what it passes on until the next version.  Not counted is what grows neither with the
+# model nor with the buckets: code, the stacks of threads, the transport's own buffers (of sockets, in the
+# kernel; of UCX, a few MiB), and about a kilobyte of objects for each box of a plan.
+
+NUM_SNAPSHOTS: Final = 2
+"""One to be read while the next is written."""
+PAGE_BYTES: Final = 4096
+MAX_PACKING_BYTES: Final = 256 << 20
+"""Most that a source over UCX packs at once, for all its readers; a single request may need more, and then is alone."""
+
+
+class PublisherPeak(msgspec.Struct, frozen=True, kw_only=True):
+    """Most memory of one source rank beside its tensors."""
+
+    snapshots_bytes: int
+    """Shared with readers on the same host; it counts here and not there."""
+    packing_bytes: int
+    """What is packed for readers."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.snapshots_bytes + self.packing_bytes
+
+
+class DestinationPeak(msgspec.Struct, frozen=True, kw_only=True):
+    """Most memory of one destination rank beside its tensors."""
+
+    staging_bytes: int
+    scratch_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.staging_bytes + self.scratch_bytes
+
+
+def slot_bytes(pieces: Sequence[ShardPiece]) -> int:
+    """Return the room of one snapshot: the pieces, then their digests, in whole pages."""
+    _, extent_bytes = packed_offsets(piece.size_bytes for piece in pieces)
+    return -(-(extent_bytes + DIGEST_BYTES * len(pieces)) // PAGE_BYTES) * PAGE_BYTES
+
+
+def publisher_peak(
+    source: Layout,
+    rank: int,
+    plan: Plan,
+    destination: Layout,
+    transport: Transport,
+    *,
+    in_place: bool = False,
+    on_device: bool = False,
+    num_replicas: int = 1,
+) -> PublisherPeak:
+    """Return what source rank `rank` takes while all ranks of its destinations read from it at one time.
+
+    Args:
+        source: what the publisher's replica holds.
+        rank: which of its ranks.
+        plan: made from `source` and `destination`.
+        destination: the layout of one destination replica.
+        transport: ``tcp`` packs one bucket for each reader at a time, ``ucx`` all that are under way, each in a room
+            that holds the largest; nothing is packed for readers over ``local``.
+        in_place: whether the destinations pull into their live tensors.
+        on_device: whether these are where only torch can write, such as on a GPU.
+        num_replicas: how many such replicas there are.
+    """
+    pieces = pieces_of(source, rank)
+    at_once = min(BUCKETS_PER_SOURCE, plan.buckets_in_flight) if transport == "ucx" else 1
+    packing = largest = 0
+    for reader in plan.ranks if transport != "local" else ():
+        rooms = [
+            _packing_bytes(bucket, pieces, destination, in_place=in_place, on_device=on_device)
+            for bucket in plan.of_destination(reader)
+            if bucket.source_rank == rank
+        ]
+        packing += max(rooms, default=0) * min(at_once, sum(map(bool, rooms))) * num_replicas
+        largest = max(largest, *rooms, 0)
+    if transport == "ucx":
+        packing = min(packing, max(MAX_PACKING_BYTES, largest))
+    return PublisherPeak(snapshots_bytes=PAGE_BYTES + NUM_SNAPSHOTS * slot_bytes(pieces), packing_bytes=packing)
+
+
+def destination_peak(
+    plan: Plan,
+    destination: Layout,
+    rank: int,
+    transport: Transport,
+    *,
+    in_place: bool = False,
+    on_device: bool = False,
+) -> DestinationPeak:
+    """Return what destination rank `rank` takes while it pulls.
+
+    Args:
+        plan: the whole plan or this rank's part.
+        destination: the layout that the plan is for.
+        rank: which of its ranks.
+        transport: ``local`` copies from the publisher's memory to where a box belongs; the others need scratch for
+            what does not lie there in one piece.
+        in_place: whether it pulls into its live tensors.
+        on_device: whether these are where only torch can write, such as on a GPU.
+    """
+    rooms = []
+    for bucket in plan.of_destination(rank):
+        sizes, counts, direct = _received(bucket, destination, in_place=in_place, on_device=on_device)
+        if transport != "local":
+            rooms.append(packed_bytes(sizes, counts, direct))
+        elif in_place and on_device:
+            rooms.append(sum(map(aligned, sizes)))
+    _, extent_bytes = packed_offsets(piece.size_bytes for piece in pieces_of(destination, rank))
+    return DestinationPeak(
+        staging_bytes=0 if in_place else extent_bytes,
+        scratch_bytes=most_at_once(rooms, plan.buckets_in_flight),
+    )
+
+
+def _received(
+    bucket: Bucket, destination: Layout, *, in_place: bool, on_device: bool
+) -> tuple[list[int], tuple[int, ...], tuple[bool, ...]]:
+    """Return the size of each box of a bucket, and its segments as `cut_segments` gives them."""
+    shards = destination.ranks[bucket.destination_rank].shards
+    sizes: list[int] = []
+    direct: list[bool] = []
+    for transfer in bucket.transfers:
+        shard, box = shards[transfer.destination_shard], transfer.box
+        sizes.append(box.volume * ITEM_BYTES[destination.tensors[shard.tensor].dtype])
+        strides = shard.strides if in_place else row_major(shard.box.size)
+        reachable = not (in_place and on_device)
+        direct.append(reachable and sizes[-1] >= DIRECT_BYTES and is_contiguous(box.size, strides))
+    return sizes, *cut_segments(direct)
+
+
+def _packing_bytes(
+    bucket: Bucket, pieces: Sequence[ShardPiece], destination: Layout, *, in_place: bool, on_device: bool
+) -> int:
+    """Return the room that a source needs to pack a bucket from a snapshot of `pieces`."""
+    sizes, counts, _ = _received(bucket, destination, in_place=in_place, on_device=on_device)
+    whole: list[bool] = []
+    first = 0
+    for count in counts:
+        moved = bucket.transfers[first]
+        first += count
+        strides = row_major(pieces[moved.source_shard].box.size)
+        whole.append(count == 1 and is_contiguous(moved.box.size, strides))
+    return packed_bytes(sizes, counts, whole)

@@ -1,0 +1,151 @@
+"""Fan-out: how several replicas of one layout get a version while the publisher sends about one model.
+
+The buckets of each rank are dealt into as many parts as there are replicas. Each replica pulls another part from the
+publisher, and the rest from the others as they get it, bucket by bucket: all links work at once, so that R replicas
+take about as long as one, and R buckets more. Where replicas come in groups with a longer way between them (hosts,
+switches, sites), a part crosses to another group once; the member that fetched it passes it on inside.
+
+All of it is data that follows from where the replicas are. When one joins or leaves, the others plan again; whoever
+waits for a replica that is gone takes the publisher instead, because a bucket holds the same boxes from either.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.boxes import Ints
+from starling.weightsync.plan.layout import Place
+from starling.weightsync.plan.moves import Bucket
+from starling.weightsync.plan.topology import Topology, distances
+
+PUBLISHER: Final = -1
+"""Instead of a replica's number: the source of the version."""
+
+
+class RelayPull(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One bucket of a replica's rank, and from whom it comes."""
+
+    bucket: int
+    """Index into the buckets of the rank in the plan from the publisher."""
+    replica: int
+    """Who serves it; `PUBLISHER`, or a replica that has pulled it before."""
+
+
+class FanOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Who passes what to whom: for each replica, from where it takes each part."""
+
+    sources: tuple[tuple[int, ...], ...]
+    """Row: a replica. Column: a part. Entry: a replica, or `PUBLISHER`."""
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are, and how many parts."""
+        return len(self.sources)
+
+    def depth(self, replica: int, part: int) -> int:
+        """Return over how many links a part comes to a replica: 1 from the publisher."""
+        depth = 1
+        while self.sources[replica][part] != PUBLISHER:
+            replica, depth = self.sources[replica][part], depth + 1
+        return depth
+
+
+def make_fan_out(replicas: Sequence[Sequence[Place]], topology: Topology | None = None) -> FanOut:
+    """Decide who passes what to whom.
+
+    Args:
+        replicas: the place of each rank of each replica. All have equal layouts.
+        topology: the machines, for distances.
+
+    Raises:
+        WeightsError: replicas of different numbers of ranks.
+    """
+    if len({len(places) for places in replicas}) > 1:
+        raise WeightsError(
+            f"Replicas of {' and '.join(map(str, sorted({len(p) for p in replicas})))} ranks cannot serve each other; "
+            "fan out to equal layouts only."
+        )
+    groups = _groups(replicas, topology)
+    sources = [[PUBLISHER] * len(replicas) for _ in replicas]
+    for members in groups:
+        foreign = 0
+        for part in range(len(replicas)):
+            holder = part
+            if part not in members:
+                holder = members[foreign % len(members)]
+                sources[holder][part] = part
+                foreign += 1
+            for replica in members:
+                if replica != holder:
+                    sources[replica][part] = holder
+    return FanOut(sources=tuple(map(tuple, sources)))
+
+
+def parts_of(sizes: Ints, num_parts: int) -> Ints:
+    """Deal buckets of `sizes` bytes to parts: each to the one with the fewest bytes, so that none is a bucket ahead."""
+    heap = [(0, part) for part in range(num_parts)]
+    parts = np.zeros(len(sizes), np.int64)
+    for index, size in enumerate(sizes.tolist()):
+        filled, part = heap[0]
+        parts[index] = part
+        heapq.heapreplace(heap, (filled + size, part))
+    return parts
+
+
+def relay_pulls(fan_out: FanOut, sizes: Ints, replica: int) -> tuple[RelayPull, ...]:
+    """Return what one rank of `replica` pulls, in order.
+
+    A bucket comes no earlier in the order than at least one bucket of every other part after whoever serves it has it,
+    so who follows the order does not wait for long, and never in a circle.
+
+    Args:
+        fan_out: who passes what to whom.
+        sizes: bytes of each bucket of the rank in the plan from the publisher.
+        replica: for whom.
+    """
+    parts = parts_of(sizes, fan_out.num_replicas)
+    order = np.argsort(parts, kind="stable")
+    wave = np.empty(len(parts), np.int64)
+    wave[order] = np.arange(len(parts)) - np.searchsorted(parts[order], parts[order], side="left")
+    depths = np.array([fan_out.depth(replica, part) for part in range(fan_out.num_replicas)], np.int64)
+    sources = fan_out.sources[replica]
+    turn = (parts - replica) % max(fan_out.num_replicas, 1)
+    return tuple(
+        RelayPull(bucket=index, replica=sources[parts[index]])
+        for index in np.lexsort((turn, wave + depths[parts])).tolist()
+    )
+
+
+def relayed(bucket: Bucket) -> Bucket:
+    """Return `bucket` as a replica of the same layout serves it: the same boxes, from the shards that it filled."""
+    transfers = tuple(
+        msgspec.structs.replace(transfer, source_shard=transfer.destination_shard) for transfer in bucket.transfers
+    )
+    return msgspec.structs.replace(bucket, source_rank=bucket.destination_rank, transfers=transfers)
+
+
+def _groups(replicas: Sequence[Sequence[Place]], topology: Topology | None) -> list[list[int]]:
+    """Return replicas that are nearer to each other than the farthest are; all in one group if none are."""
+    count = len(replicas)
+    if not count or not replicas[0]:
+        return [list(range(count))] if count else []
+    between = np.zeros((count, count), np.int64)
+    for ranks in zip(*replicas, strict=True):
+        between = np.maximum(between, distances(ranks, ranks, topology))
+    np.fill_diagonal(between, -1)
+    near = between < between.max()
+    groups: list[list[int]] = []
+    for replica in range(count):
+        for members in groups:
+            if near[members[0], replica]:
+                members.append(replica)
+                break
+        else:
+            groups.append([replica])
+    return [list(range(count))] if len(groups) == count else groups

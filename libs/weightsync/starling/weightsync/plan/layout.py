@@ -1,0 +1,295 @@
+"""Layouts: which box of which tensor each rank of a replica holds, and where in its memory.
+
+Pure data, MessagePack-able. Offsets and sizes of boxes, shapes and strides count elements; `*_bytes` count bytes.
+
+Tied tensors (two names for one memory) have one owner: the owner's name has the shards, every further name is a
+`TensorSpec` with `same_as` set to the owner and no shards. Either name can be asked for by a destination.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+
+from starling.common.errors import WeightsError
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
+    "int16": 2,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+    "complex64": 8,
+}
+"""The element types that travel, by torch's name without its prefix, and their sizes in bytes."""
+
+ALIGNMENT: Final = 64
+"""Pieces start at multiples of this many bytes, in snapshots, in staging and on the wire alike."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of the model in canonical form: Hugging Face name, full shape, element type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """A key of `ITEM_BYTES`."""
+    same_as: str = ""
+    """Name of the tensor whose memory this name shares; empty for a tensor with shards of its own."""
+
+
+class Box(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A hyper-rectangle of a canonical tensor: first element and number of elements, per dim."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Number of elements: 1 for a scalar, 0 when any dim is empty."""
+        return math.prod(self.size)
+
+    def __str__(self) -> str:
+        dims = (f"{begin}:{begin + n}" for begin, n in zip(self.offset, self.size, strict=True))
+        return f"[{', '.join(dims)}]"
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where one rank keeps one box of a tensor."""
+
+    tensor: int
+    """Index into the layout's `tensors`."""
+    box: Box
+    storage: str
+    """Name of the allocation that holds the box; fused parameters are several shards of one storage."""
+    offset_bytes: int
+    """From the first element of the storage to the first element of the box."""
+    strides: tuple[int, ...]
+    """Elements of memory from one index to the next, per dim of the box."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank runs; the planner reads distances from it."""
+
+    host: str = ""
+    """Empty when unknown: then far from everything."""
+    device: str = "cpu"
+    numa: int = -1
+    """NUMA node, -1 when unknown."""
+    rails: tuple[str, ...] = ()
+    """Names of the network rails that the rank can use."""
+
+
+class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds, and where it runs."""
+
+    place: Place
+    shards: tuple[Shard, ...]
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """All shards of all ranks of a replica."""
+
+    replica: str
+    tensors: tuple[TensorSpec, ...]
+    ranks: tuple[RankLayout, ...]
+    base: str = ""
+    """Digest of what the tensors are meaningless without and what does not travel: the weights below adapters. Weights
+    go only between replicas where it is the same; empty where all that there is travels."""
+
+
+class ShardPiece(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one shard is, wherever it lies: the unit that is snapshot, digested and proven."""
+
+    names: tuple[str, ...]
+    """The tensor's name, then the names tied to it."""
+    dtype: str
+    box: Box
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the box, contiguous."""
+        return self.box.volume * ITEM_BYTES[self.dtype]
+
+
+def encode(obj: msgspec.Struct) -> bytes:
+    """Write a layout, a plan or an offer as MessagePack."""
+    return msgspec.msgpack.encode(obj)
+
+
+def decode(kind: type[T], data: bytes | bytearray | memoryview) -> T:
+    """Read one `kind` from MessagePack.
+
+    Raises:
+        WeightsError: `data` is not MessagePack, or not a `kind`.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the latter for a text that is none
+        raise WeightsError(f"These {len(data)} bytes are not a {kind.__name__}: {error}.") from error
+
+
+def decode_layout(data: bytes | bytearray | memoryview) -> Layout:
+    """Read a layout and check it.
+
+    Raises:
+        WeightsError: as `decode` and `check_layout`.
+    """
+    layout = decode(Layout, data)
+    check_layout(layout)
+    return layout
+
+
+def item_bytes(spec: TensorSpec) -> int:
+    """Size in bytes of one element of `spec`.
+
+    Raises:
+        WeightsError: an element type that does not travel.
+    """
+    size = ITEM_BYTES.get(spec.dtype)
+    if size is None:
+        raise WeightsError(
+            f"Tensor {spec.name} has element type {spec.dtype}, expected one of {', '.join(ITEM_BYTES)}."
+        )
+    return size
+
+
+def aligned(size_bytes: int) -> int:
+    """Round `size_bytes` up to a multiple of `ALIGNMENT`."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def packed_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+    """Return the aligned offset of each block of `sizes` bytes laid one after the other, and their total extent."""
+    offsets: list[int] = []
+    end = 0
+    for size in sizes:
+        offsets.append(end)
+        end += aligned(size)
+    return tuple(offsets), end
+
+
+def pieces_of(layout: Layout, rank: int) -> tuple[ShardPiece, ...]:
+    """Return the piece of each shard of `rank`, in the order of the shards."""
+    tied: dict[str, tuple[str, ...]] = {}
+    for spec in layout.tensors:
+        if spec.same_as:
+            tied[spec.same_as] = (*tied.get(spec.same_as, ()), spec.name)
+    return tuple(
+        ShardPiece(names=(spec.name, *tied.get(spec.name, ())), dtype=spec.dtype, box=shard.box)
+        for shard in layout.ranks[rank].shards
+        for spec in (layout.tensors[shard.tensor],)
+    )
+
+
+def check_layout(layout: Layout) -> None:
+    """Check that names are unique, ties lead to an owner, and every shard lies inside its tensor.
+
+    Raises:
+        WeightsError: naming the replica and the tensor.
+    """
+    check_specs(layout.replica, layout.tensors)
+    for rank, held in enumerate(layout.ranks):
+        for shard in held.shards:
+            _check_shard(layout, rank, shard)
+
+
+def check_specs(replica: str, tensors: Iterable[TensorSpec]) -> None:
+    """Check that names are unique, element types travel, and ties lead to an owner that is alike.
+
+    Raises:
+        WeightsError: naming the replica and the tensor.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for spec in tensors:
+        if spec.name in specs:
+            raise WeightsError(f"The layout of {replica} lists tensor {spec.name} twice.")
+        if min(spec.shape, default=0) < 0:
+            raise WeightsError(f"Tensor {spec.name} of {replica} has the negative shape {spec.shape}.")
+        item_bytes(spec)
+        specs[spec.name] = spec
+    for spec in specs.values():
+        owner = specs.get(spec.same_as) if spec.same_as else spec
+        if owner is None or (owner is not spec and owner.same_as):
+            raise WeightsError(f"Tensor {spec.name} of {replica} is tied to {spec.same_as}, which owns no memory.")
+        if (owner.shape, owner.dtype) != (spec.shape, spec.dtype):
+            raise WeightsError(f"Tensors {spec.name} and {owner.name} of {replica} are tied but not alike.")
+
+
+def _check_shard(layout: Layout, rank: int, shard: Shard) -> None:
+    where = f"rank {rank} of {layout.replica}"
+    if not 0 <= shard.tensor < len(layout.tensors):
+        raise WeightsError(f"A shard of {where} names tensor {shard.tensor} of {len(layout.tensors)}.")
+    spec = layout.tensors[shard.tensor]
+    box = shard.box
+    if spec.same_as:
+        raise WeightsError(f"Tensor {spec.name} of {where} is tied to {spec.same_as} and may have no shards.")
+    if not len(box.offset) == len(box.size) == len(shard.strides) == len(spec.shape):
+        raise WeightsError(f"Tensor {spec.name} of {where}: box {box} does not fit shape {spec.shape}.")
+    for begin, n, extent in zip(box.offset, box.size, spec.shape, strict=True):
+        if begin < 0 or n < 0 or begin + n > extent:
+            raise WeightsError(f"Tensor {spec.name} of {where}: box {box} leaves shape {spec.shape}.")
+    if shard.offset_bytes < 0 or shard.offset_bytes % item_bytes(spec) or min(shard.strides, default=0) < 0:
+        raise WeightsError(f"Tensor {spec.name} of {where}: box {box} has a negative or broken offset or stride.")
+
+
+# JOINED from starling.weightsync.layouts.join: One layout of a replica from what its ranks say of themselves.
+
+
+def join_ranks(replica: str, layouts: Sequence[Layout]) -> Layout:
+    """Join the layouts of a replica's ranks, each of which may know only its own tensors.
+
+    A rank that holds nothing of a tensor cannot see that it is tied, so a tie that one rank sees holds for all.
+
+    Args:
+        replica: name of the replica.
+        layouts: in the order of the ranks; ranks of a layout of several stay together.
+
+    Raises:
+        WeightsError: ranks that contradict each other, naming the tensor.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for rank, layout in enumerate(layouts):
+        for spec in layout.tensors:
+            known = specs.setdefault(spec.name, spec)
+            if (known.shape, known.dtype) != (spec.shape, spec.dtype):
+                raise WeightsError(
+                    f"Tensor {spec.name} of {replica} is {spec.dtype} of shape {spec.shape} on rank {rank}, but "
+                    f"{known.dtype} of shape {known.shape} on a rank before it."
+                )
+            if known.same_as and spec.same_as and known.same_as != spec.same_as:
+                raise WeightsError(
+                    f"Tensor {spec.name} of {replica} is tied to {spec.same_as} on rank {rank}, but to {known.same_as} "
+                    "on a rank before it."
+                )
+            if spec.same_as:
+                specs[spec.name] = spec
+    index = {name: i for i, name in enumerate(specs)}
+    ranks: list[RankLayout] = []
+    for layout in layouts:
+        places = [index[spec.name] for spec in layout.tensors]
+        for held in layout.ranks:
+            shards = (msgspec.structs.replace(shard, tensor=places[shard.tensor]) for shard in held.shards)
+            ranks.append(RankLayout(place=held.place, shards=tuple(shards)))
+    bases = {layout.base for layout in layouts}
+    if len(bases) > 1:
+        raise WeightsError(f"The ranks of {replica} have their adapters on different weights: give all the same files.")
+    joined = Layout(replica=replica, tensors=tuple(specs.values()), ranks=tuple(ranks), base="".join(bases))
+    check_layout(joined)
+    return joined

@@ -1,0 +1,149 @@
+"""The offer: where one version of the weights can be read, and how it is proven.
+
+A digest is xxh3-128 over the bytes of one box, row-major and contiguous, little-endian. The root of a rank is xxh3-128
+over its pieces' names, boxes and digests; the root of a version is that over its ranks: equal roots mean equal bits.
+
+The digests themselves do not travel with the offer, of which every destination gets one: there may be millions. A
+source sends the digests of just those boxes that it is asked for, together with them. What a destination attests is
+the version's root combined with two further ones over the boxes that it took, one by the sources' digests and one by
+digests of what its engine really holds (`attested_root`): it is the version's root exactly when these two are equal.
+
+All this guards against mistakes, not against an adversary; who may read is the token's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal
+
+import msgspec
+import xxhash
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.layout import Box, ShardPiece, decode
+
+Transport = Literal["ucx", "local", "tcp", "nccl", "gloo", "nixl"]
+DIGEST_BYTES: Final = 16
+"""Of a box."""
+ROOT_CHARACTERS: Final = 2 * DIGEST_BYTES
+
+
+class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """How to read the snapshot of one rank."""
+
+    rank: int
+    transport: Transport
+    address: str
+    """``host:port`` of the rank's listener, or the path of its arena (local)."""
+    token: str
+    """Whoever presents it may read this snapshot."""
+    snapshot: int
+    holds: str
+    """Stands for the boxes that the rank holds: ranks where it is equal can stand in for one another."""
+    root: str
+    """Root of the rank's pieces."""
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of the weights, ready to be read."""
+
+    version: int
+    ranks: tuple[RankOffer, ...]
+    root: str
+    """Root of the version: follows from the roots of the ranks."""
+
+
+def decode_offer(data: bytes | bytearray | memoryview) -> Offer:
+    """Read an offer and check that it is consistent.
+
+    Raises:
+        WeightsError: `data` is not an offer, or its root does not follow from those of its ranks.
+    """
+    offer = decode(Offer, data)
+    check_offer(offer)
+    return offer
+
+
+def check_offer(offer: Offer) -> None:
+    """Check that ranks are unique, alike where they hold the same boxes, and that the root follows from theirs.
+
+    Raises:
+        WeightsError: naming the version.
+    """
+    if len({rank.rank for rank in offer.ranks}) != len(offer.ranks):
+        raise WeightsError(f"The offer of version {offer.version} lists a rank twice.")
+    if _root(offer.version, offer.ranks) != offer.root:
+        raise WeightsError(f"The root {offer.root} of version {offer.version} does not follow from its ranks.")
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """Return the digest of contiguous bytes, as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def holds_of(pieces: Sequence[ShardPiece]) -> str:
+    """Return what stands for the boxes of a rank."""
+    boxes = sorted((piece.names, piece.dtype, (piece.box.offset, piece.box.size)) for piece in pieces)
+    return digest_of(msgspec.msgpack.encode(boxes))
+
+
+def root_of(proofs: Iterable[tuple[str, Box, bytes]]) -> str:
+    """Return the root of boxes of tensors and their digests. Equal copies count once, empty boxes not at all.
+
+    Raises:
+        WeightsError: two copies of a box differ.
+    """
+    digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], bytes] = {}
+    for name, box, digest in proofs:
+        if box.volume and digests.setdefault((name, box.offset, box.size), digest) != digest:
+            raise WeightsError(f"Two copies of box {box} of tensor {name} differ.")
+    state = xxhash.xxh3_128()
+    for key in sorted(digests):
+        state.update(msgspec.msgpack.encode((key, digests[key])))
+    return state.hexdigest()
+
+
+def make_offer(version: int, ranks: Sequence[RankOffer]) -> Offer:
+    """Put the ranks of one replica together.
+
+    Raises:
+        WeightsError: two ranks hold different bits of the same boxes.
+    """
+    ordered = tuple(sorted(ranks, key=lambda rank: rank.rank))
+    return Offer(version=version, ranks=ordered, root=_root(version, ordered))
+
+
+def attested_root(offer: Offer, sent: str, held: str) -> str:
+    """Return what a destination attests, from the roots of the boxes that it took.
+
+    Args:
+        offer: the version that was pulled.
+        sent: `root_of` the boxes by the digests that their sources sent.
+        held: `root_of` the same boxes by digests of what the destination holds.
+    """
+    difference = int(offer.root, 16) ^ int(sent, 16) ^ int(held, 16)
+    return f"{difference:0{ROOT_CHARACTERS}x}"
+
+
+def joined_root(offer: Offer, roots: Sequence[str]) -> str:
+    """Return what a destination of several ranks attests, from what each of them does.
+
+    It is the version's root exactly when each of `roots` is. They are not simply combined bit by bit: ranks that hold
+    copies of one box may be wrong in the same way, and would cancel each other out.
+
+    Args:
+        offer: the version that was pulled.
+        roots: `attested_root` of each rank, at least one.
+    """
+    return offer.root if {*roots} == {offer.root} else digest_of("".join(roots).encode())
+
+
+def _root(version: int, ranks: Sequence[RankOffer]) -> str:
+    roots: dict[str, tuple[int, str]] = {}
+    for rank in ranks:
+        other, root = roots.setdefault(rank.holds, (rank.rank, rank.root))
+        if root != rank.root:
+            raise WeightsError(
+                f"Ranks {other} and {rank.rank} of version {version} hold the same boxes, but other bits in them."
+            )
+    return digest_of(msgspec.msgpack.encode(sorted((holds, root) for holds, (_, root) in roots.items())))

@@ -1,0 +1,229 @@
+"""What a round of weight synchronisation took: its split, its bottleneck, and a picture of it. Pure.
+
+A round is one publication and the adoptions of it. Clocks of different machines are not compared: an adoption is
+placed by when its end became known to the controller, and by the durations that the replica measured itself.
+
+The picture is in the Trace Event Format (Google, "Trace Event Format", duration events `ph: "X"`, times in
+microseconds), which ui.perfetto.dev and chrome://tracing open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, Final
+
+import msgspec
+
+PARTS: Final = ("prepare", "read", "confirm", "switch", "wait")
+"""What the wall clock of an adoption consists of, in the order in which it happens but for `wait`."""
+
+PART_MEANINGS: Final = {
+    "prepare": "checking plan and offer, making memory ready",
+    "read": "connecting, reading, unpacking and digesting, while generation goes on",
+    "confirm": "making sure that the snapshots stood still",
+    "switch": "the pause of generation: live tensors written, digests of what the engine holds",
+    "wait": "messages on their way, an earlier pull, the next token boundary",
+}
+
+PART_REMEDIES: Final = {
+    "prepare": "a new plan or a first connection; it should be rare: see whether replicas come and go",
+    "network": "the links are full or slow: relays, delta, or a faster transport (see the lanes that were used)",
+    "unpack": "strided pieces are copied twice: choose a destination layout nearer to the source's, or more threads",
+    "digest": "digests take most of the time: set weights.digests to sampled, or give the puller more threads",
+    "confirm": "sources answer late: they are busy; give the policy's process a core for its progress thread",
+    "switch": "generation pauses for copying: pull in place at a pause, or use fewer, larger tensors",
+    "wait": "replicas learn of a version late, or switch late: shorter decode steps, fewer messages at the controller",
+}
+
+
+class Adoption(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank of one replica came to a version. Seconds; `unpack_s`, `digest_s` lie within `read_s`."""
+
+    replica: str
+    end_s: float
+    """From the publication until the controller knew of the adoption."""
+    prepare_s: float = 0.0
+    read_s: float = 0.0
+    unpack_s: float = 0.0
+    digest_s: float = 0.0
+    confirm_s: float = 0.0
+    switch_s: float = 0.0
+    size_bytes: int = 0
+    """Of what it holds."""
+    sent_bytes: int = 0
+    """What travelled for it."""
+    transport: str = ""
+    lanes: tuple[str, ...] = ()
+    attested: bool = True
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The split by `PARTS`; it sums to the wall clock, which is never shorter than what was measured within."""
+        known = {
+            "prepare": self.prepare_s,
+            "read": self.read_s,
+            "confirm": self.confirm_s,
+            "switch": self.switch_s,
+        }
+        return {**known, "wait": max(0.0, self.end_s - sum(known.values()))}
+
+
+class PublicationTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    """One version: how long training stood still for it, and its adoptions."""
+
+    version: int
+    publish_s: float
+    offer_s: float = 0.0
+    """From the snapshot to the offer, for which training need not wait: the digests."""
+    adoptions: tuple[Adoption, ...] = ()
+
+
+class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over the adoptions of some rounds, in seconds, so that `parts` sum to `total_s`."""
+
+    num_rounds: int
+    num_adoptions: int
+    num_unproven: int
+    publish_s: float
+    offer_s: float
+    parts: dict[str, float]
+    total_s: float
+    rate_bytes_per_s: float
+    """What travelled over `read`; 0 when nothing was read."""
+    sent_share: float
+    """What travelled over what was brought up to date: less than 1 where only what changed was sent."""
+    lanes: tuple[str, ...]
+    bottleneck: str
+    """A key of `PART_REMEDIES`."""
+
+
+def publication_timelines(lines: Iterable[Mapping[str, Any]]) -> list[PublicationTimeline]:
+    """Return the rounds that a run's metrics tell of, oldest first.
+
+    Args:
+        lines: objects with ``kind``, of which ``published`` (``time``, ``version``, ``publish_s``, ``offer_s``) and
+            ``adopted`` (``time``, ``version``, ``replica``, ``attested``, ``pull_s``, ``pause_s``, ``size_bytes``,
+            ``sent_bytes``, ``transport``, ``lanes``, ``split``) are read. Adoptions of versions whose publication
+            is not among them are left out.
+    """
+    published: dict[int, Mapping[str, Any]] = {}
+    adoptions: dict[int, list[Adoption]] = {}
+    for line in lines:
+        if line["kind"] == "published":
+            published[line["version"]] = line
+            adoptions[line["version"]] = []
+        elif line["kind"] == "adopted" and line["version"] in published:
+            adoptions[line["version"]].append(_adoption(line, published[line["version"]]["time"]))
+    return [
+        PublicationTimeline(
+            version=version,
+            publish_s=line["publish_s"],
+            offer_s=line.get("offer_s", 0.0),
+            adoptions=tuple(adoptions[version]),
+        )
+        for version, line in published.items()
+    ]
+
+
+def _adoption(line: Mapping[str, Any], published_at: float) -> Adoption:
+    split = line["split"]
+    return Adoption(
+        replica=line["replica"],
+        end_s=max(0.0, line["time"] - published_at),
+        prepare_s=split.get("prepare_s", 0.0),
+        read_s=split.get("read_s", line["pull_s"]),
+        unpack_s=split.get("unpack_s", 0.0),
+        digest_s=split.get("digest_s", 0.0),
+        confirm_s=split.get("confirm_s", 0.0),
+        switch_s=line["pause_s"],
+        size_bytes=line["size_bytes"],
+        sent_bytes=line.get("sent_bytes", line["size_bytes"]),
+        transport=line["transport"],
+        lanes=tuple(line["lanes"]),
+        attested=line["attested"],
+    )
+
+
+def time_split(rounds: Sequence[PublicationTimeline]) -> TimeSplit | None:
+    """Return where the time of `rounds` went, or None when nobody has adopted anything."""
+    adoptions = [adoption for each in rounds for adoption in each.adoptions]
+    if not adoptions:
+        return None
+    parts = {name: fmean(adoption.parts[name] for adoption in adoptions) for name in PARTS}
+    reading = sum(adoption.read_s for adoption in adoptions)
+    sent, size = (sum(getattr(adoption, name) for adoption in adoptions) for name in ("sent_bytes", "size_bytes"))
+    return TimeSplit(
+        num_rounds=len(rounds),
+        num_adoptions=len(adoptions),
+        num_unproven=sum(not adoption.attested for adoption in adoptions),
+        publish_s=fmean(each.publish_s for each in rounds),
+        offer_s=fmean(each.offer_s for each in rounds),
+        parts=parts,
+        total_s=fmean(sum(adoption.parts.values()) for adoption in adoptions),
+        rate_bytes_per_s=sent / reading if reading else 0.0,
+        sent_share=sent / size if size else 1.0,
+        lanes=tuple(sorted({lane for adoption in adoptions for lane in adoption.lanes})),
+        bottleneck=_bottleneck(adoptions, parts),
+    )
+
+
+def _bottleneck(adoptions: Sequence[Adoption], parts: dict[str, float]) -> str:
+    largest = max(PARTS, key=lambda name: parts[name])
+    if largest != "read":
+        return largest
+    # Threads overlap, so the parts within reading are compared with it and not summed.
+    for name, inner in (("digest", "digest_s"), ("unpack", "unpack_s")):
+        if fmean(getattr(adoption, inner) for adoption in adoptions) > 0.5 * parts["read"]:
+            return name
+    return "network"
+
+
+def chrome_trace(measured: PublicationTimeline) -> dict[str, Any]:
+    """Return the picture of a round, ready for `json.dumps`."""
+    stall_s, offer_s = measured.publish_s, measured.offer_s
+    events = [
+        *_named(0, "publisher"),
+        _slice("publish (training waits)", 0, -stall_s - offer_s, stall_s),
+        _slice("digest (training may go on)", 0, -offer_s, offer_s),
+    ]
+    for number, adoption in enumerate(sorted(measured.adoptions, key=lambda adoption: adoption.replica), start=1):
+        events += _named(number, adoption.replica)
+        begin = adoption.parts["wait"]
+        for name in PARTS[:-1]:
+            seconds = adoption.parts[name]
+            detail: dict[str, Any] = {"seconds": seconds}
+            if name == "read":
+                detail |= {
+                    "bytes": adoption.sent_bytes,
+                    "transport": adoption.transport,
+                    "lanes": list(adoption.lanes),
+                    "unpack_s": adoption.unpack_s,
+                    "digest_s": adoption.digest_s,
+                }
+            events.append(_slice(name, number, begin, seconds, detail))
+            begin += seconds
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"version": measured.version, "meaning": PART_MEANINGS},
+        "traceEvents": events,
+    }
+
+
+def _named(process: int, name: str) -> Iterable[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+
+
+def _slice(
+    name: str, process: int, begin_s: float, seconds: float, detail: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": "weightsync",
+        "pid": process,
+        "tid": 0,
+        "ts": round(begin_s * 1e6, 3),
+        "dur": round(seconds * 1e6, 3),
+        "args": detail or {},
+    }

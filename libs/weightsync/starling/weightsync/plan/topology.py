@@ -1,0 +1,203 @@
+"""The machines: hosts, NUMA nodes, GPUs, network cards, rails and switches, with their bandwidths. Pure data.
+
+The planner reads distances from it, the estimate reads bandwidths. Where a rank runs is said by its `Place`; a place
+whose host is not in the topology is as far from everything as hosts are, over a card of its own.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.boxes import Bools, Ints
+from starling.weightsync.plan.layout import Place
+
+LINKS: Final = ("device", "numa", "host", "rail", "switch", "far")
+"""How far two ranks are apart, nearest first: on one device, NUMA node, host, rail, switch, or none of these."""
+DEVICE, NUMA, HOST, RAIL, SWITCH, FAR = range(len(LINKS))
+
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=65536)]
+MAX_RANKS: Final = 1 << 20
+"""Most GPUs and most cards of a topology."""
+
+
+class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One network card, or `count` alike: then `{}` in its name and its rail stands for 0, 1, ..."""
+
+    name: str
+    gb_per_s: Rate
+    """Each way, in 1e9 bytes per second: 50 for 400 Gbit/s."""
+    rail: str = ""
+    count: Count = 1
+
+
+class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine, or `count` alike: then `{}` in its name stands for 0, 1, ..."""
+
+    name: str
+    count: Count = 1
+    gpus: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    numas: Count = 1
+    """NUMA nodes; GPUs and cards are spread over them, and cards over GPUs, in order."""
+    nics: tuple[Nic, ...] = ()
+    switch: str = ""
+    """The switch that its cards are on, if one is nearer to it than others."""
+
+
+class SwitchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A switch whose way to all others is narrower than what hangs on it."""
+
+    name: str
+    uplink_gb_per_s: Rate
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unknown_fields=True):
+    """All machines of a cluster, and how fast bytes move where no card is involved."""
+
+    hosts: tuple[HostSpec, ...] = ()
+    switches: tuple[SwitchSpec, ...] = ()
+    nic_gb_per_s: Rate = 50.0
+    """Card of a rank whose host is not listed, or lists none."""
+    device_gb_per_s: Rate = 1000.0
+    """Copies on one device; packing and unpacking strided pieces run at this rate too."""
+    host_gb_per_s: Rate = 100.0
+    """One device's traffic with the others of its host (NVLink, or shared memory), each way."""
+    latency_us: Annotated[float, msgspec.Meta(ge=0)] = 20.0
+    """From asking for a bucket to its first byte."""
+
+    @cached_property
+    def machines(self) -> dict[str, HostSpec]:
+        """Every single host by name, cards counted out."""
+        machines: dict[str, HostSpec] = {}
+        for group in self.hosts:
+            for name in _names(group.name, group.count):
+                nics = tuple(
+                    Nic(name=nic_name, rail=rail, gb_per_s=nic.gb_per_s)
+                    for nic in group.nics
+                    for nic_name, rail in zip(
+                        _names(nic.name, nic.count), _names(nic.rail, nic.count, unique=False), strict=True
+                    )
+                )
+                if name in machines:
+                    raise WeightsError(f"The topology lists host {name} twice; write {{}} in the name of a group.")
+                machines[name] = msgspec.structs.replace(group, name=name, count=1, nics=nics)
+        return machines
+
+    def places(self) -> tuple[Place, ...]:
+        """Return the place of each GPU, host by host; a host without GPUs is one place on its processor."""
+        return tuple(
+            Place(
+                host=host.name,
+                device=f"cuda:{gpu}" if host.gpus else "cpu",
+                numa=gpu * host.numas // max(host.gpus, 1),
+                rails=(host.nics[_spread(gpu, max(host.gpus, 1), len(host.nics))].rail,) if host.nics else (),
+            )
+            for host in self.machines.values()
+            for gpu in range(max(host.gpus, 1))
+        )
+
+    def nic_of(self, place: Place) -> Nic | None:
+        """Return the card through which `place` reaches other hosts; None for one of its own, of `nic_gb_per_s`."""
+        host = self.machines.get(place.host)
+        if host is None or not host.nics:
+            return None
+        for nic in host.nics:
+            if nic.rail and nic.rail in place.rails:
+                return nic
+        number = place.device.rpartition(":")[2]
+        gpu = int(number) if number.isdecimal() and len(number) < 6 else 0
+        return host.nics[_spread(gpu, max(host.gpus, 1), len(host.nics))]
+
+
+def decode_topology(text: str) -> Topology:
+    """Read a topology from TOML.
+
+    Raises:
+        WeightsError: it is no TOML, or says something that a topology does not have.
+    """
+    try:
+        topology = msgspec.convert(tomllib.loads(text), Topology)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise WeightsError(f"This is not a topology: {error}.") from error
+    if sum(host.count * max(host.gpus, 1, sum(nic.count for nic in host.nics)) for host in topology.hosts) > MAX_RANKS:
+        raise WeightsError(f"The topology has more than {MAX_RANKS} GPUs or cards.")
+    named = {switch.name for switch in topology.switches}
+    if len(named) < len(topology.switches):
+        raise WeightsError("The topology lists a switch twice.")
+    if topology.machines and not named <= {host.switch for host in topology.hosts}:
+        raise WeightsError(f"No host of the topology is on switch {min(named - {h.switch for h in topology.hosts})}.")
+    return topology
+
+
+def distances(sources: Sequence[Place], destinations: Sequence[Place], topology: Topology | None = None) -> Ints:
+    """Return how far each source is from each destination, as an index into `LINKS`; shape (sources, destinations)."""
+    machines = topology.machines if topology else {}
+    both = [*sources, *destinations]
+
+    def equal(labels: Sequence[object]) -> Bools:
+        """Which pairs have the same label; None equals nothing."""
+        numbers: dict[object, int] = {}
+        codes = np.array([-1 if label is None else numbers.setdefault(label, len(numbers)) for label in labels])
+        one, other = codes[: len(sources)], codes[len(sources) :]
+        pairs: Bools = (one[:, None] == other[None, :]) & (one[:, None] >= 0)
+        return pairs
+
+    hosts = [place.host or None for place in both]
+    switches = [(machines[place.host].switch or None) if place.host in machines else None for place in both]
+    result = np.full((len(sources), len(destinations)), FAR, np.int64)
+    result[equal(switches)] = SWITCH
+    result[_on_a_rail(sources, destinations)] = RAIL
+    same_host = equal(hosts)
+    result[same_host] = HOST
+    result[same_host & equal([place.numa if place.numa >= 0 else None for place in both])] = NUMA
+    result[same_host & equal([place.device for place in both])] = DEVICE
+    return result
+
+
+def card_numbers(places: Sequence[Place], topology: Topology | None = None) -> Ints:
+    """Return which network card each rank sends through, by number; a rank whose card is unknown has its own."""
+    numbers: dict[object, int] = {}
+    cards: list[int] = []
+    for rank, place in enumerate(places):
+        nic = topology.nic_of(place) if topology else None
+        card: object = rank if nic is None else (place.host, nic.name)
+        cards.append(numbers.setdefault(card, len(numbers)))
+    return np.array(cards, np.int64)
+
+
+def _on_a_rail(sources: Sequence[Place], destinations: Sequence[Place]) -> Bools:
+    """Return which pairs have a rail in common."""
+    rails = {
+        rail: number for number, rail in enumerate(sorted({r for p in (*sources, *destinations) for r in p.rails}))
+    }
+
+    if not rails:
+        return np.zeros((len(sources), len(destinations)), bool)
+
+    def membership(places: Sequence[Place]) -> Ints:
+        table = np.zeros((len(places), len(rails)), np.int64)
+        for row, place in enumerate(places):
+            for rail in place.rails:
+                table[row, rails[rail]] = 1
+        return table
+
+    shared: Bools = (membership(sources) @ membership(destinations).T) > 0
+    return shared
+
+
+def _names(pattern: str, count: int, *, unique: bool = True) -> Iterator[str]:
+    if unique and count > 1 and "{}" not in pattern:
+        raise WeightsError(f"{count} of the topology are called {pattern!r}; write {{}} where their number goes.")
+    return (pattern.replace("{}", str(number)) for number in range(count))
+
+
+def _spread(number: int, count: int, among: int) -> int:
+    """Return which of `among` serves the `number`-th of `count`, in order."""
+    return min(number * among // count, among - 1)

@@ -1,0 +1,299 @@
+"""The publisher: copies a rank's shards into a snapshot, and lets others read it while training goes on."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from starling.common.errors import WeightsError
+from starling.weightsync.delta.format import DeltaTotal
+from starling.weightsync.memory.arena import Arena, SnapshotsBusyError, WhenBusy
+from starling.weightsync.memory.arrays import Array, packed_arrays
+from starling.weightsync.memory.digests import DigestMode, digest_of_array
+from starling.weightsync.plan.layout import Layout, check_layout, pieces_of
+from starling.weightsync.plan.offer import Offer, RankOffer, Transport, digest_of, holds_of, make_offer, root_of
+from starling.weightsync.publisher.delta_history import DeltaHistory
+from starling.weightsync.quantise.recipe import QuantRecipe
+from starling.weightsync.tensors.quantiser import MaximaExchange, Quantiser
+from starling.weightsync.tensors.views import live_views, packed_views
+from starling.weightsync.transports.registry import TransportServer, serve
+from starling.weightsync.transports.source import SnapshotSource
+from starling.weightsync.transports.ucx.worker import is_loopback
+
+CLOSE_S: Final = 5.0
+DELTA_VERSIONS: Final = 2
+DIGEST_S: Final = 600.0
+"""By then the digests of a snapshot are there, or something is wrong."""
+
+
+class PublishedSnapshot:
+    """One version in a snapshot: it stands, and its digests are being computed."""
+
+    def __init__(
+        self, version: int, stall_s: float, rank: Future[RankOffer], changes: Future[DeltaTotal | None] | None = None
+    ) -> None:
+        self.version = version
+        self.stall_s = stall_s
+        """Seconds that the snapshot took: all that training waits for."""
+        self._rank, self._changes = rank, changes
+
+    def offer(self, timeout_s: float = DIGEST_S) -> Offer:
+        """Return the offer, once the root of the version is known.
+
+        Raises:
+            WeightsError: not within `timeout_s`, or the publisher was closed.
+        """
+        try:
+            return make_offer(self.version, [self._rank.result(timeout_s)])
+        except TimeoutError as error:
+            raise WeightsError(f"Version {self.version} was not digested within {timeout_s:g} s.") from error
+        except CancelledError as error:
+            raise WeightsError(f"Version {self.version} is not to be had any more.") from error
+
+    def changes(self, timeout_s: float = DIGEST_S) -> DeltaTotal | None:
+        """Return what changed since the version before; None where nobody compared, or was interrupted by the next.
+
+        Raises:
+            WeightsError: not known within `timeout_s`.
+        """
+        try:
+            return None if self._changes is None else self._changes.result(timeout_s)
+        except TimeoutError as error:
+            raise WeightsError(f"Version {self.version} was not compared within {timeout_s:g} s.") from error
+        except CancelledError:
+            return None
+
+
+class Publisher:
+    """Offers the shards of one rank, version by version, from two snapshots in turn.
+
+    The local copy into a snapshot is all that training waits for, unless both snapshots are being read. Then
+    `when_busy` rules: ``revoke`` waits for a reader to finish, at most `read_timeout_s`, and then takes the older
+    snapshot away, whose readers get a `WeightsError` and keep the version that they have; ``wait`` waits as long and
+    then raises `SnapshotsBusyError`; ``skip`` raises it at once. Whichever is raised, nothing has changed.
+
+    Args:
+        layout: what the replica holds.
+        transport: ``ucx`` and ``tcp`` serve readers on any host from threads of their own; ``local`` only on this
+            host, by memory.
+        rank: which rank of the layout this process is.
+        host: the address that readers connect to; a loopback address keeps UCX off the network devices.
+        read_timeout_s: how long a snapshot waits for readers.
+        when_busy: what happens then.
+        digests: ``full`` covers every byte of the version's root, ``sampled`` a sixteenth, another one each version;
+            ``off`` makes a root that only says the version.
+        delta_versions: for so many versions back what has changed since is known, so that a destination that still
+            holds one of them need not be sent everything; 0 compares nothing. By default 2, but none where readers are
+            on this host: there it takes longer to find what changed than to send everything. What is known takes at
+            most as much memory as one snapshot.
+        quantise: which tensors are published quantised, and how; by default all as they are.
+        exchange: how the ranks tell each other maxima of scale groups that are cut between them; every rank then takes
+            the snapshots of the same versions in the same order, and `layout` is that of all ranks.
+
+    Raises:
+        WeightsError: a layout that is not consistent, not enough memory for two snapshots, no such transport here, or
+            a recipe that does not fit the layout.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        transport: Transport,
+        rank: int = 0,
+        host: str = "127.0.0.1",
+        read_timeout_s: float = 30.0,
+        when_busy: WhenBusy = "revoke",
+        digests: DigestMode = "full",
+        delta_versions: int | None = None,
+        quantise: QuantRecipe | None = None,
+        exchange: MaximaExchange | None = None,
+    ) -> None:
+        check_layout(layout)
+        self._layout, self._rank = layout, rank
+        self._read_timeout_s, self._when_busy, self._digests = read_timeout_s, when_busy, digests
+        self._quantiser = Quantiser(layout, rank, quantise, exchange) if quantise else None
+        self.layout = layout = self._quantiser.layout if self._quantiser else layout
+        """What is published: the source of plans."""
+        self._pieces = pieces_of(layout, rank)
+        self._holds = holds_of(self._pieces)
+        self._version = -1
+        self._arena: Arena | None = Arena(self._pieces)
+        self._views = tuple(packed_views(layout, rank, slot) for slot in self._arena.slots)
+        self._arrays = tuple(packed_arrays(self._pieces, slot) for slot in self._arena.slots)
+        self._source = SnapshotSource(self._arena, self._pieces)
+        self._digesting: dict[int, Future[RankOffer]] = {}
+        self._history: DeltaHistory | None = None
+        self._comparing: Future[DeltaTotal | None] | None = None
+        self._stop_comparing = threading.Event()
+        self._last_slot = -1
+        if delta_versions is None:
+            delta_versions = 0 if transport == "local" or is_loopback(host) else DELTA_VERSIONS
+        if delta_versions > 0:
+            self._history = DeltaHistory(self._pieces, delta_versions, self._arena.extent_bytes, self._arena.stands)
+            self._source.deltas = self._history
+        self._server: TransportServer | None = None
+        try:
+            self._server, self._transport, self._address = serve(self._source, transport, host)
+        except WeightsError:
+            self._arena.close()
+            raise
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-digest")
+        self._closing = threading.Event()
+        # Servers see to it themselves. Not in the pool: the first digests would wait, a second for each few GiB.
+        self._pages = threading.Thread(
+            target=self._arena.collapse, args=(self._closing.is_set,), name="weightsync-pages", daemon=True
+        )
+        if transport == "local":
+            self._pages.start()
+        atexit.register(self.close)
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Offer:
+        """Copy this rank's shards into a snapshot, digest it, and offer it as `version`.
+
+        Raises:
+            WeightsError: as `snapshot`.
+        """
+        return self.snapshot(version, tensors).offer()
+
+    def snapshot(self, version: int, tensors: Mapping[str, torch.Tensor]) -> PublishedSnapshot:
+        """Copy this rank's shards into a snapshot, or quantise them into it; digests follow in another thread.
+
+        Args:
+            version: greater than any published before.
+            tensors: the storages of the layout by name, for plain modules the mapping given to `layout_of`.
+
+        Raises:
+            SnapshotsBusyError: both snapshots are being read, and the rule says not to take one away.
+            WeightsError: the version does not grow, the tensors do not fit the layout or cannot be quantised, another
+                rank did not exchange its maxima, or serving has failed.
+        """
+        begin = time.perf_counter()
+        if self._arena is None:
+            raise WeightsError("The publisher is closed.")
+        if self._server is not None and self._server.failure:
+            raise WeightsError(f"Weights are served no longer: {self._server.failure}.")
+        if version <= self._version:
+            raise WeightsError(f"Version {version} cannot follow version {self._version}: versions grow from 0.")
+        sources = live_views(self._layout, self._rank, tensors)
+        # Before a snapshot is taken: where that fails on one rank, no other waits for its maxima.
+        fill = self._quantiser.measured(sources) if self._quantiser else partial(_copy, sources)
+        slot = self._arena.claim(self._read_timeout_s, self._when_busy)
+        self._await_digests(slot)
+        self._end_comparing()
+        with torch.no_grad():
+            fill(self._views[slot])
+        snapshot, token = self._arena.commit(slot)
+        before, base = self._last_slot, self._version if self._last_slot not in (-1, slot) else -1
+        self._version, self._last_slot = version, slot
+        if self._history is not None:
+            self._history.begin(snapshot, version, base)
+        future = self._pool.submit(self._digest, version, snapshot, token, self._arrays[slot])
+        self._digesting[slot] = future
+        if self._history is not None and base >= 0:
+            self._stop_comparing.clear()
+            self._comparing = self._pool.submit(self._compare, before, slot)
+        return PublishedSnapshot(version, time.perf_counter() - begin, future, self._comparing)
+
+    def close(self, deadline_s: float = CLOSE_S) -> None:
+        """End serving and free the snapshots. May be called twice.
+
+        Raises:
+            WeightsError: a serving thread did not end within `deadline_s`.
+        """
+        atexit.unregister(self.close)
+        arena, self._arena = self._arena, None
+        if arena is None:
+            return
+        server, self._server = self._server, None
+        self._closing.set()
+        self._stop_comparing.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._pages.ident is not None:
+            self._pages.join(deadline_s)
+        self._views = self._arrays = ()
+        self._digesting.clear()
+        try:
+            if server is not None:
+                server.close(deadline_s)
+        finally:
+            arena.close()
+
+    def _await_digests(self, slot: int) -> None:
+        """Wait until nobody digests what is about to be overwritten."""
+        future = self._digesting.pop(slot, None)
+        if future is not None and not future.cancel():
+            future.exception(DIGEST_S)
+
+    def _end_comparing(self) -> None:
+        """See that nobody compares what is about to be overwritten: publishing does not wait for deltas."""
+        future, self._comparing = self._comparing, None
+        if future is None:
+            return
+        self._stop_comparing.set()
+        if future.cancel():
+            assert self._history is not None
+            self._history.end(None)
+        elif not future.cancelled():
+            future.exception(DIGEST_S)  # it ends after some milliseconds
+
+    def _compare(self, before: int, slot: int) -> DeltaTotal | None:
+        """Runs in the digesting thread, after the digests."""
+        assert self._history is not None
+        try:
+            arrays = self._arrays
+            return self._history.compare(arrays[before], arrays[slot], self._stop_comparing.is_set, self._tell)
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let readers who wait for deltas look again."""
+        server = self._server
+        if server is not None:
+            server.wake()
+
+    def _digest(self, version: int, snapshot: int, token: str, arrays: tuple[Array, ...]) -> RankOffer:
+        """Runs in the digesting thread."""
+        cache = self._source.cache(snapshot)
+        found: list[bytes] = []
+        salt = version if self._digests == "sampled" else 0
+        if self._digests != "off":
+            for piece, array in zip(self._pieces, arrays, strict=True):
+                key = (piece.names[0], piece.box, self._digests, salt)
+                found.append(cache.of(key, partial(digest_of_array, array, self._digests, salt)))
+        if self._digests == "full" and self._arena is not None:
+            self._arena.set_digests(snapshot, found)
+        proofs = ((piece.names[0], piece.box, digest) for piece, digest in zip(self._pieces, found, strict=False))
+        return RankOffer(
+            rank=self._rank,
+            transport=self._transport,
+            address=self._address,
+            token=token,
+            snapshot=snapshot,
+            holds=self._holds,
+            root=digest_of(b"%d" % version) if self._digests == "off" else root_of(proofs),
+        )
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _copy(sources: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    for view, source in zip(views, sources, strict=True):
+        view.copy_(source)
+
+
+__all__ = ["PublishedSnapshot", "Publisher", "SnapshotsBusyError"]

@@ -1,0 +1,195 @@
+"""Low-rank adapters: put the same ones into every replica's model, and tell what of it travels.
+
+The weights that adapters are for never change, so they do not travel: each replica reads them from files. That all
+read the same is proven once, when two replicas are planned for: their layouts tell a digest of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from starling.common.errors import ConfigError
+from starling.common.settings import LoraSettings
+
+ADAPTER: Final = "default"
+"""The name that peft gives an adapter which is the only one."""
+_INIT: Final[dict[str, bool | str]] = {"kaiming": True, "gaussian": "gaussian", "orthogonal": "orthogonal"}
+_SCALING: Final = {"rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "dora"}
+
+
+def add_adapters(model: torch.nn.Module, settings: LoraSettings, *, seed: int) -> None:
+    """Put new adapters into `model`, in place. They add nothing yet, and nothing but them requires gradients.
+
+    The adapters are float32, whatever the weights below: they are small, and steps of bfloat16 would be lost. `model`
+    stays the object and the class that it is; only the layers with an adapter become peft's.
+
+    Args:
+        model: a transformers model on the CPU, so that every device gets the same adapters.
+        settings: which layers, and how.
+        seed: decides the adapters, whatever was drawn before; the global generator is left as it was.
+
+    Raises:
+        ConfigError: `settings` name a layer that is not there, or one that can have no adapter.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    tied = _tied_embeddings(model)
+    names = [name for name, _ in model.named_modules()]
+    weights = [name for name, _ in model.named_parameters()]
+    config = LoraConfig(**_arguments(settings))
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="peft")  # of what is refused below, or what peft did by itself
+            torch.manual_seed(seed)
+            get_peft_model(model, config)
+    except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ConfigError(f"[model.lora] does not fit the model: {reason}; correct its targets") from error
+    _check_named(settings, config, names, weights)
+    _check_patterns(settings, model)
+    _check_embeddings(model, tied=tied)
+
+
+def is_adapted(model: torch.nn.Module) -> bool:
+    """Say whether `model` has adapters."""
+    return hasattr(model, "peft_config")
+
+
+def is_adapter(name: str) -> bool:
+    """Say whether the parameter `name` of an adapted model is trained: of an adapter, or of a module trained whole."""
+    return any(part == "modules_to_save" or part.startswith("lora_") for part in name.split("."))
+
+
+def published_tensors(model: torch.nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of the tensors `named` of `model` that make up a version: all, or adapters where it has any."""
+    adapted = is_adapted(model)
+    return {name: tensor for name, tensor in named.items() if not adapted or is_adapter(name)}
+
+
+def base_digest(model: torch.nn.Module, settings: LoraSettings | None) -> str:
+    """Return the digest of what `model` has below its adapters and of how these are scaled; empty without adapters.
+
+    It reads all weights once, a tensor at a time, through the host's memory.
+    """
+    if settings is None:
+        return ""
+    state = xxhash.xxh3_128(settings.model_dump_json(include=_SCALING).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if not is_adapter(name):
+            whole = tensor.detach().cpu().contiguous()
+            kind = (base_name(name), str(whole.dtype), tuple(whole.shape))
+            state.update(msgspec.msgpack.encode(kind))
+            state.update(whole.flatten().view(torch.uint8).numpy())
+    return state.hexdigest()
+
+
+def base_name(name: str) -> str:
+    """Return the name that a module or tensor `name` of an adapted model has in a model without adapters."""
+    parts = (part for part in name.split(".") if part not in ("base_layer", "original_module"))
+    return ".".join(parts)
+
+
+def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers of `model` that have adapters or are trained whole, with their names.
+
+    Where one weight of a module after the other has an adapter, each is a layer around the one before.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            yield name, module
+
+
+def _arguments(settings: LoraSettings) -> dict[str, Any]:
+    """Return the arguments of peft's configuration."""
+    return {
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "target_modules": _as_peft(settings.targets),
+        "exclude_modules": _as_peft(settings.exclude) or None,
+        "target_parameters": list(settings.parameters) or None,
+        "rank_pattern": dict(settings.rank_pattern),
+        "alpha_pattern": dict(settings.alpha_pattern),
+        "use_rslora": settings.rslora,
+        "use_dora": settings.dora,
+        "modules_to_save": list(settings.modules_to_save) or None,
+        "init_lora_weights": _INIT[settings.init],
+    }
+
+
+def _as_peft(targets: str | tuple[str, ...]) -> str | list[str]:
+    return targets if isinstance(targets, str) else list(targets)
+
+
+def _check_named(settings: LoraSettings, config: Any, modules: list[str], weights: list[str]) -> None:
+    """Check that each ending that was listed is that of a name: peft is content when any of them is.
+
+    Endings that peft has turned into others (as those of experts that were layers once) it has checked itself.
+    """
+    targets = () if isinstance(settings.targets, str) else settings.targets
+    kept = [ending for ending in targets if ending in (config.target_modules or ())]
+    excluded = () if isinstance(settings.exclude, str) else settings.exclude
+    listed = (
+        ("targets", kept, modules),
+        ("exclude", excluded, modules),
+        ("modules_to_save", settings.modules_to_save, modules),
+        ("parameters", settings.parameters, weights),
+    )
+    for key, endings, names in listed:
+        for ending in endings:
+            if not any(name == ending or name.endswith(f".{ending}") for name in names):
+                raise ConfigError(
+                    f"model.lora.{key} lists {ending!r}, and nothing in the model has a name that ends so; "
+                    "correct or remove it"
+                )
+
+
+def _check_patterns(settings: LoraSettings, model: torch.nn.Module) -> None:
+    """Check that each pattern is for some layer with an adapter."""
+    from peft.utils.other import get_pattern_key
+
+    names = {base_name(name) for name, _ in adapted_layers(model)}
+    names |= {
+        f"{base_name(name)}.{layer.parameter_name}"
+        for name, layer in adapted_layers(model)
+        if hasattr(layer, "parameter_name")
+    }
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(settings, key):
+            if all(get_pattern_key([pattern], name) != pattern for name in names):
+                raise ConfigError(
+                    f"model.lora.{key} has {pattern!r}, which matches the end of no adapted layer's name; "
+                    "correct or remove it"
+                )
+
+
+def _check_embeddings(model: torch.nn.Module, *, tied: bool) -> None:
+    from peft.tuners.lora import Embedding
+
+    adapted = {id(layer): name for name, layer in adapted_layers(model)}
+    for name, layer in adapted_layers(model):
+        if isinstance(layer, Embedding):
+            raise ConfigError(
+                f"model.lora.targets include {name}, an embedding: list it in model.lora.modules_to_save instead"
+            )
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    for end in ends if tied else ():
+        if id(end) in adapted:
+            raise ConfigError(
+                f"[model.lora] names {adapted[id(end)]}, whose weights are both the model's input and its output "
+                "layer; leave it out, or untie them in the model's folder"
+            )
+
+
+def _tied_embeddings(model: torch.nn.Module) -> bool:
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    return last is not None and getattr(first, "weight", None) is getattr(last, "weight", first)

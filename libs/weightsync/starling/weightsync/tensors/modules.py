@@ -1,0 +1,212 @@
+"""Layouts of live tensors: plain modules, distributed tensors, and the parameters of an engine's worker.
+
+Each rank describes what it holds itself, with `layout_of`; who knows all ranks joins the descriptions, with
+`starling.weightsync.plan.layout.join_ranks`.
+"""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from starling.common.errors import WeightsError
+from starling.weightsync.layouts.checkpoint import Folder
+from starling.weightsync.layouts.parameters import Parameter, Table, shards_of, whole
+from starling.weightsync.layouts.placements import REPLICATE, Held, Placement, Sharded, held_boxes, local_shape
+from starling.weightsync.plan.layout import ITEM_BYTES, Layout, Place, RankLayout, Shard, TensorSpec, check_layout
+
+Memory: TypeAlias = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def layout_of(
+    tensors: Mapping[str, torch.Tensor],
+    replica: str,
+    place: Place | None = None,
+    *,
+    table: Table | None = None,
+    names: Mapping[str, str] | None = None,
+    base: str = "",
+) -> Layout:
+    """Describe the tensors that this process holds of a module, as a layout of one rank.
+
+    A plain tensor is held whole; of a `DTensor` the rank holds the boxes that its mesh and placements say. Tensors that
+    are the same memory (address, shape, strides and element type) are tied: the first name owns the memory, the others
+    get a `TensorSpec` with `same_as`. The storage names of the layout are the keys of `tensors`, so
+    `local_tensors(tensors)` serves to publish, to switch and to attest.
+
+    Args:
+        tensors: parameters and persistent buffers by the module's own names; any strides.
+        replica: the name of the replica, for messages and plans.
+        place: where the tensors are; by default this host and the device of the first tensor.
+        table: what the module's parameters are made of, where they are not the canonical tensors themselves: from
+            `transformers_table` or `worker_table`. Every one of `tensors` must be listed in it.
+        names: the names that the table (else: the checkpoint) has for parameters which are named otherwise in
+            `tensors`, as in the stages of a pipeline.
+        base: what adapters are on top of; from `starling.weightsync.tensors.adapters.base_digest`.
+
+    Raises:
+        WeightsError: a tensor that is not strided, is on `meta`, has an element type that does not travel, is a partial
+            sum, or is not what `table` says.
+    """
+    known = {plain_name(parameter.name): parameter for parameter in table.parameters} if table else {}
+    specs = {spec.name: spec for spec in table.tensors} if table else {}
+    index = {name: i for i, name in enumerate(specs)}
+    shards: list[Shard] = []
+    owners: dict[Memory, str] = {}
+    for key, tensor in tensors.items():
+        name = (names or {}).get(key, key)
+        memory = _memory(tensor, key, replica)
+        owner = owners.setdefault(memory, name) if local_tensor(tensor).numel() else name
+        if table:
+            parameter = _listed(known, name, tensor, replica)
+        else:
+            parameter = _whole(name, key, tensor, replica)
+            if name in index:
+                raise WeightsError(f"Two tensors of {replica} are named {name}; {key} is the second.")
+            index[name] = len(specs)
+            tie = "" if owner == name else owner
+            specs[name] = TensorSpec(name=name, shape=parameter.shape, dtype=parameter.dtype, same_as=tie)
+        if owner == name:
+            held = _held(tensor, key, replica) if isinstance(tensor, DTensor) else None
+            shards.extend(shards_of(parameter, index, storage=key, strides=memory[3], held=held))
+    ranks = (RankLayout(place=place or detect_place(tensors.values()), shards=tuple(shards)),)
+    layout = Layout(replica=replica, tensors=tuple(specs.values()), ranks=ranks, base=base)
+    check_layout(layout)
+    return layout
+
+
+def local_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the memory that this process holds of each tensor: itself, or the local part of a `DTensor`."""
+    return {key: local_tensor(tensor) for key, tensor in tensors.items()}
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory that this process holds of `tensor`, detached."""
+    # `to_local` would give a view of a view; a layout speaks of the memory itself.
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def placements_of(tensor: DTensor, name: str) -> tuple[Placement, ...]:
+    """Return the placements of `tensor` along the axes of its mesh.
+
+    Raises:
+        WeightsError: partial sums, which no rank holds, or an order of splitting other than from first axis to last.
+    """
+    spec = tensor._spec
+    order = getattr(spec, "shard_order", None)
+    if order is not None and order != spec.compute_default_shard_order(spec.placements):
+        raise WeightsError(
+            f"Tensor {name} is split along the axes of its mesh in the order {order}; redistribute it to the default."
+        )
+    return tuple(_placement(placement, name) for placement in tensor.placements)
+
+
+def _placement(placement: TorchPlacement, name: str) -> Placement:
+    if placement.is_replicate():
+        return REPLICATE
+    if isinstance(placement, _StridedShard):
+        return Sharded(dim=placement.dim, factor=int(placement.split_factor))
+    if isinstance(placement, TorchShard):
+        return Sharded(dim=placement.dim)
+    raise WeightsError(
+        f"Tensor {name} is placed as {placement}: no rank holds its values. Redistribute it to Replicate or Shard."
+    )
+
+
+def _held(tensor: DTensor, name: str, replica: str) -> tuple[Held, ...]:
+    """Return the boxes of `tensor` that this process holds."""
+    mesh, coordinate = tensor.device_mesh, _coordinate(tensor.device_mesh)
+    placements = placements_of(tensor, name)
+    if coordinate is None:
+        return ()
+    shape, local = tuple(tensor.shape), tuple(local_tensor(tensor).shape)
+    expected = local_shape(shape, mesh.shape, coordinate, placements)
+    if local != expected:
+        raise WeightsError(
+            f"Tensor {name} of {replica}, shape {shape}, has a local part of shape {local} at {coordinate} of "
+            f"mesh {tuple(mesh.shape)}, expected {expected}; only splits as torch.chunk makes them are known."
+        )
+    return held_boxes(shape, mesh.shape, coordinate, placements)
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Return this process's index along each axis of `mesh`, None outside it.
+
+    From the rank of now: meshes that are equal share what they remember, even over a new start of the process group.
+    """
+    here = (mesh.mesh == mesh.get_rank()).nonzero()
+    return tuple(here[0].tolist()) if len(here) else None
+
+
+def _memory(tensor: torch.Tensor, key: str, replica: str) -> Memory:
+    """Return what this process holds of `tensor`: tensors for which it is the same are tied."""
+    local = local_tensor(tensor)
+    if local.layout is not torch.strided or local.device.type == "meta":
+        raise WeightsError(f"Tensor {key} of {replica} is {local.layout} on {local.device} and has no memory.")
+    return local.device, local.data_ptr(), tuple(local.shape), tuple(local.stride()), local.dtype
+
+
+def _whole(name: str, key: str, tensor: torch.Tensor, replica: str) -> Parameter:
+    """Return `tensor` as a parameter that is a canonical tensor itself."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise WeightsError(
+            f"Tensor {key} of {replica} has element type {dtype}, expected one of {', '.join(ITEM_BYTES)}."
+        )
+    return whole(name, tuple(tensor.shape), dtype)
+
+
+def _listed(known: Mapping[str, Parameter], name: str, tensor: torch.Tensor, replica: str) -> Parameter:
+    """Return the table's entry for a live tensor, which must have its shape and element type."""
+    parameter = known.get(plain_name(name))
+    if parameter is None:
+        raise WeightsError(f"Parameter {name} of {replica} is not in the table of its model's family.")
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    if (shape, dtype) != (parameter.shape, parameter.dtype):
+        raise WeightsError(
+            f"Parameter {name} of {replica} is {dtype} of shape {shape}, the table of its model's family says "
+            f"{parameter.dtype} of shape {parameter.shape}; check the configuration, the sizes of the groups and "
+            "whether the engine repacks its weights."
+        )
+    return parameter
+
+
+def plain_name(name: str) -> str:
+    """Return `name` without what wrappers add and without what vLLM's versions disagree on."""
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name.replace(".experts.routed_experts.", ".experts.")
+
+
+def detect_place(tensors: Iterable[torch.Tensor]) -> Place:
+    """Return this host, with the device of the first of `tensors`."""
+    device = next((str(tensor.device) for tensor in tensors), "cpu")
+    return Place(host=socket.gethostname(), device=device)
+
+
+def folder_tensors(folder: Folder) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint as views of its mapped files, by their names.
+
+    Those of a checkpoint that was opened to be read must not be written to.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    specs = {spec.name: spec for spec in folder.tensors}
+    for name, array in folder.arrays().items():
+        kind = getattr(torch, specs[name].dtype)
+        if not array.size:
+            tensors[name] = torch.empty(array.shape, dtype=kind)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the memory is read-only, as it says above
+            tensors[name] = torch.from_numpy(array.view(f"i{array.itemsize}")).view(kind)
+    return tensors

@@ -1,0 +1,376 @@
+"""Pair groups of torch.distributed: NCCL between GPUs where NCCL is what is tuned, gloo between CPUs.
+
+Requests and answers go over a socket, as with plain TCP. The payload of a granted `Read` is sent and received within a
+process group of two ranks, source and reader, that belongs to this one connection. It is built after the token was
+presented and aborted with the connection; no other group is touched, and there need be none. Why pairs, and not one
+group of all: docs/decisions/0007-pair-groups.md.
+
+Both ends must post the same operations in the same order. They do because both follow the answers: one operation for
+each segment of a granted `Read` that is not empty, none for one that was refused. Lengths are not told, they follow
+from the request; gloo ends the process of whoever is sent more than it asked for.
+
+gloo listens on a port that knows no tokens. So nothing is sent over a group before the reader has shown in it a secret
+that it was told over the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hmac
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, Literal, Protocol
+
+import torch
+import torch.distributed
+
+from starling.common.errors import WeightsError
+from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.transports.messages import ANSWER_BYTES, StoreEntry, decode_store_entry
+from starling.weightsync.transports.sockets.channel import IDLE_TIMEOUT_S, Channel, ChannelStopped, framed
+from starling.weightsync.transports.sockets.server import SocketClient, SocketServer
+from starling.weightsync.transports.source import SnapshotSource
+
+Kind = Literal["nccl", "gloo"]
+
+SLOWEST_BYTES_PER_S: Final = 10e6
+"""A payload may take `IDLE_TIMEOUT_S`, and longer by this rate."""
+CONNECT_S: Final = 0.6
+"""How long gloo tries to connect; it tries five times, and cannot be interrupted."""
+MAX_CTAS: Final = 4
+"""Most thread blocks of one group: a GPU must have room for all its groups at once, or they could wait in a circle."""
+_SOURCE, _READER = 0, 1
+_SECRET: Final = "secret"
+_SECRET_BYTES: Final = 32
+_AT_ONCE: Final = timedelta(milliseconds=1)
+_UNUSED_TAG: Final = 1
+
+_Operation = Callable[[Any, Sequence[torch.Tensor], timedelta], None]
+
+_environment: Final = threading.Lock()
+_dist: Final[Any] = torch.distributed
+"""Untyped: torch's stubs name other options than its groups have."""
+
+
+def collective_server(source: SnapshotSource, kind: Kind, *, host: str) -> SocketServer:
+    """Serve a source over pair groups of the calling thread's current device.
+
+    Raises:
+        WeightsError: nobody can be served at `host`, or torch has no such groups here.
+    """
+    return SocketServer(source, partial(_Pair, _backend(kind), _SOURCE), host=host)
+
+
+def collective_client(kind: Kind) -> SocketClient:
+    """Make a `Wire` over pair groups of the calling thread's current device.
+
+    Raises:
+        WeightsError: torch has no such groups here.
+    """
+    return SocketClient(kind, partial(_Pair, _backend(kind), _READER))
+
+
+class _Backend(Protocol):
+    """What differs between gloo and NCCL."""
+
+    device: torch.device
+    """Where payloads must lie to be sent and received."""
+
+    def form(self, store: _Meeting, rank: int, host: str) -> Any:
+        """Form a group of two; `host` is the address of this machine that the other rank is connected to."""
+
+    def send(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+        """Send blocks to the other rank. Raises RuntimeError when that breaks, is aborted, or takes too long."""
+
+    def receive(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+        """Fill blocks with what the other rank sends. Raises as `send` does; NCCL may return when it is aborted."""
+
+    def abort(self, group: Any) -> None:
+        """End every wait in a group, and let it touch no payload any more. Any thread may do it."""
+
+    def working(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep what is done on the device in this context apart from what others do on it."""
+
+
+class _Gloo:
+    """Groups over TCP between CPUs, each with a listener and a thread of its own at either end.
+
+    When a connection breaks or is closed, gloo wakes who waits for a message to begin, but not who waits for the rest
+    of one. So nobody here waits for a payload. Its receiver waits for an empty message that follows it, which is there
+    all at once, and its sender waits for another one in return.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        if not _dist.is_gloo_available():
+            raise WeightsError("Transport 'gloo' needs a torch that has gloo: choose 'tcp' or 'ucx'.")
+
+    def form(self, store: _Meeting, rank: int, host: str) -> Any:
+        """See `_Backend.form`."""
+        options = _dist.ProcessGroupGloo._Options()
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+        options._threads = 0  # they would run collectives
+        options._timeout = timedelta(seconds=CONNECT_S)
+        return _dist.ProcessGroupGloo(store, rank, 2, options)
+
+    def send(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+        """See `_Backend.send`."""
+        other = _other(group)
+        taken = group.recv([_nothing()], other, 0)
+        works = [group.send([block], other, 0) for block in (*blocks, _nothing())]
+        taken.wait(patience)
+        for work in works:
+            work.wait(patience)  # is done, or it would not have been taken
+
+    def receive(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+        """See `_Backend.receive`."""
+        other = _other(group)
+        works = [group.recv([block], other, 0) for block in (*blocks, _nothing())]
+        for work in reversed(works):  # with the last they are all there
+            work.wait(patience)
+        group.send([_nothing()], other, 0).wait(patience)
+
+    def abort(self, group: Any) -> None:
+        """See `_Backend.abort`: gloo's own leaves those waiting who wait; a wait in vain closes all connections."""
+        with contextlib.suppress(RuntimeError):
+            group.recv([_nothing()], _other(group), _UNUSED_TAG).wait(_AT_ONCE)
+
+    def working(self) -> contextlib.AbstractContextManager[Any]:
+        """See `_Backend.working`."""
+        return contextlib.nullcontext()
+
+
+class _Nccl:
+    """Groups over whatever NCCL finds between GPUs."""
+
+    def __init__(self) -> None:
+        if not (torch.cuda.is_available() and _dist.is_nccl_available()):
+            raise WeightsError("Transport 'nccl' needs CUDA, and there is none here: choose 'gloo', 'tcp' or 'ucx'.")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def form(self, store: _Meeting, rank: int, host: str) -> Any:
+        """See `_Backend.form`. The communicator comes with the first operation."""
+        options = _dist.ProcessGroupNCCL.Options()
+        options.config.blocking = 0  # else nothing could end the wait for a peer that does not come
+        options.config.max_ctas = MAX_CTAS
+        with _survivable():
+            return _dist.ProcessGroupNCCL(store, rank, 2, options)
+
+    def send(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+        """See `_Backend.send`."""
+        self._move(group, group.send, blocks, patience)
+
+    def receive(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+        """See `_Backend.receive`."""
+        self._move(group, group.recv, blocks, patience)
+
+    def abort(self, group: Any) -> None:
+        """See `_Backend.abort`."""
+        group.abort()
+
+    def working(self) -> contextlib.AbstractContextManager[Any]:
+        """See `_Backend.working`: on the default stream a transfer would wait for the engine's work, and it for us."""
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(stream)
+
+    @staticmethod
+    def _move(group: Any, operation: Callable[..., Any], blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+        """Post all operations as one, and wait for it."""
+        group._start_coalescing()
+        for block in blocks:
+            operation([block], _other(group), 0)
+        group._end_coalescing().wait(patience)
+
+
+def _backend(kind: Kind) -> _Backend:
+    return _Nccl() if kind == "nccl" else _Gloo()
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _other(group: Any) -> int:
+    return 1 - int(group.rank())
+
+
+@contextlib.contextmanager
+def _survivable() -> Iterator[None]:
+    """Let the groups that are made here abort when a peer dies, where torch's default ends the process."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    with _environment:
+        before = os.environ.get(name)
+        os.environ[name] = "2"  # CleanUpOnly; read when a group is made, and only from the environment
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+class _Meeting(_dist.Store):  # type: ignore[misc]
+    """A store of two, over the channel that they have already: what one sets, the other gets.
+
+    There is no server, no port and nothing to clean up. It ends with `part`; what torch sets later stays here.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+        self._known: dict[str, bytes] = {}
+        self._parted = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Tell the other end."""
+        self._known[key] = bytes(value)
+        if not self._parted:
+            self._channel.send([framed(StoreEntry(key=key, value=bytes(value)))])
+
+    def get(self, key: str) -> bytes:
+        """Return what either end has set, waiting for it. Raises Stopped, OSError, WeightsError."""
+        end = time.monotonic() + IDLE_TIMEOUT_S
+        while key not in self._known:
+            if self._parted:
+                raise WeightsError(f"The peer has parted without a word about {key!r}.")
+            self._take(end)
+        return self._known[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until keys are set."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether keys are known to be set."""
+        return all(key in self._known for key in keys)
+
+    def has_extended_api(self) -> bool:
+        """There is nothing but this."""
+        return False
+
+    def part(self) -> None:
+        """Wait until neither end has anything to say: the channel is free for requests again."""
+        self._channel.send([framed(StoreEntry(key="", value=b""))])
+        end = time.monotonic() + IDLE_TIMEOUT_S
+        while not self._parted:
+            self._take(end)
+
+    def _take(self, end: float) -> None:
+        word = decode_store_entry(self._channel.receive_message(ANSWER_BYTES, end))
+        self._known[word.key] = word.value
+        self._parted = not word.key
+
+
+class _Pair:
+    """A `Carrier` over a group of two."""
+
+    def __init__(self, backend: _Backend, rank: int, channel: Channel) -> None:
+        self._backend, self._rank, self._channel = backend, rank, channel
+        self._lock = threading.Lock()
+        self._closed = False
+        self._group: Any = None
+        self._meeting: _Meeting | None = None  # the group refers to it, but does not keep it
+
+    def opened(self) -> None:
+        """See `Carrier.opened`: form the group, once for all snapshots that are opened."""
+        if self._group is not None:
+            return
+        meeting = self._meeting = _Meeting(self._channel)
+        with self._working("form a group"):
+            group = self._backend.form(meeting, self._rank, self._channel.host)
+        with self._lock:
+            self._group = group
+            if self._closed:
+                self._backend.abort(group)
+        # NCCL connects in the first operation, and has no deadline for that.
+        timer = threading.Timer(IDLE_TIMEOUT_S, self.close)
+        timer.start()
+        try:
+            self._greet(meeting)
+        finally:
+            timer.cancel()
+        meeting.part()
+
+    def send(self, answer: memoryview, segments: Sequence[Memory]) -> None:
+        """See `Carrier.send`."""
+        self._channel.send([answer])
+        with self._working("send a payload"):
+            self._move(self._backend.send, [_tensor(each).to(self._backend.device) for each in segments if each.nbytes])
+
+    def receive(self, buffers: Sequence[Memory]) -> None:
+        """See `Carrier.receive`."""
+        device = self._backend.device
+        wanted = [_tensor(each) for each in buffers if each.nbytes]
+        with self._working("receive a payload"):
+            landed = [each if each.device == device else torch.empty_like(each, device=device) for each in wanted]
+            self._move(self._backend.receive, landed)
+            for here, there in zip(wanted, landed, strict=True):
+                if there is not here:
+                    here.copy_(there)
+
+    def close(self) -> None:
+        """See `Carrier.close`."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                if self._group is not None:
+                    self._backend.abort(self._group)
+
+    def _greet(self, meeting: _Meeting) -> None:
+        """Make sure that the other rank of the group is who the channel leads to."""
+        if self._rank == _READER:
+            shown = bytearray(meeting.get(_SECRET))
+            self._exchange(self._backend.send, shown)
+            return
+        secret, shown = secrets.token_bytes(_SECRET_BYTES), bytearray(_SECRET_BYTES)
+        meeting.set(_SECRET, secret)
+        self._exchange(self._backend.receive, shown)
+        if not hmac.compare_digest(shown, secret):
+            raise WeightsError("Somebody else has joined the group of a reader.")
+
+    def _exchange(self, operation: _Operation, block: bytearray) -> None:
+        here = torch.frombuffer(block, dtype=torch.uint8)
+        with self._working("greet"):
+            there = here.to(self._backend.device)
+            self._move(operation, [there])
+            if there is not here:
+                here.copy_(there)
+
+    def _move(self, operation: _Operation, blocks: Sequence[torch.Tensor]) -> None:
+        """Send or receive blocks, and wait until all are through. Raises RuntimeError when they do not come."""
+        if not blocks:
+            return
+        patience = timedelta(seconds=IDLE_TIMEOUT_S + sum(block.nbytes for block in blocks) / SLOWEST_BYTES_PER_S)
+        operation(self._group, blocks, patience)
+        if self._closed:
+            raise RuntimeError("the group was aborted")
+
+    @contextlib.contextmanager
+    def _working(self, doing: str) -> Iterator[None]:
+        """Work on the device, and raise what torch raises as what it means: Stopped when we are to end, or OSError."""
+        try:
+            with self._backend.working():
+                yield
+        except RuntimeError as error:
+            if self._channel.stop.is_set():
+                raise ChannelStopped from error
+            raise ConnectionError(f"could not {doing}: {str(error).splitlines()[0]}") from error
+
+
+def _tensor(memory: Memory) -> torch.Tensor:
+    """View flat memory as a tensor, which keeps it alive.
+
+    A snapshot is mapped read-only; torch knows no such memory and would warn, though nothing here writes to it.
+    """
+    block = (ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data)
+    block.owner = memory  # type: ignore[attr-defined]
+    return torch.frombuffer(block, dtype=torch.uint8)

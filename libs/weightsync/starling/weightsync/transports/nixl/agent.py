@@ -1,0 +1,255 @@
+"""NIXL: one agent with UCX below it, driven by the thread that owns it, and the memory that it knows.
+
+Measured, and the reasons for what is done here:
+
+- NIXL has nothing to wait on, and its own progress thread spins, which delays everything else where cores are few. So
+  it stays off, and who has reads under way looks at them again and again. So must the source let NIXL work: where UCX
+  has no memory access in hardware, the source's own processor answers the read.
+- Giving up a read, or the peer, does not stop the read: a source that was stopped goes on filling memory minutes
+  later. Only the end of the agent does.
+- Removing a peer leaves its connection open at both ends, and adding it again opens another one. So no peer is removed;
+  UCX lets go of those that have ended, when it is let work.
+- Two copies of UCX cannot both hook the process's memory calls: beside NIXL's, UCXX's would lose its cache of
+  registrations, and crash when it closes a connection with sends under way. So NIXL's hooks nothing.
+- UCXX sets a threshold for the whole process, and its children, with which reads within one host go over TCP, at a
+  tenth of the rate. It is kept from NIXL.
+- Memory that is registered within memory that is registered hides the outer one. So memory of our own mapping
+  (staging, scratch) is registered whole, once, for as long as it lives; any other just for a read, exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import mmap
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from starling.common.errors import WeightsError
+from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.transports.versions import Supported
+
+SUPPORTED: Final = Supported("NIXL", (1, 5), (1, 6), "nixl")
+OPTIONS: Final = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+"""For NIXL's own UCX: what is not set in the environment, there with ``UCX_`` before it."""
+TICK_S: Final = 0.0002
+"""Time between two looks at reads under way, to begin with."""
+LONGEST_TICK_S: Final = 0.002
+"""That time when reads take long: each look doubles it. A socket's buffer lasts as long at gigabytes per second."""
+_BACKEND: Final = "UCX"
+_HOOKS: Final = "UCX_MEM_MMAP_HOOK_MODE"
+_THRESHOLD: Final = "UCX_RNDV_THRESH"
+_UCXX_THRESHOLD: Final = "8192"
+
+
+def load_nixl() -> Any:
+    """Import NIXL's Python interface.
+
+    Raises:
+        WeightsError: NIXL is not installed, cannot be loaded, or is of another version.
+    """
+    first, raises = "nixl" not in sys.modules, logging.raiseExceptions
+    try:
+        from nixl import _api as api
+
+        version = importlib.metadata.version("nixl")
+    except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+        raise WeightsError(
+            f"NIXL is not available ({error}): run pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 "
+            "(nixl-cu13 beside CUDA 13), or choose transport 'ucx', 'tcp' or 'local'."
+        ) from error
+    SUPPORTED.check(version)
+    if first:  # its import sets up logging for the whole process, to stdout, from INFO upwards
+        logging.raiseExceptions = raises
+        logger = logging.getLogger("nixl")
+        logger.handlers.clear()
+        logger.propagate = True
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            logger.setLevel(logging.WARNING)
+    return api
+
+
+def has_nixl() -> bool:
+    """Whether NIXL can be used here."""
+    try:
+        load_nixl()
+    except WeightsError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Change the environment while NIXL's UCX reads it, as UCXX needs and not as it has left it; `OPTIONS` has no say.
+
+    A user's own choice stands, except for a threshold that is UCXX's.
+    """
+    before = {name: os.environ.get(name) for name in (_HOOKS, _THRESHOLD)}
+    os.environ.setdefault(_HOOKS, "none")
+    if before[_THRESHOLD] == _UCXX_THRESHOLD:
+        del os.environ[_THRESHOLD]
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+class NixlRead:
+    """A read under way, with the memory that it fills. `release` it when it is done, or is not wanted any more."""
+
+    def __init__(self, agent: NixlAgent, handle: Any, memory: Sequence[Memory], region: Any) -> None:
+        self._agent, self._handle, self._memory, self._region = agent, handle, memory, region
+        self._fault = ""
+
+    def begin(self) -> None:
+        """Begin, once. That it has failed is for `done` to say: a part may be under way."""
+        try:
+            if self._agent.call("transfer", self._handle) == "ERR":
+                self._fault = "NIXL could not begin to read."
+        except WeightsError as error:
+            self._fault = str(error)
+
+    def done(self) -> bool:
+        """Look, and let NIXL work meanwhile.
+
+        Raises:
+            WeightsError: the read has failed; parts of it may still run.
+        """
+        state = self._agent.call("check_xfer_state", self._handle) if not self._fault else "ERR"
+        if state == "ERR":
+            raise WeightsError(self._fault or "NIXL reports that a read has failed.")
+        return bool(state == "DONE")
+
+    def release(self) -> None:
+        """Give the read up. Where it was not done, only the end of its agent makes it stop."""
+        handle, region = self._handle, self._region
+        self._handle, self._region, self._memory = None, None, ()
+        with contextlib.suppress(WeightsError):  # NIXL may refuse while the read runs; its agent's end frees it then
+            if handle is not None:
+                self._agent.call("release_xfer_handle", handle)
+            self._agent.deregister(region)
+
+
+class NixlAgent:
+    """A NIXL agent. Used by one thread at a time; the memory that it was given must outlive it or its registration.
+
+    `loopback` keeps off the network devices.
+    """
+
+    def __init__(self, *, loopback: bool) -> None:
+        api = load_nixl()
+        bindings = api.nixlBind
+        found: list[type[Exception]] = [value for name, value in vars(bindings).items() if name.endswith("Error")]
+        self._errors: tuple[type[Exception], ...] = (RuntimeError, *found)
+        options = {**OPTIONS, **({"NET_DEVICES": "lo"} if loopback else {})}
+        settings = ",".join(f"{name}={value}" for name, value in options.items() if f"UCX_{name}" not in os.environ)
+        self.name = secrets.token_hex(8)
+        """By which other agents know this one."""
+        self.generation = 1
+        """Grows with what others may read."""
+        self._process = os.getpid()
+        self._regions: dict[int, tuple[weakref.ref[Memory], Any]] = {}
+        self._gone: list[int] = []
+        try:
+            self._agent: Any = api.nixl_agent(self.name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+            with _environment():
+                self._agent.create_backend(_BACKEND, {"engine_config": settings} if settings else {})
+        except self._errors as error:
+            raise WeightsError(
+                f"NIXL cannot start here ({error}); choose transport 'ucx', 'tcp' or 'local'."
+            ) from error
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method of NIXL's.
+
+        Raises:
+            WeightsError: NIXL has failed, the agent is closed, or this process was forked since the agent began.
+        """
+        if os.getpid() != self._process:
+            raise WeightsError("NIXL was started before this process was forked; start processes by 'spawn'.")
+        if self._agent is None:
+            raise WeightsError("The NIXL agent is closed.")
+        try:
+            return getattr(self._agent, name)(*arguments)
+        except self._errors as error:
+            raise WeightsError(f"{type(error).__name__}: {error}") from error
+
+    def register(self, memory: Sequence[Memory]) -> Any:
+        """Register memory until `deregister` is called with what this returns, or the agent is closed."""
+        regions = [(block.ctypes.data, block.nbytes, 0, "") for block in memory if block.nbytes]
+        if not regions:
+            return None
+        self.generation += 1
+        return self.call("register_memory", regions, "DRAM")
+
+    def deregister(self, region: Any) -> None:
+        """Undo a registration; None is nothing to undo."""
+        if region is not None:
+            self.call("deregister_memory", region)
+
+    def metadata(self) -> bytes:
+        """Return what others need to read the memory that is registered. Whoever has it can read all of it."""
+        metadata: bytes = self.call("get_agent_metadata")
+        return metadata
+
+    def learn(self, metadata: bytes) -> str:
+        """Take another agent's metadata, again when it has changed. Return the other's name."""
+        name = self.call("add_remote_agent", metadata)
+        return str(name.decode("ascii", "replace") if isinstance(name, bytes) else name)
+
+    def read(self, name: str, blocks: Sequence[tuple[Memory, int]]) -> NixlRead:
+        """Begin to fill each block of memory from an address of the agent `name`.
+
+        Raises:
+            WeightsError: the other agent has not registered what lies there, or is gone.
+        """
+        memory = [block for block, _ in blocks]
+        region = self.register([block for block in memory if not self._covers(block)])
+        here = [(block.ctypes.data, block.nbytes, 0) for block in memory]
+        there = [(address, block.nbytes, 0) for block, address in blocks]
+        try:
+            descriptors = [self.call("get_xfer_descs", side, "DRAM") for side in (here, there)]
+            handle = self.call("initialize_xfer", "READ", *descriptors, name)
+        except WeightsError:
+            self.deregister(region)
+            raise
+        reading = NixlRead(self, handle, memory, region)
+        reading.begin()
+        return reading
+
+    def progress(self) -> None:
+        """Let NIXL work: for others' reads of this agent's memory, and to see who is gone."""
+        self.call("get_new_notifs")
+
+    def close(self) -> None:
+        """End the agent: nothing is read any more. Each `NixlRead` must have been released. May be called twice."""
+        if self._agent is not None:
+            self._agent.agent = None  # whoever still has the Python object, as a traceback may, does not keep NIXL's
+        self._agent = None
+        self._regions = {}
+
+    def _covers(self, block: Memory) -> bool:
+        """Whether a block lies in a mapping of our own, which then is registered as a whole."""
+        while self._gone:
+            _, region = self._regions.pop(self._gone.pop())
+            self.deregister(region)
+        root = block
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        if not isinstance(root.base, memoryview) or not isinstance(root.base.obj, mmap.mmap):
+            return False
+        key = id(root)
+        if key not in self._regions:
+            region = self.register([root])
+            self._regions[key] = weakref.ref(root, lambda _: self._gone.append(key)), region
+        return True

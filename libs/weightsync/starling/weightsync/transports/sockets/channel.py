@@ -1,0 +1,142 @@
+"""A socket that carries messages, each after its length, and payloads as they are. Every wait on it can be ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from starling.common.errors import WeightsError
+from starling.weightsync.transports.deadline import LONGEST_WAIT_S
+from starling.weightsync.transports.messages import LENGTH, Message, with_length
+
+IDLE_TIMEOUT_S: Final = 10.0
+"""How long a connection may last that has presented no token, and how long a peer may take none of what is sent."""
+MAX_CONNECTIONS: Final = 1024
+ACCEPT_BACKOFF_S: Final = 1.0
+"""Where a process has no room for another connection, no descriptor for example, it accepts none for so long."""
+_BUFFER_BYTES: Final = 4 << 20
+
+
+class ChannelStopped(Exception):
+    """The thread that waits is to end."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Read ``host:port``.
+
+    Raises:
+        WeightsError: it is not of that form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise WeightsError(f"{address!r} is not an address of the form host:port.")
+    return host, int(port)
+
+
+def framed(message: Message) -> memoryview:
+    """Write a message as it goes through a channel."""
+    return memoryview(with_length(message))
+
+
+def connect(address: tuple[str, int], stop: threading.Event) -> Channel:
+    """Connect without a long wait. Raises Stopped, OSError."""
+    family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.setblocking(False)
+        connection.connect_ex(resolved)
+        poller = select.poll()
+        poller.register(connection, select.POLLOUT)
+        while not poller.poll(LONGEST_WAIT_S * 1000):
+            if stop.is_set():
+                raise ChannelStopped
+        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        return Channel(connection, stop)
+    except BaseException:  # raised again, without leaving the socket behind
+        connection.close()
+        raise
+
+
+class Channel:
+    """One end of a connection. One thread may send while another receives; `stop` ends what either waits for."""
+
+    def __init__(self, connection: socket.socket, stop: threading.Event) -> None:
+        self._connection = connection
+        self.stop: Final = stop
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        connection.settimeout(LONGEST_WAIT_S)
+
+    @property
+    def host(self) -> str:
+        """The address of this machine that the peer is connected to."""
+        return str(self._connection.getsockname()[0])
+
+    def send(self, blocks: Sequence[memoryview]) -> None:
+        """Send blocks one after the other. Raises Stopped, and TimeoutError when nothing is taken for
+        `IDLE_TIMEOUT_S`."""
+        left = deque(block for block in blocks if block.nbytes)
+        end = time.monotonic() + IDLE_TIMEOUT_S
+        while left:
+            if self.stop.is_set():
+                raise ChannelStopped
+            try:
+                num = self._connection.sendmsg([left[i] for i in range(min(len(left), 64))])
+            except TimeoutError:
+                if time.monotonic() > end:
+                    raise
+                continue
+            end = time.monotonic() + IDLE_TIMEOUT_S
+            while left and num >= left[0].nbytes:
+                num -= left.popleft().nbytes
+            if num:
+                left[0] = left[0][num:]
+
+    def receive(self, memory: memoryview, end: float | None = None) -> None:
+        """Fill `memory`. Raises Stopped, ConnectionError at the end of the stream, TimeoutError after `end`."""
+        while memory.nbytes:
+            if self.stop.is_set():
+                raise ChannelStopped
+            try:
+                num = self._connection.recv_into(memory)
+            except TimeoutError:
+                if end is not None and time.monotonic() > end:
+                    raise
+                continue
+            if not num:
+                raise ConnectionError("the peer closed the connection")
+            memory = memory[num:]
+
+    def receive_message(self, longest: int, end: float | None = None) -> bytearray:
+        """Receive what a peer sent after its length.
+
+        Raises:
+            WeightsError: it is longer than `longest` bytes.
+        """
+        head = bytearray(LENGTH.size)
+        self.receive(memoryview(head), end)
+        (length,) = LENGTH.unpack(head)
+        if length > longest:
+            raise WeightsError(f"A peer announced a message of {length} bytes; at most {longest} are taken.")
+        body = bytearray(length)
+        self.receive(memoryview(body), end)
+        return body
+
+    def hang_up(self) -> None:
+        """End the conversation, also for a thread that waits in it. Any thread may do it."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Free the socket. No thread may be using it any more."""
+        self._connection.close()

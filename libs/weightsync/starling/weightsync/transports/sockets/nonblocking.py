@@ -1,0 +1,117 @@
+"""Messages over a socket, of which neither end ever waits: for transports whose one thread has other work as well."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from typing import Final
+
+from starling.common.errors import WeightsError
+from starling.weightsync.transports.sockets.channel import IDLE_TIMEOUT_S
+
+_HEAD: Final = struct.Struct("<IB")
+"""Length of the body, and what kind of message it is."""
+_TAKE_BYTES: Final = 64 << 10
+
+
+class NonBlockingChannel:
+    """One connected or connecting socket. Used by one thread; poll `fileno` for `events`.
+
+    Args:
+        connection: becomes the line's own.
+        longest: the longest body that is taken, in bytes.
+    """
+
+    def __init__(self, connection: socket.socket, longest: int) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._longest = connection, longest
+        self._incoming, self._outgoing = bytearray(), bytearray()
+        self._moved = time.monotonic()
+
+    @classmethod
+    def dial(cls, address: tuple[str, int], longest: int) -> NonBlockingChannel:
+        """Begin to connect; what is sent meanwhile follows.
+
+        Raises:
+            WeightsError: there is no such address.
+        """
+        try:
+            family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+            connection = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise WeightsError(f"No connection to {address[0]}:{address[1]}: {error.strerror or error}.") from error
+        connection.setblocking(False)
+        connection.connect_ex(resolved)  # how it ends is told by the first `flush` or `receive` after that
+        return cls(connection, longest)
+
+    @property
+    def events(self) -> int:
+        """What to poll for."""
+        return select.POLLIN | (select.POLLOUT if self._outgoing else 0)
+
+    def fileno(self) -> int:
+        """The descriptor to be polled; -1 when closed."""
+        return self._socket.fileno()
+
+    def send(self, kind: int, body: bytes) -> None:
+        """Send a message, now or in a later `flush`. Raises OSError as that does."""
+        if not self._outgoing:
+            self._moved = time.monotonic()
+        self._outgoing += _HEAD.pack(len(body), kind) + body
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes.
+
+        Raises:
+            OSError: the connection is broken, or the peer has taken nothing for `IDLE_TIMEOUT_S`.
+        """
+        while self._outgoing:
+            try:
+                num = self._socket.send(self._outgoing)
+            except BlockingIOError:
+                if time.monotonic() - self._moved > IDLE_TIMEOUT_S:
+                    raise TimeoutError(f"the peer has taken nothing for {IDLE_TIMEOUT_S:g} s") from None
+                return
+            del self._outgoing[:num]
+            self._moved = time.monotonic()
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Return the kind and body of each message that is there.
+
+        Raises:
+            OSError: the connection is broken, or the peer has closed it and everything was returned before.
+            WeightsError: a message is too long.
+        """
+        found: list[tuple[int, bytes]] = []
+        while True:
+            try:
+                data = self._socket.recv(_TAKE_BYTES)
+            except BlockingIOError:
+                return found
+            if not data and not found:
+                raise ConnectionError("the peer closed the connection")
+            self._incoming += data
+            while len(self._incoming) >= _HEAD.size:
+                length, kind = _HEAD.unpack_from(self._incoming)
+                if length > self._longest:
+                    raise WeightsError(
+                        f"A peer announced a message of {length} bytes; at most {self._longest} are taken."
+                    )
+                end = _HEAD.size + length
+                if len(self._incoming) < end:
+                    break
+                found.append((kind, bytes(self._incoming[_HEAD.size : end])))
+                del self._incoming[:end]
+            if len(data) < _TAKE_BYTES:
+                return found
+
+    def close(self) -> None:
+        """Hang up, whatever is under way; may be called twice."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

@@ -1,0 +1,271 @@
+"""What a step is made of: scored groups, or supervised examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from starling.common.errors import ConfigError, WireError
+from starling.common.wire.messages import Status, TensorMeta, TrainGroup
+
+IntArray = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float32]
+
+_DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.int32))
+
+POSITIONS: Final = "position_ids"
+_PIXELS: Final = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+_EXTRA: Final[dict[str, np.dtype[Any]]] = {
+    **{pixels: np.dtype(np.float32) for pixels in _PIXELS},
+    **{grid: np.dtype(np.int64) for grid in _PIXELS.values()},
+    POSITIONS: np.dtype(np.int32),
+}
+"""What a prompt with images has besides its tokens, as `TrainGroup` says; each has two dimensions."""
+_TAUGHT: Final[dict[str, tuple[np.dtype[Any], int]]] = {
+    "teacher_logprobs": (np.dtype(np.float32), 1),
+    "teacher_top_ids": (np.dtype(np.int32), 2),
+    "teacher_top_logprobs": (np.dtype(np.float32), 2),
+}
+"""What a teacher says, as `TokensScored` lists it: element type and dimensions."""
+LOSS_MASK: Final = "loss_mask"
+_MASK_DTYPE: Final = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherLogprobs:
+    """What a teacher says of the T tokens of a group."""
+
+    logprobs: FloatArray
+    """Log-probability of each token, [T]."""
+    top_ids: IntArray | None = None
+    """Its K likeliest tokens at each position, [T, K]."""
+    top_logprobs: FloatArray | None = None
+    """Their log-probabilities, [T, K]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredGroup:
+    """The scored completions of one prompt; tokens of all completions lie end to end, T of them."""
+
+    prompt_ids: IntArray
+    """Token ids, [prompt], at least one."""
+    completion_ids: IntArray
+    """Token ids, [T]."""
+    logprobs: FloatArray
+    """Log-probability of each token when it was sampled, [T]."""
+    versions: IntArray
+    """Weight version that sampled each token, [T]."""
+    lengths: tuple[int, ...]
+    """Tokens of each completion; their sum is T. One in which nothing was sampled is scored but not trained."""
+    rewards: tuple[float, ...]
+    """Reward of each completion."""
+    prompt_id: str = ""
+    """Names the group in errors."""
+    temperature: float = 0.0
+    """Divisor of the logits under which it was sampled; 0 for that of the step."""
+    cut: tuple[bool, ...] = ()
+    """Whether each completion was cut off at its token limit; empty where none was."""
+    taught: TeacherLogprobs | None = None
+    """What a teacher says of its tokens, in a run that has one."""
+    extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What the model takes of the prompt's images and videos, by name, and where the prompt's tokens stand; empty for
+    a prompt of text."""
+    loss_mask: npt.NDArray[np.uint8] | None = None
+    """1 for each token that the model sampled, 0 for what an environment said between its replies, which is context
+    and nothing else, [T]; None where all were sampled."""
+
+    @property
+    def sampled(self) -> Flags:
+        """Whether the model sampled each token, [T]."""
+        return np.ones(len(self.completion_ids), np.bool_) if self.loss_mask is None else self.loss_mask == 1
+
+    @property
+    def num_sampled(self) -> tuple[int, ...]:
+        """Tokens of each completion that the model sampled: those to train."""
+        if self.loss_mask is None:
+            return self.lengths
+        totals = np.concatenate(([0], np.cumsum(self.sampled)))[np.cumsum((0, *self.lengths))]
+        return tuple(np.diff(totals).tolist())
+
+    @property
+    def truncated(self) -> tuple[bool, ...]:
+        """Whether each completion was cut off at its token limit."""
+        return self.cut or (False,) * len(self.lengths)
+
+    def __post_init__(self) -> None:
+        _check_prompt(self.prompt_ids, self.prompt_id)
+        _check_extra(self.extra, len(self.prompt_ids), self.prompt_id)
+        total = sum(self.lengths)
+        _check_taught(self.taught, total, self.prompt_id)
+        sizes = (len(self.completion_ids), len(self.logprobs), len(self.versions))
+        if any(size != total for size in sizes) or min(self.lengths, default=0) < 0:
+            raise ConfigError(
+                f"group {self.prompt_id!r} has completions of {self.lengths} tokens but {sizes[0]} token ids, "
+                f"{sizes[1]} log-probabilities and {sizes[2]} versions: each must have one entry per token"
+            )
+        _check_mask(self.loss_mask, total, self.prompt_id)
+        if len(self.rewards) != len(self.lengths):
+            raise ConfigError(
+                f"group {self.prompt_id!r} has {len(self.lengths)} completions but {len(self.rewards)} rewards: "
+                "give one reward per completion"
+            )
+        if self.cut and len(self.cut) != len(self.lengths):
+            raise ConfigError(
+                f"group {self.prompt_id!r} has {len(self.lengths)} completions and says of {len(self.cut)} whether "
+                "they were cut off: say it of each"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SftExample:
+    """A prompt and the response to learn."""
+
+    prompt_ids: IntArray
+    """Token ids, [prompt], at least one."""
+    response_ids: IntArray
+    """Token ids, [response], the end-of-sequence token included."""
+    prompt_id: str = ""
+    """Names the example in errors."""
+
+    def __post_init__(self) -> None:
+        _check_prompt(self.prompt_ids, self.prompt_id)
+        if not len(self.response_ids):
+            raise ConfigError(f"example {self.prompt_id!r} has an empty response: give at least one token to learn")
+
+
+def groups_from_wire(groups: Sequence[TrainGroup], buffers: Sequence[Any]) -> list[ScoredGroup]:
+    """Read the groups of a `TrainStep` from its buffer frames, without copying them.
+
+    Args:
+        groups: the message's groups.
+        buffers: its frames (bytes or memoryviews) in the order of the groups: four for each, and those that it names.
+
+    Raises:
+        WireError: frames are missing, left over, or not what their description says.
+    """
+    frames = iter(buffers)
+    read = [_read(group, frames) for group in groups]
+    surplus = sum(1 for _ in frames)
+    if surplus:
+        raise WireError(f"a step of {len(groups)} groups came with {surplus} buffers too many")
+    return read
+
+
+def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
+    if len(group.tensors) < len(_DTYPES):
+        raise WireError(f"group {group.prompt_id!r} describes {len(group.tensors)} tensors instead of {len(_DTYPES)}")
+    arrays: list[npt.NDArray[Any]] = []
+    extra: dict[str, npt.NDArray[Any]] = {}
+    taught: dict[str, npt.NDArray[Any]] = {}
+    loss_mask: npt.NDArray[np.uint8] | None = None
+    for at, meta in enumerate(group.tensors):
+        frame = next(frames, None)
+        if frame is None:
+            raise WireError(f"group {group.prompt_id!r} lacks a buffer that it describes")
+        if at < len(_DTYPES):
+            arrays.append(_array(group.prompt_id, meta, _DTYPES[at], 1, frame))
+        elif meta.name in _EXTRA:
+            extra[meta.name] = _array(group.prompt_id, meta, _EXTRA[meta.name], 2, frame)
+        elif meta.name in _TAUGHT:
+            dtype, ndim = _TAUGHT[meta.name]
+            taught[meta.name] = _array(group.prompt_id, meta, dtype, ndim, frame)
+        elif meta.name == LOSS_MASK:
+            loss_mask = _array(group.prompt_id, meta, _MASK_DTYPE, 1, frame)
+        else:
+            known = ", ".join([*_EXTRA, *_TAUGHT, LOSS_MASK])
+            raise WireError(f"group {group.prompt_id!r} has a tensor {meta.name!r} and can only have {known}")
+    prompt_ids, completion_ids, logprobs, versions = arrays
+    try:
+        return ScoredGroup(
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            logprobs=logprobs,
+            versions=versions,
+            lengths=tuple(trajectory.num_tokens for trajectory in group.trajectories),
+            rewards=tuple(trajectory.reward for trajectory in group.trajectories),
+            prompt_id=group.prompt_id,
+            temperature=group.temperature,
+            cut=tuple(trajectory.status is Status.TRUNCATED for trajectory in group.trajectories),
+            taught=_taught(taught),
+            extra=extra,
+            loss_mask=loss_mask,
+        )
+    except ConfigError as error:
+        raise WireError(str(error)) from error
+
+
+def _taught(found: Mapping[str, npt.NDArray[Any]]) -> TeacherLogprobs | None:
+    if "teacher_logprobs" not in found:
+        return None
+    return TeacherLogprobs(found["teacher_logprobs"], found.get("teacher_top_ids"), found.get("teacher_top_logprobs"))
+
+
+def _check_taught(taught: TeacherLogprobs | None, num_tokens: int, prompt_id: str) -> None:
+    if taught is None:
+        return
+    ids, logprobs = taught.top_ids, taught.top_logprobs
+    fits = len(taught.logprobs) == num_tokens and (ids is None) == (logprobs is None)
+    if ids is not None and logprobs is not None:
+        fits = fits and ids.shape == logprobs.shape and len(ids) == num_tokens
+    if not fits:
+        raise ConfigError(
+            f"group {prompt_id!r} has {num_tokens} tokens and what its teacher says is of others: "
+            f"{len(taught.logprobs)} log-probabilities, and likeliest tokens of shape "
+            f"{[None if array is None else list(array.shape) for array in (ids, logprobs)]}"
+        )
+    if not all(np.isfinite(array).all() for array in (taught.logprobs, logprobs) if array is not None):
+        raise ConfigError(f"group {prompt_id!r} cannot be trained: a log-probability of its teacher is not finite")
+
+
+def _check_mask(loss_mask: npt.NDArray[np.uint8] | None, num_tokens: int, prompt_id: str) -> None:
+    if loss_mask is None:
+        return
+    if loss_mask.dtype != _MASK_DTYPE or loss_mask.shape != (num_tokens,):
+        raise ConfigError(
+            f"group {prompt_id!r} has {num_tokens} tokens and a loss mask {loss_mask.dtype}{list(loss_mask.shape)}: "
+            "it must be uint8 and say of each token whether it was sampled"
+        )
+    if loss_mask.max(initial=0) > 1:
+        raise ConfigError(f"group {prompt_id!r} has {loss_mask.max()} in its loss mask: 1 is sampled, 0 is not")
+
+
+def _array(prompt_id: str, meta: TensorMeta, dtype: np.dtype[Any], ndim: int, frame: Any) -> npt.NDArray[Any]:
+    size_bytes = memoryview(frame).nbytes
+    fits = min(meta.shape, default=0) >= 0 and math.prod(meta.shape) * dtype.itemsize == size_bytes
+    if meta.dtype != dtype.name or len(meta.shape) != ndim or not fits:
+        raise WireError(
+            f"group {prompt_id!r} describes a tensor {meta.dtype}{list(meta.shape)} in a buffer of {size_bytes} bytes; "
+            f"expected {'one dimension' if ndim == 1 else f'{ndim} dimensions'} of {dtype.name}"
+        )
+    return np.frombuffer(frame, dtype=dtype).reshape(meta.shape)
+
+
+def _check_extra(extra: Mapping[str, npt.NDArray[Any]], prompt_tokens: int, prompt_id: str) -> None:
+    """Refuse images that are not what their grids describe: the model would spread them over other prompts."""
+    if not extra:
+        return
+    for pixels, grid in _PIXELS.items():
+        have = len(extra[pixels]) if pixels in extra else 0
+        if grid in extra and extra[grid].shape[1] != 3:
+            found = list(extra[grid].shape)
+            raise ConfigError(f"group {prompt_id!r} has grids {found} instead of three columns in {grid}")
+        described = int(extra[grid].prod(axis=1).sum()) if grid in extra else 0
+        if have != described:
+            raise ConfigError(f"group {prompt_id!r} has {have} rows of {pixels} where {grid} describes {described}")
+    positions = extra.get(POSITIONS)
+    if positions is None or positions.shape != (3, prompt_tokens):
+        shape = "none" if positions is None else list(positions.shape)
+        raise ConfigError(f"group {prompt_id!r} has images and {POSITIONS} {shape} instead of [3, {prompt_tokens}]")
+
+
+def _check_prompt(prompt_ids: IntArray, prompt_id: str) -> None:
+    if not len(prompt_ids):
+        raise ConfigError(
+            f"prompt {prompt_id!r} has no tokens: give at least one, such as the beginning-of-sequence token"
+        )

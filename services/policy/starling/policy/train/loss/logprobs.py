@@ -1,0 +1,309 @@
+"""The log-probabilities of the trained tokens, without the logits of all of them at once.
+
+The logits of a step, [trained tokens, vocabulary], are often more than all other activations together. They are
+computed in chunks, twice:
+
+    forward     by tokens: a chunk's logits, its log-probabilities, and per token the two numbers that normalise them
+    backward    by columns of the vocabulary: the logits of all tokens again, which become their own gradient in place
+
+By columns because each row of the output layer's gradient is then one matrix product over all tokens, summed in
+float32 inside it. By tokens it would be a sum over chunks, and a float32 one needs a buffer of twice the layer's size;
+the sum that is left, that of the hidden states' gradient, is much smaller: 4 bytes per trained token and hidden unit.
+
+Softmax is computed in float32 on a few rows of a chunk at a time. Legend of shapes: N trained tokens, H hidden units,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from starling.policy.train.data.packing import MicrobatchInputs
+from starling.policy.train.model.lm_head import LmHead, LogitTransform, find_lm_head, trained_hidden, trained_logits
+
+_PARTS: Final = 24
+"""A chunk's rows are computed in float32 so many parts apart: at most three such parts exist, a quarter of a bfloat16
+chunk."""
+_COLUMN_MULTIPLE: Final = 64
+"""Columns at a time are a multiple of this, for the matrix units of GPUs."""
+
+
+def token_logprobs(
+    model: torch.nn.Module,
+    inputs: MicrobatchInputs,
+    temperature: float | Tensor = 1.0,
+    *,
+    targets: Tensor | None = None,
+    with_entropy_gradient: bool = False,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each trained token, and the entropy of its distribution, both float32 [N].
+
+    Both are of ``softmax(logits / temperature)``, the distribution from which the tokens were drawn.
+
+    Args:
+        model: a causal language model.
+        inputs: one microbatch.
+        temperature: one for all, or [N].
+        targets: int64 [N, K], to ask at each position for K tokens, and not for the trained one; the log-probabilities
+            are then [N, K].
+        with_entropy_gradient: differentiate the entropy too; else it is a metric.
+        chunk_tokens: tokens whose logits exist at a time. It changes the rounding of gradients at most.
+    """
+    head = find_lm_head(model)
+    targets = inputs.targets if targets is None else targets
+    if head is None:
+        logits = trained_logits(model, inputs)
+        return logits_logprobs(logits, targets, temperature, with_entropy_gradient=with_entropy_gradient)
+    return head_logprobs(
+        trained_hidden(model, inputs),
+        head,
+        targets,
+        temperature,
+        with_entropy_gradient=with_entropy_gradient,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def head_logprobs(
+    hidden: Tensor,
+    head: LmHead,
+    targets: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    with_entropy_gradient: bool = False,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Return what `token_logprobs` does, from the hidden states [N, H] before the output layer."""
+    task = _task(targets, temperature, with_entropy_gradient, head.finish, chunk_tokens)
+    logprobs, entropy = _HeadLogprobs.apply(hidden, head.weight, head.bias, task)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+def logits_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0, *, with_entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return what `token_logprobs` does, from logits [N, V] that there are."""
+    task = _task(targets, temperature, with_entropy_gradient, LogitTransform(), len(targets))
+    logprobs, entropy = _LogitsLogprobs.apply(logits, task)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """What stays as it is from forward to backward, and has no gradient."""
+
+    targets: Tensor
+    """int64 [N] or [N, K]"""
+    divisor: Tensor | None
+    """float32 [N]: the temperatures; None where all are 1."""
+    with_entropy_gradient: bool
+    finish: LogitTransform
+    chunk_tokens: int
+
+
+def _task(
+    targets: Tensor, temperature: float | Tensor, with_entropy_gradient: bool, finish: LogitTransform, chunk_tokens: int
+) -> _Task:
+    divisor = temperature if isinstance(temperature, Tensor) else None
+    if not isinstance(temperature, Tensor) and temperature != 1.0:
+        divisor = torch.full((len(targets),), temperature, dtype=torch.float32, device=targets.device)
+    return _Task(targets, divisor, with_entropy_gradient, finish, chunk_tokens)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor]:
+        normalised = _Normalised.empty_like(task.targets)
+        buffer = weight.new_empty(min(task.chunk_tokens, len(hidden)) * len(weight))
+        for chunk in _parts(0, len(hidden), task.chunk_tokens):
+            logits = _project(hidden[chunk], weight, bias, buffer)
+            normalised.measure_(task.finish.apply_(logits), task, chunk.start)
+        return _keep(ctx, task, normalised, hidden, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        task: _Task = ctx.task
+        *kept, hidden, weight, bias = ctx.saved_tensors
+        differential = _Differential(task, _Normalised(*kept), *outer)
+        wanted = ctx.needs_input_grad
+        columns = _columns_at_a_time(hidden, len(weight), task.chunk_tokens)
+        sums = _Sums(hidden, single=columns == len(weight)) if wanted[0] else None
+        weight_gradient = torch.empty_like(weight) if wanted[1] else None
+        bias_gradient = torch.empty_like(bias) if wanted[2] else None
+        buffer = weight.new_empty(len(hidden) * columns)
+        for block in _parts(0, len(weight), columns):
+            logits = _project(hidden, weight[block], None if bias is None else bias[block], buffer)
+            gradient = differential.replace_(task.finish.apply_(logits), block)
+            if sums is not None:
+                sums.add(gradient, weight[block])
+            if weight_gradient is not None:
+                torch.mm(gradient.t(), hidden, out=weight_gradient[block])
+            if bias_gradient is not None:
+                bias_gradient[block] = gradient.sum(dim=0, dtype=torch.float32)
+        return None if sums is None else sums.total(), weight_gradient, bias_gradient, None
+
+
+class _LogitsLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, task: _Task) -> tuple[Tensor, Tensor]:
+        normalised = _Normalised.empty_like(task.targets)
+        normalised.measure_(logits, task, 0)
+        return _keep(ctx, task, normalised, logits)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor, None]:
+        *kept, logits = ctx.saved_tensors
+        differential = _Differential(ctx.task, _Normalised(*kept), *outer)
+        return differential.replace_(logits.clone(), slice(0, logits.shape[1])), None
+
+
+def _keep(ctx: Any, task: _Task, normalised: _Normalised, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keep what the backward pass needs, and return what the forward pass does."""
+    ctx.task = task
+    ctx.save_for_backward(*(getattr(normalised, field.name) for field in fields(normalised)), *inputs)
+    ctx.set_materialize_grads(False)
+    if not task.with_entropy_gradient:
+        ctx.mark_non_differentiable(normalised.entropy)
+    return normalised.logprobs, normalised.entropy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Normalised:
+    """What is known of each trained token's distribution; float32 [N] where not said otherwise."""
+
+    logprobs: Tensor
+    """Of the targets, in their shape."""
+    entropy: Tensor
+    largest: Tensor
+    """Largest scaled logit."""
+    log_sum: Tensor
+    """``log(sum(exp(logit - largest)))``, so that ``logit - largest - log_sum`` is a log-probability, to the bit."""
+
+    @classmethod
+    def empty_like(cls, targets: Tensor) -> _Normalised:
+        others = (targets.new_empty(len(targets), dtype=torch.float32) for _ in range(len(fields(cls)) - 1))
+        return cls(torch.empty_like(targets, dtype=torch.float32), *others)
+
+    def measure_(self, logits: Tensor, task: _Task, first: int) -> None:
+        """Fill in the tokens from `first` on, whose finished logits these are."""
+        for part in _parts(0, len(logits), _rows_at_a_time(len(logits))):
+            rows = slice(first + part.start, first + part.stop)
+            scaled = logits[part].float()
+            if task.divisor is not None:
+                scaled = scaled / task.divisor[rows, None]
+            self.largest[rows] = scaled.amax(dim=-1)
+            logs = torch.log_softmax(scaled, dim=-1)
+            del scaled  # Before the next temporary: the part counts in the peak.
+            # The largest logit's log-probability is 0 - log_sum, exactly.
+            self.log_sum[rows] = -logs.amax(dim=-1)
+            wanted = task.targets[rows]
+            self.logprobs[rows] = logs.gather(-1, wanted.view(len(wanted), -1)).view_as(wanted)
+            self.entropy[rows] = -logs.exp().mul_(logs).sum(dim=-1)
+            del logs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Differential:
+    """The gradient with respect to logits."""
+
+    task: _Task
+    normalised: _Normalised
+    by_logprobs: Tensor | None
+    """The gradient with respect to the log-probabilities, in their shape."""
+    by_entropy: Tensor | None
+    """float32 [N], likewise of the entropy."""
+
+    def replace_(self, logits: Tensor, columns: slice) -> Tensor:
+        """Turn finished logits into the gradient with respect to raw ones, in place. Returns `logits`.
+
+        Args:
+            logits: [N, columns].
+            columns: which of the vocabulary they are.
+        """
+        for rows in _parts(0, len(logits), _rows_at_a_time(len(logits))):
+            values = logits[rows]
+            logs = self._divide_(values.to(torch.float32, copy=True), rows)
+            logs.sub_(self.normalised.largest[rows, None]).sub_(self.normalised.log_sum[rows, None])
+            gradient = self._divide_(self._by_scaled_(logs, rows, columns), rows)
+            del logs
+            values.copy_(self.task.finish.differentiate_(gradient, values))
+            del gradient
+        return logits
+
+    def _divide_(self, values: Tensor, rows: slice) -> Tensor:
+        return values if self.task.divisor is None else values.div_(self.task.divisor[rows, None])
+
+    def _by_scaled_(self, logs: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Return the gradient with respect to scaled logits whose log-probabilities are `logs`, which it uses up."""
+        by_entropy = None
+        if self.by_entropy is not None:
+            # Of the entropy H: -p (log p + H).
+            by_entropy = logs.exp().mul_(logs + self.normalised.entropy[rows, None])
+            by_entropy.mul_(-self.by_entropy[rows, None])
+        if self.by_logprobs is None:
+            return torch.zeros_like(logs) if by_entropy is None else by_entropy
+        # Of a target's log-probability: 1 at the target, minus p everywhere.
+        scale = self.by_logprobs[rows].reshape(len(logs), -1)
+        gradient = logs.exp_().mul_(-scale.sum(dim=1, keepdim=True))
+        place = self.task.targets[rows].view(len(logs), -1) - columns.start
+        last = columns.stop - columns.start - 1
+        inside = (place >= 0) & (place <= last)
+        gradient.scatter_add_(1, place.clamp_(0, last), torch.where(inside, scale, 0.0))
+        return gradient if by_entropy is None else gradient.add_(by_entropy)
+
+
+class _Sums:
+    """The gradient of the hidden states, summed over blocks of columns; in float32 where there are several."""
+
+    def __init__(self, hidden: Tensor, *, single: bool) -> None:
+        self._dtype, self._single = hidden.dtype, single
+        self._total = torch.empty_like(hidden) if single else torch.zeros_like(hidden, dtype=torch.float32)
+
+    def add(self, gradient: Tensor, weight: Tensor) -> None:
+        if self._single:
+            torch.mm(gradient, weight, out=self._total)
+        elif self._dtype == torch.float32:
+            self._total.addmm_(gradient, weight)
+        else:
+            for rows in _parts(0, len(gradient), _rows_at_a_time(len(gradient))):
+                self._total[rows] += gradient[rows] @ weight
+
+    def total(self) -> Tensor:
+        return self._total.to(self._dtype)
+
+
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """Return the raw logits, in the memory of `buffer`."""
+    shape = len(hidden), len(weight)
+    out = buffer[: shape[0] * shape[1]].view(shape)
+    return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _rows_at_a_time(num_rows: int) -> int:
+    return max(1, num_rows // _PARTS)
+
+
+def _columns_at_a_time(hidden: Tensor, num_columns: int, chunk_tokens: int) -> int:
+    """Return of how many columns all tokens' logits, and the float32 sum beside them, take no more than a chunk."""
+    num_tokens, hidden_size = hidden.shape
+    if num_tokens <= chunk_tokens:
+        return num_columns
+    most = num_columns * chunk_tokens // num_tokens
+    sum_columns = 0 if hidden.dtype == torch.float32 else hidden_size * 4 // hidden.element_size()
+    # Not less than half: where the sum alone is as large as a chunk, the hidden states themselves are what counts.
+    columns = max(most - sum_columns, most // 2, 1)
+    return columns - columns % _COLUMN_MULTIPLE if columns > _COLUMN_MULTIPLE else columns
+
+
+def _parts(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Yield [start, stop) in parts of `size`, the last one perhaps shorter."""
+    for begin in range(start, stop, size):
+        yield slice(begin, min(begin + size, stop))

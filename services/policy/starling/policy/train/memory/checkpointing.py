@@ -1,0 +1,56 @@
+"""Activation checkpointing: a block keeps its input, and computes the rest again in the backward pass.
+
+Not that of transformers: it is off in evaluation mode, in which our models are for good.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from starling.policy.train.memory.blocks import class_forward, find_blocks, replace_forward
+
+
+def checkpoint_blocks(model: torch.nn.Module, kind: Literal["full", "selective"], every: int = 1) -> None:
+    """Checkpoint every `every`-th block of `model`, the first one included."""
+    for block in find_blocks(model)[::every]:
+        replace_forward(block, _full if kind == "full" else _selective)
+
+
+def _full(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(partial(class_forward, block), *args, use_reentrant=False, **kwargs)
+
+
+def _selective(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(partial(class_forward, block), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _name(operator) in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _name(operator: Any) -> str:
+    return str(getattr(operator, "overloadpacket", operator))
+
+
+_KEPT = frozenset(
+    {
+        "aten.mm",
+        "aten.addmm",
+        "aten._grouped_mm",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "flash_attn._flash_attn_forward",
+        "flash_attn._flash_attn_varlen_forward",
+        "flex_attention",
+    }
+)
+"""What costs more time to compute again than memory to keep. Batched products are not in it: where attention is not
+fused they are its scores, a number for each pair of tokens."""

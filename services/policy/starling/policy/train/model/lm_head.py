@@ -1,0 +1,196 @@
+"""The output layer of a model, and what the model's own code does to the logits behind it.
+
+Some architectures cap their logits (Gemma 2) or scale them (Granite, Cohere). Which they are is not listed here but
+seen: the output layer is made to put out known numbers, and what becomes of them is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
+
+import structlog
+import torch
+from torch import Tensor
+
+from starling.policy.train.data.packing import MicrobatchInputs
+
+log = structlog.get_logger(__name__)
+
+_PROBE_LOGIT: Final = 100.0
+"""Logits of both signs up to here are tried: a cap shows, whatever the weights are."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What happens to each logit behind the output layer."""
+
+    kind: Literal["nothing", "multiply", "divide", "cap"] = "nothing"
+    value: float = 1.0
+    """The factor, the divisor, or the bound of ``bound * tanh(logit / bound)``."""
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """Do it in place, in the arithmetic of the model's own code. Returns `logits`."""
+        if self.kind == "multiply":
+            logits.mul_(self.value)
+        elif self.kind == "divide":
+            logits.div_(self.value)
+        elif self.kind == "cap":
+            logits.div_(self.value).tanh_().mul_(self.value)
+        return logits
+
+    def differentiate_(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Turn the gradient of finished `logits` into that of raw ones, in place. Returns `gradient`.
+
+        Takes one temporary of the size of `gradient` where the kind is ``"cap"``.
+        """
+        if self.kind == "multiply":
+            gradient.mul_(self.value)
+        elif self.kind == "divide":
+            gradient.div_(self.value)
+        elif self.kind == "cap":
+            slope = logits.to(gradient.dtype, copy=True)
+            gradient.mul_(slope.div_(self.value).square_().neg_().add_(1.0))
+        return gradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LmHead:
+    """An output layer whose logits can be computed apart from the rest of the model."""
+
+    weight: Tensor
+    """[vocabulary, hidden]"""
+    bias: Tensor | None
+    """[vocabulary]"""
+    finish: LogitTransform
+
+
+def find_lm_head(model: torch.nn.Module) -> LmHead | None:
+    """Return the output layer of `model`, or None where only the model's own code can compute its logits.
+
+    The first call for a model runs it on one token; the answer is kept for as long as the model is.
+    """
+    if model not in _FINISHES:
+        _FINISHES[model] = _probe(model)
+        if _FINISHES[model] is None:
+            log.warning(
+                "the logits of a microbatch are computed all at once, which takes more memory: the output layer is not "
+                "a plain matrix, or what the model's code does behind it is not known",
+                model=type(model).__name__,
+            )
+    finish = _FINISHES[model]
+    layer = output_layer(model)
+    # Asked each time: an adapter may have come to lie round the layer since.
+    if finish is None or not _is_plain(layer):
+        return None
+    assert isinstance(layer, torch.nn.Linear)
+    return LmHead(layer.weight, layer.bias, finish)
+
+
+def output_layer(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that makes logits out of hidden states."""
+    layer = model.get_output_embeddings()  # type: ignore[operator]
+    assert isinstance(layer, torch.nn.Module), "a causal language model has an output layer"
+    return layer
+
+
+_FINISHES: Final[WeakKeyDictionary[torch.nn.Module, LogitTransform | None]] = WeakKeyDictionary()
+
+
+def _is_plain(layer: torch.nn.Module) -> bool:
+    return type(layer) is torch.nn.Linear and "forward" not in vars(layer)
+
+
+@torch.no_grad()
+def _probe(model: torch.nn.Module) -> LogitTransform | None:
+    """See what becomes of known logits."""
+    layer = output_layer(model)
+    if not _is_plain(layer):
+        return None
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    ramp = torch.linspace(-_PROBE_LOGIT, _PROBE_LOGIT, len(weight)).to(weight.device, weight.dtype)[None, None]
+
+    def put_out_ramp(_: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return ramp.clone()
+
+    handle = layer.register_forward_hook(put_out_ramp)
+    try:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+        seen: Tensor = model(input_ids=token, use_cache=False).logits
+    finally:
+        handle.remove()
+    return next((finish for finish in _candidates(model) if torch.equal(finish.apply_(ramp.clone()), seen)), None)
+
+
+def _candidates(model: torch.nn.Module) -> Iterator[LogitTransform]:
+    """Yield what the model may do to its logits: nothing, or something with a number out of its configuration."""
+    yield LogitTransform()
+    config: Any = model.config
+    values = {
+        float(value)
+        for value in vars(config.get_text_config()).values()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    }
+    for value in sorted(values - {1.0}):
+        yield LogitTransform("multiply", value)
+        yield LogitTransform("divide", value)
+        yield LogitTransform("cap", value)
+
+
+# JOINED from starling.policy.train.forward: One forward pass: what the model says at the cells that predict
+# trained tokens.
+
+
+def trained_hidden(model: torch.nn.Module, inputs: MicrobatchInputs) -> Tensor:
+    """Return the hidden states before the output layer that predict the trained tokens, [N, hidden].
+
+    The output layer itself gets none of them: whoever calls this applies it in chunks.
+    """
+    found: list[Tensor] = []
+
+    def take(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        found.append(_trained(args[0], inputs))
+        return (found[0][None, :0], *args[1:])
+
+    _run(model, inputs, take)
+    assert len(found) == 1, "the model must apply its output layer once"
+    return found[0]
+
+
+def trained_logits(model: torch.nn.Module, inputs: MicrobatchInputs) -> Tensor:
+    """Return the logits that predict the trained tokens, [N, vocabulary].
+
+    The other positions' logits, often most of the memory of a step, are never computed: their hidden states are taken
+    out just before the output layer. That leaves to the model's own code what it does around that layer (scaling,
+    soft capping), which is why it is done by a hook.
+    """
+
+    def select(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_trained(args[0], inputs)[None], *args[1:])
+
+    logits = _run(model, inputs, select)
+    assert logits.shape[:2] == (1, len(inputs.source)), "the model must apply its output layer once, to hidden states"
+    return logits[0]
+
+
+def _trained(hidden: Tensor, inputs: MicrobatchInputs) -> Tensor:
+    return hidden.flatten(0, 1).index_select(0, inputs.source)
+
+
+def _run(model: torch.nn.Module, inputs: MicrobatchInputs, before_output_layer: Any) -> Tensor:
+    """Return the logits of one forward pass in which the output layer's arguments are changed."""
+    handle = output_layer(model).register_forward_pre_hook(before_output_layer)
+    try:
+        logits: Tensor = model(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            **inputs.extra,
+        ).logits
+    finally:
+        handle.remove()
+    return logits

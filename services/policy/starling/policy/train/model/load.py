@@ -1,0 +1,249 @@
+"""Load a causal language model, and name its tensors."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from starling.algo.architecture import auto_class, most_tokens, remedy
+from starling.common.errors import ConfigError
+from starling.weightsync.tensors.adapters import published_tensors
+
+if TYPE_CHECKING:
+    # Importing transformers takes seconds, so this module does it when it loads a model.
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = torch.nn.Module
+
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def load_model(
+    folder: Path,
+    *,
+    init: Literal["pretrained", "random"] = "pretrained",
+    seed: int = 0,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    scores: bool = False,
+) -> PreTrainedModel:
+    """Load the language model of a Hugging Face folder, with its vision where it has it, ready to train on the CPU.
+
+    The model is in evaluation mode for good: dropout would make the trainer's log-probabilities differ from those of
+    the rollout, and importance ratios differ from 1 for no reason.
+
+    Args:
+        folder: holds ``config.json`` and, unless `init` is ``"random"``, weights.
+        init: take the weights of the folder, or draw them from the configuration; weights that are there stay unused.
+        seed: decides random weights, whatever was drawn before; the global generator is left as it was.
+        dtype: element type of all weights, by its name in torch.
+        trust_remote_code: run Python code that lies in the folder.
+        scores: load it as a model that scores sequences with one number instead; a folder that has no layer `score`
+            gets one at random, by `seed`.
+
+    Raises:
+        ConfigError: the folder is missing or unusable; the text names it and the remedy.
+    """
+    _check_folder(folder, init)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _load(folder, getattr(torch, dtype), trust_remote_code, drawn=init == "random", scores=scores)
+    except ConfigError:
+        raise
+    except Exception as error:  # The folder is the user's, and its loaders raise anything.
+        why = f"{_sentence(error)}{remedy(folder, trust_remote_code)}"
+        raise ConfigError(f"the model in {folder} cannot be loaded: {why}") from error
+    return model.eval()
+
+
+def place(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """Move `model` to `device`; ``auto`` takes a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return cast(PreTrainedModel, model.to(device))
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"model.device = {device!r} cannot be used: {_sentence(error)}") from error
+
+
+def count_parameters(config: dict[str, Any]) -> int:
+    """Count the parameters of the causal language model that a Hugging Face configuration describes; makes no model.
+
+    Args:
+        config: what its ``config.json`` holds; `model_type` names the architecture.
+    """
+    from transformers import AutoConfig
+
+    made = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = auto_class(made).from_config(made)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Make the parameters constant in whose names one of `patterns` is found.
+
+    They travel with the others all the same: a rollout needs them, and where a publisher knows what has changed since
+    the version before, they cost nothing after the first.
+
+    Raises:
+        ConfigError: a pattern that is no regular expression, or is found in no name.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        try:
+            found = [parameter for name, parameter in named.items() if re.search(pattern, name)]
+        except re.error as error:
+            raise ConfigError(f"policy.frozen has {pattern!r}, which is no regular expression: {error}") from None
+        if not found:
+            raise ConfigError(
+                f"policy.frozen has {pattern!r}, which is found in the name of no parameter; "
+                f"the first of {len(named)} is {next(iter(named))}"
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of `model` that never changes: the reference of a KL term."""
+    reference = copy.deepcopy(model)
+    reference.requires_grad_(False)
+    reference.zero_grad(set_to_none=True)
+    return reference
+
+
+def longest_sequence(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a sequence that training can take, None for no limit.
+
+    Raises:
+        ConfigError: some layers carry a state along the row, which no mask can keep from leaking between sequences.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    others = set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"}
+    if others or getattr(model, "_is_stateful", False):
+        raise ConfigError(
+            f"{config.model_type} has layers that are not attention ({', '.join(sorted(others)) or 'recurrent'}): "
+            "sequences packed into one row would leak through them, so choose a model of attention layers"
+        )
+    return most_tokens(model.config)
+
+
+def pair_cost(model: PreTrainedModel) -> float:
+    """Return the cost of a query-key pair against that of a cell; see `starling.algo.packing.PAIR_COST`."""
+    hidden_size: int = model.config.get_text_config().hidden_size
+    return 1.0 / (6.0 * hidden_size)
+
+
+def version_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return what makes up a weight version: parameters and persistent buffers, by Hugging Face name.
+
+    Of an adapted model it is what the adapters are made of: all else is the same in every version. Tied weights occur
+    once, under the name that `named_parameters` gives them. The tensors are the model's own, detached: they change with
+    every step.
+    """
+    saved = model.state_dict(keep_vars=True).keys()
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    named.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return published_tensors(model, named)
+
+
+def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, drawn: bool, scores: bool) -> PreTrainedModel:
+    """Return the model of `folder`, `drawn` or read; see `load_model`. Raises what the folder's loaders raise."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if scores:
+        config.num_labels = 1
+    kind = AutoModelForSequenceClassification if scores else auto_class(config)
+    if drawn:
+        model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    else:
+        model, info = kind.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+        absent = {name for name in info["missing_keys"] if not (scores and name.startswith("score."))}
+        _check_complete(folder, absent, info["mismatched_keys"])
+    return cast(PreTrainedModel, model)
+
+
+def _check_folder(folder: Path, init: str) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"the model folder {folder} does not exist: give the path of a Hugging Face model folder")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"the model folder {folder} has no config.json: it is not a Hugging Face model folder")
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}): write it anew") from error
+    if init != "random" and not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES):
+        raise ConfigError(
+            f"the model folder {folder} has a config.json but no weights: "
+            'add model.safetensors, or set init = "random" to start from random weights'
+        )
+
+
+def _check_complete(folder: Path, missing: set[str], mismatched: set[str]) -> None:
+    """Refuse weights that do not fill the model: the loader would leave the rest at random."""
+    absent = sorted(str(name) for name in missing) or sorted(str(name) for name in mismatched)
+    if absent:
+        raise ConfigError(
+            f"the weights in {folder} do not fit its config.json: {len(absent)} tensors are missing or of another "
+            f"shape, the first is {absent[0]}"
+        )
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no further reason given'}"
+
+
+# JOINED from starling.policy.train.liger: Liger's fused kernels, for who has installed them and has a CUDA
+# device.
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = torch.nn.Module
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Have `model` compute its norms, rotations and gated layers with Liger's kernels, in place.
+
+    Liger's fused losses are left out: they would take the place of the model's forward pass, and Starling has losses of
+    its own.
+
+    Raises:
+        ConfigError: `model` is not on a CUDA device, Liger is not installed, or has nothing for such a model.
+    """
+    if model.device.type != "cuda":
+        raise ConfigError(
+            f"policy.liger = true needs a CUDA device, and the model is on {model.device}: "
+            "remove it, or set model.device"
+        )
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+    except ImportError:
+        raise ConfigError("policy.liger = true needs Liger: install starling-policy[liger]") from None
+    kind = model.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"policy.liger = true, and Liger has no kernels for a {kind}: remove it")
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -1,0 +1,119 @@
+"""Adapters in training: where they begin, the model without them, and the two forms in which they are kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from starling.common.errors import ConfigError
+from starling.weightsync.tensors.adapters import ADAPTER, adapted_layers, base_name, is_adapted, is_adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = torch.nn.Module
+
+_PREFIX: Final = "base_model.model."
+"""What peft's files put before the names of a model's parameters."""
+_WEIGHTS: Final = "adapter_model.safetensors"
+
+
+def export_model(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the weights of `model` as a model without adapters has them: merged, under their plain names.
+
+    The adapters of a layer at a time are merged, into a copy: `model` stays as it is, to the bit. What is merged goes
+    to the CPU at once: a device needs room for one more layer, and not for a second model.
+    """
+    weights = {base_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
+    for name, layer in adapted_layers(model) if is_adapted(model) else ():
+        if name.endswith(".base_layer"):
+            continue  # is merged with the layer around it
+        merged = _merged(layer).state_dict()
+        weights.update({f"{base_name(name)}.{key}": tensor.cpu() for key, tensor in merged.items()})
+    return weights
+
+
+def save_adapters(model: torch.nn.Module, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapters of `model` into `folder` as peft does: `PeftModel.from_pretrained` puts them on the base.
+
+    `weights` are copies of them by the names of the model's parameters, for while the model goes on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    named = _weights(model, weights)
+    weights = {f"{_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+    config = copy.deepcopy(_config(model))
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+def load_adapters(model: torch.nn.Module, folder: Path) -> None:
+    """Put the adapters in `folder`, which are in peft's form, into those of `model`, in place.
+
+    Raises:
+        ConfigError: there are none, they cannot be read, or they are of other layers, of another rank or scaled
+            otherwise.
+    """
+    from peft import PeftConfig
+
+    for name in ("adapter_config.json", _WEIGHTS):
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"model.lora.adapter = {str(folder)!r} has no {name}: give a folder that peft has written"
+            )
+    try:
+        saved, found = PeftConfig.from_pretrained(str(folder)), load_file(folder / _WEIGHTS)
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"the adapters in {folder} cannot be read ({reason}): give others") from error
+    config = _config(model)
+    for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
+        there, here = getattr(saved, key, None), getattr(config, key)
+        if there != here:
+            raise ConfigError(
+                f"the adapters in {folder} have {key} = {there}, and [model.lora] says {here}: give it the same"
+            )
+    _fill(_weights(model), {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}, folder)
+
+
+def _fill(live: dict[str, Tensor], weights: dict[str, Tensor], folder: Path) -> None:
+    for name in sorted(live.keys() | weights.keys()):
+        there, here = weights.get(name), live.get(name)
+        if there is None or here is None or there.shape != here.shape:
+            raise ConfigError(f"the adapters in {folder} are of other layers than [model.lora] adapts, as {name} shows")
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
+
+
+def _merged(layer: Any) -> torch.nn.Module:
+    """Return what a layer without an adapter would be that computes what `layer` does."""
+    if hasattr(layer, "modules_to_save"):
+        trained: torch.nn.Module = layer.modules_to_save[ADAPTER]
+        return trained
+    copied = copy.deepcopy(layer)
+    for _, part in adapted_layers(copied):
+        part.merge()
+    base: torch.nn.Module = copied.get_base_layer()
+    return base
+
+
+def _weights(model: torch.nn.Module, copies: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return the parameters of the adapters, or `copies`, under the names of peft's files but for their prefix."""
+    from peft import get_peft_model_state_dict
+
+    weights: dict[str, Tensor] = get_peft_model_state_dict(
+        model, state_dict=copies, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    return weights
+
+
+def _config(model: torch.nn.Module) -> Any:
+    return model.peft_config[ADAPTER]  # type: ignore[index]

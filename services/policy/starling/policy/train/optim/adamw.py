@@ -1,0 +1,70 @@
+"""AdamW (arXiv:1711.05101), with averages in the parameters' own type or in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from starling.common.errors import ConfigError
+from starling.policy.settings.optimizer import OptimizerSettings
+
+if TYPE_CHECKING:
+    from starling.policy.train.optim.adamw_8bit import AdamW8bit
+
+_FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+
+
+def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return torch's AdamW with empty averages, in one fused kernel for all parameters where the device has it.
+
+    Args:
+        groups: ``params``, ``lr`` and ``weight_decay`` each.
+        settings: the rest.
+    """
+    fused = all(parameter.device.type in _FUSED_DEVICES for group in groups for parameter in group["params"])
+    optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            device = parameter.device if fused else None
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+    return optimizer
+
+
+def adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with averages of 8 bits (arXiv:2110.02861); see `adamw`.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+    return import_adamw_8bit("optimizer")(groups, settings)
+
+
+def import_adamw_8bit(key: str) -> type[AdamW8bit]:
+    """Return the class of `adamw_8bit`, imported only now, since it takes seconds.
+
+    Raises:
+        ConfigError: torchao is not installed, though the settings called `key` need it.
+    """
+    try:
+        from starling.policy.train.optim.adamw_8bit import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f'{key}.kind = "adamw_8bit" needs torchao ({error}): install torchao, or take "adamw"'
+        ) from error
+    return AdamW8bit
+
+
+def plain_tensors(field: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield what holds an entry of an optimizer's state: itself or, of 8 bits, its codes and scales."""
+    if type(value) is Tensor:
+        yield field, value
+    else:
+        yield f"{field}.codes", value.codes  # type: ignore[attr-defined]
+        yield f"{field}.scale", value.scale  # type: ignore[attr-defined]

@@ -1,0 +1,385 @@
+"""The embedded engine: any Hugging Face causal language model that takes explicit positions, on any torch device.
+
+Batching is continuous. A prompt is prefilled once per group and its keys and values are shared out to the group's
+rows; rows of different lengths then decode together, one token per step, and leave as soon as they end. What is there
+of a completion that was interrupted is prefilled with its prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import Status
+from starling.rollout.engine.base import (
+    AdoptionReport,
+    CacheMode,
+    GroupFailed,
+    GroupRequest,
+    GroupResult,
+    PartialCompletion,
+    RequestError,
+)
+from starling.rollout.engine.embedded.batch import EmbeddedGroup, PrefillSequence, RunningRows
+from starling.rollout.engine.embedded.forward import PREFILL_TOKENS, Forward
+from starling.rollout.engine.embedded.lora import cache_weight_norms
+from starling.rollout.engine.embedded.model import context_length, live_tensors
+from starling.rollout.engine.embedded.sampling import SamplingRows, draw, sampling_rows, uniforms
+from starling.rollout.engine.multimodal.prompts import patches_per_token, placeholders
+from starling.rollout.engine.validation import check_partial, check_request, check_tensors
+from starling.rollout.engine.weights import LiveWeights
+from starling.weightsync.tensors.modules import layout_of
+
+if TYPE_CHECKING:
+    from starling.weightsync.memory.digests import DigestMode
+    from starling.weightsync.plan.layout import Layout
+    from starling.weightsync.plan.offer import Offer
+    from starling.weightsync.plan.planner import Plan
+    from starling.weightsync.puller.fetch import PullProgress
+    from starling.weightsync.puller.puller import PullReport
+
+
+class TransformersEngine:
+    """An `Engine` (see `base`) over a transformers model, which it owns: its attention function is replaced."""
+
+    serves = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: Sequence[int],
+        max_rows: int = 64,
+        max_model_len: int | None = None,
+        exclusive: bool = False,
+        version: int = 0,
+        name: str = "rollout-0",
+        base: str = "",
+        digests: DigestMode = "full",
+    ) -> None:
+        """Make an engine without work.
+
+        Args:
+            model: in eval mode, without gradients (`build_model` makes such a one).
+            eos_token_ids: the tokens that end every completion.
+            max_rows: most sequences that run at a time; groups wait until all their rows fit.
+            max_model_len: most tokens of a sequence; None takes what the model declares.
+            exclusive: generate each group in a batch of its own, so that its result depends, to the bit, on weights,
+                prompt and sampling alone, wherever it was interrupted.
+            version: of the weights that are in place.
+            name: the replica's, in its layout.
+            base: what adapters are on top of; from `base_of`.
+            digests: how versions that are pulled are proven.
+
+        Raises:
+            ConfigError: the model cannot be decoded this way, or a setting is impossible.
+        """
+        if max_rows < 1:
+            raise ConfigError(f"max_rows is {max_rows}; give at least 1")
+        self._forward = Forward(model)
+        length = max_model_len if max_model_len is not None else context_length(model.config)
+        if length is None:
+            raise ConfigError("the model declares no context length; give max_model_len")
+        if length < 2:
+            raise ConfigError(f"max_model_len is {length}; give at least 2, a prompt token and a sampled one")
+        self._model = model
+        self._kept_lengths = cache_weight_norms(model)
+        self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self._eos_token_ids = tuple(int(token) for token in eos_token_ids)
+        self._placeholders = placeholders(model.config)
+        self._cells_per_token = patches_per_token(model.config)
+        # A sampled placeholder would ask for an image that is not there, in the trainer if not here.
+        never = sorted(self._placeholders.values())
+        self._never = torch.tensor(never, device=self._forward.device) if never else None
+        self._max_rows, self._max_model_len = max_rows, length
+        self._exclusive = exclusive
+        self._version = version
+        self._waiting: deque[EmbeddedGroup] = deque()
+        self._running: dict[int, EmbeddedGroup] = {}
+        self._leases: set[str] = set()
+        self._rows = RunningRows(max_rows)
+        self._sampling: SamplingRows | None = None
+        self._num_added = self._num_tokens = 0
+        self._paused = False
+        self._weights = LiveWeights(layout_of(self.tensors(), name, base=base), self.tensors, digests=digests)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that the next `step` extends."""
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that wait for room."""
+        return len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has sampled since it was made."""
+        return self._num_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence, prompt and completion together."""
+        return self._max_model_len
+
+    @property
+    def version(self) -> int:
+        """The weight version that samples the next token."""
+        return self._version
+
+    @property
+    def ready(self) -> bool:
+        """Whether `step` has something to do."""
+        return not self._paused and bool(len(self._rows) or self._waiting)
+
+    @property
+    def cache_size_bytes(self) -> int:
+        """Bytes that the keys and values of the running rows occupy."""
+        return self._forward.cache.size_bytes
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: GroupRequest) -> None:
+        """Queue a group.
+
+        Raises:
+            RequestError: the group cannot be generated as asked.
+        """
+        check_request(request, self._vocab_size, self._max_model_len, self._max_rows)
+        check_partial(request, self._vocab_size)
+        check_tensors(request, self._placeholders, self._cells_per_token)
+        if request.lease in self._leases:
+            raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
+        budget = min(request.sampling.max_tokens, self._max_model_len - len(request.prompt_ids))
+        stops = (*self._eos_token_ids, *request.sampling.stop_token_ids)
+        self._waiting.append(EmbeddedGroup(self._num_added, request, budget, stops, replay=self._exclusive))
+        self._leases.add(request.lease)
+        self._num_added += 1
+
+    def cancel(self, lease: str) -> bool:
+        """Forget a group and free its rows at once; returns whether the engine held it."""
+        return self.interrupt(lease) is not None
+
+    def interrupt(self, lease: str) -> tuple[PartialCompletion, ...] | None:
+        """Take a group out and return what is there of its completions, or None when the engine does not hold it."""
+        if lease not in self._leases:
+            return None
+        self._leases.remove(lease)
+        for group in self._waiting:
+            if group.request.lease == lease:
+                self._waiting.remove(group)
+                return group.request.partial
+        number = next(n for n, group in self._running.items() if group.request.lease == lease)
+        group, gone = self._running.pop(number), self._rows.table["group"] == number
+        partials = {
+            index: PartialCompletion(done.token_ids, done.logprobs, done.versions, done.status)
+            for index, done in group.done.items()
+        }
+        for row in np.flatnonzero(gone):
+            partials.setdefault(int(self._rows.table["index"][row]), self._rows.partial(row))
+        with torch.inference_mode():
+            self._remove_rows(gone)
+        return tuple(partials[index] for index in range(group.request.num_completions))
+
+    def step(self) -> list[GroupResult | GroupFailed]:
+        """Start waiting groups where room allows, sample one token of every sequence, return the groups that ended."""
+        if self._paused:
+            return []
+        ended: list[GroupResult | GroupFailed] = []
+        with torch.inference_mode():
+            parts = []
+            if len(self._rows):
+                parts.append(self._forward.decode(self._rows.table["last"], self._rows.table["position"]))
+            joining = self._take_joining()
+            ended += [self._end(group) for group in joining if not group.num_rows]
+            if lines := [line for group in joining for line in group.lines()]:
+                parts.append(self._join(lines))
+            if parts:
+                ended += self._sample(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return ended
+
+    def pause(self) -> None:
+        """Sample nothing more until `resume`; running sequences stay."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+
+    def _take_joining(self) -> list[EmbeddedGroup]:
+        """Take the waiting groups, first come first, whose rows fit and whose prompts may be prefilled together."""
+        joining: list[EmbeddedGroup] = []
+        room = self._max_rows - len(self._rows)
+        longest = num_lines = 0
+        while self._waiting and not (self._exclusive and (joining or len(self._rows))):
+            group = self._waiting[0]
+            lines = group.lines()
+            longest, num_lines = max([longest, *(len(line.ids) for line in lines)]), num_lines + len(lines)
+            if group.num_rows > room or (joining and longest * num_lines > PREFILL_TOKENS):
+                break
+            room -= group.num_rows
+            joining.append(self._waiting.popleft())
+        return joining
+
+    def _join(self, lines: Sequence[PrefillSequence]) -> torch.Tensor:
+        """Compute `lines`, add their rows; return the logits of the rows' next tokens."""
+        logits = self._forward.prefill(lines, self._version)
+        self._rows.append(lines)
+        self._running.update((line.group.number, line.group) for line in lines)
+        self._sampling = None
+        return logits
+
+    # --- tokens ----------------------------------------------------------------------------------------------------
+
+    def _sample(self, logits: torch.Tensor) -> list[GroupResult | GroupFailed]:
+        """Draw and record a token per row, and return the groups that ended with it."""
+        table = self._rows.table
+        if self._sampling is None:
+            device = self._forward.device
+            self._sampling = sampling_rows(table["temperature"], table["top_p"], table["top_k"], device)
+        uniform = self._forward.to_device(uniforms(table["key"], table["length"]))
+        tokens, logprobs = draw(logits, self._sampling, uniform, self._never)
+        # One copy to the host is one wait for the device; float64 holds both exactly.
+        host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
+        token_ids, broken = host[0].astype(np.int64), ~np.isfinite(host[1])
+        stopped, spent, sampled = self._rows.record(token_ids, host[1], self._version)
+        self._num_tokens += int(sampled.sum())
+        self._tell(sampled & ~broken, token_ids, host[1])
+        ended: list[GroupResult | GroupFailed] = []
+        gone = stopped | spent
+        if broken.any():
+            numbers = np.unique(table["group"][broken])
+            ended.extend(self._fail(int(number)) for number in numbers)
+            gone |= np.isin(table["group"], numbers)
+        if gone.any():
+            ended.extend(self._finish(gone, stopped))
+            # What a group replays of a completion that had ended goes with it.
+            gone |= ~np.isin(table["group"], list(self._running))
+            self._remove_rows(gone)
+        return ended
+
+    def _tell(
+        self, sampled: npt.NDArray[np.bool_], token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64]
+    ) -> None:
+        """Tell the listeners of the tokens that their rows have sampled."""
+        heard = [number for number, group in self._running.items() if group.request.listener is not None]
+        if not heard:
+            return
+        table = self._rows.table
+        for row in np.flatnonzero(sampled & np.isin(table["group"], heard)):
+            listener: Callable[..., None] | None = self._running[int(table["group"][row])].request.listener
+            assert listener is not None
+            listener(int(table["index"][row]), (int(token_ids[row]),), (float(logprobs[row]),))
+
+    def _finish(self, gone: npt.NDArray[np.bool_], stopped: npt.NDArray[np.bool_]) -> list[GroupResult]:
+        """Keep the completions of the rows that end; return the groups of which none runs any longer."""
+        results = []
+        for row in np.flatnonzero(gone):
+            record = self._rows.table[row]
+            group = self._running.get(int(record["group"]))
+            if group is None:  # it failed in this very step
+                continue
+            if int(record["index"]) not in group.done:
+                status = Status.OK if stopped[row] else Status.TRUNCATED
+                group.done[int(record["index"])] = self._rows.completion(row, status)
+            if not group.num_rows:
+                del self._running[group.number]
+                results.append(self._end(group))
+        return results
+
+    def _end(self, group: EmbeddedGroup) -> GroupResult:
+        self._leases.remove(group.request.lease)
+        return group.result()
+
+    def _fail(self, number: int) -> GroupFailed:
+        """Give up a running group whose probabilities are not numbers."""
+        group = self._running.pop(number)
+        self._leases.remove(group.request.lease)
+        reason = f"the model's logits are not finite at weight version {self._version}; check the weights"
+        return GroupFailed(group.request.lease, reason)
+
+    def _remove_rows(self, gone: npt.NDArray[np.bool_]) -> None:
+        self._forward.cache.keep(self._rows.remove(gone))
+        self._sampling = None
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def layout(self) -> Layout:
+        """Return what this process, the only worker, holds."""
+        return self._weights.layout
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the live weights by Hugging Face name, tied ones once."""
+        return live_tensors(self._model)
+
+    def pull(
+        self,
+        offer: Offer,
+        plan: Plan,
+        *,
+        deadline_s: float,
+        cancelled: Callable[[], bool],
+        progress: Callable[[PullProgress], None],
+        in_place: bool = False,
+    ) -> PullReport:
+        """Bring a version into staging, or into the live weights; see `Engine.pull`."""
+        return self._weights.pull(
+            offer, plan, deadline_s=deadline_s, cancelled=cancelled, progress=progress, in_place=in_place
+        )
+
+    def adopt(self, mode: CacheMode) -> AdoptionReport:
+        """Put the version that was pulled last in place, and prove it.
+
+        No group shares keys and values with one that came before it, so `salt` is `keep` here.
+
+        Raises:
+            WeightsError: nothing is staged.
+        """
+        offer = self._weights.switch()
+        self.set_version(offer.version)
+        recomputed = self._recompute() if mode == "recompute" else 0
+        root = self._weights.attest(offer)
+        return AdoptionReport(offer.version, root == offer.root, root, recomputed)
+
+    def set_version(self, version: int) -> None:
+        """Name the weights that are in place now; the cache is kept."""
+        self._version = version
+        for kept in self._kept_lengths:
+            kept.forget()
+
+    def _recompute(self) -> int:
+        """Compute the keys and values of the running rows with the weights of now; return of how many tokens."""
+        lines = []
+        for row, record in enumerate(self._rows.table):
+            group = self._running[int(record["group"])]
+            ids = [*group.request.prompt_ids, *self._rows.cached_ids(row)]
+            lines.append(PrefillSequence(group, (int(record["index"]),), ids))
+        if lines:
+            with torch.inference_mode():
+                self._forward.recompute(lines, self._version)
+        return sum(len(line.ids) for line in lines)
+
+    # --- the device ------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Move the weights to the host's memory; what ran must be taken out before."""
+        assert not len(self._rows), "what runs is interrupted before the engine sleeps"
+        if self._forward.device.type == "cuda":
+            self._model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """Move the weights back; they are what they were."""
+        self._model.to(self._forward.device)
+
+    def close(self) -> None:
+        """End the threads and connections of pulls."""
+        self._weights.close()

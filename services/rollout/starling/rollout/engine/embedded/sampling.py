@@ -1,0 +1,181 @@
+"""Drawing tokens: a counter-based stream of uniforms per completion, and one vectorised draw for all rows of a batch.
+
+Nothing here depends on which rows share a batch: the uniform of a token is a function of the sampling seed, the
+completion's index and the token's position, and the distribution of a row is truncated and inverted by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from starling.rollout.engine.base import PromptLogprobs
+
+GOLDEN_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
+MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2: Final = np.uint64(0x94D049BB133111EB)
+
+
+def completion_key(seed: int, index: int) -> int:
+    """Return the 64-bit key of completion `index` of a group sampled with `seed`."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+
+
+def uniforms(keys: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return element `counters[i]` of stream `keys[i]`, for all i: numbers in [0, 1 - 2**-52].
+
+    SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) read at a position:
+    its state is an arithmetic progression, so the t-th output needs no earlier one and nothing has to be stored.
+    """
+    z = keys + (counters.astype(np.uint64) + np.uint64(1)) * GOLDEN_GAMMA
+    z = (z ^ (z >> np.uint64(30))) * MIX_1
+    z = (z ^ (z >> np.uint64(27))) * MIX_2
+    z = z ^ (z >> np.uint64(31))
+    # 52 bits: u * total then stays below total in float64, so that the inversion always hits a token of the support.
+    result: npt.NDArray[np.float64] = (z >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row of a batch is sampled, on the device; a None means that no row needs this treatment."""
+
+    temperature: torch.Tensor | None
+    """float32 [rows, 1]; 1 where a row is greedy."""
+    greedy: torch.Tensor | None
+    """bool [rows]."""
+    all_greedy: bool
+    truncated: torch.Tensor | None
+    """int64 [m]: the rows with a top_p or a top_k."""
+    top_p: torch.Tensor | None
+    """float64 [m, 1]; infinite where a row has none."""
+    top_k: torch.Tensor | None
+    """int64 [m, 1]; larger than any vocabulary where a row has none."""
+
+
+def sampling_rows(
+    temperature: npt.NDArray[np.float64],
+    top_p: npt.NDArray[np.float64],
+    top_k: npt.NDArray[np.int64],
+    device: torch.device,
+) -> SamplingRows:
+    """Arrange the settings of all rows for `draw`; each argument has one element per row."""
+    greedy = temperature == 0.0
+    divisor = np.where(greedy, 1.0, temperature)
+    chosen = np.flatnonzero(~greedy & ((top_p < 1.0) | (top_k > 0)))
+
+    def on_device(values: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
+
+    p = np.where(top_p < 1.0, top_p, np.inf)[chosen, None]
+    k = np.where(top_k > 0, top_k, np.iinfo(np.int64).max)[chosen, None]
+    return SamplingRows(
+        temperature=on_device(divisor[:, None], torch.float32) if (divisor != 1.0).any() else None,
+        greedy=on_device(greedy, torch.bool) if greedy.any() else None,
+        all_greedy=bool(greedy.all()),
+        truncated=on_device(chosen, torch.int64) if chosen.size else None,
+        top_p=on_device(p, torch.float64) if chosen.size else None,
+        top_k=on_device(k, torch.int64) if chosen.size else None,
+    )
+
+
+def draw(
+    logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor, never: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row by inverting its distribution function.
+
+    Args:
+        logits: [rows, vocabulary], any floating dtype.
+        rows: how each row is sampled.
+        uniform: float64 [rows], in [0, 1).
+        never: int64 [tokens], which are not drawn, as if truncated.
+
+    Returns:
+        Token ids, int64 [rows], and log-probabilities over the whole (untruncated) vocabulary, float32 [rows].
+    """
+    scaled = logits.float()
+    if rows.temperature is not None:
+        scaled = scaled / rows.temperature
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    if never is not None and rows.greedy is not None:
+        logits = logits.index_fill(-1, never, -torch.inf)
+    if rows.all_greedy:
+        tokens = logits.argmax(dim=-1)
+    else:
+        probs = logprobs.exp()
+        if never is not None:
+            probs.index_fill_(-1, never, 0.0)
+        if rows.truncated is not None:
+            assert rows.top_p is not None
+            assert rows.top_k is not None
+            probs[rows.truncated] = truncate(probs[rows.truncated], rows.top_p, rows.top_k)
+        cdf = probs.cumsum(dim=-1, dtype=torch.float64)
+        target = uniform[:, None] * cdf[:, -1:]
+        # Only logits that are not numbers leave the vocabulary here; the caller sees them in the log-probability.
+        tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+        if rows.greedy is not None:
+            tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Zero what top-k, and then top-p over what top-k left, exclude; the rest keeps its proportions.
+
+    The result stays in vocabulary order, so that a row which truncates nothing gets the same token as on the fast path.
+
+    Args:
+        probs: float32 [m, vocabulary]. `top_p`, `top_k`: [m, 1].
+    """
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    ordered = ordered.masked_fill(rank >= top_k, 0.0)
+    cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
+    before = cumulative - ordered
+    ordered = ordered.masked_fill(before >= top_p * cumulative[:, -1:], 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, ordered)
+
+
+# JOINED from starling.rollout.engine.scores: What logits say of tokens that are there.
+
+SCORED_ROWS_AT_ONCE: Final = 1024
+"""Tokens whose logits are taken to float32 together: bounds the memory beside the logits themselves."""
+
+
+def score_prompt_tokens(logits: torch.Tensor, prompt_ids: list[int], version: int) -> PromptLogprobs:
+    """Return the scores of a prompt.
+
+    Args:
+        logits: [tokens - 1, vocabulary]: what is expected behind each token but the last.
+        prompt_ids: the tokens; at least one.
+        version: of the weights that the logits are of.
+    """
+    wanted = torch.tensor(prompt_ids[1:], device=logits.device)[:, None]
+    parts = []
+    for begin in range(0, len(wanted), SCORED_ROWS_AT_ONCE):
+        some = slice(begin, begin + SCORED_ROWS_AT_ONCE)
+        scaled = logits[some].float()
+        total = scaled.logsumexp(dim=-1, keepdim=True)
+        best, ids = scaled.max(dim=-1, keepdim=True)
+        # One copy to the host is one wait for the device; float64 holds all three exactly.
+        columns = ((scaled.gather(-1, wanted[some]) - total).double(), ids.double(), (best - total).double())
+        parts.append(torch.cat(columns, dim=-1).cpu().numpy())
+    told = np.concatenate(parts) if parts else np.zeros((0, 3))
+    return PromptLogprobs(
+        told[:, 0].astype(np.float32), told[:, 1].astype(np.int32), told[:, 2].astype(np.float32), version
+    )
+
+
+def join_prompt_logprobs(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
+    """Return the scores of a prompt of which `parts` are those of its tokens in order."""
+    return PromptLogprobs(
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.top_ids for part in parts]),
+        np.concatenate([part.top_logprobs for part in parts]),
+        parts[-1].version,
+    )

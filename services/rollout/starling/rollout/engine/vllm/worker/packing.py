@@ -1,0 +1,179 @@
+"""Quantised weights in one worker: received as a checkpoint has them, computed with as vLLM's kernels want them.
+
+vLLM packs codes and scales when it loads them: transposed, permuted, folded together, as the kernel of this GPU wants
+it. So a version is not written into the parameters that there are. One layer after the other gets the parameters that
+it was made with, for a moment; they are filled, vLLM packs them as it does when it loads, and the result is copied into
+the memory that kernels and CUDA graphs know. vLLM's own way of reloading a checkpoint does the same, for whole tensors
+that pass through its loaders; what arrives here are the worker's own shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention.attention import Attention, set_default_quant_scales
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import _copy_and_restore_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+
+from starling.common.errors import WeightsError
+from starling.rollout.engine.vllm.quantised import VLLM_FORMATS, VllmFormat, recipe_of
+from starling.weightsync.layouts.fused import layout_of_parameters
+from starling.weightsync.layouts.parameters import Table
+from starling.weightsync.plan.layout import Layout, item_bytes
+from starling.weightsync.quantise.layouts import received_layout
+from starling.weightsync.tensors.modules import detect_place, plain_name
+
+UNUSED = ("input_scale", "w13_input_scale", "w2_input_scale")
+"""Parameters of layers whose activations are quantised by scales that a checkpoint has; vLLM drops them elsewhere."""
+
+
+def packed_layout(model: torch.nn.Module, replica: str, table: Table, form: str) -> Layout:
+    """Describe what a worker with quantised weights receives.
+
+    Args:
+        model: its part, made by vLLM for this form.
+        replica: a name for messages.
+        table: its parameters as if nothing were quantised.
+        form: `weights.quantise`.
+
+    Raises:
+        WeightsError: a recipe that does not fit the model's tensors.
+    """
+    place = detect_place(model.parameters())
+    plain = layout_of_parameters(replica, table.tensors, [table.parameters], [place])
+    return received_layout(plain, recipe_of(form))
+
+
+class Packer:
+    """Where each storage of a worker's layout lies, and how a layer of them is packed."""
+
+    def __init__(self, model: torch.nn.Module, layout: Layout, rank: int, form: str, config: VllmConfig) -> None:
+        """Find the parameters of each storage.
+
+        Args:
+            model: as in `packed_layout`, loaded.
+            layout: of all workers.
+            rank: of this one.
+            form: `weights.quantise`.
+            config: of the engine.
+
+        Raises:
+            WeightsError: vLLM made other parameters than the layout says.
+        """
+        self._config = config
+        held = layout.ranks[rank].shards
+        self._dtypes = {shard.storage: getattr(torch, layout.tensors[shard.tensor].dtype) for shard in held}
+        sizes = _sizes(layout, rank)
+        live = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        self._direct: dict[str, torch.Tensor] = {}
+        self._layers: list[tuple[torch.nn.Module, dict[str, str]]] = []
+        quantised = _quantised_layers(model)
+        places = dict(_places(quantised, sizes, VLLM_FORMATS[form]))
+        layers: dict[str, dict[str, str]] = {}
+        for storage, size in sizes.items():
+            if storage in places:
+                path, own, expected = places[storage]
+                layers.setdefault(path, {})[storage] = own
+            elif (direct := live.get(plain_name(storage))) is not None:
+                self._direct[storage], expected = direct, direct.nbytes
+            else:
+                raise WeightsError(f"vLLM has no parameter for {storage}, which the model's table lists.")
+            if size > expected or (storage in places and size != expected):
+                raise WeightsError(
+                    f"{storage} has {size} bytes by the model's table, and {expected} in vLLM; check that vLLM "
+                    "quantises the same layers."
+                )
+        self.layer_bytes = max((sum(map(sizes.__getitem__, names)) for names in layers.values()), default=0)
+        """Most memory of one layer as it is received: what packing takes beside the weights, at least."""
+        for path, storages in layers.items():
+            layer = quantised[path]
+            _check_filled(path, layer, storages)
+            self._layers.append((layer, storages))
+        # Random weights are drawn for the cache's scales, too, where a quantised checkpoint might have had some.
+        for module in model.modules():
+            if isinstance(module, Attention):
+                set_default_quant_scales(module)
+
+    def turns(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yield memory to be filled, by storage: what is used as it is, then layer after layer.
+
+        What was yielded is packed when the next is asked for.
+        """
+        yield self._direct
+        for layer, storages in self._layers:
+            yield from self._turn(layer, storages)
+
+    @torch.no_grad()
+    def _turn(self, layer: torch.nn.Module, storages: Mapping[str, str]) -> Iterator[Mapping[str, torch.Tensor]]:
+        info = get_layerwise_info(layer)
+        info.kernel_tensors = get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        others = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+        restore_layer_on_meta(layer, info)
+        materialize_layer(layer, info)
+        bias = layer._parameters.get("bias")
+        if bias is not None:  # of no quantised form, but some kernels permute it
+            layer.bias = torch.nn.Parameter(torch.empty_like(bias), requires_grad=False)
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name in UNUSED:
+                parameter.fill_(float("nan"))  # as made: nothing was loaded
+        yield {name: layer.get_parameter(own).data.view(self._dtypes[name]) for name, own in storages.items()}
+        method: Any = layer.quant_method
+        with set_current_vllm_config(self._config):
+            method.process_weights_after_loading(layer)
+        _copy_and_restore_kernel_tensors(layer, info)
+        for name, value in others.items():  # work spaces, whose addresses CUDA graphs know
+            made = getattr(layer, name, None)
+            if isinstance(made, torch.Tensor) and made is not value and made.shape == value.shape:
+                value.copy_(made)
+                setattr(layer, name, value)
+        info.reset()
+
+
+def _quantised_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the layers that vLLM made for codes, by their names."""
+    found: dict[str, torch.nn.Module] = {}
+    for path, module in model.named_modules():
+        if not isinstance(getattr(module, "quant_method", None), QuantizeMethodBase):
+            continue
+        made, _ = get_layerwise_info(module).restore_metadata
+        if any(name.endswith(("weight_scale", "weight_scale_inv")) for name in made):
+            found[path] = module
+    return found
+
+
+def _places(
+    layers: Mapping[str, torch.nn.Module], sizes: Mapping[str, int], form: VllmFormat
+) -> Iterator[tuple[str, tuple[str, str, int]]]:
+    """Yield the layer, the parameter and its bytes for each storage of a quantised layer."""
+    made: dict[str, tuple[str, str, int]] = {}
+    for path, layer in layers.items():
+        tensors = dict(get_layerwise_info(layer).restore_metadata[0])
+        if layer._parameters.get("bias") is not None:
+            tensors["bias"] = layer.bias
+        for own, tensor in tensors.items():
+            made[plain_name(f"{path}.{own}")] = path, own, tensor.nbytes
+    for storage in sizes:
+        place = made.get(plain_name(form.parameter(storage)))
+        if place is not None:
+            yield storage, place
+
+
+def _sizes(layout: Layout, rank: int) -> dict[str, int]:
+    """Return how many bytes a rank receives into each storage."""
+    sizes: dict[str, int] = {}
+    for shard in layout.ranks[rank].shards:
+        spec = layout.tensors[shard.tensor]
+        sizes[shard.storage] = sizes.get(shard.storage, 0) + shard.box.volume * item_bytes(spec)
+    return sizes
+
+
+def _check_filled(path: str, layer: torch.nn.Module, storages: Mapping[str, str]) -> None:
+    made = {*get_layerwise_info(layer).restore_metadata[0]} - {*UNUSED}
+    if missing := made - {*storages.values()}:
+        raise WeightsError(f"vLLM wants {', '.join(sorted(missing))} of layer {path}, which no version brings.")

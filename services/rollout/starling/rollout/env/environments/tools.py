@@ -1,0 +1,170 @@
+"""The environment `tools`: the model calls functions, and is told what they return, until it answers without a call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from starling.common.errors import ConfigError
+from starling.common.importing import import_object, is_import_path
+from starling.common.settings import nearest
+from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
+from starling.rollout.env.parsers import PARSERS, Call, Malformed, Parser
+from starling.rollout.env.registry import LoadedEnvironment
+from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError
+
+_KEYS: Final = ("function", "name", "description", "parameters", "timeout_s")
+TEXT_FORM: Final = "\n<tool_response>\n{}\n</tool_response>\n"
+"""How results stand in a prompt of plain text, which has no messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One function that the model may call."""
+
+    name: str
+    schema: Mapping[str, Any]
+    target: int
+    """Its number in the sandbox."""
+    timeout_s: float
+
+
+def make_tools(
+    tools: Sequence[str | Mapping[str, Any]],
+    *,
+    parser: str = "hermes",
+    timeout_s: float = 10.0,
+    max_calls: int = 8,
+    max_result_chars: int = 8192,
+    max_processes: int = 16,
+    memory_mb: int = 4096,
+    import_s: float = 60.0,
+) -> LoadedEnvironment:
+    """Make the environment.
+
+    Args:
+        tools: ``module:function`` or ``path/to/file.py:function`` each, or a table with that as `function` and with
+            `name`, `description`, `parameters` (a JSON schema) or `timeout_s` of its own.
+        parser: how the model writes calls: ``hermes``, ``llama``, or a function of the text, as ``module:function``.
+        timeout_s: how long one call may take; then its process is killed, and the model is told.
+        max_calls: most calls of one reply; the model is told that the others were not made.
+        max_result_chars: characters of a result that the model is told.
+        max_processes: most calls at a time, over all episodes of the replica.
+        memory_mb: most MiB of address space of a call.
+        import_s: how long the imports of the tools may take.
+
+    Raises:
+        ConfigError: a tool or the parser cannot be used.
+    """
+    tables = [_table(tool) for tool in tools]
+    if not tables:
+        raise ConfigError("Environment 'tools' has no tools: name functions in rollout.environment.options.tools.")
+    chosen = _parser(parser)
+    sandbox = Sandbox(
+        [table["function"] for table in tables],
+        what="Tool",
+        described=True,
+        memory_mb=memory_mb,
+        max_processes=max_processes,
+        import_s=import_s,
+    )
+    try:
+        known = _named(tables, sandbox.schemas, timeout_s)
+    except ConfigError:
+        sandbox.close()
+        raise
+    play = partial(
+        use_tools, tools=known, parse=chosen, sandbox=sandbox, max_calls=max_calls, max_chars=max_result_chars
+    )
+    return LoadedEnvironment(play, tuple(tool.schema for tool in known.values()), sandbox.close)
+
+
+async def use_tools(
+    episode: Episode, *, tools: Mapping[str, Tool], parse: Parser, sandbox: Sandbox, max_calls: int, max_chars: int
+) -> EpisodeOutcome:
+    """Play one episode. The reward is left to the scorers."""
+    num_calls = num_errors = 0
+    try:
+        while calls := parse((await episode.reply()).text):
+            made = await asyncio.gather(*(_answer(call, tools, sandbox) for call in calls[:max_calls]))
+            texts = [text for text, _ in made]
+            texts += [f"Error: at most {max_calls} calls are made at a time"] * (len(calls) - len(made))
+            num_calls += len(calls)
+            num_errors += len(calls) - sum(fine for _, fine in made)
+            _tell(episode, calls, [_shortened(text, max_chars) for text in texts])
+    except EpisodeOver:  # what there is counts
+        pass
+    return EpisodeOutcome(metrics={"tool_calls": num_calls, "tool_errors": num_errors})
+
+
+async def _answer(call: Call | Malformed, tools: Mapping[str, Tool], sandbox: Sandbox) -> tuple[str, bool]:
+    """Make one call; returns what the model is told, and whether it went well."""
+    if isinstance(call, Malformed):
+        return f"Error: {call.problem}", False
+    tool = tools.get(call.name)
+    if tool is None:
+        return f"Error: there is no function {call.name!r}; there are {', '.join(tools)}", False
+    try:
+        async with sandbox.session() as session:
+            result = await session.call(tool.target, dict(call.arguments), timeout_s=tool.timeout_s)
+    except SandboxError as error:
+        return f"Error: {error}", False
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), True
+
+
+def _tell(episode: Episode, calls: Sequence[Call | Malformed], texts: Sequence[str]) -> None:
+    if not episode.prompt.messages:
+        for text in texts:
+            episode.say_text(TEXT_FORM.format(text))
+        return
+    names = ({"name": call.name} if isinstance(call, Call) else {} for call in calls)
+    episode.say(*({"role": "tool", **name, "content": text} for name, text in zip(names, texts, strict=True)))
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most} more characters)"
+
+
+def _table(tool: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    table = {"function": tool} if isinstance(tool, str) else tool
+    for key in table:
+        if key not in _KEYS:
+            like = nearest(key, list(_KEYS))
+            hint = f"did you mean {like!r}?" if like else f"known are {', '.join(_KEYS)}."
+            raise ConfigError(f"A tool has the key {key!r}: {hint}")
+    if not isinstance(table.get("function"), str):
+        raise ConfigError(f'The tool {dict(table)!r} names no function: write `function = "module:function"`.')
+    return table
+
+
+def _named(
+    tables: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], timeout_s: float
+) -> dict[str, Tool]:
+    """Return the tools by name; what a table says of its own comes before what the function says."""
+    known: dict[str, Tool] = {}
+    for target, (table, schema) in enumerate(zip(tables, schemas, strict=True)):
+        function = {**schema["function"], **{key: table[key] for key in _KEYS[1:4] if key in table}}
+        name = function["name"]
+        if name in known:
+            raise ConfigError(f"Two tools are called {name!r}: give one of them another `name`.")
+        limit_s = float(table.get("timeout_s", timeout_s))
+        known[name] = Tool(name, {"type": "function", "function": function}, target, limit_s)
+    return known
+
+
+def _parser(name: str) -> Parser:
+    if name in PARSERS:
+        return PARSERS[name]
+    if not is_import_path(name):
+        raise ConfigError(
+            f"There is no parser {name!r} of tool calls: known are {', '.join(PARSERS)}; one of yours is named "
+            "`module:function`."
+        )
+    found: Parser = import_object(name, "Parser")
+    if not callable(found):
+        raise ConfigError(f"Parser {name!r} is a {type(found).__name__}: name a function of the reply's text.")
+    return found

@@ -1,0 +1,197 @@
+"""The environment `verifiers`: environments of that library, with their rubrics as rewards.
+
+Such an environment asks the model as an OpenAI client; each episode gives it a client of its own, whose requests are
+recorded into the trajectory. Of a prompt it gets the messages, the reference as `answer`, and from the metadata `info`,
+`task` and `example_id` where they are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from starling.common.errors import ConfigError
+from starling.common.importing import import_object, is_import_path
+from starling.common.wire.messages import Status
+from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
+from starling.rollout.env.environments.agent import AgentTask, EpisodeEndpoint
+from starling.rollout.env.registry import LoadedEnvironment, check_options
+from starling.rollout.env.sandbox.fork_server import describe
+
+_raised: ContextVar[list[str]] = ContextVar("raised")
+"""What reward functions raised while one trajectory was scored: the library makes a reward of 0 of it."""
+
+
+def make_verifiers(environment: str, *, args: Mapping[str, Any] | None = None) -> LoadedEnvironment:
+    """Make the environment. To be called in the main thread.
+
+    Args:
+        environment: the id of one that is installed, or ``module:function`` or ``path/to/file.py:function`` that
+            returns one.
+        args: what that function takes, by name.
+
+    Raises:
+        ConfigError: it cannot be made, or it does what a single trajectory cannot.
+    """
+    try:
+        import verifiers
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout.environment.kind = 'verifiers' needs that library ({error}): install starling-rollout[verifiers]."
+        ) from None
+    with _own_signals():
+        made = _make(environment, dict(args or {}))
+    title = f"Environment {environment!r}"
+    if not isinstance(made, verifiers.Environment):
+        raise ConfigError(f"{title} is a {type(made).__name__}: return an environment of `verifiers`.")
+    if made.message_type != "chat":
+        raise ConfigError(f"{title} has message_type {made.message_type!r}: only conversations (`chat`) are recorded.")
+    for rubric in _rubrics(made.rubric):
+        for function in rubric.funcs:
+            if rubric._is_group_func(function):
+                raise ConfigError(
+                    f"{title} has the reward function {function.__name__!r} over a whole group, and each trajectory is "
+                    "judged by itself: remove it."
+                )
+        rubric.funcs[:] = map(_watched, rubric.funcs)
+    line, clients = EpisodeEndpoint(), Clients()
+    return LoadedEnvironment(
+        partial(play_verifiers, environment=made, line=line, clients=clients), connect=line.connect
+    )
+
+
+class Clients:
+    """OpenAI clients with the connections of one: to make one from nothing takes longer than many an episode."""
+
+    def __init__(self) -> None:
+        self._of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
+
+    def of(self, task: AgentTask) -> Any:
+        """Return a client with the key of `task`, for the running event loop."""
+        import openai
+
+        loop = asyncio.get_running_loop()
+        if loop not in self._of_loop:
+            self._of_loop[loop] = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, timeout=None)
+        return self._of_loop[loop].with_options(api_key=task.api_key)
+
+
+async def play_verifiers(
+    episode: Episode, *, environment: Any, line: EpisodeEndpoint, clients: Clients
+) -> EpisodeOutcome:
+    """Play one episode, and have the rubric judge it."""
+    from verifiers.errors import EmptyModelResponseError
+
+    async with line.record(episode) as (task, recording):
+        state = await environment.rollout(
+            input_of(environment, task), clients.of(task), task.model, _sampling_args(environment)
+        )
+        if recording.problem is not None and not isinstance(recording.problem, EpisodeOver):
+            raise recording.problem
+        error = state.get("error")
+        if isinstance(error, EmptyModelResponseError):
+            # Saying nothing is a reply, too, if not one that the library knows: it is judged as what it is.
+            state["completion"] = [*state["completion"], {"role": "assistant", "content": ""}]
+        elif error is not None and recording.problem is None:
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            return EpisodeOutcome(status=Status.ENV_ERROR, problem=f"the environment raised {describe(cause)}")
+        return await _judged(environment, state, recording.num_branches)
+
+
+async def _judged(environment: Any, state: Any, num_branches: int) -> EpisodeOutcome:
+    metrics = {"num_branches": float(num_branches)}
+    if not environment.score_rollouts:
+        return EpisodeOutcome(metrics=metrics)
+    raised: list[str] = []
+    _raised.set(raised)
+    # As a group of one: an environment without a reward function of its own can be judged in no other way.
+    await environment.rubric.score_group([state])
+    if raised:
+        return EpisodeOutcome(status=Status.ENV_ERROR, metrics=metrics, problem=raised[0])
+    metrics |= {str(name): float(value) for name, value in (state["metrics"] or {}).items()}
+    return EpisodeOutcome(reward=float(state["reward"]), metrics=metrics)
+
+
+def input_of(environment: Any, task: AgentTask) -> dict[str, Any]:
+    """Return a prompt in the form that the library's datasets have."""
+    metadata = task.metadata
+    messages: list[dict[str, str]] = list(task.messages)
+    if environment.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": environment.system_prompt})
+    return {
+        "prompt": messages,
+        "answer": metadata.get("answer", task.reference),
+        "info": metadata.get("info", dict(metadata)),
+        "task": metadata.get("task", environment.env_id or "default"),
+        "example_id": metadata.get("example_id", 0),
+    }
+
+
+def _make(environment: str, args: dict[str, Any]) -> Any:
+    title = f"Environment {environment!r}"
+    try:
+        if is_import_path(environment):
+            function = import_object(environment, "Environment")
+            check_options(title, function, (), args)
+            return function(**args)
+        import verifiers
+
+        return verifiers.load_environment(environment, **args)
+    except ConfigError:
+        raise
+    except Exception as error:  # what makes it is the user's, or somebody else's: it may raise anything
+        raise ConfigError(f"{title} cannot be made: {describe(error)}.") from error
+
+
+def _sampling_args(environment: Any) -> dict[str, Any]:
+    """Return what of the environment's own sampling counts: how long a reply may be. The rest is the run's."""
+    longest = environment.sampling_args.get("max_tokens")
+    return {} if longest is None else {"max_tokens": longest}
+
+
+def _rubrics(rubric: Any) -> Iterator[Any]:
+    """Yield the rubrics that functions are in."""
+    inner = [*getattr(rubric, "rubrics", ()), *(one.rubric for one in getattr(rubric, "env_map", {}).values())]
+    if not inner:
+        yield rubric
+    for one in inner:
+        yield from _rubrics(one)
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward function that tells when it raises: a failure is no reward of 0."""
+
+    @functools.wraps(function)
+    async def watched(*positional: Any, **named: Any) -> Any:
+        try:
+            value = function(*positional, **named)
+            return await value if inspect.isawaitable(value) else value
+        except Exception as error:
+            name = getattr(function, "__name__", repr(function))
+            _raised.get([]).append(f"the reward function {name!r} raised {describe(error)}")
+            raise
+
+    return watched
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep the process's handling of signals: an environment takes it over when it is made, and would end the process
+    without giving anything back."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("an environment of `verifiers` is made in the main thread alone")
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

@@ -1,0 +1,127 @@
+"""What became of episodes, as it is sent and trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from starling.common.wire.messages import Status
+from starling.rollout.env.episodes.turns import common_length
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One attempt: the tokens behind the prompt, sampled ones and the environment's. The arrays have one element each.
+
+    What the environment said has a log-probability of 0 and the version of the token before, or of the first sampled
+    one where none is before.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    """1 for sampled tokens, 0 for others."""
+    status: Status
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    num_turns: int = 1
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedEpisode:
+    """One episode that is over."""
+
+    context: list[int]
+    """All tokens before the first sampled one."""
+    token_ids: list[int]
+    """From the first sampled token to the last one."""
+    logprobs: list[float]
+    versions: list[int]
+    sampled: list[bool]
+    status: Status
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    num_turns: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedGroup:
+    """All trajectories of one group, in the order of their indices."""
+
+    lease: str
+    prompt_ids: npt.NDArray[np.int32]
+    trajectories: tuple[Trajectory, ...]
+    temperature: float
+    """Divisor of the logits, as it was asked for."""
+    min_version: int
+    """The oldest version that was allowed, which stands for those of a trajectory without a sampled token."""
+    tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What the prompt's images and videos need."""
+
+
+def gather(
+    lease: str,
+    prompt_ids: Sequence[int],
+    episodes: Sequence[EndedEpisode],
+    *,
+    temperature: float,
+    min_version: int,
+    tensors: Mapping[str, npt.NDArray[Any]],
+) -> PlayedGroup:
+    """Put the episodes of one group together.
+
+    Their prompt is what they all begin with: what an environment says first may differ, and then belongs to each.
+
+    Args:
+        lease: of the group.
+        prompt_ids: the dataset's prompt, for a group in which nothing was sampled.
+        episodes: at least one.
+        temperature: that of the request.
+        min_version: that of the request.
+        tensors: those of the prompt.
+    """
+    begun = [episode.context for episode in episodes if episode.token_ids]
+    shared = begun[0][: common_length(begun)] if begun else list(prompt_ids)
+    if begun and not shared:  # nothing in common, and a prompt needs a token
+        problem = (
+            "the trajectories of the group begin with different tokens: give the dataset a prompt, or have the "
+            "environment begin alike in all of them"
+        )
+        episodes = [_failed(problem)] * len(episodes)
+        shared = list(prompt_ids) or begun[0][:1]
+    return PlayedGroup(
+        lease=lease,
+        prompt_ids=np.array(shared, np.int32),
+        trajectories=tuple(_trajectory(episode, len(shared)) for episode in episodes),
+        temperature=temperature,
+        min_version=min_version,
+        tensors=tensors,
+    )
+
+
+def _failed(problem: str) -> EndedEpisode:
+    return EndedEpisode([], [], [], [], [], Status.ENV_ERROR, problem=problem)
+
+
+def _trajectory(episode: EndedEpisode, num_shared: int) -> Trajectory:
+    said = episode.context[num_shared:] if episode.token_ids else []
+    sampled = np.array([False] * len(said) + episode.sampled, np.bool_)
+    versions = [*episode.versions[:1] * len(said), *episode.versions]
+    return Trajectory(
+        token_ids=np.array([*said, *episode.token_ids], np.int32),
+        logprobs=np.array([0.0] * len(said) + episode.logprobs, np.float32),
+        versions=np.array(versions, np.int32),
+        loss_mask=sampled.astype(np.uint8),
+        status=episode.status,
+        reward=episode.reward,
+        metrics=episode.metrics,
+        num_turns=episode.num_turns,
+        problem=episode.problem,
+    )

@@ -1,0 +1,85 @@
+"""The environment that the settings name, made once for a replica."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from starling.common.errors import ConfigError
+from starling.common.importing import import_object, is_import_path
+from starling.common.settings import nearest
+from starling.rollout.env.base import Environment
+from starling.rollout.settings import EnvironmentSettings
+
+KINDS: Final[dict[str, str]] = {
+    "tools": "starling.rollout.env.environments.tools:make_tools",
+    "gym": "starling.rollout.env.environments.gym:make_gym",
+    "agent": "starling.rollout.env.environments.agent:make_agent",
+    "verifiers": "starling.rollout.env.environments.verifiers:make_verifiers",
+}
+"""The built-in kinds, each with what makes one from its options; imported by who uses it."""
+
+if TYPE_CHECKING:
+    from starling.rollout.api.server import ApiServer
+
+
+def _nothing() -> None:
+    """Close what needs no closing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEnvironment:
+    """An environment, and what the rollout must know of it."""
+
+    environment: Environment
+    """Its options are bound: it takes an episode alone."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Functions that the model may call, as JSON schemas in OpenAI's form; the prompt tells of them."""
+    close: Callable[[], None] = _nothing
+    """Ends what was started for it."""
+    connect: Callable[[ApiServer], None] | None = None
+    """To be told the endpoint before the first episode, of an environment whose programs are its clients."""
+
+
+def make_environment(settings: EnvironmentSettings) -> LoadedEnvironment | None:
+    """Make the environment of `settings`; None where completions are whole trajectories.
+
+    Raises:
+        ConfigError: there is no such environment, it cannot be imported, or it does not take the options.
+    """
+    kind, options = settings.kind, settings.options
+    if not kind:
+        return None
+    if kind in KINDS:
+        make: Callable[..., LoadedEnvironment] = import_object(KINDS[kind], f"Environment {kind!r}, made by")
+        check_options(f"Environment {kind!r}", make, (), options)
+        return make(**options)
+    if not is_import_path(kind):
+        like = nearest(kind, list(KINDS))
+        hint = f"did you mean {like!r}?" if like else f"known are {', '.join(KINDS)}."
+        raise ConfigError(
+            f"rollout.environment.kind is {kind!r}: {hint} An `async def` of yours is named `module:name` or "
+            "`path/to/file.py:name`."
+        )
+    found = import_object(kind, "Environment")
+    if not inspect.iscoroutinefunction(found):
+        raise ConfigError(f"Environment {kind!r} is no `async def`: write one that takes an episode.")
+    check_options(f"Environment {kind!r}", found, (None,), options)
+    return LoadedEnvironment(partial(found, **options))
+
+
+def check_options(title: str, function: Callable[..., Any], positional: tuple[Any, ...], options: Any) -> None:
+    """Raise ConfigError when `function` cannot be called with these arguments; calls nothing."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*positional, **options)
+    except TypeError as error:
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        names = [p.name for p in signature.parameters.values() if p.kind in kinds][len(positional) :]
+        raise ConfigError(
+            f"{title} does not take rollout.environment.options as they are ({error}); its options are: "
+            f"{', '.join(names) or 'none'}."
+        ) from None

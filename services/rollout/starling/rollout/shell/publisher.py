@@ -1,0 +1,82 @@
+"""What a rollout offers to others: the version that its engine holds, in a snapshot of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from starling.common.wire.messages import PublishWeights, Wait
+from starling.weightsync.publisher.offers import AnswerLease, OfferSender
+
+if TYPE_CHECKING:
+    from starling.rollout.settings import RolloutProcess
+    from starling.weightsync.plan.layout import Layout
+    from starling.weightsync.publisher.publisher import Publisher
+
+
+class RolloutPublisher:
+    """Puts versions on offer. Until the first one it costs nothing: most rollouts are never asked.
+
+    Nothing here holds up the engine for longer than the copy takes: where both snapshots are being read, the version
+    is not published, and somebody else may be asked. Those who join have nothing that a delta could start from, so
+    none are made.
+
+    Args:
+        layout: what the engine holds.
+        settings: the transport, the host and the digests.
+        answer: see `OfferSender`.
+        broken: see `OfferSender`.
+        changed: see `OfferSender`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        settings: RolloutProcess,
+        answer: AnswerLease,
+        broken: Callable[[Future[None]], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._layout, self._settings = layout, settings
+        self._offers = OfferSender(answer, broken, changed)
+        self._publisher: Publisher | None = None
+
+    @property
+    def offered(self) -> int:
+        """The newest version that was offered; -1 for none."""
+        return self._offers.offered
+
+    def publish(self, message: PublishWeights, tensors: Mapping[str, Any]) -> None:
+        """Copy the engine's `tensors` into a snapshot, between two tokens; answer `message` when the offer is known.
+
+        Raises:
+            WeightsError: no memory for snapshots, no such transport here, or both snapshots are being read.
+        """
+        if self._offers.again(message.lease, message.version):
+            return
+        if self._publisher is None:
+            self._publisher = self._make()
+        self._offers.send(message.lease, self._publisher.snapshot(message.version, tensors))
+
+    def waits(self, now: float) -> tuple[Wait, ...]:
+        """Return the offers that are outstanding at `now`."""
+        return self._offers.waits(now)
+
+    def close(self) -> None:
+        """End serving."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self._offers.close()
+
+    def _make(self) -> Any:
+        from starling.weightsync.publisher.publisher import Publisher
+
+        return Publisher(
+            self._layout,
+            transport=self._settings.rollout.transport,
+            host=self._settings.network.host,
+            when_busy="skip",
+            digests=self._settings.weights.digests,
+            delta_versions=0,
+        )

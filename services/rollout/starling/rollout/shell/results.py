@@ -1,0 +1,156 @@
+"""What the engine and the puller have to say, as messages; and what of a message is for the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from starling.common.wire.messages import (
+    GenerateGroup,
+    GroupGenerated,
+    GroupInterrupted,
+    LeaseProgress,
+    PartialCompletionMeta,
+    TensorMeta,
+    TrajectoryMeta,
+)
+
+if TYPE_CHECKING:
+    from starling.rollout.engine.base import GroupResult, PartialCompletion
+    from starling.rollout.env.episodes.trajectory import PlayedGroup, Trajectory
+    from starling.weightsync.puller.fetch import PullProgress
+
+Named = list[tuple[str, npt.NDArray[Any]]]
+DTYPES: tuple[np.dtype[Any], ...] = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i4"))
+"""Of a partial completion's token ids, log-probabilities and weight versions."""
+
+
+def generated_message(
+    result: GroupResult, decode: Callable[[Sequence[int]], str], temperature: float = -1.0
+) -> tuple[GroupGenerated, tuple[bytes, ...]]:
+    """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions, and by name
+    what its images and videos need.
+
+    `temperature` is that of the request; -1 where it is not known.
+    """
+    completions = result.completions
+    arrays: Named = [
+        ("", result.prompt_ids.astype(np.int32, copy=False)),
+        ("", np.concatenate([c.token_ids for c in completions])),
+        ("", np.concatenate([c.logprobs for c in completions])),
+        ("", np.concatenate([c.versions for c in completions])),
+        *result.tensors.items(),
+    ]
+    trajectories = tuple(
+        TrajectoryMeta(
+            status=c.status,
+            num_tokens=len(c.token_ids),
+            text=decode(c.token_ids.tolist()),
+            oldest_version=int(c.versions.min()),
+            newest_version=int(c.versions.max()),
+        )
+        for c in completions
+    )
+    tensors, buffers = _frames(arrays)
+    generated = GroupGenerated(lease=result.lease, trajectories=trajectories, tensors=tensors, temperature=temperature)
+    return generated, buffers
+
+
+def interrupted_message(
+    lease: str, partials: Sequence[PartialCompletion], reason: str, temperature: float = -1.0, *, lost: bool = False
+) -> tuple[GroupInterrupted, tuple[bytes, ...]]:
+    """Return the message that hands a group over to another replica, and its buffers: what there is of completions.
+
+    `lost`: the engine died with it in hand.
+    """
+    if not any(len(partial.token_ids) for partial in partials):
+        return GroupInterrupted(lease=lease, reason=reason, partial=(), tensors=(), lost=lost), ()
+    columns = zip(*((p.token_ids, p.logprobs, p.versions) for p in partials), strict=True)
+    arrays: Named = [("", np.concatenate(column).astype(dtype)) for column, dtype in zip(columns, DTYPES, strict=True)]
+    tensors, buffers = _frames(arrays)
+    metas = tuple(
+        PartialCompletionMeta(num_tokens=len(partial.token_ids), status=partial.status) for partial in partials
+    )
+    told: dict[str, Any] = {"temperature": temperature, "lost": lost}
+    return GroupInterrupted(lease=lease, reason=reason, partial=metas, tensors=tensors, **told), buffers
+
+
+def read_partials(message: GenerateGroup, buffers: Sequence[bytes]) -> tuple[PartialCompletion, ...]:
+    """Return what another replica left of the completions of `message`.
+
+    Raises:
+        RequestError: the buffers are not what the message says of them.
+    """
+    from starling.rollout.engine.base import PartialCompletion, RequestError
+
+    if not message.partial:
+        return ()
+    total = sum(meta.num_tokens for meta in message.partial)
+    sizes = [len(buffer) for buffer in buffers]
+    if sizes != [total * dtype.itemsize for dtype in DTYPES]:
+        raise RequestError(f"its partial completions have {total} tokens, and buffers of {sizes} bytes")
+    ends = np.cumsum([meta.num_tokens for meta in message.partial])[:-1]
+    arrays = (np.frombuffer(buffer, dtype) for buffer, dtype in zip(buffers, DTYPES, strict=True))
+    token_ids, logprobs, versions = (np.split(array, ends) for array in arrays)
+    return tuple(
+        PartialCompletion(token_ids[index], logprobs[index], versions[index], meta.status)
+        for index, meta in enumerate(message.partial)
+    )
+
+
+def played_message(
+    played: PlayedGroup, decode: Callable[[Sequence[int]], str]
+) -> tuple[GroupGenerated, tuple[bytes, ...]]:
+    """Return the message for the trajectories of an environment, and its buffers: as `answer_of`, and the loss mask
+    where something was not sampled."""
+    made = played.trajectories
+    arrays: Named = [
+        ("", played.prompt_ids),
+        ("", np.concatenate([one.token_ids for one in made])),
+        ("", np.concatenate([one.logprobs for one in made])),
+        ("", np.concatenate([one.versions for one in made])),
+        *played.tensors.items(),
+    ]
+    loss_mask = np.concatenate([one.loss_mask for one in made])
+    if not loss_mask.all():
+        arrays.append(("loss_mask", loss_mask))
+    metas = tuple(_meta(one, decode, played.min_version) for one in made)
+    tensors, buffers = _frames(arrays)
+    message = GroupGenerated(lease=played.lease, trajectories=metas, tensors=tensors, temperature=played.temperature)
+    return message, buffers
+
+
+def _meta(made: Trajectory, decode: Callable[[Sequence[int]], str], min_version: int) -> TrajectoryMeta:
+    versions = made.versions[made.loss_mask == 1]
+    return TrajectoryMeta(
+        status=made.status,
+        num_tokens=len(made.token_ids),
+        text=decode(made.token_ids.tolist()),
+        # Of a failure without a token: whatever is allowed, as none is of any version.
+        oldest_version=int(versions.min()) if len(versions) else min_version,
+        newest_version=int(versions.max()) if len(versions) else min_version,
+        reward=made.reward,
+        metrics=dict(made.metrics),
+        num_turns=made.num_turns,
+        problem=made.problem,
+        num_masked=len(made.token_ids) - len(versions),
+    )
+
+
+def lease_progress(progress: PullProgress) -> LeaseProgress:
+    """Return how far a pull is as a heartbeat tells it; an infinite time left is one that is not known yet."""
+    return LeaseProgress(
+        bytes_done=progress.bytes_done,
+        bytes_total=progress.bytes_total,
+        seconds_left=progress.seconds_left if math.isfinite(progress.seconds_left) else None,
+    )
+
+
+def _frames(arrays: Named) -> tuple[tuple[TensorMeta, ...], tuple[bytes, ...]]:
+    """Return what describes `arrays`, and their bytes."""
+    tensors = tuple(TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes, name=name) for name, a in arrays)
+    return tensors, tuple(a.tobytes() for _, a in arrays)

@@ -1,0 +1,313 @@
+"""`starling evaluate --model`, `infer`, `rollout --only`, `policy --replay`: what their command lines mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from starling.cli.evaluate import commands as answering
+from starling.cli.evaluate.results import summary
+from starling.cli.evaluate.tasks import TaskOptions, find_tasks, scorers_of
+from starling.cli.main import generate_only, is_answering, main, replay_from
+from starling.cli.recipe.arithmetic import describe_arithmetic
+from starling.cli.recipe.schema import Recipe, load_recipe
+from starling.cli.run import gpus as instances
+from starling.cli.run.gpus import devices_of, num_instances
+from starling.cli.run.screen import PlainScreen
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import Prompt, Status, TrajectoryMeta
+from starling.common.wire.telemetry import RunSnapshot
+from starling.controller.core.groups.stored import StoredGroup
+from starling.controller.data.load import load_data, prompts_to_answer
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Go to a folder with a model's folder and files of prompts, on a machine without GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("model/model.safetensors").touch()
+    lines("sums.jsonl", {"question": "1+1", "answer": "#### 2"}, {"question": "2+2", "answer": "#### 4"})
+    lines("proofs.jsonl", {"problem": "1", "solution": "\\boxed{1}"})
+    lines(
+        "chats.jsonl",
+        {"messages": [{"role": "user", "content": "Hello"}]},
+        {"messages": [{"role": "user", "content": "Bye"}]},
+    )
+    lines("texts.jsonl", {"text": "Once upon"})
+    Path("words.toml").write_text('name = "words"\n[data]\nsource = "sums.jsonl"\n[[scorers]]\nname = "format"\n')
+    return tmp_path
+
+
+def lines(path: str, *rows: dict[str, Any]) -> None:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def indexes(folder: str, num: int) -> None:
+    """Write an index that says that `num` groups of a file can be trained."""
+    told = {"file": "step-000001.msgpack", "step": 1, "num_groups": num, "size_bytes": 1, "sha256": ""}
+    lines(f"{folder}/index.jsonl", {**told, "num_usable": num})
+
+
+def recipe_of(command: str, *argv: str) -> tuple[Recipe, str]:
+    parser = answering.evaluate_parser() if command == "evaluate" else answering.infer_parser()
+    known, flags = parser.parse_known_args(["--model", "model", *argv])
+    return answering.recipe_of(command, known, flags)
+
+
+# --- instances -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "tp_size", "present", "instances", "told"),
+    [
+        (8, 4, 8, 2, "8 GPUs = 2 instances x tp 4"),
+        (8, 1, 8, 8, "8 GPUs = 8 instances x tp 1"),
+        (3, 1, 0, 3, "no GPU here: 3 shares of the CPU = 3 instances x tp 1"),
+        (4, 2, 0, 2, "no GPU here: 4 shares of the CPU = 2 instances x tp 2"),
+    ],
+)
+def test_instances_are_counted_and_told(num_gpus: int, tp_size: int, present: int, instances: int, told: str) -> None:
+    assert num_instances(num_gpus, tp_size, present) == (instances, told)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "tp_size", "present", "problem"),
+    [
+        (6, 4, 8, "--num-gpus 6 does not divide into instances of --tp-size 4; give --num-gpus 4 or 8"),
+        (2, 4, 0, "does not divide into instances of --tp-size 4; give --num-gpus 4,"),
+        (8, 1, 2, "--num-gpus 8, but 2 GPUs are visible here; give at most 2"),
+        (0, 1, 2, "must both be 1 or more"),
+    ],
+)
+def test_numbers_that_make_no_instances(num_gpus: int, tp_size: int, present: int, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        num_instances(num_gpus, tp_size, present)
+
+
+def test_each_instance_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6,7,2")
+    assert instances.visible_gpus() == ["4", "5", "6", "7", "2"]
+    assert devices_of("rollout-0", 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert devices_of("rollout-1", 2) == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert devices_of("rollout-1", 0) == {}
+    with pytest.raises(ConfigError, match="only 5 GPUs are visible, too few for rollout-2; lower it"):
+        devices_of("rollout-2", 2)
+
+
+# --- evaluate ------------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_of_an_evaluation(place: Path) -> None:
+    flags = ("--rollout.max-rows", "4", "--temperature", "0.5", "--num-completions", "4")
+    recipe, told = recipe_of("evaluate", "--tasks", "gsm8k:sums.jsonl,math:proofs.jsonl", "--num-gpus", "2", *flags)
+    assert told == "no GPU here: 2 shares of the CPU = 2 instances x tp 1"
+    assert recipe.replicas == {"rollout": 2, "reward": 1, "teacher": 0}
+    assert (recipe.rollout.load_weights, recipe.rollout.max_rows, recipe.launch.gpus_per_rollout) == (True, 4, 0)
+    assert recipe.reward is not None
+    assert [(s.name, s.tasks, s.title) for s in recipe.reward.scorers] == [
+        ("gsm8k", ("gsm8k",), "gsm8k/gsm8k"),
+        ("math", ("math",), "math/math"),
+    ]
+    plan = load_data(recipe).plan
+    assert (plan.num_prompts, plan.num_steps, plan.group_size, plan.sampling.temperature) == (3, 1, 4, 0.5)
+    assert (plan.has_policy, plan.keeps_tokens, plan.phase(1)) == (False, False, "evaluate")
+    prompts = prompts_to_answer(recipe)
+    assert [(prompt.id, prompt.metadata["task"]) for prompt in prompts] == [
+        ("gsm8k/0", "gsm8k"), ("gsm8k/1", "gsm8k"), ("math/0", "math")
+    ]  # fmt: skip
+    assert [prompt.reference for prompt in prompts] == ["#### 2", "#### 4", "\\boxed{1}"]
+    assert Path(recipe.model.path).is_absolute(), "it can be taken up from any folder"
+
+
+def test_gpus_are_shared_among_instances(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    recipe, told = recipe_of("evaluate", "--tasks", "words.toml", "--tp-size", "2", "--engine", "vllm")
+    assert told == "4 GPUs = 2 instances x tp 2"
+    assert (recipe.launch.num_rollouts, recipe.launch.gpus_per_rollout) == (2, 2)
+    assert recipe.rollout.vllm.tensor_parallel_size == 2
+    assert recipe.model.dtype == "bfloat16"
+    assert (recipe.rollout.num_slots, recipe.controller.window) == (128, 1024)
+    many, _ = recipe_of("evaluate", "--tasks", "words.toml", "--num-completions", "4")
+    assert (many.rollout.num_slots, many.launch.num_rollouts) == (32, 4)
+
+
+def test_what_tasks_are_named(place: Path) -> None:
+    names = ["reasoning_gym:spell_backward", "sums.jsonl", "sums.jsonl", "words.toml", "hf:org/name"]
+    tasks = find_tasks(names, TaskOptions(limit=5, scorer="prefix_match", plain=True))
+    assert [(task.name, task.scorers[0]["name"]) for task in tasks] == [
+        ("spell_backward", "reasoning_gym:spell_backward"),
+        ("sums", "prefix_match"),
+        ("sums#2", "prefix_match"),
+        ("words", "format"),
+        ("name", "prefix_match"),
+    ]
+    assert tasks[0].data["size"] == 5
+    assert all((task.data["limit"], task.data["format"]) == (5, "{question}") for task in tasks)
+    assert scorers_of(tasks[:1]) == [{"name": "reasoning_gym:spell_backward"}]
+
+
+# --- infer ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_prompts_says_what_they_are(place: Path) -> None:
+    chats, _ = recipe_of("infer", "chats.jsonl", "--system", "Be kind.")
+    assert [[message.content for message in prompt.messages] for prompt in prompts_to_answer(chats)] == [
+        ["Be kind.", "Hello"], ["Be kind.", "Bye"]
+    ]  # fmt: skip
+    assert chats.replicas == {"rollout": 1, "reward": 0, "teacher": 0}
+    assert load_data(chats).plan.num_rewards == 0
+    texts, _ = recipe_of("infer", "texts.jsonl")
+    assert [prompt.text for prompt in prompts_to_answer(texts)] == ["Once upon"]
+    limited, _ = recipe_of("infer", "sums.jsonl", "--limit", "1")
+    assert [(prompt.id, prompt.messages[0].content) for prompt in prompts_to_answer(limited)] == [("0", "1+1")]
+
+
+def test_what_serves_has_no_prompts_and_goes_on_until_it_is_stopped(place: Path) -> None:
+    known, flags = answering.serve_parser().parse_known_args(["--model", "model", "--num-gpus", "2"])
+    recipe, _ = answering.recipe_of("serve", known, flags)
+    assert recipe.replicas == {"rollout": 2, "reward": 0, "teacher": 0}
+    assert (recipe.rollout.api.enabled, recipe.rollout.load_weights) == (True, True)
+    plan = load_data(recipe).plan
+    assert (plan.serves, plan.num_prompts, plan.num_steps, plan.phase(0)) == (True, 0, 0, "serve")
+
+
+def test_what_an_environment_said_is_no_token_of_the_model() -> None:
+    one = TrajectoryMeta(
+        status=Status.OK, num_tokens=9, num_masked=4, text="", oldest_version=0, newest_version=0, num_turns=2
+    )
+    group = StoredGroup(ordinal=0, prompt=Prompt(id="0", text="p"), trajectories=(one, one), rewards=(1.0, 0.0))
+    found = summary([group])
+    assert (found["num_tokens"], found["completion_tokens_mean"], found["reward_mean"]) == (10, 5.0, 0.5)
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------
+
+EVALUATE = ("evaluate", "--model", "model", "--tasks")
+INFER = ("infer", "--model", "model")
+MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
+    "no model": (("evaluate", "--tasks", "words.toml"), "--model is missing"),
+    "a missing model": (
+        ("evaluate", "--model", "nowhere", "--tasks", "words.toml"),
+        "the model folder nowhere does not exist",
+    ),
+    "a model without weights": (
+        ("infer", "--model", "bare", "texts.jsonl"),
+        "bare has a config.json and no weights; add model.safetensors\n",
+    ),
+    "no tasks": (("evaluate", "--model", "model"), "--tasks is missing; name what to evaluate"),
+    "a task like another": ((*EVALUATE, "gms8k"), "there is no task 'gms8k'; did you mean gsm8k:FILE?"),
+    "a task like none": ((*EVALUATE, "hellaswag"), "there is no task 'hellaswag'; write reasoning_gym:TASK,"),
+    "a task of reasoning-gym like another": (
+        (*EVALUATE, "reasoning_gym:spel_backward"),
+        "reasoning-gym has no task 'spel_backward'; nearest: spell_backward",
+    ),
+    "a missing dataset": ((*EVALUATE, "gsm8k:sum.jsonl"), "sum.jsonl does not exist; in its folder, nearest: sums"),
+    "a task without data": ((*EVALUATE, "empty.toml"), "the task empty.toml has no section [data]; add one"),
+    "a task with more": ((*EVALUATE, "more.toml"), "the task more.toml has 'scorer'; a task has name, [data] and"),
+    "an unknown scorer": ((*EVALUATE, "sums.jsonl", "--scorer", "exact_mach"), "did you mean 'exact_match'"),
+    "a broken line": ((*INFER, "broken.jsonl"), "line 2 of"),
+    "a line without a prompt": ((*INFER, "gap.jsonl"), "has no column 'prompt'"),
+    "a file without prompts": ((*INFER, "proofs.jsonl"), "line 1 of proofs.jsonl has none of messages, prompt,"),
+    "no prompts": (INFER, "the file of prompts is missing"),
+    "an odd number of GPUs": (
+        (*EVALUATE, "words.toml", "--num-gpus", "3", "--tp-size", "2", "--engine", "vllm"),
+        "--num-gpus 3 does not divide into instances of --tp-size 2; give --num-gpus 2 or 4",
+    ),
+    "tensor parallelism without vllm": ((*EVALUATE, "words.toml", "--tp-size", "2"), "give --engine vllm"),
+    "an output that is there": ((*INFER, "texts.jsonl", "--out", "sums.jsonl"), "sums.jsonl exists; give another"),
+    "a folder that is there": ((*EVALUATE, "words.toml", "--out", "model"), "model exists; give another --out"),
+    "an output nowhere": ((*INFER, "texts.jsonl", "--out", "a/b.jsonl"), "the folder of a/b.jsonl does not exist"),
+    "no number": ((*INFER, "texts.jsonl", "--num-gpus", "two"), "invalid int value: 'two'; see starling infer --help"),
+    "a run to take up, and settings": (("evaluate", "--resume", "model", "--limit", "3"), "FOLDER without --limit"),
+    "nothing to take up": (("infer", "--resume", "model"), "there is no run in model"),
+    "a misspelt setting": ((*INFER, "texts.jsonl", "--rollout.max-row", "3"), "did you mean rollout.max_rows?"),
+    "nothing recorded": (("policy", "--replay", "model", "rl.toml"), "model has no index.jsonl"),
+    "too little recorded": (("policy", "--replay", "short", "rl.toml"), "short has 3 groups, and a step takes 16; set"),
+    "a folder as the file of answers": ((*INFER, "texts.jsonl", "--out", "hollow"), "hollow is a folder; give a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_and_begins_nothing(
+    mistake: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("bare").mkdir()
+    Path("bare/config.json").write_text("{}")
+    Path("short").mkdir()
+    Path("hollow").mkdir()
+    indexes("short", 3)
+    Path("broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    lines("gap.jsonl", {"prompt": "a"}, {"text": "b"})
+    Path("empty.toml").write_text("name = 'x'\n")
+    Path("more.toml").write_text("scorer = 'x'\n[data]\nsource = 'sums.jsonl'\n")
+    Path("rl.toml").write_text(
+        "[model]\npath = 'model'\n[data]\nsource = 'sums.jsonl'\n[[reward.scorers]]\nname = 'gsm8k'\n"
+    )
+    argv, wanted = MISTAKES[mistake]
+    assert main(list(argv)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert wanted in captured.err
+    assert not Path("runs").exists(), "a run was begun"
+
+
+# --- which command is meant ----------------------------------------------------------------------------------------
+
+
+def test_evaluating_a_model_and_a_run_are_told_apart() -> None:
+    assert is_answering(["--model", "m", "--tasks", "t"])
+    assert is_answering(["--resume=out"])
+    assert not is_answering(["runs/quickstart", "--num-completions", "2"])
+    assert not is_answering([])
+
+
+def test_rollout_only_is_a_run_of_its_own_kind() -> None:
+    argv = generate_only(["--only", "rl.toml", "--rl.num-steps", "2"])
+    assert argv[:2] == ["rl.toml", "--run.kind=generate"]
+    assert argv[-2:] == ["--rl.num-steps", "2"]
+
+
+def test_a_replay_makes_no_more_steps_than_there_are_groups_for(place: Path) -> None:
+    Path("kept").mkdir()
+    indexes("kept", 7)
+    Path("rl.toml").write_text(
+        "[model]\npath = 'model'\n[data]\nsource = 'sums.jsonl'\n[rl]\nprompts_per_step = 3\n"
+        "[[reward.scorers]]\nname = 'gsm8k'\n"
+    )
+    argv = replay_from(["--replay", "kept", "rl.toml", "--rl.num-steps", "5"])
+    assert load_recipe([Path(argv[0])], argv[1:]).rl.num_steps == 2
+
+
+def test_the_arithmetic_of_runs_that_train_nothing(place: Path) -> None:
+    config = {"model_type": "gpt2", "vocab_size": 8, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    Path("model/config.json").write_text(json.dumps(config))
+    recipe, _ = recipe_of("infer", "texts.jsonl", "--num-completions", "3", "--num-gpus", "2")
+    first, last = describe_arithmetic(recipe)
+    assert first == "the run: each prompt once, 3 completions of each"
+    assert last.startswith("model: ")
+    assert last.endswith(" bytes, in each of 2 instances")
+
+
+# --- the screen ----------------------------------------------------------------------------------------------------
+
+
+def test_answered_prompts_are_counted_in_lines(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    recipe, _ = recipe_of("evaluate", "--tasks", "words.toml")
+    screen = PlainScreen(recipe)
+    for num in (0, 1, 1, 30, 32, 64, 64):
+        screen.show(
+            RunSnapshot(
+                phase="evaluate", version=0, last_step=1, num_supervised_steps=0, elapsed_s=65.0, waiting_for="",
+                num_prompts=64, num_answered=num, rewards=(0.5,),
+            )
+        )  # fmt: skip
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in shown] == [f"prompt {num} of 64" for num in (1, 30, 64)]
+    assert shown[0].split("  ")[1:3] == ["1:05", "reward 0.500"]

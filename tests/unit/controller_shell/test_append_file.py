@@ -1,0 +1,48 @@
+"""Lines of a file whose disk fills up: they wait, they come in order, and nobody fails for them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from starling.controller.shell.outputs.append_file import AppendFile
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_lines_that_find_no_room_wait_for_it(disk: Path) -> None:
+    (disk / "ballast").write_bytes(bytes(48 << 10))
+    lines = AppendFile(disk / "metrics.jsonl")
+    wanted = [f"{number} {'x' * 100}" for number in range(300)]
+    for line in wanted:
+        lines.write(line)
+    written = (disk / "metrics.jsonl").read_text()
+    assert written.endswith("\n"), "no half lines"
+    assert len(written.splitlines()) < 300
+    (disk / "ballast").unlink()
+    lines.flush()
+    assert (disk / "metrics.jsonl").read_text().splitlines() == wanted
+    lines.close()
+
+
+def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
+    for word in ("one", "two"):
+        lines = AppendFile(tmp_path / "metrics.jsonl")
+        lines.write(word)
+        lines.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "one\ntwo\n"

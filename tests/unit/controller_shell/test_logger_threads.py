@@ -1,0 +1,260 @@
+"""A logger may hang, raise, or be slow: the run goes on, what is lost is counted, and no committed step comes never."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from starling.controller.core.records import JournalEntry, StepCommitted
+from starling.controller.settings import LoggingSettings
+from starling.controller.shell.loggers.fanout import MARKS, LoggerFanout
+from starling.controller.shell.loggers.logger_thread import FAILURES_IN_A_ROW, LogEntry, LoggerThread
+
+LONG_S = 30.0
+
+
+class Recording:
+    """Keeps what it gets; waits at `gate` for each entry, and raises where it is told to."""
+
+    def __init__(self, *, fails_at: frozenset[int] = frozenset()) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.gate.set()
+        self.first_step = -1
+        self.is_closed = False
+        self._fails_at = fails_at
+
+    def make(self, first_step: int) -> Recording:
+        """Be made."""
+        self.first_step = first_step
+        return self
+
+    def log(self, step: int, metrics: Any) -> None:
+        """Keep the step."""
+        self.entered.set()
+        assert self.gate.wait(LONG_S)
+        if step in self._fails_at:
+            raise ConnectionError(f"no luck with {step}\nmore of it")
+        self.seen.append((step, metrics))
+
+    def table(self, step: int, rows: Any) -> None:
+        """Keep how many rows."""
+        self.seen.append((step, len(rows)))
+
+    def close(self) -> None:
+        """Be closed."""
+        self.is_closed = True
+
+    def steps(self) -> list[int]:
+        """Return the steps that came."""
+        return [step for step, _ in self.seen]
+
+
+@pytest.fixture
+def recording() -> Iterator[Recording]:
+    """Return a logger that is let go in the end, whatever it waits for."""
+    made = Recording()
+    yield made
+    made.gate.set()
+
+
+def outlet(path: Path, *, most_waiting: int = 100, deadline_s: float = LONG_S) -> LoggerThread:
+    """Return an outlet that has not begun."""
+    return LoggerThread("mine", path / "mark", most_waiting=most_waiting, deadline_s=deadline_s)
+
+
+def close(one: LoggerThread) -> None:
+    """Close it, and wait for all that it holds."""
+    one.close(time.monotonic() + LONG_S)
+
+
+def look_until_given_up(one: LoggerThread) -> None:
+    """Look at it now and then, as the controller does."""
+    deadline, never = time.monotonic() + LONG_S, threading.Event()
+    while not one.is_given_up and time.monotonic() < deadline:
+        one.look()
+        never.wait(0.005)
+
+
+def test_everything_comes_in_order(tmp_path: Path, recording: Recording) -> None:
+    """And the mark is the last step that was taken."""
+    one = outlet(tmp_path)
+    one.begin(recording.make)
+    for step in range(1, 6):
+        one.put(LogEntry(step, {"loss": float(step)}))
+        one.put(LogEntry(step, rows=[{}], is_step=False))
+    one.put(LogEntry(99, {"eval/x": 1.0}, is_step=False))
+    close(one)
+    assert recording.steps() == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 99]
+    assert recording.is_closed
+    assert (recording.first_step, one.last_step, one.num_dropped) == (1, 5, 0)
+
+
+def test_a_slow_logger_drops_what_it_cannot_hold(tmp_path: Path, recording: Recording) -> None:
+    """Whoever hands it over never waits; the count is exact."""
+    one = outlet(tmp_path, most_waiting=3)
+    recording.gate.clear()
+    one.begin(recording.make)
+    one.put(LogEntry(1, {}))
+    assert recording.entered.wait(LONG_S)
+    for step in range(2, 12):
+        one.put(LogEntry(step, {}))
+    assert one.num_dropped == 7
+    recording.gate.set()
+    close(one)
+    assert recording.steps() == [1, 2, 3, 4]
+    assert not one.is_given_up
+    assert one.problem == "3 entries wait already"
+
+
+def test_a_logger_that_hangs_is_given_up(tmp_path: Path, recording: Recording) -> None:
+    """What it has in hand and what waits for it is counted, and the end of the run does not wait for it."""
+    one = outlet(tmp_path, deadline_s=0.01)
+    recording.gate.clear()
+    one.begin(recording.make)
+    for step in range(1, 5):
+        one.put(LogEntry(step, {}))
+    assert recording.entered.wait(LONG_S)
+    look_until_given_up(one)
+    assert one.is_given_up
+    assert one.num_dropped == 4
+    one.put(LogEntry(5, {}))
+    assert one.num_dropped == 5
+    one.close(time.monotonic() + LONG_S)
+    assert one.problem == "it hangs: it took more than 0.01 s"
+    assert not recording.is_closed
+
+
+def test_a_logger_that_hangs_when_it_is_made_is_given_up(tmp_path: Path) -> None:
+    """As one does that waits for a network."""
+    gate = threading.Event()
+
+    def make(first_step: int) -> Recording:
+        assert gate.wait(LONG_S)
+        return Recording()
+
+    one = outlet(tmp_path, deadline_s=0.01)
+    one.begin(make, [LogEntry(1, {})])
+    look_until_given_up(one)
+    assert (one.is_given_up, one.num_dropped) == (True, 1)
+    gate.set()
+
+
+def test_the_end_of_the_run_waits_for_a_bounded_time(tmp_path: Path, recording: Recording) -> None:
+    """A logger that is still busy then is left behind, and what it had not taken is told."""
+    one = outlet(tmp_path)
+    recording.gate.clear()
+    one.begin(recording.make)
+    one.put(LogEntry(1, {}))
+    assert recording.entered.wait(LONG_S)
+    one.put(LogEntry(2, {}))
+    one.close(time.monotonic() + 0.01)
+    assert (one.is_given_up, one.num_dropped) == (True, 2)
+    assert one.problem == "it had not finished when the run ended"
+
+
+def test_what_a_logger_raises_is_dropped_and_told(tmp_path: Path) -> None:
+    """The next step comes all the same; the mark does not go back."""
+    recording = Recording(fails_at=frozenset({2, 4}))
+    one = outlet(tmp_path)
+    one.begin(recording.make)
+    for step in range(1, 6):
+        one.put(LogEntry(step, {}))
+    close(one)
+    assert recording.steps() == [1, 3, 5]
+    assert (one.num_dropped, one.problem, one.last_step) == (2, "ConnectionError: no luck with 4", 5)
+
+
+def test_a_logger_that_only_raises_is_given_up(tmp_path: Path) -> None:
+    """It is not called for ever."""
+    num = FAILURES_IN_A_ROW + 5
+    recording = Recording(fails_at=frozenset(range(1, num + 1)))
+    one = outlet(tmp_path)
+    one.begin(recording.make, [LogEntry(step, {}) for step in range(1, num + 1)])
+    close(one)
+    assert (one.is_given_up, one.num_dropped, recording.seen) == (True, num, [])
+    assert one.problem.startswith(f"it failed {FAILURES_IN_A_ROW} times in a row, the last time by ConnectionError")
+
+
+def test_a_logger_that_cannot_begin_is_told(tmp_path: Path) -> None:
+    """With its own words."""
+
+    def make(first_step: int) -> Recording:
+        raise PermissionError("log in first")
+
+    one = outlet(tmp_path)
+    one.begin(make, [LogEntry(1, {})])
+    close(one)
+    assert (one.is_given_up, one.problem) == (True, "it cannot begin: PermissionError: log in first")
+
+
+# --- all of a run --------------------------------------------------------------------------------------------------
+
+
+def committed(*steps: int) -> list[JournalEntry]:
+    """Return the journal's records of these steps."""
+    return [JournalEntry(StepCommitted(step=step, metrics={"phase": "rl", "loss": float(step)})) for step in steps]
+
+
+def test_a_restart_hands_over_what_was_missed_and_nothing_twice(tmp_path: Path) -> None:
+    """The logger took 2 of 4 steps before the crash; a logger that is new in the recipe gets them all."""
+    first, second, new = Recording(), Recording(), Recording()
+    fanout = LoggerFanout({"mine.py:log": first.make}, LoggingSettings(), tmp_path)
+    for step in (1, 2):
+        fanout.note("step", {"step": step, "phase": "rl", "loss": float(step)})
+    assert fanout.close() == []
+    again = LoggerFanout(
+        {"mine.py:log": second.make, "new": new.make}, LoggingSettings(), tmp_path, committed(1, 2, 3, 4)
+    )
+    again.note("step", {"step": 5, "loss": 5.0})
+    assert again.close() == []
+    assert first.seen == [(1, {"loss": 1.0}), (2, {"loss": 2.0})]
+    assert (second.first_step, second.steps()) == (3, [3, 4, 5])
+    assert (new.first_step, new.steps()) == (1, [1, 2, 3, 4, 5])
+
+
+def test_a_mark_that_cannot_be_read_means_all_steps_again(tmp_path: Path) -> None:
+    """At least once is the promise."""
+    (tmp_path / MARKS).mkdir()
+    (tmp_path / MARKS / "mine").write_text("nonsense")
+    recording = Recording()
+    assert LoggerFanout({"mine": recording.make}, LoggingSettings(), tmp_path, committed(1, 2)).close() == []
+    assert recording.steps() == [1, 2]
+
+
+def test_what_loggers_get(tmp_path: Path) -> None:
+    """Numbers of a step with its alarms, evaluations of their version, samples as they are; nothing else."""
+    recording = Recording()
+    fanout = LoggerFanout({"mine": recording.make}, LoggingSettings(), tmp_path)
+    fanout.note("step", {"step": 3, "phase": "rl", "loss": 0.5, "num": 2, "alarms": [{"name": "clip", "value": 0.7}]})
+    fanout.note("evaluation", {"version": 2, "reward_mean": 0.25, "cause": "step", "score/x": None, "tasks": {}})
+    fanout.note("samples", {"step": 3, "rows": [{}, {}]})
+    fanout.note("published", {"version": 3, "publish_s": 0.1})
+    fanout.close()
+    assert recording.seen == [
+        (3, {"loss": 0.5, "num": 2.0, "alarm/clip": 1.0}),
+        (2, {"eval/reward_mean": 0.25}),
+        (3, 2),
+    ]
+
+
+def test_one_bad_logger_does_not_harm_another(tmp_path: Path, recording: Recording) -> None:
+    """The other gets everything, and the end tells only of the bad one."""
+    good = Recording()
+    recording.gate.clear()
+    settings = LoggingSettings(close_s=1.0)
+    fanout = LoggerFanout({"bad": recording.make, "good": good.make}, settings, tmp_path)
+    for step in range(1, 4):
+        fanout.note("step", {"step": step, "loss": 1.0})
+    assert recording.entered.wait(LONG_S)
+    deadline, never = time.monotonic() + LONG_S, threading.Event()
+    while good.steps() != [1, 2, 3] and time.monotonic() < deadline:
+        never.wait(0.005)  # all have one deadline, which the bad one uses up
+    [lost] = fanout.close()
+    assert (lost["logger"], lost["dropped"]) == ("bad", 3)
+    assert good.steps() == [1, 2, 3]

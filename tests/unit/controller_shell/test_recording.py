@@ -1,0 +1,210 @@
+"""What is recorded is what was taken, up to where the controller died, the cap, or the end of the disk."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded_run import HELD_OUT, PLAN, hello
+
+from starling.common.errors import ConfigError
+from starling.common.wire import messages as wire
+from starling.controller.core.events import Event, Fetched, Received, ReplicaDisconnected, StopRequested, Stored, Ticked
+from starling.controller.core.records import CompletionsStored, ControllerStarted, JournalEntry, RewardsStored
+from starling.controller.shell.recording.format import PromptRead, RecordingEnd, read_recording
+from starling.controller.shell.recording.recorder import FLUSH_BYTES, Recorder
+
+TIMES = st.floats(0, 1e9)
+NAMES = st.text(max_size=8)
+PAYLOADS = st.lists(st.binary(max_size=20), max_size=3).map(tuple)
+MESSAGES: st.SearchStrategy[wire.Up] = st.one_of(
+    st.builds(wire.Heartbeat, version=st.integers(-1, 9), gauges=st.dictionaries(NAMES, TIMES, max_size=2)),
+    st.builds(wire.Leave, reason=NAMES),
+    st.builds(wire.GroupScored, lease=NAMES, rewards=st.just((1.0, None)), statuses=st.just((wire.Status.OK,) * 2)),
+    st.builds(wire.ChangeSetting, request=NAMES, key=NAMES, value=st.one_of(TIMES, st.integers(-9, 9), NAMES)),
+    st.builds(wire.GroupGenerated, lease=NAMES, trajectories=st.just(()), tensors=st.just(())),
+)
+DECODED_MESSAGES: st.SearchStrategy[wire.Up] = st.one_of(
+    st.builds(wire.Hello, role=st.just("policy"), host=NAMES, pid=st.integers(1, 9), has_layout=st.just(True)),
+    st.builds(wire.WeightsPublished, lease=NAMES, version=st.integers(0, 9), publish_s=TIMES),
+)
+RECORDS: st.SearchStrategy[JournalEntry] = st.one_of(
+    st.builds(
+        JournalEntry, st.builds(CompletionsStored, key=NAMES, trajectories=st.just(()), tensors=st.just(())), PAYLOADS
+    ),
+    st.builds(JournalEntry, st.builds(RewardsStored, key=NAMES, rewards=st.just((None, 2.0)))),
+)
+EVENTS: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Received, TIMES, NAMES, st.integers(0, 2**62), MESSAGES, PAYLOADS),
+    st.builds(Received, TIMES, NAMES, st.integers(0, 2**62), DECODED_MESSAGES, PAYLOADS),
+    st.builds(Ticked, TIMES),
+    st.builds(ReplicaDisconnected, TIMES, NAMES),
+    st.builds(StopRequested, TIMES, NAMES),
+    st.builds(Stored, TIMES, st.integers(0, 9)),
+    st.builds(Fetched, TIMES, st.integers(0, 9), st.lists(RECORDS, max_size=3).map(tuple)),
+)
+
+
+def recorder_at(path: Path, past: list[JournalEntry] | None = None, cap_bytes: int = 1 << 30) -> Recorder:
+    """Begin a recording."""
+    return Recorder(path, run="r", incarnation=3, plan=PLAN, past=past or [], held_out=HELD_OUT, cap_bytes=cap_bytes)
+
+
+def zeroed(payload: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Return buffers as a replay has them."""
+    return tuple(bytes(len(buffer)) for buffer in payload)
+
+
+def replayed(event: Event) -> Event:
+    """Return an event as a replay has it."""
+    match event:
+        case Received(now=now, sender=sender, epoch=epoch, message=message, buffers=buffers):
+            decoded = isinstance(message, wire.Hello | wire.WeightsPublished)
+            return Received(now, sender, epoch, message, buffers if decoded else zeroed(buffers))
+        case Fetched(now=now, step=step, records=records):
+            return Fetched(now, step, tuple(JournalEntry(kept.record, zeroed(kept.payload)) for kept in records))
+        case _:
+            return event
+
+
+@given(st.lists(EVENTS, max_size=12), st.lists(RECORDS, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_what_was_recorded_is_read(events: list[Event], past: list[JournalEntry]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events-3.rec"
+        recorder = recorder_at(path, past)
+        for event in events:
+            recorder.event(event)
+        recorder.prompt("examples", 7, HELD_OUT[0])
+        recorder.close()
+        header, before, entries = read_recording(path)
+        found = list(entries)
+    assert (header.run, header.incarnation, header.plan, header.held_out) == ("r", 3, PLAN, tuple(HELD_OUT))
+    assert before == [JournalEntry(kept.record, zeroed(kept.payload)) for kept in past]
+    assert found == [*map(replayed, events), PromptRead("examples", 7, HELD_OUT[0]), RecordingEnd("")]
+
+
+def test_a_recording_that_is_cut_off_anywhere_reads_up_to_there(tmp_path: Path) -> None:
+    path, cut = tmp_path / "whole.rec", tmp_path / "cut.rec"
+    recorder = recorder_at(path, [JournalEntry(ControllerStarted(incarnation=2))])
+    events: list[Event] = [hello("reward-0", "reward", 1.0), Ticked(1.5), ReplicaDisconnected(2.0, "reward-0")]
+    for event in events:
+        recorder.event(event)
+    recorder.close()
+    whole, lengths = path.read_bytes(), set()
+    for size in range(len(whole)):
+        cut.write_bytes(whole[:size])
+        try:
+            *found, ended = read_recording(cut)[2]
+        except ConfigError:
+            continue
+        assert found == events[: len(found)]
+        assert isinstance(ended, RecordingEnd)
+        assert ended.cut_off
+        lengths.add(len(found))
+    assert lengths == {0, 1, 2, 3}
+
+
+def test_a_frame_whose_bytes_are_others_ends_the_recording(tmp_path: Path) -> None:
+    recorder = recorder_at(tmp_path / "events-1.rec")
+    for event in (ReplicaDisconnected(1.0, "rollout-0"), ReplicaDisconnected(2.0, "rollout-1")):
+        recorder.event(event)
+    recorder.close()
+    data = recorder.path.read_bytes()
+    recorder.path.write_bytes(data.replace(b"rollout-1", b"rollout-7"))
+    *found, ended = read_recording(recorder.path)[2]
+    assert found == [ReplicaDisconnected(1.0, "rollout-0")]
+    assert ended.cut_off
+
+
+def test_zeros_at_the_end_are_no_entries(tmp_path: Path) -> None:
+    path = tmp_path / "events-1.rec"
+    recorder = recorder_at(path)
+    recorder.event(Ticked(1.0))
+    recorder.flush()
+    with path.open("ab") as file:
+        file.write(bytes(4096))
+    *found, ended = read_recording(path)[2]
+    assert found == [Ticked(1.0)]
+    assert ended.cut_off
+    recorder.close()
+
+
+def test_what_came_before_the_last_tick_is_in_the_file(tmp_path: Path) -> None:
+    recorder = recorder_at(tmp_path / "events-1.rec")
+    for event in (ReplicaDisconnected(1.0, "a"), Ticked(2.0), ReplicaDisconnected(3.0, "b")):
+        recorder.event(event)
+    assert list(read_recording(recorder.path)[2])[:-1] == [ReplicaDisconnected(1.0, "a")]
+    recorder.event(StopRequested(4.0, "x" * FLUSH_BYTES))
+    recorder.event(ReplicaDisconnected(5.0, "c"))
+    assert len(list(read_recording(recorder.path)[2])) == 5, "nor is much kept in memory between two ticks"
+    recorder.close()
+
+
+def test_the_cap_ends_the_recording_and_says_so(tmp_path: Path) -> None:
+    recorder = recorder_at(tmp_path / "events-1.rec", cap_bytes=2000)
+    for n in range(1000):
+        recorder.event(ReplicaDisconnected(float(n), "rollout-0"))
+        recorder.event(Ticked(float(n)))
+    assert recorder.stopped == "it has reached the 2000 bytes that it may have"
+    recorder.close()
+    assert recorder.path.stat().st_size < 2200
+    *found, ended = read_recording(recorder.path)[2]
+    assert (
+        found
+        == [
+            entry for n in range(len(found)) for entry in (ReplicaDisconnected(float(n), "rollout-0"), Ticked(float(n)))
+        ][: len(found)]
+    )
+    assert ended == RecordingEnd(recorder.stopped)
+
+
+def test_a_cap_that_is_too_small_for_the_beginning_is_said_by_the_reader(tmp_path: Path) -> None:
+    past = [JournalEntry(ControllerStarted(incarnation=n)) for n in range(100)]
+    recorder = recorder_at(tmp_path / "events-1.rec", past, cap_bytes=2000)
+    recorder.event(Ticked(1.0))
+    recorder.close()
+    with pytest.raises(ConfigError, match="of the 100 records that it begins from, and no event"):
+        read_recording(recorder.path)
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_controller() -> None:
+    recorder = recorder_at(Path("/dev/full"))
+    recorder.event(Ticked(1.0))
+    recorder.close()
+    assert recorder.stopped == "cannot write /dev/full: No space left on device"
+
+
+def test_a_folder_that_is_not_there_ends_the_recording_and_not_the_controller(tmp_path: Path) -> None:
+    recorder = recorder_at(tmp_path / "nowhere" / "events-1.rec")
+    recorder.event(Ticked(1.0))
+    recorder.close()
+    assert "No such file" in recorder.stopped
+
+
+def test_what_cannot_be_written_ends_the_recording_and_not_the_controller(tmp_path: Path) -> None:
+    recorder = recorder_at(tmp_path / "events-1.rec")
+    recorder.prompt("prompts", 0, wire.Prompt(id="p", metadata={"n": 1 << 80}))
+    recorder.event(Ticked(1.0))
+    recorder.close()
+    assert recorder.stopped.startswith("a PromptRead cannot be written")
+    assert list(read_recording(recorder.path)[2]) == [RecordingEnd(recorder.stopped)]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is no recording"),
+        (b"[run]\nname = 'x'\n", "is no recording"),
+        (b"starling-recording 7\n", "a recording of version 7 and this Starling reads version 1"),
+        (b"starling-recording 1\n", "holds only the first line"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "events-1.rec"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        read_recording(path)

@@ -1,0 +1,241 @@
+"""Files of trajectories: whole, once, in order; and read again as the groups of a run that replays."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from msgspec import structs
+
+from starling.common.errors import ConfigError
+from starling.common.wire.messages import Prompt, Status, TensorMeta, TrajectoryMeta
+from starling.controller.core.groups.stored import StoredGroup
+from starling.controller.core.records import CompletionsStored, RewardsStored
+from starling.controller.data.load import load_data
+from starling.controller.data.trajectories import FOLDER, INDEX, Trajectories, num_usable, read_file, read_index
+from starling.controller.settings import ControllerProcess
+from starling.controller.shell.outputs.trajectory_writer import TrajectoryFiles, TrajectoryFilesError, TrajectoryWriter
+
+PAGE = Path(__file__).parents[3] / "docs/replay.md"
+
+
+def group(ordinal: int, *, usable: bool = True) -> StoredGroup:
+    prompt = Prompt(id=f"train/0/{ordinal}", text=f"p{ordinal}", metadata={"deep": [1, None]})
+    if not usable:
+        return StoredGroup(ordinal=ordinal, prompt=prompt, problem="odd")
+    one = TrajectoryMeta(status=Status.OK, num_tokens=1, text=f"c{ordinal}", oldest_version=0, newest_version=0)
+    tensors = (TensorMeta(dtype="int32", shape=(2,), nbytes=8, name="x"),)
+    return StoredGroup(
+        ordinal=ordinal,
+        prompt=prompt,
+        trajectories=(one, one),
+        rewards=(1.0, 0.0),
+        components={"s": (1.0, None)},
+        tensors=tensors,
+        buffers=(bytes([ordinal]) * 8,),
+    )
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TrajectoryFiles:
+    return TrajectoryFiles(tmp_path, "run/1")
+
+
+def stored(folder: Path) -> list[list[StoredGroup]]:
+    return [list(read_file(folder / FOLDER, line)) for line in read_index(folder / FOLDER)]
+
+
+def test_files_are_written_beside_whoever_wants_them_in_their_order(files: TrajectoryFiles, tmp_path: Path) -> None:
+    woken = threading.Semaphore(0)
+    writing = TrajectoryWriter(files, woken.release)
+    for step in (1, 2):
+        writing.begin(step, [group(step)])
+    found: list[int] = []
+    while len(found) < 2:
+        assert woken.acquire(timeout=60.0)
+        found += writing.written()
+    assert found == [1, 2]
+    assert stored(tmp_path) == [[group(1)], [group(2)]]
+    writing.close()
+
+
+def test_what_cannot_be_written_is_told_to_whoever_asks(files: TrajectoryFiles, tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("a file where the folder is to be")
+    woken = threading.Semaphore(0)
+    writing = TrajectoryWriter(files, woken.release)
+    writing.begin(1, [group(1)])
+    assert woken.acquire(timeout=60.0)
+    with pytest.raises(TrajectoryFilesError, match="the trajectories of step 1 cannot be written"):
+        writing.written()
+    writing.close()
+
+
+class Announced(list[StoredGroup]):
+    """Groups that tell when they are being written."""
+
+    def __init__(self, groups: Iterable[StoredGroup]) -> None:
+        super().__init__(groups)
+        self.are_read = threading.Event()
+
+    def __iter__(self) -> Iterator[StoredGroup]:
+        self.are_read.set()
+        return super().__iter__()
+
+
+def test_nothing_is_being_written_any_more_after_the_end(files: TrajectoryFiles, tmp_path: Path) -> None:
+    """Whoever takes the run up then looks at the folder, and would cut a line off that is just being written."""
+    groups = Announced(map(group, range(100)))
+    writing = TrajectoryWriter(files, lambda: None)
+    writing.begin(1, groups)
+    assert groups.are_read.wait(60.0)
+    writing.close()
+    assert [line.step for line in read_index(tmp_path / FOLDER)] == [1]
+
+
+def test_what_is_written_is_read_again_also_by_another_decoder(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(0), group(1, usable=False)])
+    files.write(2, [group(2)])
+    assert stored(tmp_path) == [[group(0), group(1, usable=False)], [group(2)]]
+    assert num_usable(tmp_path / FOLDER) == 2
+    plain = msgpack.unpackb((tmp_path / FOLDER / "step-000001.msgpack").read_bytes())
+    assert (plain["format"], plain["run"], plain["step"]) == ("starling-trajectories", "run/1", 1)
+    assert plain["groups"][0]["buffers"] == [b"\0" * 8]
+    assert plain["groups"][1]["problem"] == "odd"
+
+
+def test_the_page_reads_them_as_it_says(
+    files: TrajectoryFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    four = tuple(TensorMeta(dtype="int32", shape=(2,), nbytes=8, name=name) for name in "abcd")
+    buffers = tuple(np.full(2, n, np.int32).tobytes() for n in range(4))
+    files.write(1, [structs.replace(group(0), tensors=four, buffers=buffers)])
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(example, found)
+    assert [found[name].tolist() for name in ("prompt", "tokens", "logprobs", "versions")] == [[n, n] for n in range(4)]
+    assert found["others"] == []
+
+
+def test_a_step_is_written_once_whoever_writes_it(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(0)])
+    before = (tmp_path / FOLDER / "step-000001.msgpack").stat()
+    TrajectoryFiles(tmp_path, "run/1").write(1, [group(0)])
+    after = (tmp_path / FOLDER / "step-000001.msgpack").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert len(read_index(tmp_path / FOLDER)) == 1
+
+
+@examples(deadline=None, max_examples=25)  # each writes to the disk, and waits until it is there
+@given(cut=st.integers(1, 200), has_file=st.booleans())
+def test_a_death_while_writing_loses_nothing(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, has_file: bool
+) -> None:
+    """The second file's line is cut short, or wholly missing; its file may be there or not."""
+    place = tmp_path_factory.mktemp("death")
+    files = TrajectoryFiles(place, "run/1")
+    files.write(1, [group(0)])
+    index = place / FOLDER / INDEX
+    whole = index.stat().st_size
+    files.write(2, [group(1)])
+    with index.open("r+b") as file:
+        file.truncate(whole + cut % (index.stat().st_size - whole))
+    if not has_file:
+        (place / FOLDER / "step-000002.msgpack").unlink()
+    assert stored(place) == [[group(0)]], "whoever reads meanwhile sees what is complete"
+    again = TrajectoryFiles(place, "run/1")
+    again.write(2, [group(1)])
+    again.write(3, [group(2)])
+    assert stored(place) == [[group(0)], [group(1)], [group(2)]]
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("in the way")
+    with pytest.raises(
+        TrajectoryFilesError, match=r"the trajectories of step 1 cannot be written to .*: File exists; make room"
+    ):
+        TrajectoryFiles(tmp_path, "run/1").write(1, [group(0)])
+
+
+def test_damage_is_found_and_named(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(0)])
+    folder = tmp_path / FOLDER
+    [line] = read_index(folder)
+    path = folder / line.file
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(ConfigError, match=r"step-000001.msgpack is not as it was written, by its checksum"):
+        read_file(folder, line)
+    path.unlink()
+    with pytest.raises(ConfigError, match="which the index names: No such file or directory; restore the file"):
+        read_file(folder, line)
+    (folder / INDEX).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"line 1 of .*index.jsonl does not decode"):
+        read_index(folder)
+    with pytest.raises(ConfigError, match="there are no trajectories in it; give the folder trajectories of a run"):
+        read_index(tmp_path)
+
+
+# --- replay --------------------------------------------------------------------------------------------------------
+
+
+def test_steps_take_the_groups_in_order_whatever_files_they_are_in(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(0), group(1, usable=False), group(2)])
+    files.write(2, [group(3, usable=False)])
+    files.write(3, [group(4), group(5), group(6)])
+    found = Trajectories(tmp_path / FOLDER, prompts_per_step=2, first_step=3)
+    assert found.num_groups == 5
+    assert [found.prompt(position).id for position in range(5)] == [f"train/0/{n}" for n in (0, 2, 4, 5, 6)]
+    first, scored, second, _ = found.records(4)
+    assert isinstance(first.record, CompletionsStored)
+    assert isinstance(scored.record, RewardsStored)
+    assert (first.record.key, scored.record.key) == ("t2", "t2")
+    assert (first.payload, second.payload) == ((bytes([4]) * 8,), (bytes([5]) * 8,))
+    assert (scored.record.rewards, scored.record.components) == ((1.0, 0.0), {"s": (1.0, None)})
+    assert len(found.records(5)) == 2, "half a step"
+
+
+def settings(folder: Path, **sections: Any) -> ControllerProcess:
+    tree = {
+        "run": {"kind": "replay"},
+        "data": {"source": f"trajectories:{folder}"},
+        "rl": {"num_steps": 2, "prompts_per_step": 2},
+    }
+    return ControllerProcess.model_validate({**tree, **sections})
+
+
+def test_a_replay_begins_where_its_state_ended(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(n) for n in range(5)])
+    loaded = load_data(settings(tmp_path / FOLDER))
+    assert loaded.trajectories is not None
+    assert loaded.prompts.prompt(3).id == "train/0/3"
+    assert (loaded.plan.replays, loaded.plan.needs_rollouts, loaded.plan.publishes) == (True, False, False)
+    begun = load_data(settings(tmp_path / FOLDER, controller={"begin_version": 1, "begin_prompt": 3}))
+    assert begun.trajectories is not None
+    assert [kept.record.key for kept in begun.trajectories.records(2)[::2]] == ["t3", "t4"]  # type: ignore[union-attr]
+
+
+def test_too_few_groups_for_the_steps(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(n) for n in range(3)])
+    with pytest.raises(ConfigError, match=r"has 3 groups, and 2 steps x 2 prompts need 4; set rl.num_steps = 1"):
+        load_data(settings(tmp_path / FOLDER))
+
+
+def test_fewer_groups_than_one_step_takes(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(0)])
+    with pytest.raises(ConfigError, match=r"has 1 groups, and a step takes 2; set rl.prompts_per_step = 1 or less"):
+        load_data(settings(tmp_path / FOLDER))
+
+
+def test_what_only_answers_has_no_tokens_to_train(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [structs.replace(group(n), tensors=(), buffers=()) for n in range(4)])
+    with pytest.raises(ConfigError, match=r"has texts without their tokens, .* trained; give what a run of"):
+        load_data(settings(tmp_path / FOLDER))

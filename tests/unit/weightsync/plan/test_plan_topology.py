@@ -1,0 +1,320 @@
+"""Distances, topologies from TOML and from a system's files, balance, relays and estimates."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import topologies
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.compact import CompactLayout, check_compact, make_tensor_split
+from starling.weightsync.plan.detection import detect_topology
+from starling.weightsync.plan.estimate import estimate, estimate_fan_out
+from starling.weightsync.plan.fan_out import PUBLISHER, make_fan_out, parts_of, relay_pulls, relayed
+from starling.weightsync.plan.layout import Place, TensorSpec
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.plan.topology import LINKS, Topology, card_numbers, decode_topology, distances
+
+CLUSTER = """
+latency_us = 0
+device_gb_per_s = 1000
+
+[[hosts]]
+name = "node-{}"
+count = 4
+gpus = 4
+numas = 2
+switch = "leaf"
+nics = [{ name = "mlx{}", count = 2, rail = "rail-{}", gb_per_s = 50 }]
+
+[[hosts]]
+name = "box"
+nics = [{ name = "eth0", gb_per_s = 1.25 }]
+"""
+
+
+def columns(
+    name: str, shapes: list[tuple[int, ...]], rows: list[list[tuple[int, int, int]]], places: list[Place]
+) -> CompactLayout:
+    """Tensors of float32, each split by rows: entries are rank, first row, number of rows."""
+    splits = []
+    for shape, entries in zip(shapes, rows, strict=True):
+        ranks = [rank for rank, _, _ in entries]
+        offsets = [[begin, *([0] * (len(shape) - 1))] for _, begin, _ in entries]
+        sizes = [[n, *shape[1:]] for _, _, n in entries]
+        splits.append(make_tensor_split(shape, ranks, offsets, sizes))
+    specs = tuple(TensorSpec(name=f"t{i}", shape=shape, dtype="float32") for i, shape in enumerate(shapes))
+    layout = CompactLayout(name, specs, tuple(places), tuple(splits), np.arange(len(shapes)))
+    check_compact(layout)
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "link"),
+    [
+        (Place(host="node-0", device="cuda:0", numa=0), Place(host="node-0", device="cuda:0", numa=0), "device"),
+        (Place(host="node-0", device="cuda:0", numa=0), Place(host="node-0", device="cuda:1", numa=0), "numa"),
+        (Place(host="node-0", device="cuda:0", numa=0), Place(host="node-0", device="cuda:2", numa=1), "host"),
+        (Place(host="node-0", device="cuda:0"), Place(host="node-0", device="cuda:1"), "host"),
+        (Place(host="node-0", rails=("r0", "r1")), Place(host="node-1", rails=("r1",)), "rail"),
+        (Place(host="node-0", rails=("r0",)), Place(host="node-1", rails=("r1",)), "switch"),
+        (Place(host="node-0"), Place(host="box"), "far"),
+        (Place(host="x"), Place(host="y"), "far"),
+        (Place(), Place(), "far"),
+    ],
+)
+def test_distances(one: Place, other: Place, link: str) -> None:
+    topology = decode_topology(CLUSTER)
+    assert LINKS[distances([one], [other], topology)[0, 0]] == link
+    assert LINKS[distances([other], [one], topology)[0, 0]] == link
+
+
+def test_a_topology_places_its_gpus_and_their_cards() -> None:
+    topology = decode_topology(CLUSTER)
+    places = topology.places()
+    assert len(places) == 17
+    assert places[6] == Place(host="node-1", device="cuda:2", numa=1, rails=("rail-1",))
+    assert places[16] == Place(host="box", device="cpu", numa=0, rails=("",))
+    assert [topology.nic_of(place).name for place in places[:4]] == ["mlx0", "mlx0", "mlx1", "mlx1"]
+    assert topology.nic_of(Place(host="node-9")) is None
+    assert card_numbers([*places[:5], Place(), Place()], topology).tolist() == [0, 0, 1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("hosts = 3", "not a topology"),
+        ("= 3", "not a topology"),
+        ("[[hosts]]\nname='a'\nspeed=3", "unknown field `speed`"),
+        ("nic_gb_per_s = 0", "> 0"),
+        ("[[hosts]]\nname='a'\ncount=2", r"2 of the topology are called 'a'"),
+        ("[[hosts]]\nname='a'\n[[hosts]]\nname='a'", "lists host a twice"),
+        ("[[hosts]]\nname='a{}'\ncount=60000\ngpus=1000", "more than"),
+        ("switches=[{name='s',uplink_gb_per_s=1}]\nhosts=[{name='a'}]", "No host of the topology is on switch s"),
+        ("switches=[{name='s',uplink_gb_per_s=1},{name='s',uplink_gb_per_s=1}]", "switch twice"),
+    ],
+)
+def test_a_broken_topology_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(WeightsError, match=sentence):
+        decode_topology(text).places()
+
+
+def test_this_machine_is_found(tmp_path: Path) -> None:
+    files = {
+        "sys/devices/system/node/node0/x": "",
+        "sys/devices/system/node/node1/x": "",
+        "proc/driver/nvidia/gpus/0000:01:00.0/information": "",
+        "sys/class/net/eth0/speed": "25000",
+        "sys/class/net/eth0/operstate": "up",
+        "sys/class/net/eth0/device/vendor": "",
+        "sys/class/net/eth1/speed": "-1",
+        "sys/class/net/eth1/operstate": "up",
+        "sys/class/net/eth1/device/vendor": "",
+        "sys/class/net/lo/operstate": "up",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (host,) = detect_topology(tmp_path).hosts
+    assert (host.numas, host.gpus) == (2, 1)
+    assert [(nic.name, nic.gb_per_s) for nic in host.nics] == [("eth0", 3.125)]
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (port / "state").write_text("4: ACTIVE\n")
+    (host,) = detect_topology(tmp_path).hosts
+    assert [(nic.name, nic.rail, nic.gb_per_s) for nic in host.nics] == [("mlx5_0:1", "rail-0", 50.0)]
+    assert detect_topology().places()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=8),
+    st.integers(1, 6),
+    st.integers(1, 4),
+)
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_copies_share_the_work_to_within_one_piece(
+    tensors: list[tuple[int, int]], num_copies: int, num_destinations: int
+) -> None:
+    """Whatever the sizes and however many tensors are alike: no copy sends more than one piece more than another."""
+    shapes = [(rows, count) for rows, count in tensors for _ in range(count)]
+    source = columns("p", shapes, [[(r, 0, s[0]) for r in range(num_copies)] for s in shapes], [Place()] * num_copies)
+    wanted = [[(r, 0, s[0] - r % s[0]) for r in range(num_destinations)] for s in shapes]
+    destination = columns("r", shapes, wanted, [Place()] * num_destinations)
+    sent = make_plan(source, destination).pair_bytes.sum(axis=1)
+    assert sent.max() - sent.min() <= max(rows * width for rows, width in shapes) * 4
+
+
+def test_cards_share_the_work_before_ranks_do() -> None:
+    topology = decode_topology(CLUSTER)
+    places = [*topology.places()[:3], topology.places()[4]]  # three ranks on two cards of one host, one on another host
+    shapes = [(8, 3)] * 12
+    source = columns("p", shapes, [[(r, 0, 8) for r in range(4)] for _ in shapes], places)
+    destination = columns("r", shapes, [[(0, 0, 8)] for _ in shapes], [Place(host="elsewhere")])
+    sent = make_plan(source, destination, topology=topology).pair_bytes[:, 0] // 96
+    cards = np.bincount(card_numbers(places, topology), weights=sent)
+    assert sent.sum() == 12
+    assert cards.max() - cards.min() <= 3
+    assert sent.min() > 0
+
+
+def random_replicas(draw: st.DrawFn) -> list[list[Place]]:
+    count, ranks = draw(st.integers(1, 7)), draw(st.integers(1, 2))
+    hosts = [draw(st.sampled_from(["a", "b", "c", ""])) for _ in range(count)]
+    return [[Place(host=host, device=f"cuda:{3 * i + g}") for g in range(ranks)] for i, host in enumerate(hosts)]
+
+
+@given(st.data(), topologies(), st.lists(st.integers(1, 100), max_size=40))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_every_replica_gets_every_bucket_and_the_publisher_sends_one_model(
+    data: st.DataObject, topology: Topology | None, sizes: list[int]
+) -> None:
+    replicas = data.draw(st.composite(random_replicas)())
+    fan_out = make_fan_out(replicas, topology)
+    sizes_array = np.array(sizes, np.int64)
+    orders = [relay_pulls(fan_out, sizes_array, replica) for replica in range(len(replicas))]
+    assert all(sorted(pull.bucket for pull in order) == list(range(len(sizes))) for order in orders)
+    assert sum(sizes[p.bucket] for order in orders for p in order if p.replica == PUBLISHER) == sum(sizes)
+    assert max(fan_out.depth(k, part) for k in range(len(replicas)) for part in range(len(replicas))) <= 3
+    parts = np.bincount(parts_of(sizes_array, len(replicas)), weights=sizes_array, minlength=len(replicas))
+    assert parts.max() - parts.min() <= max(sizes, default=0)
+    # Who follows the order strictly never waits in a circle.
+    done: list[set[int]] = [set() for _ in replicas]
+    progress = True
+    while progress:
+        progress = False
+        for replica, order in enumerate(orders):
+            at = len(done[replica])
+            if at < len(order) and (order[at].replica == PUBLISHER or order[at].bucket in done[order[at].replica]):
+                done[replica].add(order[at].bucket)
+                progress = True
+    assert all(len(got) == len(sizes) for got in done)
+
+
+def ticks(num_replicas: int, num_buckets: int) -> int:
+    """Return after how many ticks all have all, when each link, each way, carries one bucket in a tick."""
+    fan_out = make_fan_out([[Place(host=f"h{k}")] for k in range(num_replicas)])
+    waiting = [list(relay_pulls(fan_out, np.ones(num_buckets, np.int64), k)) for k in range(num_replicas)]
+    has: list[set[int]] = [set() for _ in range(num_replicas)]
+    for tick in itertools.count(1):
+        before = [set(some) for some in has]
+        busy: set[int] = set()
+        for turn in range(num_replicas):
+            replica = (turn + tick) % num_replicas
+            for pull in waiting[replica]:
+                ready = pull.replica == PUBLISHER or pull.bucket in before[pull.replica]
+                if ready and pull.replica not in busy:
+                    busy.add(pull.replica)
+                    waiting[replica].remove(pull)
+                    has[replica].add(pull.bucket)
+                    break
+        if not any(waiting):
+            return tick
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("num_replicas", "num_buckets"), [(1, 64), (2, 64), (4, 64), (8, 64), (8, 256), (16, 256)])
+def test_many_replicas_take_about_as_long_as_one(num_replicas: int, num_buckets: int) -> None:
+    assert num_buckets <= ticks(num_replicas, num_buckets) <= num_buckets + 3 * num_replicas
+
+
+def test_a_part_crosses_between_hosts_once() -> None:
+    replicas = [[Place(host=host, device=f"cuda:{i}")] for i, host in enumerate(["a", "a", "b", "b", "b"])]
+    fan_out = make_fan_out(replicas)
+    for part in range(5):
+        for members in ({0, 1}, {2, 3, 4}):
+            outside = [k for k in members if fan_out.sources[k][part] not in members]
+            assert len(outside) == 1
+    with pytest.raises(WeightsError, match="1 and 2 ranks"):
+        make_fan_out([[Place()], [Place(), Place()]])
+
+
+def test_a_relayed_bucket_comes_from_the_shards_that_it_filled() -> None:
+    source = columns("p", [(8, 2)], [[(0, 0, 3), (1, 3, 5)]], [Place()] * 2)
+    destination = columns("r", [(8, 2)], [[(0, 0, 4), (0, 4, 4)]], [Place()])
+    for bucket in make_plan(source, destination).of_destination(0):
+        again = relayed(bucket)
+        assert again.source_rank == bucket.destination_rank == again.destination_rank
+        assert [t.source_shard for t in again.transfers] == [t.destination_shard for t in bucket.transfers]
+        assert [t.box for t in again.transfers] == [t.box for t in bucket.transfers]
+        assert (again.size_bytes, again.extent_bytes) == (bucket.size_bytes, bucket.extent_bytes)
+
+
+def test_an_estimate_is_the_busiest_link_and_what_cannot_be_hidden() -> None:
+    """2 GB leave two GPUs that share a card of 50 GB/s, into two GPUs of one host with a card each."""
+    topology = decode_topology(CLUSTER)
+    places = topology.places()
+    rows = 250_000_000 // 4
+    source = columns("p", [(2 * rows, 4)], [[(0, 0, rows), (1, rows, rows)]], list(places[:2]))
+    destination = columns("r", [(2 * rows, 4)], [[(0, 0, rows), (1, rows, rows)]], [places[4], places[6]])
+    plan = make_plan(source, destination, topology=topology, bucket_bytes=10_000_000)
+    found = estimate(plan, source.places, destination.places, topology)
+    assert found.total_bytes == found.publisher_bytes == 2_000_000_000
+    assert found.links[0].link == "node-0/mlx0 out"
+    assert found.links[0].seconds == pytest.approx(0.04)
+    assert found.wire_s == pytest.approx(0.04)
+    assert found.pack_s == found.unpack_s == pytest.approx(0.01e9 / 1000e9)
+    assert found.wait_s == 0
+    assert found.seconds == pytest.approx(found.pack_s + found.wire_s + found.unpack_s + found.wait_s)
+    assert found.link_bytes == {**dict.fromkeys(LINKS, 0), "rail": 10**9, "switch": 10**9}
+    assert found.switch_s == pytest.approx(0.001)
+
+
+def test_relays_leave_the_publisher_one_model_to_send() -> None:
+    """A publisher on a slow card: eight replicas take eight times as long each by itself, and little longer relayed."""
+    topology = decode_topology("latency_us=0\n[[hosts]]\nname='h{}'\ncount=9\nnics=[{name='eth',gb_per_s=1}]")
+    places = topology.places()
+    rows = 250_000_000
+    source = columns("p", [(rows, 1)], [[(0, 0, rows)]], [places[0]])
+    one = columns("r", [(rows, 1)], [[(0, 0, rows)]], [places[1]])
+    eight = columns("r", [(rows, 1)], [[(r, 0, rows) for r in range(8)]], list(places[1:]))
+    plan = make_plan(source, one, topology=topology, bucket_bytes=4_000_000)
+    alone = estimate(plan, source.places, one.places, topology)
+    apart = estimate(make_plan(source, eight, topology=topology), source.places, eight.places, topology)
+    replicas = [[place] for place in eight.places]
+    relay = estimate_fan_out(plan, make_fan_out(replicas, topology), source.places, replicas, topology)
+    assert alone.wire_s == pytest.approx(1.0)
+    assert apart.wire_s == pytest.approx(8.0)
+    assert relay.publisher_bytes == alone.publisher_bytes
+    assert relay.total_bytes == 8 * alone.total_bytes
+    assert alone.wire_s < relay.wire_s < 1.1 * alone.wire_s
+
+
+def test_a_narrow_uplink_is_a_link() -> None:
+    topology = decode_topology(
+        "hosts=[{name='a',switch='s'},{name='b',switch='s'},{name='c'}]\n"
+        "switches=[{name='s',uplink_gb_per_s=0.5}]\nnic_gb_per_s=10"
+    )
+    places = topology.places()
+    rows = [[(0, 0, 1000), (1, 1000, 1000)]]
+    source = columns("p", [(2000, 25)], rows, list(places[:2]))
+    far = columns("r", [(2000, 25)], [[(0, 0, 2000)]], [places[2]])
+    near = columns("r", [(2000, 25)], [[(0, 0, 2000)]], [places[1]])
+    busiest = estimate(make_plan(source, far), source.places, far.places, topology).links[0]
+    assert (busiest.link, busiest.num_bytes) == ("s out", 200_000)
+    links = estimate(make_plan(source, near, topology=topology), source.places, near.places, topology).links
+    assert {link.link for link in links} == {"a/cpu card out", "b/cpu card in", "b/cpu device"}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"split_of": np.array([5])}, "has split 5 of 1"),
+        ({"split_of": np.array([0, 0])}, "1 tensors but says of 2"),
+        ({"splits": (make_tensor_split((4,), [0], [[2]], [[3]]),)}, r"rank 0 of p: box \[2:5\] leaves shape"),
+        ({"splits": (make_tensor_split((4,), [1], [[0]], [[4]]),)}, "do not ascend below 1"),
+        ({"splits": (make_tensor_split((5,), [0], [[0]], [[4]]),)}, r"has shape \(4,\), its split \(5,\)"),
+    ],
+)
+def test_broken_columns_are_refused(change: dict[str, object], sentence: str) -> None:
+    spec = TensorSpec(name="t0", shape=(4,), dtype="float32")
+    good = {"splits": (make_tensor_split((4,), [0], [[0]], [[4]]),), "split_of": np.array([0])}
+    layout = CompactLayout("p", (spec,), (Place(),), **{**good, **change})
+    with pytest.raises(WeightsError, match=sentence):
+        make_plan(layout, layout)

@@ -1,0 +1,375 @@
+"""The planner: whatever the splits, every destination element arrives exactly once, and the right one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.boxes import (
+    BoxIndex,
+    contains,
+    cut,
+    first_gap,
+    first_overlap,
+    intersection,
+    meeting_pairs,
+)
+from starling.weightsync.plan.layout import (
+    ITEM_BYTES,
+    Box,
+    Layout,
+    Place,
+    RankLayout,
+    Shard,
+    TensorSpec,
+    aligned,
+    decode_layout,
+    encode,
+    pieces_of,
+)
+from starling.weightsync.plan.planner import Bucket, Plan, Transfer, check_plan, decode_plan, make_plan
+from starling.weightsync.plan.validation import check_buckets
+
+HOSTS = (Place(host="a", device="cuda:0"), Place(host="a", device="cuda:1"), Place(host="b"), Place())
+
+
+def shard(tensor: int, box: Box) -> Shard:
+    return Shard(tensor=tensor, box=box, storage="", offset_bytes=0, strides=(1,) * len(box.size))
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes that tile `shape`: uneven cuts along every dim."""
+    sides = []
+    for n in shape:
+        cuts = sorted(draw(st.sets(st.integers(1, n - 1), max_size=3))) if n > 1 else []
+        sides.append(list(itertools.pairwise([0, *cuts, n])))
+    return [
+        Box(offset=tuple(a for a, _ in spans), size=tuple(b - a for a, b in spans))
+        for spans in itertools.product(*sides)
+    ]
+
+
+@st.composite
+def replicas(draw: st.DrawFn, name: str, specs: tuple[TensorSpec, ...], max_copies: int) -> Layout:
+    """A replica of a few ranks that holds every tensor in some tiling, each box up to `max_copies` times."""
+    num_ranks = draw(st.integers(1, 4))
+    shards: list[list[Shard]] = [[] for _ in range(num_ranks)]
+    for index, spec in enumerate(specs):
+        for box in draw(grids(spec.shape)):
+            ranks = draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=max_copies))
+            for rank in ranks:
+                shards[rank].append(shard(index, box))
+    places = [draw(st.sampled_from(HOSTS)) for _ in shards]
+    ranks = tuple(RankLayout(place=p, shards=tuple(held)) for p, held in zip(places, shards, strict=True))
+    return Layout(replica=name, tensors=specs, ranks=ranks)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
+    shapes = draw(
+        st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 8, 11]), max_size=3).map(tuple), min_size=1, max_size=3)
+    )
+    specs = tuple(
+        TensorSpec(name=f"t{i}", shape=shape, dtype=draw(st.sampled_from(["uint8", "bfloat16", "float32", "int64"])))
+        for i, shape in enumerate(shapes)
+    )
+    return draw(replicas("policy-0", specs, 3)), draw(replicas("rollout-0", specs, 2))
+
+
+def carry_out(plan: Plan, source: Layout, destination: Layout) -> None:
+    """Move every element by the plan; assert that each arrives once and is the right one."""
+    whole = [np.arange(int(np.prod(s.shape, dtype=int))).reshape(s.shape) for s in destination.tensors]
+
+    def part(array: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
+        spans = zip(outer.offset, inner.offset, inner.size, strict=True)
+        return array[(..., *(slice(b - o, b - o + n) for o, b, n in spans))]
+
+    def origin(shape: tuple[int, ...]) -> Box:
+        return Box(offset=(0,) * len(shape), size=shape)
+
+    held = [[part(whole[s.tensor], origin(whole[s.tensor].shape), s.box) for s in rank.shards] for rank in source.ranks]
+    got = [[np.full(s.box.size, -1) for s in rank.shards] for rank in destination.ranks]
+    for bucket in plan.buckets:
+        for move in bucket.transfers:
+            sent = source.ranks[bucket.source_rank].shards[move.source_shard]
+            into = destination.ranks[bucket.destination_rank].shards[move.destination_shard]
+            target = got[bucket.destination_rank][move.destination_shard]
+            spot = part(target, into.box, move.box)
+            assert (spot == -1).all(), "an element was delivered twice"
+            spot[...] = part(held[bucket.source_rank][move.source_shard], sent.box, move.box)
+    for rank, arrays in zip(destination.ranks, got, strict=True):
+        for wanted, array in zip(rank.shards, arrays, strict=True):
+            np.testing.assert_array_equal(
+                array, part(whole[wanted.tensor], origin(whole[wanted.tensor].shape), wanted.box)
+            )
+
+
+@given(pairs(), st.integers(64, 400))
+@settings(max_examples=200, deadline=None)
+def test_every_destination_element_arrives_once(pair: tuple[Layout, Layout], bucket_bytes: int) -> None:
+    source, destination = pair
+    plan = make_plan(source, destination, bucket_bytes=bucket_bytes)
+    carry_out(plan, source, destination)
+    needed = [[piece.size_bytes for piece in pieces_of(destination, rank)] for rank in range(len(destination.ranks))]
+    assert plan.total_bytes == sum(map(sum, needed))
+    pieces = {rank: pieces_of(source, rank) for rank in range(len(source.ranks))}
+    for rank, sizes in enumerate(needed):
+        check_plan(plan, pieces, destination, rank)
+        buckets = plan.of_destination(rank)
+        assert all(0 < bucket.extent_bytes <= bucket_bytes for bucket in buckets)
+        assert plan.peak_staging_bytes >= sum(map(aligned, sizes)) + max((b.extent_bytes for b in buckets), default=0)
+
+
+@given(pairs())
+@settings(max_examples=50, deadline=None)
+def test_plans_are_deterministic_and_travel(pair: tuple[Layout, Layout]) -> None:
+    source, destination = pair
+    plan = make_plan(source, destination, bucket_bytes=256)
+    again = make_plan(decode_layout(encode(source)), decode_layout(encode(destination)), bucket_bytes=256)
+    assert encode(plan) == encode(again)
+    assert decode_plan(encode(plan)) == plan
+
+
+def shifted(move: Transfer) -> tuple[Transfer, ...]:
+    offset = (move.box.offset[0] + 1, *move.box.offset[1:])
+    return (msgspec.structs.replace(move, box=Box(offset=offset, size=move.box.size)),)
+
+
+def shortened(move: Transfer) -> tuple[Transfer, ...]:
+    size = (move.box.size[0] - 1, *move.box.size[1:])
+    return (msgspec.structs.replace(move, box=Box(offset=move.box.offset, size=size)),)
+
+
+MUTATIONS: dict[str, Callable[[Transfer], tuple[Transfer, ...]]] = {
+    "dropped": lambda move: (),
+    "doubled": lambda move: (move, move),
+    "shifted": shifted,
+    "shortened": shortened,
+    "other source": lambda move: (msgspec.structs.replace(move, source_shard=move.source_shard + 1),),
+    "other destination": lambda move: (msgspec.structs.replace(move, destination_shard=move.destination_shard + 1),),
+    "negative shard": lambda move: (msgspec.structs.replace(move, source_shard=-1),),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@given(pairs(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_mutated_plan_is_detected(mutation: str, pair: tuple[Layout, Layout], data: st.DataObject) -> None:
+    source, destination = pair
+    plan = make_plan(source, destination, bucket_bytes=128)
+    spots = [
+        (b, t) for b, bucket in enumerate(plan.buckets) for t, move in enumerate(bucket.transfers) if move.box.size
+    ]
+    if not spots:
+        return
+    at, index = data.draw(st.sampled_from(spots))
+    bucket: Bucket = plan.buckets[at]
+    moves = (*bucket.transfers[:index], *MUTATIONS[mutation](bucket.transfers[index]), *bucket.transfers[index + 1 :])
+    buckets = list(plan.buckets)
+    buckets[at] = msgspec.structs.replace(bucket, transfers=moves)
+    mine = [other for other in buckets if other.destination_rank == bucket.destination_rank]
+    pieces = {rank: pieces_of(source, rank) for rank in range(len(source.ranks))}
+    with pytest.raises(WeightsError):
+        check_buckets(mine, pieces, destination, bucket.destination_rank, names=(plan.source, plan.destination))
+
+
+def whole(name: str, shape: tuple[int, ...], *, dtype: str = "float32", rows: tuple[int, ...] = ()) -> Layout:
+    """One tensor, its rows split among as many ranks as `rows` has entries, or whole on one rank."""
+    spec = TensorSpec(name="w", shape=shape, dtype=dtype)
+    begins = list(itertools.accumulate(rows, initial=0)) if rows else [0, shape[0]]
+    ranks = tuple(
+        RankLayout(place=Place(), shards=(shard(0, Box(offset=(a, 0), size=(b - a, shape[1]))),))
+        for a, b in itertools.pairwise(begins)
+    )
+    return Layout(replica=name, tensors=(spec,), ranks=ranks)
+
+
+def test_missing_bytes_are_named() -> None:
+    with pytest.raises(WeightsError, match=r"Tensor w: no rank of policy-0 holds box \[4:6, 0:3\]"):
+        make_plan(whole("policy-0", (6, 3), rows=(2, 2)), whole("rollout-0", (6, 3)))
+
+
+def test_overlapping_source_boxes_are_named() -> None:
+    source = whole("policy-0", (6, 3), rows=(3, 3))
+    overlapping = RankLayout(place=Place(), shards=(shard(0, Box(offset=(2, 0), size=(2, 3))),))
+    source = msgspec.structs.replace(source, ranks=(*source.ranks, overlapping))
+    with pytest.raises(WeightsError, match=r"Tensor w: box \[2:3, 0:3\] lies in two different shards of policy-0"):
+        make_plan(source, whole("rollout-0", (6, 3)))
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (whole("rollout-0", (6, 4)), r"w is float32 \(6, 4\) in rollout-0 but float32 \(6, 3\) in policy-0"),
+        (whole("rollout-0", (6, 3), dtype="bfloat16"), "w is bfloat16 .* but float32"),
+    ],
+)
+def test_unlike_tensors_are_named(other: Layout, sentence: str) -> None:
+    with pytest.raises(WeightsError, match=sentence):
+        make_plan(whole("policy-0", (6, 3)), other)
+
+
+def test_an_unknown_tensor_is_named() -> None:
+    source = msgspec.structs.replace(
+        whole("policy-0", (6, 3)), tensors=(TensorSpec(name="v", shape=(6, 3), dtype="float32"),)
+    )
+    with pytest.raises(WeightsError, match="Tensor w of rollout-0 is unknown to policy-0"):
+        make_plan(source, whole("rollout-0", (6, 3)))
+
+
+def test_the_nearest_source_serves_then_the_least_busy() -> None:
+    specs = tuple(TensorSpec(name=f"t{i}", shape=(8,), dtype="float32") for i in range(4))
+    shards = tuple(shard(i, Box(offset=(0,), size=(8,))) for i in range(4))
+    far, near, nearer = Place(host="b"), Place(host="a", device="cuda:1"), Place(host="a", device="cuda:0")
+
+    def sent(*places: Place) -> list[int]:
+        source = Layout(replica="p", tensors=specs, ranks=tuple(RankLayout(place=p, shards=shards) for p in places))
+        destination = Layout(replica="r", tensors=specs, ranks=(RankLayout(place=nearer, shards=shards),))
+        buckets = make_plan(source, destination).buckets
+        return [sum(b.size_bytes for b in buckets if b.source_rank == rank) // 32 for rank in range(len(places))]
+
+    assert sent(far, near, nearer) == [0, 0, 4]
+    assert sent(far, near, far) == [0, 4, 0]
+    assert sent(near, far, near) == [2, 0, 2]
+    assert sent(far, Place(), far, far) == [1, 1, 1, 1]
+
+
+def tied(name: str, owner: str, other: str | None, *, same: bool) -> Layout:
+    specs = [TensorSpec(name=owner, shape=(4,), dtype="float32")]
+    shards = [shard(0, Box(offset=(0,), size=(4,)))]
+    if other is not None:
+        specs.append(TensorSpec(name=other, shape=(4,), dtype="float32", same_as=owner if same else ""))
+        if not same:
+            shards.append(shard(1, Box(offset=(0,), size=(4,))))
+    return Layout(replica=name, tensors=tuple(specs), ranks=(RankLayout(place=Place(), shards=tuple(shards)),))
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "num_bytes"),
+    [
+        (tied("p", "embed", "head", same=True), tied("r", "embed", "head", same=True), 16),
+        (tied("p", "embed", "head", same=True), tied("r", "head", "embed", same=True), 16),
+        (tied("p", "embed", "head", same=True), tied("r", "embed", "head", same=False), 32),
+        (tied("p", "embed", "head", same=True), tied("r", "head", None, same=False), 16),
+        (tied("p", "embed", None, same=False), tied("r", "head", "embed", same=True), 16),
+        (tied("p", "embed", "head", same=False), tied("r", "head", None, same=False), 16),
+    ],
+)
+def test_either_name_of_tied_tensors_is_delivered(source: Layout, destination: Layout, num_bytes: int) -> None:
+    plan = make_plan(source, destination)
+    check_plan(plan, {0: pieces_of(source, 0)}, destination, 0)
+    assert plan.total_bytes == num_bytes
+
+
+def test_two_tensors_cannot_fill_one_memory() -> None:
+    with pytest.raises(WeightsError, match="embed and head in one memory"):
+        make_plan(tied("p", "embed", "head", same=False), tied("r", "embed", "head", same=True))
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 63, (1 << 30) + 1])
+def test_buckets_are_bounded(bucket_bytes: int) -> None:
+    with pytest.raises(WeightsError, match=f"bucket_bytes is {bucket_bytes}, expected 64 to"):
+        make_plan(whole("p", (2, 2)), whole("r", (2, 2)), bucket_bytes=bucket_bytes)
+
+
+def broken(**changes: object) -> Layout:
+    layout = whole("policy-0", (6, 3))
+    return msgspec.structs.replace(layout, **changes)
+
+
+def with_shard(**changes: object) -> Layout:
+    changed = msgspec.structs.replace(shard(0, Box(offset=(0, 0), size=(6, 3))), **changes)
+    return broken(ranks=(RankLayout(place=Place(), shards=(changed,)),))
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        (broken(tensors=(TensorSpec(name="w", shape=(6, 3), dtype="float32"),) * 2), "twice"),
+        (broken(tensors=(TensorSpec(name="w", shape=(6, 3), dtype="float33"),)), "element type float33"),
+        (broken(tensors=(TensorSpec(name="w", shape=(-6, 3), dtype="float32"),)), "negative shape"),
+        (broken(tensors=(TensorSpec(name="w", shape=(6, 3), dtype="float32", same_as="x"),)), "tied to x"),
+        (with_shard(tensor=1), "names tensor 1 of 1"),
+        (with_shard(box=Box(offset=(1, 0), size=(6, 3))), "leaves shape"),
+        (with_shard(box=Box(offset=(0,), size=(6,))), "does not fit"),
+        (with_shard(offset_bytes=2), "negative or broken offset"),
+        (with_shard(strides=(-3, 1)), "negative or broken offset"),
+    ],
+)
+def test_a_broken_layout_is_refused(layout: Layout, sentence: str) -> None:
+    with pytest.raises(WeightsError, match=sentence):
+        decode_layout(encode(layout))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", encode(HOSTS[0])])
+def test_garbage_is_no_layout(data: bytes) -> None:
+    with pytest.raises(WeightsError, match="not a Layout"):
+        decode_layout(data)
+
+
+boxes_in_8 = st.tuples(st.integers(0, 7), st.integers(1, 8)).map(lambda s: (s[0], min(s[1], 8 - s[0])))
+
+
+@st.composite
+def small_boxes(draw: st.DrawFn) -> Box:
+    sides = [draw(boxes_in_8) for _ in range(2)]
+    return Box(offset=tuple(a for a, _ in sides), size=tuple(n for _, n in sides))
+
+
+def cells(box: Box) -> set[tuple[int, ...]]:
+    return set(itertools.product(*(range(a, a + n) for a, n in zip(box.offset, box.size, strict=True))))
+
+
+@given(small_boxes(), small_boxes())
+def test_intersection_is_that_of_the_elements(a: Box, b: Box) -> None:
+    shared = intersection(a, b)
+    assert (cells(shared) if shared else set()) == cells(a) & cells(b)
+    assert contains(a, b) == (cells(b) <= cells(a))
+
+
+@given(small_boxes(), st.integers(1, 20))
+def test_cut_parts_make_up_the_box(box: Box, limit: int) -> None:
+    parts = list(cut(box, limit))
+    assert sorted(cell for part in parts for cell in cells(part)) == sorted(cells(box))
+    assert max(part.volume for part in parts) <= limit
+
+
+@given(small_boxes(), st.lists(small_boxes(), max_size=6))
+def test_a_gap_is_uncovered_and_found(box: Box, covers: list[Box]) -> None:
+    open_cells = cells(box).difference(*map(cells, covers))
+    gap = first_gap(box, covers)
+    assert (gap is None) == (not open_cells)
+    assert gap is None or cells(gap) <= open_cells
+
+
+def corners(boxes: list[Box]) -> tuple[np.ndarray, np.ndarray]:
+    begin = np.array([box.offset for box in boxes])
+    return begin, begin + np.array([box.size for box in boxes])
+
+
+@given(st.lists(small_boxes(), min_size=1, max_size=12, unique=True), small_boxes())
+def test_the_sweep_finds_what_all_pairs_find(boxes: list[Box], box: Box) -> None:
+    index = BoxIndex(boxes)
+    assert {index.boxes[i]: shared for i, shared in index.meeting(box)} == {
+        other: shared for other in boxes if (shared := intersection(other, box))
+    }
+    begin, end = corners(boxes)
+    pairs = [(i, j) for i, j in itertools.product(range(len(boxes)), repeat=2) if cells(boxes[i]) & cells(boxes[j])]
+    assert list(zip(*(found.tolist() for found in meeting_pairs(begin, end, begin, end)), strict=True)) == pairs
+    overlap = first_overlap(begin, end)
+    assert overlap in pairs if overlap else all(i == j for i, j in pairs)
+    apart = np.arange(len(boxes))
+    assert first_overlap(begin, end, apart) is None
+
+
+def test_item_sizes_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    assert {name: getattr(torch, name).itemsize for name in ITEM_BYTES} == ITEM_BYTES

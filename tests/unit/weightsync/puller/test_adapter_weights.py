@@ -1,0 +1,83 @@
+"""A LoRA adapter is a stream of versions of its own: small, and independent of the base's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.compact import to_compact
+from starling.weightsync.plan.layout import decode_layout, encode, join_ranks
+from starling.weightsync.plan.planner import PlanCache, make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.tensors.modules import layout_of
+
+DEADLINE_S = 20.0
+RANK, WIDTH = 4, 64
+PREFIX = "base_model.model.layers.0.q_proj"
+Tensors = dict[str, torch.Tensor]
+
+
+def base() -> Tensors:
+    return {"layers.0.q_proj.weight": torch.randn(WIDTH, WIDTH)}
+
+
+def adapter() -> Tensors:
+    return {f"{PREFIX}.lora_A.weight": torch.randn(RANK, WIDTH), f"{PREFIX}.lora_B.weight": torch.randn(WIDTH, RANK)}
+
+
+class Stream:
+    """A publisher and a puller of the same tensors."""
+
+    def __init__(self, trained: Tensors) -> None:
+        self.live = {key: torch.zeros_like(tensor) for key, tensor in trained.items()}
+        source, destination = layout_of(trained, "trainer"), layout_of(self.live, "engine")
+        self.plan = make_plan(source, destination)
+        self.publisher, self.puller = Publisher(source, transport="tcp"), Puller(destination)
+
+    def bring(self, version: int, trained: Tensors) -> int:
+        """Bring a version to the engine; return how many bytes that took."""
+        offer = self.publisher.publish(version, trained)
+        report = self.puller.pull(offer, self.plan, deadline_s=DEADLINE_S)
+        self.puller.switch(self.live)
+        assert self.puller.attest(self.live, offer) == offer.root
+        return report.size_bytes
+
+    def close(self) -> None:
+        self.puller.close()
+        self.publisher.close()
+
+
+def test_adapters_and_base_have_versions_of_their_own() -> None:
+    whole, first = base(), adapter()
+    below, above = Stream(whole), Stream(first)
+    assert below.bring(0, whole) == WIDTH * WIDTH * 4
+    for version in range(1, 4):
+        newest = adapter()
+        assert above.bring(version, newest) == 2 * RANK * WIDTH * 4, "only the adapter travels"
+    assert (below.puller.version, above.puller.version) == (0, 3)
+    assert all(torch.equal(above.live[key], tensor) for key, tensor in newest.items())
+    assert all(torch.equal(below.live[key], tensor) for key, tensor in whole.items())
+    below.close()
+    above.close()
+
+
+def test_adapters_go_only_to_replicas_with_the_same_base() -> None:
+    tensors = adapter()
+    source = layout_of(tensors, "trainer", base="one")
+    same, other = layout_of(tensors, "engine", base="one"), layout_of(tensors, "engine", base="two")
+    assert decode_layout(encode(source)) == source
+    plans, compact = PlanCache(), to_compact(other)
+    assert plans.plan(source, same).total_bytes == 2 * RANK * WIDTH * 4
+    assert to_compact(same).digest != compact.digest
+    for refused in (other, compact, layout_of(tensors, "engine")):
+        with pytest.raises(WeightsError, match="engine has its adapters on other weights than trainer, or scales them"):
+            plans.plan(source, refused)
+
+
+def test_the_ranks_of_a_replica_have_one_base() -> None:
+    parts = [layout_of({f"{PREFIX}.{n}": torch.ones(2)}, "engine", base="one") for n in range(2)]
+    assert join_ranks("engine", parts).base == "one"
+    with pytest.raises(WeightsError, match="The ranks of engine have their adapters on different weights"):
+        join_ranks("engine", [parts[0], layout_of(adapter(), "engine", base="two")])

@@ -1,0 +1,252 @@
+"""Weights between real processes, over both transports, with every kind of bad luck."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import torch
+from weights_peers import ANSWER_S, BUCKET_BYTES, Source, blank, die_reading, same, source, weights
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.layout import encode
+from starling.weightsync.plan.offer import Offer, Transport
+from starling.weightsync.plan.planner import Plan, make_plan
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.tensors.modules import layout_of
+from starling.weightsync.transports.nixl.agent import has_nixl
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module", params=["ucx", "local", "tcp", "nixl"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    if request.param == "ucx":
+        pytest.importorskip("ucxx")
+    if request.param == "nixl" and not has_nixl():
+        pytest.skip("NIXL is not installed")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def peer(transport: Transport) -> Iterator[Source]:
+    with source(transport) as running:
+        yield running
+        assert running.end() == 0
+
+
+class Rollout:
+    """A destination in this process."""
+
+    def __init__(self, peer: Source) -> None:
+        self.tensors = blank()
+        layout = layout_of(self.tensors, "rollout-0")
+        self.plan: Plan = make_plan(peer.layout, layout, bucket_bytes=BUCKET_BYTES)
+        self.puller = Puller(layout)
+
+    def pull(self, offer: Offer, deadline_s: float = ANSWER_S, cancelled: Callable[[], bool] = lambda: False) -> None:
+        self.puller.pull(offer, self.plan, deadline_s=deadline_s, cancelled=cancelled)
+
+    def adopt(self, offer: Offer) -> None:
+        self.pull(offer)
+        self.puller.switch(self.tensors)
+
+    def halfway(self, act: Callable[[], object]) -> Callable[[], bool]:
+        """A question that does `act` once, when some buckets have arrived and others have not."""
+        done: list[object] = []
+
+        def asked() -> bool:
+            if not done and self.puller._staging is not None and self.puller._staging.any():
+                done.append(act())
+            return False
+
+        return asked
+
+
+@pytest.fixture
+def rollout(peer: Source) -> Iterator[Rollout]:
+    made = Rollout(peer)
+    yield made
+    made.puller.close()
+
+
+def shared_files() -> set[str]:
+    """Names in /dev/shm that could be ours."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("ucx", "starling"))}
+
+
+def test_every_version_arrives_bit_for_bit(peer: Source, rollout: Rollout) -> None:
+    assert rollout.puller.state == "stale"
+    for _ in range(3):
+        offer = peer.publish()
+        rollout.pull(offer)
+        assert (rollout.puller.state, rollout.puller.version) == ("staged", offer.version - 1 if _ else -1)
+        assert rollout.puller.switch(rollout.tensors) == offer.version == rollout.puller.version
+        assert rollout.puller.state == "current"
+        assert same(rollout.tensors, weights(offer.version))
+        assert rollout.puller.attest(rollout.tensors, offer) == offer.root
+
+
+def test_attest_sees_a_single_flipped_bit(peer: Source, rollout: Rollout) -> None:
+    offer = peer.publish()
+    rollout.adopt(offer)
+    rollout.tensors["counts"][77] ^= 1
+    assert rollout.puller.attest(rollout.tensors, offer) != offer.root
+
+
+def test_the_report_says_what_was_moved(peer: Source, transport: Transport, rollout: Rollout) -> None:
+    report = rollout.puller.pull(peer.publish(), rollout.plan, deadline_s=ANSWER_S)
+    assert (report.transport, report.size_bytes) == (transport, rollout.plan.total_bytes)
+    assert report.num_buckets == len(rollout.plan.buckets) > 10
+
+
+def test_a_wrong_token_is_refused(peer: Source, rollout: Rollout) -> None:
+    offer = peer.publish()
+    forged = msgspec.structs.replace(offer.ranks[0], token="0" * 32)
+    with pytest.raises(WeightsError, match=r"token for snapshot .* is wrong"):
+        rollout.pull(msgspec.structs.replace(offer, ranks=(forged,)))
+    assert rollout.puller.state == "stale"
+    rollout.adopt(offer)
+    assert same(rollout.tensors, weights(offer.version))
+
+
+def test_an_overwritten_version_is_refused(peer: Source, rollout: Rollout) -> None:
+    old = peer.publish()
+    peer.publish()
+    newest = peer.publish()
+    with pytest.raises(WeightsError, match="not to be had any more"):
+        rollout.pull(old)
+    rollout.adopt(newest)
+    assert rollout.puller.attest(rollout.tensors, newest) == newest.root
+
+
+def test_a_root_that_does_not_follow_is_noticed(peer: Source, rollout: Rollout) -> None:
+    offer = peer.publish()
+    rollout.adopt(offer)
+    offer = peer.publish()
+    rank = msgspec.structs.replace(offer.ranks[0], root="0" * 32)
+    with pytest.raises(WeightsError, match="does not follow from its ranks"):
+        rollout.pull(msgspec.structs.replace(offer, ranks=(rank,)))
+    assert same(rollout.tensors, weights(offer.version - 1))
+
+
+def test_a_cancelled_pull_leaves_the_old_version(peer: Source, rollout: Rollout) -> None:
+    offer = peer.publish()
+    rollout.adopt(offer)
+    newer = peer.publish()
+    with pytest.raises(WeightsError, match="Cancelled while"):
+        rollout.pull(newer, cancelled=lambda: True)
+    assert (rollout.puller.state, rollout.puller.version) == ("stale", offer.version)
+    assert same(rollout.tensors, weights(offer.version))
+    rollout.adopt(newer)
+    assert same(rollout.tensors, weights(newer.version))
+
+
+def test_one_pull_at_a_time(peer: Source, rollout: Rollout) -> None:
+    offer = peer.publish()
+
+    def again() -> None:
+        with pytest.raises(WeightsError, match="Another pull"):
+            rollout.pull(offer)
+
+    rollout.pull(offer, cancelled=rollout.halfway(again))
+    assert rollout.puller.state == "staged"
+
+
+def test_a_leased_snapshot_stands_still_while_others_are_published(peer: Source, rollout: Rollout) -> None:
+    offer = peer.publish()
+    rollout.pull(offer, cancelled=rollout.halfway(lambda: [peer.publish() for _ in range(3)]))
+    rollout.puller.switch(rollout.tensors)
+    assert same(rollout.tensors, weights(offer.version))
+
+
+def test_a_reader_killed_in_mid_read_disturbs_nobody(peer: Source, rollout: Rollout) -> None:
+    offer = peer.publish()
+    victim = mp.get_context("spawn").Process(target=die_reading, args=(encode(peer.layout), encode(offer)))
+    victim.start()
+    victim.join(ANSWER_S)
+    assert victim.exitcode == -signal.SIGKILL
+    for _ in range(3):  # both slots, more than once: a lease that outlived its holder would block
+        newest = peer.publish()
+        rollout.adopt(newest)
+        assert same(rollout.tensors, weights(newest.version))
+
+
+def test_nobody_can_take_from_ucx_what_keeps_a_source_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ucxx")
+    monkeypatch.setenv("UCX_RCACHE_ENABLE", "n")  # a source without it is a null pointer from its reader's death
+    with source("ucx") as peer:
+        rollout = Rollout(peer)
+        test_a_reader_killed_in_mid_read_disturbs_nobody(peer, rollout)
+        rollout.puller.close()
+        assert peer.end() == 0
+
+
+def test_a_slow_reader_is_revoked(transport: Transport) -> None:
+    with source(transport, read_timeout_s=0.02) as peer:
+        slow, slower = Rollout(peer), Rollout(peer)
+        first = peer.publish()
+        second: list[Offer] = []
+
+        def hold_both() -> None:
+            second.append(peer.publish())
+            slower.pull(second[0], cancelled=slower.halfway(peer.publish))
+
+        with pytest.raises(WeightsError, match="was revoked while it was read"):
+            slow.pull(first, cancelled=slow.halfway(hold_both))
+        assert slow.puller.state == "stale"
+        slower.puller.switch(slower.tensors)
+        assert same(slower.tensors, weights(second[0].version))
+        slow.adopt(peer.publish())
+        assert same(slow.tensors, weights(peer.version))
+        for each in (slow, slower):
+            each.puller.close()
+
+
+def test_a_source_that_stops_or_dies_in_mid_read() -> None:
+    pytest.importorskip("ucxx")
+    before = shared_files()
+    with source("ucx") as peer:
+        rollout = Rollout(peer)
+        first = peer.publish()
+        rollout.adopt(first)
+        with pytest.raises(WeightsError, match=r"The deadline of 0\.5 s passed"):
+            rollout.pull(peer.publish(), 0.5, rollout.halfway(lambda: peer.signal(signal.SIGSTOP)))
+        assert (rollout.puller.state, rollout.puller.version) == ("stale", first.version)
+        assert same(rollout.tensors, weights(first.version))
+        peer.signal(signal.SIGCONT)
+        second = peer.publish()
+        rollout.adopt(second)
+        with pytest.raises(WeightsError, match=r"connection to .* broke"):
+            rollout.pull(peer.publish(), ANSWER_S, rollout.halfway(lambda: peer.signal(signal.SIGKILL)))
+        assert same(rollout.tensors, weights(second.version))
+        with pytest.raises(WeightsError, match=r"connection to .* broke|No connection"):
+            rollout.pull(second)
+        rollout.puller.close()
+    assert shared_files() <= before
+
+
+def test_shared_memory_outlives_its_source() -> None:
+    before = shared_files()
+    with source("local") as peer:
+        rollout = Rollout(peer)
+        stopped = peer.publish()
+        rollout.pull(stopped, cancelled=rollout.halfway(lambda: peer.signal(signal.SIGSTOP)))
+        rollout.puller.switch(rollout.tensors)
+        assert same(rollout.tensors, weights(stopped.version))
+        peer.signal(signal.SIGCONT)
+        orphan = peer.publish()
+        rollout.pull(
+            orphan, cancelled=rollout.halfway(lambda: (peer.signal(signal.SIGKILL), peer.process.join(ANSWER_S)))
+        )
+        rollout.puller.switch(rollout.tensors)
+        assert same(rollout.tensors, weights(orphan.version))
+        rollout.puller.close()
+        with pytest.raises(WeightsError, match="did its process end"):
+            rollout.pull(orphan)
+    assert shared_files() <= before

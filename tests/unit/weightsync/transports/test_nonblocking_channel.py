@@ -1,0 +1,132 @@
+"""Messages over a socket that never waits: whole, in order, whatever the pieces that they come in."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from starling.common.errors import WeightsError
+from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
+
+LONGEST = 1 << 20
+WAIT_MS = 20_000
+
+
+def messages_of(line: NonBlockingChannel, num: int) -> list[tuple[int, bytes]]:
+    """Receive so many messages."""
+    found: list[tuple[int, bytes]] = []
+    poller = select.poll()
+    poller.register(line, select.POLLIN)
+    while len(found) < num:
+        assert poller.poll(WAIT_MS), "nothing arrives"
+        found += line.receive()
+    return found
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[NonBlockingChannel, socket.socket]]:
+    ours, theirs = tcp_pair()
+    line = NonBlockingChannel(ours, LONGEST)
+    yield line, theirs
+    line.close()
+    theirs.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname(), timeout=20)
+        return ours, listener.accept()[0]
+
+
+def framed(kind: int, body: bytes) -> bytes:
+    return struct.pack("<IB", len(body), kind) + body
+
+
+@given(
+    messages=st.lists(st.tuples(st.integers(0, 255), st.binary(max_size=200)), min_size=1, max_size=20),
+    cuts=st.lists(st.integers(1, 300), min_size=1),
+)
+def test_messages_arrive_whole_and_in_order(messages: list[tuple[int, bytes]], cuts: list[int]) -> None:
+    ours, theirs = tcp_pair()
+    line = NonBlockingChannel(ours, LONGEST)
+    stream = b"".join(framed(kind, body) for kind, body in messages)
+    found: list[tuple[int, bytes]] = []
+    with theirs:
+        begin = 0
+        while begin < len(stream):
+            cut = cuts[begin % len(cuts)]
+            theirs.sendall(stream[begin : begin + cut])
+            found += line.receive()
+            begin += cut
+        found += messages_of(line, len(messages) - len(found))
+    line.close()
+    assert found == messages
+
+
+def test_what_the_socket_does_not_take_at_once_follows(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
+    line, theirs = pair
+    bodies = [bytes([number]) * LONGEST for number in range(16)]
+    for body in bodies:
+        line.send(7, body)
+    assert line.events & select.POLLOUT, "the socket has taken 16 MiB that nobody has read"
+    other = NonBlockingChannel(theirs, LONGEST)
+    found: list[tuple[int, bytes]] = []
+    while len(found) < len(bodies):
+        line.flush()
+        found += messages_of(other, 1)
+    assert found == [(7, body) for body in bodies]
+    assert line.events == select.POLLIN
+
+
+def test_what_was_sent_before_a_hang_up_is_returned_first(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
+    line, theirs = pair
+    theirs.sendall(framed(1, b"last words") + b"\0")
+    theirs.close()
+    assert messages_of(line, 1) == [(1, b"last words")]
+    with pytest.raises(ConnectionError):
+        line.receive()
+
+
+def test_a_message_that_is_too_long_is_not_taken(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
+    line, theirs = pair
+    theirs.sendall(struct.pack("<IB", LONGEST + 1, 0))
+    with pytest.raises(WeightsError, match=rf"{LONGEST + 1} bytes; at most {LONGEST}"):
+        messages_of(line, 1)
+
+
+def test_what_is_sent_while_connecting_follows() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        line = NonBlockingChannel.dial(listener.getsockname(), LONGEST)
+        line.send(3, b"early")
+        theirs, _ = listener.accept()
+        with theirs:
+            poller = select.poll()
+            poller.register(line, select.POLLOUT)
+            assert poller.poll(WAIT_MS)
+            line.flush()
+            assert theirs.recv(10, socket.MSG_WAITALL) == framed(3, b"early")
+        line.close()
+
+
+def test_nobody_there_is_an_error_of_the_next_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    line = NonBlockingChannel.dial(address, LONGEST)
+    poller = select.poll()
+    poller.register(line, select.POLLIN)
+    assert poller.poll(WAIT_MS)
+    with pytest.raises(OSError):
+        line.receive()
+    line.close()
+    line.close()
+
+
+def test_no_such_host() -> None:
+    with pytest.raises(WeightsError, match=r"No connection to nowhere\.invalid:1"):
+        NonBlockingChannel.dial(("nowhere.invalid", 1), LONGEST)

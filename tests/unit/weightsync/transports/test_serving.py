@@ -1,0 +1,312 @@
+"""What strangers may say to a source, and a source to a reader: nothing that ends either of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+from transport_peers import ANSWER_S, Held, Reader, content, held, landing, piece, reader, served_transports
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.layout import ShardPiece
+from starling.weightsync.plan.moves import MAX_TRANSFERS
+from starling.weightsync.plan.offer import RankOffer, Transport
+from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
+from starling.weightsync.transports.messages import (
+    LENGTH,
+    REQUEST_BYTES,
+    OpenSnapshot,
+    ReadBoxes,
+    SourceAnswer,
+    decode_answer,
+    decode_request,
+    encode_message,
+    refusal,
+    with_checksum,
+    with_length,
+)
+from starling.weightsync.transports.nixl.agent import has_nixl
+from starling.weightsync.transports.ucx.worker import has_ucx
+
+PIECE = piece("a", "uint8", (0, 1000))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Held]:
+    with held("tcp", [PIECE]) as made:
+        yield made
+
+
+def works(made: Held) -> bool:
+    with reader(made.transport) as peer:
+        answer = peer.connect(made.offer)
+        _, arrays = peer.read([PIECE])
+        return not answer.reason and arrays[0].tobytes() == content(PIECE, (1000,)).tobytes()
+
+
+def read_of(**changes: object) -> bytes:
+    whole = ReadBoxes(number=1, tag=1, segments=(1,), boxes=(PIECE,), digests="full", salt=0)
+    return with_checksum(msgspec.msgpack.encode(msgspec.structs.replace(whole, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "malformed request"),
+        (b"\xc1" * 40, "malformed request"),
+        (with_checksum(msgspec.msgpack.encode({"type": "shutdown"})), "malformed request"),
+        (with_checksum(b"\x81\xa4type\xa4\xff\xfe\xfd\xfc"), "malformed request"),
+        (read_of(number=-1), "malformed request"),
+        (read_of(tag=1 << 63), "malformed request"),
+        (read_of(digests="md5"), "malformed request"),
+        (read_of(segments=()), "do not have 1 boxes"),
+        (read_of(segments=(0,)), "do not have 1 boxes"),
+        (read_of(segments=(2,)), r"segments \(2,\) do not have 1 boxes"),
+        (read_of(boxes=(), segments=()), "Refused to read 0 boxes"),
+        (read_of(boxes=(PIECE,) * (MAX_TRANSFERS + 1), segments=(MAX_TRANSFERS + 1,)), "may be asked for"),
+        (read_of(boxes=(piece("a", "uint8", (0, 1 << 31)),)), "Refused to read 2147483648 bytes at once"),
+        (read_of(boxes=(piece("a", "uint8", (-1, 3)),)), "malformed box"),
+        (read_of(boxes=(piece("a", "object", (0, 3)),)), "malformed box"),
+        (read_of(boxes=(ShardPiece(names=(), dtype="uint8", box=PIECE.box),)), "malformed box"),
+    ],
+)
+def test_a_malformed_request_is_refused_by_a_sentence(data: bytes, sentence: str) -> None:
+    with pytest.raises(WeightsError, match=sentence):
+        decode_request(data)
+
+
+def test_no_flipped_bit_asks_for_something_else() -> None:
+    """The answer to another question would be true, and be taken for the answer to this one."""
+    for message, decode in (
+        (read_of(), decode_request),
+        (encode_message(SourceAnswer(number=7, digests=b"d" * 16)), decode_answer),
+    ):
+        decode(message)
+        for position in range(len(message)):
+            for bit in range(8):
+                flipped = bytearray(message)
+                flipped[position] ^= 1 << bit
+                with pytest.raises(WeightsError, match="its bits have changed on the way"):
+                    decode(flipped)
+
+
+def test_a_message_that_is_too_long_is_not_sent() -> None:
+    names = tuple("n" * 4096 for _ in range(300))
+    boxes = (ShardPiece(names=names, dtype="uint8", box=PIECE.box),)
+    with pytest.raises(WeightsError, match=r"exceeds .* use smaller buckets"):
+        encode_message(ReadBoxes(number=1, tag=1, segments=(1,), boxes=boxes, digests="off", salt=0))
+    assert len(encode_message(refusal(1, "x" * 10_000))) < 2000
+    assert decode_answer(encode_message(refusal(7, "no"))) == SourceAnswer(number=7, reason="no")
+
+
+def connect(made: Held) -> socket.socket:
+    host, _, port = made.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        os.urandom(4096),
+        LENGTH.pack(1 << 31),
+        LENGTH.pack(REQUEST_BYTES + 1) + b"x" * 100,
+        LENGTH.pack(10) + b"\xc1" * 10,
+        with_length(OpenSnapshot(number=1, snapshot=3, token="x"))[:-3],
+    ],
+)
+def test_garbage_over_tcp_does_not_end_the_server(served: Held, data: bytes) -> None:
+    with connect(served) as plain:
+        plain.sendall(data)
+    assert works(served)
+
+
+def test_a_token_is_asked_for_again_and_again(served: Held) -> None:
+    with connect(served) as plain:
+        for number in range(1, 20):
+            plain.sendall(with_length(OpenSnapshot(number=number, snapshot=served.offer.snapshot, token="0" * 32)))
+            (length,) = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))
+            assert "wrong" in decode_answer(plain.recv(length, socket.MSG_WAITALL)).reason
+    assert works(served)
+
+
+@contextmanager
+def impostor(reply: Callable[[socket.socket], None]) -> Iterator[RankOffer]:
+    """A listener that answers as `reply` likes, then hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                reply(connection)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield RankOffer(
+            rank=0,
+            transport="tcp",
+            address=f"127.0.0.1:{listener.getsockname()[1]}",
+            token="",
+            snapshot=1,
+            holds="",
+            root="",
+        )
+        thread.join(20)
+
+
+def take(connection: socket.socket) -> int:
+    """Receive a request; return its number."""
+    (length,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
+    return decode_request(connection.recv(length, socket.MSG_WAITALL)).number
+
+
+def cut_short(connection: socket.socket) -> None:
+    for _ in range(2):
+        connection.sendall(with_length(SourceAnswer(number=take(connection), digests=b"d" * 16)))
+    connection.sendall(b"x" * 500)
+
+
+def says_nothing(connection: socket.socket) -> None:
+    take(connection)
+
+
+def says_garbage(connection: socket.socket) -> None:
+    take(connection)
+    connection.sendall(struct.pack("<I", 5) + b"\xc1" * 5)
+
+
+def says_too_much(connection: socket.socket) -> None:
+    take(connection)
+    connection.sendall(struct.pack("<I", 1 << 30))
+
+
+def answers_something_else(connection: socket.socket) -> None:
+    connection.sendall(with_length(SourceAnswer(number=take(connection) + 1)))
+
+
+@pytest.mark.parametrize("reply", [cut_short, says_nothing, says_garbage, says_too_much, answers_something_else])
+def test_a_source_that_breaks_the_rules_is_lost(reply: Callable[[socket.socket], None]) -> None:
+    with impostor(reply) as offer, reader("tcp") as peer:
+        peer.wire.connect("source", offer)
+        peer.wire.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, token=""), ReadTarget())
+        array = np.zeros(1000, np.uint8)
+        peer.wire.ask("source", peer.request([PIECE]), landing([array]))
+        events = []
+        while not any(isinstance(event, ConnectionLost) for event in events):
+            event = peer.event()
+            assert event is not None
+            events.append(event)
+        assert all(isinstance(event, AnswerReceived) and event.answer.number == 1 for event in events[:-1])
+
+
+@pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
+@pytest.mark.parametrize("data", [os.urandom(4096), b""])
+def test_garbage_to_ucx_does_not_end_the_server(data: bytes) -> None:
+    with held("ucx", [PIECE]) as made:
+        host, _, port = made.address.partition("/")[0].rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as plain:
+            plain.sendall(data)
+        assert works(made)
+
+
+@pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
+@pytest.mark.parametrize("size", [3, 100, REQUEST_BYTES + LENGTH.size + 1])
+def test_a_reader_over_ucx_that_talks_nonsense_is_left(size: int) -> None:
+    with held("ucx", [PIECE]) as made:
+        with reader("ucx") as peer:
+            assert not peer.connect(made.offer).reason
+            talk_nonsense(peer, size)
+            assert isinstance(peer.event(), ConnectionLost)
+        assert works(made)
+
+
+def talk_nonsense(peer: Reader, size: int) -> None:
+    """Send bytes where a request goes, and wait for an answer to another one."""
+    wire = peer.wire
+    known = wire._peers["source"]  # type: ignore[attr-defined]
+    garbage = np.full(size, 0xC1, np.uint8)
+    known.sends.append(wire._link.send(known.endpoint, garbage, known.tag))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def limited(kind: int, most: int) -> Iterator[None]:
+    """Let this process have no more than `most` of what is meant by `kind`."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def mapped_bytes() -> int:
+    """The address space that this process has taken."""
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[0]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("transport", served_transports())
+def test_who_asks_for_more_than_can_be_packed_is_lost_and_others_are_served(transport: Transport) -> None:
+    wide, part = piece("w", "uint8", (0, 256), (0, 512)), piece("w", "uint8", (0, 256), (0, 256))
+    with held(transport, [wide]) as made, reader(transport) as greedy, reader(transport) as modest:
+        assert not greedy.connect(made.offer).reason
+        boxes = [part] * MAX_TRANSFERS
+        buffer = np.zeros(sum(box.size_bytes for box in boxes), np.uint8)
+        with limited(resource.RLIMIT_AS, mapped_bytes() + buffer.nbytes // 2):
+            greedy.wire.ask("source", greedy.request(boxes, [len(boxes)]), ReadTarget(buffers=[buffer]))
+            assert isinstance(greedy.event(), ConnectionLost)
+        assert not modest.connect(made.offer).reason
+        _, (array,) = modest.read([part])
+        assert array.tobytes() == content(part, (256, 512)).tobytes()
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    lowest = os.dup(0)
+    os.close(lowest)
+    with limited(resource.RLIMIT_NOFILE, lowest):
+        yield
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    before = threading.stack_size(1 << 47)  # there is no address space for that
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+@pytest.mark.parametrize(
+    ("transport", "nothing_left"),
+    [
+        ("tcp", no_more_descriptors),
+        ("tcp", no_more_threads),
+        pytest.param(
+            "nixl", no_more_descriptors, marks=pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed")
+        ),
+    ],
+)
+def test_a_process_without_room_for_another_reader_serves_on(
+    transport: Transport, nothing_left: Callable[[], AbstractContextManager[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with held(transport, [PIECE]) as made, reader(transport) as known, socket.socket() as caller:
+        assert not known.connect(made.offer).reason
+        assert not known.read([PIECE])[0].reason
+        host, _, port = made.address.rpartition(":")
+        with nothing_left():
+            caller.connect((host, int(port)))
+            end = time.monotonic() + ANSWER_S
+            while "a reader cannot be served now" not in caplog.text and time.monotonic() < end:
+                known.event(0.01)
+            assert not known.read([PIECE])[0].reason
+        assert works(made)

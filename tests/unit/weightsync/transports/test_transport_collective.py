@@ -1,0 +1,362 @@
+"""Pair groups: who may join one, both ends in step whatever is asked, and nobody who waits for ever."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_peers import ANSWER_S, Held, content, held, landing, piece, reader
+
+from starling.common.errors import WeightsError
+from starling.weightsync.memory.arena import Arena
+from starling.weightsync.plan.layout import ShardPiece
+from starling.weightsync.plan.offer import RankOffer
+from starling.weightsync.transports.base import AnswerReceived, ConnectionLost
+from starling.weightsync.transports.collective import (
+    _READER,
+    _SECRET,
+    _SOURCE,
+    _Gloo,
+    _Meeting,
+    _Pair,
+    _tensor,
+    collective_client,
+)
+from starling.weightsync.transports.messages import (
+    ANSWER_BYTES,
+    REQUEST_BYTES,
+    OpenSnapshot,
+    ReadBoxes,
+    SourceAnswer,
+    StoreEntry,
+    decode_answer,
+    decode_request,
+)
+from starling.weightsync.transports.registry import serve
+from starling.weightsync.transports.sockets.channel import IDLE_TIMEOUT_S, Channel, framed, split_address
+from starling.weightsync.transports.source import SnapshotSource
+
+torch.set_num_threads(1)
+LARGE = piece("large", "uint8", (0, 32 << 20))
+HALVES = (1 << 20, 64 << 20)
+"""The second is more than sockets hold."""
+MIDDLE = piece("middle", "uint8", (0, 300_000))
+SMALL = piece("small", "uint8", (0, 1000))
+TABLE = piece("table", "int16", (0, 40), (0, 30))
+EMPTY = piece("table", "int16", (0, 0), (0, 30))
+MISSING = piece("missing", "uint8", (0, 10))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Held]:
+    with held("gloo", [MIDDLE, SMALL, TABLE]) as made:
+        yield made
+
+
+def works(made: Held) -> bool:
+    with reader("gloo") as peer:
+        answer = peer.connect(made.offer)
+        _, arrays = peer.read([SMALL])
+        return not answer.reason and arrays[0].tobytes() == content(SMALL, (1000,)).tobytes()
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def settles(num: int) -> bool:
+    """Whether this process soon has that many threads, or fewer."""
+    end = time.monotonic() + ANSWER_S
+    while num_threads() > num and time.monotonic() < end:
+        time.sleep(0.02)
+    return num_threads() <= num
+
+
+@contextmanager
+def stranger(made: Held) -> Iterator[tuple[Channel, _Pair]]:
+    """A reader by hand: its channel, and what would carry its payload."""
+    channel = Channel(socket.create_connection(split_address(made.address)), threading.Event())
+    pair = _Pair(_Gloo(), _READER, channel)
+    try:
+        yield channel, pair
+    finally:
+        pair.close()
+        channel.close()
+
+
+def present_token(made: Held, channel: Channel) -> None:
+    channel.send([framed(OpenSnapshot(number=1, snapshot=made.offer.snapshot, token=made.offer.token))])
+    assert not decode_answer(channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)).reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+def test_without_cuda_both_ends_name_the_remedy() -> None:
+    remedy = r"Transport 'nccl' needs CUDA, and there is none here: choose 'gloo', 'tcp' or 'ucx'\."
+    with pytest.raises(WeightsError, match=remedy):
+        collective_client("nccl")
+    arena = Arena([SMALL])
+    try:
+        with pytest.raises(WeightsError, match=remedy):
+            serve(SnapshotSource(arena, [SMALL]), "nccl", "127.0.0.1")
+    finally:
+        arena.close()
+
+
+def test_groups_of_others_are_left_alone(served: Held) -> None:
+    assert not dist.is_initialized()
+    assert works(served)
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert works(served)
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total.tolist() == [1, 1, 1]
+    finally:
+        dist.destroy_process_group()
+    assert works(served)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([SMALL, TABLE, EMPTY, MIDDLE]), min_size=1, max_size=4),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_both_ends_stay_in_step(served: Held, reads: list[tuple[list[ShardPiece], bool]]) -> None:
+    """Segments of any sizes, none among them, and refusals in between, all asked for ahead of the answers."""
+    with reader("gloo") as peer:
+        assert not peer.connect(served.offer).reason
+        asked = []
+        for boxes, spoiled in reads:
+            arrays = [np.zeros(box.box.size, "u2" if box.dtype == "int16" else "u1") for box in boxes]
+            request = peer.request([*boxes[:-1], MISSING] if spoiled else boxes, digests="off")
+            peer.wire.ask("source", request, landing(arrays))
+            asked.append((request, boxes, arrays, spoiled))
+        for request, boxes, arrays, spoiled in asked:
+            event = peer.event()
+            assert isinstance(event, AnswerReceived), event
+            assert event.answer.number == request.number
+            assert bool(event.answer.reason) == spoiled
+            for box, array in zip(boxes, arrays, strict=True):
+                shape = next(held.box.size for held in served.pieces if held.names == box.names)
+                truth = content(box, shape)
+                assert not array.any() if spoiled else array.tobytes() == truth.tobytes()
+
+
+def test_a_group_serves_many_snapshots() -> None:
+    with held("gloo", [SMALL]) as made, reader("gloo") as peer:
+        peer.connect(made.offer)
+        before = num_threads()
+        for _ in range(3):
+            offer = made.publish()
+            request = OpenSnapshot(number=peer.number(), snapshot=offer.snapshot, token=offer.token)
+            assert not peer.ask(request).reason
+            assert peer.read([SMALL])[1][0].tobytes() == content(SMALL, (1000,)).tobytes()
+            assert not peer.release().reason
+        assert num_threads() <= before
+
+
+# --- readers that break the rules ---
+
+
+def leave(channel: Channel, _: _Pair) -> None:
+    channel.hang_up()
+
+
+def say_nonsense(channel: Channel, _: _Pair) -> None:
+    channel.send([memoryview(bytes(200))])
+
+
+def show_another_secret(channel: Channel, pair: _Pair) -> None:
+    meeting = _Meeting(channel)
+    pair._group = pair._backend.form(meeting, _READER, channel.host)
+    pair._meeting = meeting
+    assert len(meeting.get(_SECRET)) == 32
+    pair._exchange(pair._backend.send, bytearray(32))
+    meeting.part()
+
+
+@pytest.mark.parametrize("act", [leave, say_nonsense, show_another_secret])
+def test_who_does_not_join_as_is_agreed_is_left(served: Held, act: Callable[[Channel, _Pair], None]) -> None:
+    with stranger(served) as (channel, pair):
+        present_token(served, channel)
+        with pytest.raises(ConnectionError):
+            speak_until_hung_up_on(act, channel, pair)
+    assert works(served)
+
+
+def speak_until_hung_up_on(act: Callable[[Channel, _Pair], None], channel: Channel, pair: _Pair) -> None:
+    act(channel, pair)
+    while True:
+        channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)
+
+
+def test_nothing_is_sent_and_no_group_built_before_the_token(served: Held) -> None:
+    before = num_threads()
+    with stranger(served) as (channel, _):
+        channel.send([framed(OpenSnapshot(number=1, snapshot=served.offer.snapshot, token="0" * 32))])
+        assert "wrong" in decode_answer(channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)).reason
+        channel.send([framed(StoreEntry(key="0/1", value=b"address"))])
+        with pytest.raises(ConnectionError):
+            channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)
+    assert settles(before)
+
+
+def test_a_reader_that_takes_nothing_does_not_keep_the_server() -> None:
+    before = num_threads()
+    with held("gloo", [LARGE]) as made:
+        with stranger(made) as (channel, pair):
+            present_token(made, channel)
+            pair.opened()
+            channel.send([framed(ReadBoxes(number=2, tag=2, segments=(1,), boxes=(LARGE,), digests="off", salt=0))])
+            assert not decode_answer(channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)).reason
+            assert made.server is not None
+            made.server.close(5.0)
+        del pair
+    assert settles(before)
+
+
+# --- sources that break the rules ---
+
+
+@contextmanager
+def impostor(act: Callable[[Channel, _Pair], None]) -> Iterator[RankOffer]:
+    """A source that grants the first request, then does as it likes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def run() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                channel = Channel(connection, threading.Event())
+                pair = _Pair(_Gloo(), _SOURCE, channel)
+                grant(channel)
+                try:
+                    act(channel, pair)
+                finally:
+                    pair.close()
+
+        done = pool.submit(run)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        yield RankOffer(rank=0, transport="gloo", address=address, token="", snapshot=1, holds="", root="")
+        done.result(ANSWER_S)
+
+
+def grant(channel: Channel) -> None:
+    request = decode_request(channel.receive_message(REQUEST_BYTES, time.monotonic() + ANSWER_S))
+    channel.send([framed(SourceAnswer(number=request.number))])
+
+
+def hang_up_early(channel: Channel, pair: _Pair) -> None:
+    channel.hang_up()
+
+
+def send_nonsense(channel: Channel, pair: _Pair) -> None:
+    channel.send([memoryview(bytes(200))])
+
+
+def part_too_early(channel: Channel, pair: _Pair) -> None:
+    channel.send([framed(StoreEntry(key="", value=b""))])
+
+
+def break_off(channel: Channel, pair: _Pair) -> None:
+    """Send half of a payload. The rest of a message that has begun is what gloo lets its receiver wait for."""
+    pair.opened()
+    grant(channel)
+    begin, rest = (_tensor(np.ones(size, np.uint8)) for size in HALVES)
+    works = [pair._group.send([part], _READER, 0) for part in (begin, rest)]
+    works[0].wait(timedelta(seconds=ANSWER_S))
+
+
+@pytest.mark.parametrize("act", [hang_up_early, send_nonsense, part_too_early, break_off])
+def test_a_source_that_breaks_off_is_lost(act: Callable[[Channel, _Pair], None]) -> None:
+    with impostor(act) as offer, reader("gloo") as peer:
+        peer.wire.connect("source", offer)
+        peer.wire.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, token=""), landing([]))
+        boxes = [piece("half", "uint8", (0, size)) for size in HALVES]
+        peer.wire.ask("source", peer.request(boxes), landing([np.zeros(size, np.uint8) for size in HALVES]))
+        events = []
+        while not any(isinstance(event, ConnectionLost) for event in events):
+            event = peer.event(IDLE_TIMEOUT_S / 2)
+            assert event is not None, "a source that has left is waited for"
+            events.append(event)
+        assert len(events) == (2 if act is break_off else 1)
+
+
+def test_what_a_stopped_source_sends_later_is_not_written() -> None:
+    """A payload of which one segment has come is dropped; then the source goes on."""
+    dropped = threading.Event()
+
+    def pause(channel: Channel, pair: _Pair) -> None:
+        pair.opened()
+        grant(channel)
+        segment = _tensor(np.ones(1 << 20, np.uint8))
+        pair._group.send([segment], _READER, 0).wait(timedelta(seconds=ANSWER_S))
+        assert dropped.wait(ANSWER_S)
+        with pytest.raises(RuntimeError):
+            pair._move(pair._backend.send, [segment])
+
+    with impostor(pause) as offer, reader("gloo") as peer:
+        assert not peer.connect(offer).reason
+        arrays = [np.zeros(1 << 20, np.uint8) for _ in range(2)]
+        peer.wire.ask("source", peer.request([piece("s", "uint8", (0, 1 << 20))] * 2), landing(arrays))
+        end = time.monotonic() + ANSWER_S
+        while not arrays[0].all() and time.monotonic() < end:
+            peer.wire.poll(0.01)
+        assert arrays[0].all()
+        peer.wire.drop("source")
+        dropped.set()
+    assert not arrays[1].any()
+
+
+def test_who_drops_in_the_middle_of_a_message_does_not_wait_for_the_rest() -> None:
+    with held("gloo", [LARGE]) as made, reader("gloo") as peer:
+        for number in range(3):
+            name = f"source-{number}"
+            assert not peer.connect(made.offer, name).reason
+            array = np.zeros(LARGE.size_bytes, np.uint8)
+            peer.wire.ask(name, peer.request([LARGE], digests="off"), landing([array]))
+            end = time.monotonic() + ANSWER_S
+            while not array[:64].any() and time.monotonic() < end:
+                time.sleep(0.0001)
+            begin = time.monotonic()
+            peer.wire.drop(name)
+            assert time.monotonic() - begin < IDLE_TIMEOUT_S / 2, "the rest of a message was waited for"
+            kept = array.copy()
+            assert peer.event(0.05) is None
+            assert (array == kept).all()
+            assert kept[:64].any()
+
+
+def test_a_reader_that_is_stopped_while_it_joins_ends_at_once() -> None:
+    """Nothing of the source comes, and nothing tells that it will not."""
+    ended = threading.Event()
+
+    def wait(channel: Channel, pair: _Pair) -> None:
+        assert ended.wait(ANSWER_S)
+
+    before = num_threads()
+    with impostor(wait) as offer, reader("gloo") as peer:
+        peer.wire.connect("source", offer)
+        peer.wire.ask("source", OpenSnapshot(number=1, snapshot=1, token=""), landing([]))
+        assert peer.event(0.3) is None
+        peer.wire.drop("source")
+        ended.set()
+    assert settles(before)

@@ -1,0 +1,317 @@
+"""What every transport must do, one suite for all: bring every bit, refuse what may not be read, survive the rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from transport_peers import Held, Reader, away, content, held, landing, piece, reader
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.layout import ITEM_BYTES, ShardPiece
+from starling.weightsync.plan.offer import Transport
+from starling.weightsync.transports.base import ConnectionLost, ReadTarget
+from starling.weightsync.transports.messages import OpenSnapshot
+from starling.weightsync.transports.nixl.agent import has_nixl
+from starling.weightsync.transports.ucx.worker import has_ucx
+
+MIB = 1 << 20
+LARGEST = (1 << 30) if os.environ.get("STARLING_LARGE_TESTS") else 24 * MIB
+SIZES = (1, 7, 63, 64, 65, 4095, 4096, 4097, (64 << 10) - 1, 64 << 10, MIB + 3, LARGEST)
+SHAPES = {"w": (37, 53), "x": (64, 256, 3), "s": (), "none": (0, 4)}
+DTYPES = ("bfloat16", "float8_e4m3fn", "int8", "bool", "float32", "complex64")
+
+
+@pytest.fixture(scope="module", params=["local", "tcp", "gloo", "ucx", "nixl"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    if request.param == "ucx" and not has_ucx():
+        pytest.skip("UCXX is not installed")
+    if request.param == "nixl" and not has_nixl():
+        pytest.skip("NIXL is not installed")
+    kind: Transport = request.param
+    return kind
+
+
+def whole(name: str, dtype: str, shape: tuple[int, ...]) -> ShardPiece:
+    return piece(name, dtype, *((0, n) for n in shape))
+
+
+PIECES = (
+    *(whole(f"flat{size}", "uint8", (size,)) for size in SIZES),
+    *(whole(f"{name}.{dtype}", dtype, shape) for name, shape in SHAPES.items() for dtype in DTYPES),
+    *(whole(f"small{index}", "bfloat16", (index % 5 + 1, 3)) for index in range(1000)),
+)
+
+
+@pytest.fixture(scope="module")
+def source(transport: Transport) -> Iterator[Held]:
+    with held(transport, PIECES) as made:
+        yield made
+
+
+@pytest.fixture
+def peer(source: Held, transport: Transport) -> Iterator[Reader]:
+    with reader(transport) as made:
+        assert not made.connect(source.offer).reason
+        yield made
+
+
+def expected(wanted: ShardPiece) -> np.ndarray:
+    shape = next(p.box.size for p in PIECES if p.names == wanted.names)
+    return content(wanted, shape)
+
+
+def check(peer: Reader, boxes: list[ShardPiece]) -> None:
+    answer, arrays = peer.read(boxes)
+    assert not answer.reason
+    for index, (wanted, array) in enumerate(zip(boxes, arrays, strict=True)):
+        truth = np.ascontiguousarray(expected(wanted))
+        assert array.tobytes() == truth.tobytes(), wanted
+        assert answer.digests[16 * index :][:16] == xxhash.xxh3_128_digest(truth.tobytes())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_arrives(peer: Reader, size: int) -> None:
+    check(peer, [whole(f"flat{size}", "uint8", (size,))])
+
+
+@pytest.mark.parametrize("begin", [1, 3, 64, 4093])
+def test_unaligned_parts_arrive(peer: Reader, begin: int) -> None:
+    check(peer, [piece(f"flat{MIB + 3}", "uint8", (begin, end)) for end in (begin + 1, begin + 77, MIB + begin % 3)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_parts_of_every_element_type_arrive(peer: Reader, dtype: str) -> None:
+    boxes = [
+        piece(f"w.{dtype}", dtype, (0, 37), (11, 12)),
+        piece(f"w.{dtype}", dtype, (5, 9), (0, 53)),
+        piece(f"w.{dtype}", dtype, (1, 36), (1, 52)),
+        piece(f"x.{dtype}", dtype, (0, 64), (0, 256), (1, 3)),
+        piece(f"x.{dtype}", dtype, (3, 60), (7, 200), (0, 3)),
+        piece(f"s.{dtype}", dtype),
+        piece(f"none.{dtype}", dtype, (0, 0), (0, 4)),
+    ]
+    check(peer, boxes)
+
+
+def test_many_small_boxes_arrive(peer: Reader) -> None:
+    check(peer, [p for p in PIECES if p.names[0].startswith("small")])
+
+
+def test_boxes_that_share_a_segment_lie_aligned_in_it(peer: Reader, source: Held) -> None:
+    boxes = [piece("w.int8", "int8", (0, 37), (11, 12)), piece("w.int8", "int8", (5, 9), (0, 53)), PIECES[3]]
+    buffer = np.zeros(37 + 27 + 212 + 44 + 64, np.uint8)
+    arrays = [np.ndarray(b.box.size, "u1", buffer, offset) for b, offset in zip(boxes, (0, 64, 320), strict=True)]
+    answer = peer.ask(peer.request(boxes, (3,)), ReadTarget(tuple(arrays), (buffer,)))
+    assert not answer.reason
+    for wanted, array in zip(boxes, arrays, strict=True):
+        assert array.tobytes() == expected(wanted).tobytes()
+
+
+def test_several_requests_under_way(peer: Reader) -> None:
+    wanted = [piece(f"flat{MIB + 3}", "uint8", (begin, begin + 50_000)) for begin in range(0, 1_000_000, 100_000)]
+    arrays = [np.zeros(50_000, np.uint8) for _ in wanted]
+    for each, array in zip(wanted, arrays, strict=True):
+        peer.wire.ask("source", peer.request([each]), landing([array]))
+    answered = 0
+    end = time.monotonic() + 20
+    while answered < len(wanted) and time.monotonic() < end:
+        answered += len(peer.wire.poll(0.02))
+    assert answered == len(wanted)
+    for each, array in zip(wanted, arrays, strict=True):
+        assert array.tobytes() == expected(each).tobytes()
+
+
+def test_many_readers_at_once(source: Held, transport: Transport) -> None:
+    failures: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            with reader(transport) as made:
+                assert not made.connect(source.offer).reason
+                check(made, [piece(f"flat{MIB + 3}", "uint8", (number, MIB)), whole("flat65", "uint8", (65,))])
+                assert not made.release().reason
+        except BaseException as error:  # noqa: BLE001 - to be raised in the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failures
+
+
+def test_the_digest_of_a_box_is_computed_once(source: Held, transport: Transport) -> None:
+    if transport == "local":
+        pytest.skip("a local reader digests what passes by")
+    wanted = [piece("x.float32", "float32", (0, 64), (0, 100), (0, 2))]
+    cache = source.source.cache(source.offer.snapshot)
+    before = cache.num_computed
+    for _ in range(3):
+        with reader(transport) as made:
+            made.connect(source.offer)
+            check(made, wanted)
+    assert cache.num_computed == before + 1
+
+
+@pytest.mark.parametrize("token", ["0" * 32, "", "é"])
+def test_a_wrong_token_is_refused(source: Held, transport: Transport, token: str) -> None:
+    with reader(transport) as made:
+        assert "token" in made.connect(msgspec.structs.replace(source.offer, token=token)).reason
+        answer, arrays = made.read([whole("flat63", "uint8", (63,))])
+        assert "token first" in answer.reason
+        assert (arrays[0][1:] == 0xFF).all()
+        assert not made.ask(
+            OpenSnapshot(number=made.number(), snapshot=source.offer.snapshot, token=source.offer.token)
+        ).reason
+
+
+def test_nothing_is_read_before_the_token(source: Held, transport: Transport) -> None:
+    with reader(transport) as made:
+        made.wire.connect("source", source.offer)
+        answer, _ = made.read([whole("flat63", "uint8", (63,))])
+        assert "open a snapshot with its token first" in answer.reason
+        assert "token first" in made.release().reason
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        piece("flat63", "uint8", (0, 64)),
+        piece("flat63", "uint8", (60, 70)),
+        piece("w.int8", "int8", (0, 38), (0, 53)),
+        piece("w.int8", "int8", (0, 37)),
+        piece("w.int8", "uint8", (0, 37), (0, 53)),
+        piece("nowhere", "uint8", (0, 1)),
+        piece("flat63", "uint8", (1 << 40, (1 << 40) + 1)),
+    ],
+)
+def test_what_is_not_held_is_refused_and_the_connection_lives_on(peer: Reader, wanted: ShardPiece) -> None:
+    array = np.zeros(1, np.uint8) if wanted.box.volume > 4096 else np.zeros(wanted.box.size, np.uint8)
+    answer = peer.ask(peer.request([wanted]), landing([array]))
+    assert "is not held by this rank" in answer.reason
+    check(peer, [whole("flat65", "uint8", (65,))])
+
+
+def test_a_snapshot_that_is_gone_is_refused(transport: Transport) -> None:
+    with held(transport, PIECES[:4]) as made, reader(transport) as late:
+        old = made.offer
+        made.publish()
+        made.publish()
+        assert "not to be had any more" in late.connect(old).reason
+
+
+def test_a_revoked_snapshot_is_not_read_any_more(transport: Transport) -> None:
+    with held(transport, PIECES[:4]) as made, reader(transport) as slow:
+        assert not slow.connect(made.offer).reason
+        for _ in range(4):
+            made.arena.claim(0.0)
+            made.arena.void()
+        answer, _ = slow.read([PIECES[2]])
+        assert "revoked while it was read" in answer.reason
+        assert "revoked" in slow.release().reason or "token first" in slow.ask(slow.request([PIECES[2]])).reason
+
+
+def test_a_lease_ends_with_its_release(transport: Transport) -> None:
+    with held(transport, PIECES[:4]) as made, reader(transport) as one:
+        one.connect(made.offer)
+        made.publish()
+        made.arena.claim(0.0, "wait")  # the newer slot is free
+        made.arena.void()
+    with held(transport, PIECES[:4]) as made, reader(transport) as one, reader(transport) as two:
+        one.connect(made.offer)
+        two.connect(made.publish())
+        with pytest.raises(WeightsError, match="still being read"):
+            made.arena.claim(0.0, "skip")
+        assert not one.release().reason
+        made.arena.claim(5.0, "wait")
+
+
+def test_a_source_that_is_not_there(transport: Transport) -> None:
+    with held(transport, PIECES[:1]) as made:
+        offer = made.offer
+    with reader(transport) as made:
+        try:
+            made.wire.connect("source", offer)
+        except WeightsError:
+            return
+        made.wire.ask("source", OpenSnapshot(number=1, snapshot=1, token=""), ReadTarget())
+        assert isinstance(made.event(), ConnectionLost)
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:", "127.0.0.1:99999", "/etc/passwd", "h:1/zz"])
+def test_an_address_that_is_none(source: Held, transport: Transport, address: str) -> None:
+    with reader(transport) as made, pytest.raises(WeightsError, match=r"is not (the address|an address)"):
+        made.wire.connect("source", msgspec.structs.replace(source.offer, address=address))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("stage", ["connected", "opened", "asked", "read"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_source_that_dies_or_stops_at_any_stage(transport: Transport, stage: str, number: signal.Signals) -> None:
+    size = 16 * MIB
+    wanted = whole("big", "uint8", (size,))
+    with away(transport, [wanted]) as other, reader(transport) as made:
+        array = np.zeros(size, np.uint8)
+        made.wire.connect("source", other.offer)
+        opening = OpenSnapshot(number=made.number(), snapshot=other.offer.snapshot, token=other.offer.token)
+        if stage != "connected":
+            assert not made.ask(opening).reason
+        if stage == "read":
+            assert not made.read([wanted])[0].reason
+        if stage == "asked":
+            made.wire.ask("source", made.request([wanted]), landing([array]))
+        other.signal(number)
+        if stage == "connected":
+            made.wire.ask("source", opening, ReadTarget())
+        elif stage != "asked":
+            made.wire.ask("source", made.request([wanted]), landing([array]))
+        event = made.event(0.5 if number == signal.SIGSTOP else 20.0)
+        whole_arrived = event is not None and not isinstance(event, ConnectionLost) and stage != "connected"
+        if whole_arrived:
+            assert array.tobytes() == content(wanted, (size,)).tobytes()
+        elif number == signal.SIGKILL and transport != "local":
+            assert isinstance(event, ConnectionLost)
+        begin = time.monotonic()
+        made.wire.drop("source")
+        assert time.monotonic() - begin < 5.0, "a stopped source holds up who drops it"
+        before = array.copy()
+        if number == signal.SIGSTOP:
+            other.signal(signal.SIGCONT)
+            made.event(0.1)
+            assert (array == before).all(), "memory was written after its connection was dropped"
+
+
+def test_a_dropped_connection_is_silent_and_can_be_made_anew(source: Held, transport: Transport) -> None:
+    size = SIZES[-1] if SIZES[-1] < 64 * MIB else 64 * MIB
+    wanted = piece(f"flat{SIZES[-1]}", "uint8", (0, size))
+    with reader(transport) as made:
+        made.connect(source.offer)
+        array = np.zeros(size, np.uint8)
+        made.wire.ask("source", made.request([wanted]), landing([array]))
+        made.wire.drop("source")
+        made.wire.drop("source")
+        kept = array.copy()
+        assert made.event(0.1) is None
+        assert (array == kept).all()
+        assert not made.connect(source.offer).reason
+        check(made, [whole("flat4097", "uint8", (4097,))])
+
+
+def test_lanes_are_named(peer: Reader, transport: Transport) -> None:
+    lanes = peer.wire.lanes("source")
+    wanted = {"local": "shared memory", "tcp": "tcp", "gloo": "gloo", "ucx": "cma/memory", "nixl": "nixl/UCX"}
+    assert wanted[transport] in lanes
+    assert peer.wire.lanes("unknown") in ((), lanes)
+
+
+def test_element_types_of_the_suite_are_all_sizes() -> None:
+    assert {ITEM_BYTES[dtype] for dtype in DTYPES} == {1, 2, 4, 8}

@@ -1,0 +1,546 @@
+"""NIXL's pitfalls, and what strangers may say over its sockets: nothing that ends either side."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from transport_peers import ANSWER_S, Held, Reader, away, content, held, landing, piece, reader
+
+from starling.common.errors import WeightsError
+from starling.weightsync.memory.arena import PAGE_BYTES
+from starling.weightsync.memory.arrays import allocate
+from starling.weightsync.plan.layout import ShardPiece
+from starling.weightsync.plan.offer import RankOffer
+from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
+from starling.weightsync.transports.messages import (
+    REQUEST_BYTES,
+    OpenSnapshot,
+    ReadBoxes,
+    Request,
+    SourceAnswer,
+    decode_answer,
+    encode_message,
+    with_checksum,
+)
+from starling.weightsync.transports.nixl import server as nixl_server
+from starling.weightsync.transports.nixl.agent import SUPPORTED, NixlAgent, has_nixl
+from starling.weightsync.transports.nixl.client import (
+    ANSWER,
+    NUMBER,
+    PLACE,
+    REQUEST,
+    TAKEN,
+    NixlClient,
+    PayloadLocation,
+)
+from starling.weightsync.transports.sockets.channel import split_address
+from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
+
+needs_nixl = pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed")
+SIZE = 1 << 20
+PIECE = piece("a", "uint8", (0, 1000))
+WIDE = piece("w", "uint8", (0, 64), (0, 64))
+PART = piece("w", "uint8", (0, 64), (0, 32))
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_without_nixl_the_remedy_is_named() -> None:
+    done = run_python(
+        "import sys; sys.modules['nixl'] = None\n"
+        "from starling.common.errors import WeightsError\n"
+        "from starling.weightsync.transports.registry import serve\n"
+        "from starling.weightsync.transports.source import Source\n"
+        "from starling.weightsync.memory.arena import Arena\n"
+        "arena = Arena(())\n"
+        "try: serve(Source(arena, ()), 'nixl', '127.0.0.1')\n"
+        "except WeightsError as error: print(error)\n"
+        "arena.close()"
+    )
+    assert done.stdout.startswith("NIXL is not available (")
+    assert "run pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1" in done.stdout
+    assert done.stdout.strip().endswith("or choose transport 'ucx', 'tcp' or 'local'.")
+
+
+@pytest.mark.parametrize("version", ["1.4.9", "1.6.0", "2.0", "0.10", "unknown"])
+def test_another_version_is_refused(version: str) -> None:
+    with pytest.raises(WeightsError, match=rf"NIXL {version} is installed, expected >=1\.5, <1\.6"):
+        SUPPORTED.check(version)
+    SUPPORTED.check("1.5.1")
+
+
+@needs_nixl
+def test_logging_stays_as_the_process_has_it() -> None:
+    done = run_python(
+        "import logging\n"
+        "from starling.weightsync.transports.nixl.agent import Agent\n"
+        "agent = Agent(loopback=True)\n"
+        "print(logging.raiseExceptions, logging.getLogger('nixl').handlers)\n"
+        "agent.close()"
+    )
+    assert done.stdout.strip() == "True []"
+
+
+def listeners() -> set[str]:
+    """Hosts on which this process listens, as the kernel writes them."""
+    mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
+    with open("/proc/net/tcp") as table:
+        rows = [line.split() for line in table][1:]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
+
+
+@needs_nixl
+def test_on_loopback_nobody_else_can_connect() -> None:
+    before = listeners()
+    agent = NixlAgent(loopback=True)
+    assert listeners() - before <= {"0100007F"}
+    agent.close()
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+class Two:
+    """Two agents in one thread, one of which may read a block of the other's."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.near, self.far = NixlAgent(loopback=True), NixlAgent(loopback=True)
+        self.source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        self.far.register([self.source])
+        self.name = self.near.learn(self.far.metadata())
+
+    def read(self, target: np.ndarray, begin: int = 0) -> None:
+        reading = self.near.read(self.name, [(target, self.source.ctypes.data + begin)])
+        end = time.monotonic() + ANSWER_S
+        while not reading.done():
+            assert time.monotonic() < end
+            self.far.progress()
+        reading.release()
+        assert (target == self.source[begin : begin + target.nbytes]).all()
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    made = Two()
+    yield made
+    made.close()
+
+
+@needs_nixl
+def test_memory_of_our_own_is_registered_once_for_as_long_as_it_lives(two: Two) -> None:
+    scratch = allocate(SIZE)
+    two.read(scratch[:1000])
+    first = two.near.generation
+    two.read(scratch[5000:9000], 70)
+    two.read(scratch)
+    assert two.near.generation == first
+    assert len(two.near._regions) == 1
+    del scratch
+    gc.collect()
+    two.read(allocate(4096))
+    assert len(two.near._regions) == 1
+    assert two.near.generation == first + 1
+
+
+@needs_nixl
+def test_other_memory_is_registered_for_a_read_only(two: Two) -> None:
+    """Were a part of it still registered, NIXL might take that for the whole and refuse."""
+    target = np.zeros(SIZE, np.uint8)
+    before = len(two.near.metadata())
+    two.read(target[4096:8192])
+    two.read(target)
+    two.read(target[5000:200_000], 1)
+    assert len(two.near.metadata()) == before
+
+
+@needs_nixl
+@pytest.mark.parametrize("begin", [-4096, SIZE - 10, 1 << 40])
+def test_what_is_not_registered_is_not_read(two: Two, begin: int) -> None:
+    target = np.zeros(4096, np.uint8)
+    with pytest.raises(WeightsError, match="NOT_FOUND"):
+        two.near.read(two.name, [(target, two.source.ctypes.data + begin)])
+    assert not target.any()
+    two.read(target)
+
+
+@needs_nixl
+def test_the_tokens_of_snapshots_cannot_be_read() -> None:
+    with held("nixl", [PIECE]) as made:
+        agent = NixlAgent(loopback=True)
+        name = agent.learn(made.server.agent.metadata())  # type: ignore[union-attr]
+        slot = made.arena.slots[0].ctypes.data
+        agent.read(name, [(allocate(1000), slot)]).release()
+        with pytest.raises(WeightsError, match="NOT_FOUND"):
+            agent.read(name, [(allocate(PAGE_BYTES), slot - PAGE_BYTES)])
+        agent.close()
+
+
+@needs_nixl
+def test_within_one_host_a_read_needs_nothing_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the threshold that UCXX leaves behind, the source would have to help."""
+    monkeypatch.setenv("UCX_RNDV_THRESH", "8192")
+    monkeypatch.delenv("UCX_MEM_MMAP_HOOK_MODE", raising=False)
+    before = dict(os.environ)
+    made = Two()
+    assert dict(os.environ) == before
+    target = allocate(SIZE)
+    made.read(target[:64])
+    reading = made.near.read(made.name, [(target, made.source.ctypes.data)])
+    end = time.monotonic() + ANSWER_S
+    while not reading.done():
+        assert time.monotonic() < end
+    reading.release()
+    assert (target == made.source).all()
+    made.close()
+
+
+def _progress_after_fork(pipe: Any) -> None:
+    try:
+        _AGENTS[0].progress()
+    except WeightsError as error:
+        pipe.send(str(error))
+    os._exit(0)
+
+
+_AGENTS: list[NixlAgent] = []
+
+
+@needs_nixl
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_process_is_told() -> None:
+    _AGENTS.append(NixlAgent(loopback=True))
+    ours, theirs = mp.Pipe()
+    child = mp.get_context("fork").Process(target=_progress_after_fork, args=(theirs,))
+    child.start()
+    assert ours.poll(ANSWER_S)
+    assert "start processes by 'spawn'" in ours.recv()
+    child.join(ANSWER_S)
+    _AGENTS.pop().close()
+
+
+def wait_until_read(made: Reader, name: str) -> None:
+    """Wait until a source has told where its payload lies, and the read has begun."""
+    assert isinstance(made.wire, NixlClient)
+    end = time.monotonic() + ANSWER_S
+    while not any(ticket.reading for ticket in made.wire._peers[name].tickets.values()):
+        assert time.monotonic() < end
+        assert not made.wire.poll(0.0)
+
+
+@needs_nixl
+@pytest.mark.system
+def test_one_source_that_stops_is_dropped_and_the_reads_of_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP the source's processor serves a read: what a stopped one still owes would arrive when it goes on."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    size = 48 << 20
+    wanted = piece("big", "uint8", (0, size))
+    truth = content(wanted, (size,))
+    with away("nixl", [wanted]) as one, away("nixl", [wanted]) as two, reader("nixl") as made:
+        arrays = {name: np.zeros(size, np.uint8) for name in ("one", "two")}
+        for name, source in (("one", one), ("two", two)):
+            assert not made.connect(source.offer, name).reason
+            made.wire.ask(name, made.request([wanted]), landing([arrays[name]]))
+            wait_until_read(made, name)
+            source.signal(signal.SIGSTOP)
+        made.wire.drop("one")
+        kept = arrays["one"].copy()
+        for source in (one, two):
+            source.signal(signal.SIGCONT)
+        event = made.event()
+        assert isinstance(event, AnswerReceived)
+        assert event.source == "two"
+        assert (arrays["two"] == truth).all()
+        assert (arrays["one"] == kept).all()
+        assert not made.connect(one.offer, "one").reason
+        assert not made.ask(made.request([wanted]), landing([arrays["one"]]), "one").reason
+        assert (arrays["one"] == truth).all()
+
+
+# --- strangers at the source ---------------------------------------------------------------------------------------
+
+
+class Stranger:
+    """A reader who says what it likes."""
+
+    def __init__(self, offer: RankOffer) -> None:
+        self.offer = offer
+        self.line = NonBlockingChannel.dial(split_address(offer.address), 1 << 20)
+        self._heard: list[tuple[int, bytes]] = []
+
+    def say(self, request: Request) -> None:
+        self.line.send(REQUEST, encode_message(request))
+
+    def open(self) -> None:
+        self.say(OpenSnapshot(number=1, snapshot=self.offer.snapshot, token=self.offer.token))
+        assert not self.answer().reason
+
+    def hear(self) -> tuple[int, bytes]:
+        """Return the next message. Raises OSError when the source has hung up."""
+        end = time.monotonic() + ANSWER_S
+        while not self._heard and time.monotonic() < end:
+            poller = select.poll()
+            poller.register(self.line, self.line.events)
+            poller.poll(100)
+            self.line.flush()
+            self._heard += self.line.receive()
+        return self._heard.pop(0)
+
+    def answer(self) -> SourceAnswer:
+        kind, body = self.hear()
+        assert kind == ANSWER
+        return decode_answer(body)
+
+    def is_left(self) -> bool:
+        """Whether the source hangs up, whatever it has said before."""
+        try:
+            while True:
+                self.hear()
+        except OSError:
+            return True
+
+
+@contextmanager
+def stranger(made: Held) -> Iterator[Stranger]:
+    one = Stranger(made.offer)
+    yield one
+    one.line.close()
+
+
+def read_of(*boxes: ShardPiece, number: int = 2) -> ReadBoxes:
+    return ReadBoxes(number=number, tag=number, segments=(1,) * len(boxes), boxes=boxes, digests="full", salt=0)
+
+
+def works(made: Held) -> bool:
+    with reader("nixl") as peer:
+        answer = peer.connect(made.offer)
+        _, arrays = peer.read([PIECE])
+        return not answer.reason and arrays[0].tobytes() == content(PIECE, (1000,)).tobytes()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Held]:
+    with held("nixl", [PIECE, WIDE]) as made:
+        yield made
+
+
+@needs_nixl
+def test_how_memory_is_read_is_told_to_nobody_without_a_token(served: Held) -> None:
+    with stranger(served) as one:
+        one.say(read_of(PIECE))
+        assert "token first" in one.answer().reason
+        one.say(OpenSnapshot(number=3, snapshot=served.offer.snapshot, token="0" * 32))
+        assert "token" in one.answer().reason
+        one.say(read_of(PIECE, number=4))
+        assert "token first" in one.answer().reason
+        one.open()
+        one.say(read_of(PIECE, number=5))
+        kind, body = one.hear()
+        assert kind == PLACE
+        assert msgspec.msgpack.decode(body[8:], type=PayloadLocation).metadata
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (0, b""),
+        (ANSWER, encode_message(SourceAnswer(number=1))),
+        (REQUEST, b"nonsense"),
+        (REQUEST, b""),
+        (TAKEN, b"\1"),
+        (TAKEN, NUMBER.pack(77)),
+    ],
+)
+def test_who_talks_nonsense_is_left(served: Held, kind: int, body: bytes) -> None:
+    with stranger(served) as one:
+        one.open()
+        one.line.send(kind, body)
+        assert one.is_left()
+    assert works(served)
+
+
+@needs_nixl
+def test_who_says_too_much_is_left(served: Held) -> None:
+    host, port = split_address(served.address)
+    with socket.create_connection((host, port), timeout=20) as plain:
+        plain.sendall(np.uint32(REQUEST_BYTES + 1).tobytes() + b"\1")
+        assert plain.recv(1) == b""
+    assert works(served)
+
+
+@needs_nixl
+def test_who_asks_again_without_taking_is_left(served: Held) -> None:
+    with stranger(served) as one:
+        one.open()
+        for number in range(2, 3 + nixl_server.MAX_WAITING):
+            one.say(read_of(PIECE, number=number))
+        assert one.is_left()
+    with stranger(served) as one:
+        one.open()
+        for _ in range(2):
+            one.say(read_of(PIECE))
+        assert one.is_left()
+    assert works(served)
+
+
+@needs_nixl
+def test_who_never_takes_is_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_server, "TAKE_S", 0.05)
+    with held("nixl", [PIECE, WIDE]) as made, stranger(made) as one:
+        one.open()
+        one.say(read_of(PART))
+        assert one.is_left()
+
+
+@needs_nixl
+def test_packing_memory_is_not_used_again_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_server, "FIRST_PACKING_BYTES", 1)
+    monkeypatch.setattr(nixl_server, "PACKING_BYTES", 1)
+    with held("nixl", [PIECE, WIDE]) as made, stranger(made) as one:
+        one.open()
+        one.say(read_of(piece("w", "uint8", (0, 3), (0, 3)), number=2))
+        assert [one.hear()[0] for _ in range(2)] == [PLACE, ANSWER]
+        one.say(read_of(PART, number=3))
+        for number in range(4, 54):  # answers to others come meanwhile, and no place
+            one.say(read_of(piece("nowhere", "uint8", (0, 1)), number=number))
+            assert one.answer().number == number
+        one.line.send(TAKEN, NUMBER.pack(2))
+        kind, body = one.hear()
+        assert (kind, msgspec.msgpack.decode(body[8:], type=PayloadLocation).number) == (PLACE, 3)
+
+
+@needs_nixl
+def test_packing_memory_is_waited_for_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_server, "FIRST_PACKING_BYTES", 1)
+    monkeypatch.setattr(nixl_server, "PACKING_BYTES", 1)
+    with held("nixl", [PIECE, WIDE]) as made, reader("nixl") as peer:
+        assert not peer.connect(made.offer).reason
+        wanted = [piece("w", "uint8", (0, rows), (1, 33)) for rows in (1, 64, 7, 64, 2, 33)]
+        arrays = [np.zeros(each.box.size, np.uint8) for each in wanted]
+        for each, array in zip(wanted, arrays, strict=True):
+            peer.wire.ask("source", peer.request([each]), landing([array]))
+        for _ in wanted:
+            event = peer.event()
+            assert isinstance(event, AnswerReceived)
+            assert not event.answer.reason
+        for each, array in zip(wanted, arrays, strict=True):
+            assert array.tobytes() == np.ascontiguousarray(content(each, WIDE.box.size)).tobytes()
+
+
+# --- strangers at the reader ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def impostor(reply: Callable[[NonBlockingChannel], None]) -> Iterator[RankOffer]:
+    """A source that grants the first request, and answers the second one as it likes."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        connection, _ = listener.accept()
+        line = NonBlockingChannel(connection, REQUEST_BYTES)
+        poller = select.poll()
+        poller.register(line, select.POLLIN)
+        try:
+            num = 0
+            while poller.poll(ANSWER_S * 1000):
+                for _ in line.receive():
+                    num += 1
+                    if num == 1:
+                        line.send(ANSWER, encode_message(SourceAnswer(number=1)))
+                    else:
+                        reply(line)
+        except OSError:
+            pass  # the reader has hung up
+        except BaseException as error:  # noqa: BLE001 - to be raised in the test's own thread
+            failures.append(error)
+        line.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=run)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        yield RankOffer(rank=0, transport="nixl", address=address, token="", snapshot=1, holds="", root="")
+        thread.join(ANSWER_S)
+        assert not failures
+
+
+def placed(number: int = 2, size: int = 1000, address: int = 4096, metadata: bytes = b"") -> bytes:
+    place = PayloadLocation(number=number, metadata=metadata, segments=((address, size),))
+    return with_checksum(msgspec.msgpack.encode(place))
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda line: line.send(9, b""),
+        lambda line: line.send(ANSWER, b"nonsense"),
+        lambda line: line.send(ANSWER, encode_message(SourceAnswer(number=3))),
+        lambda line: line.send(ANSWER, encode_message(SourceAnswer(number=2, digests=b"d" * 16))),
+        lambda line: line.send(PLACE, placed()[8:]),
+        lambda line: line.send(PLACE, placed(number=1)),
+        lambda line: line.send(PLACE, placed(number=3)),
+        lambda line: line.send(PLACE, placed(size=1001)),
+        lambda line: line.send(PLACE, placed()),
+        lambda line: line.send(PLACE, placed(metadata=b"nonsense")),
+        lambda line: line.close(),
+    ],
+)
+def test_a_source_that_breaks_the_rules_is_lost(reply: Callable[[NonBlockingChannel], None]) -> None:
+    array = np.zeros(1000, np.uint8)
+    with impostor(reply) as offer, reader("nixl") as peer:
+        assert not peer.connect(offer).reason
+        peer.wire.ask("source", peer.request([PIECE]), landing([array]))
+        assert isinstance(peer.event(), ConnectionLost)
+        assert peer.event(0.05) is None, "a loss is reported twice"
+        peer.wire.ask("source", OpenSnapshot(number=9, snapshot=1, token=""), ReadTarget())
+        peer.wire.drop("source")
+        assert peer.event(0.05) is None
+    assert not array.any()
+
+
+@needs_nixl
+def test_metadata_may_be_anything(two: Two) -> None:
+    true = two.far.metadata()
+    for broken in (b"", b"x", true[: len(true) // 2], true[::-1], bytes(len(true))):
+        with pytest.raises(WeightsError):
+            two.near.learn(broken)
+    two.read(np.zeros(100, np.uint8))
+
+
+@needs_nixl
+def test_one_reader_of_many_sources(served: Held) -> None:
+    with held("nixl", [PIECE]) as other, reader("nixl") as peer:
+        check_both(peer, served, other)
+
+
+def check_both(peer: Reader, *sources: Held) -> None:
+    for index, made in enumerate(sources):
+        assert not peer.connect(made.offer, f"source {index}").reason
+    arrays = [np.zeros(1000, np.uint8) for _ in sources]
+    for index, array in enumerate(arrays):
+        peer.wire.ask(f"source {index}", peer.request([PIECE]), landing([array]))
+    assert {event.source for event in (peer.event(), peer.event()) if event} == {"source 0", "source 1"}
+    for array in arrays:
+        assert array.tobytes() == content(PIECE, (1000,)).tobytes()

@@ -1,0 +1,262 @@
+"""UCX's pitfalls, one by one: each of these once lost data, time or a process somewhere."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from transport_peers import held, landing, piece, reader
+
+from starling.common.errors import WeightsError
+from starling.weightsync.publisher.delta_history import NoDeltas
+from starling.weightsync.transports.base import ConnectionLost
+from starling.weightsync.transports.messages import OpenSnapshot
+from starling.weightsync.transports.ucx.worker import OPTIONS, SUPPORTED, UcxRequest, UcxWorker, has_ucx, is_loopback
+
+pytestmark = pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
+WAIT_S = 20.0
+
+
+class Pair:
+    """Two links in one thread, with an endpoint at each end."""
+
+    def __init__(self) -> None:
+        self.near, self.far = UcxWorker(loopback=True), UcxWorker(loopback=True)
+        accepted: list[Any] = []
+        self.listener: Any = self.far.lib.UCXListener.create(
+            worker=self.far.worker,
+            port=0,
+            cb_func=lambda request: accepted.append(self.listener.create_endpoint_from_conn_request(request, True)),
+        )
+        self.ours = self.near.lib.UCXEndpoint.create(self.near.worker, "127.0.0.1", self.listener.port, True)
+        end = time.monotonic() + WAIT_S
+        while not accepted and time.monotonic() < end:
+            self.step()
+        self.theirs = accepted.pop()
+
+    def step(self) -> None:
+        self.near.progress(0.001)
+        self.far.progress(0.001)
+
+    def wait(self, *items: UcxRequest) -> None:
+        end = time.monotonic() + WAIT_S
+        while not all(item.completed for item in items) and time.monotonic() < end:
+            self.step()
+        assert all(item.completed for item in items)
+
+    def close(self) -> None:
+        self.near.hang_up(self.ours)
+        self.far.hang_up(self.theirs)
+        self.ours = self.theirs = self.listener = None
+        self.near.close()
+        self.far.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def flat(size: int, value: int = 0) -> np.ndarray:
+    return np.full(size, value, np.uint8)
+
+
+def test_one_host_means_copies_by_the_kernel_and_no_queue_that_a_dead_peer_can_stop(pair: Pair) -> None:
+    received = pair.far.receive(pair.theirs, flat(8), 1)
+    pair.wait(pair.near.send(pair.ours, flat(8), 1), received)
+    lanes = pair.near.lanes(pair.ours)
+    assert "cma/memory" in lanes
+    assert not any(lane.startswith(("posix/", "sysv/")) for lane in lanes)
+
+
+def test_both_ends_handle_errors(pair: Pair) -> None:
+    """Without error handling a dead peer ends the survivor; ends that differ refuse each other."""
+    assert OPTIONS["CMA_MEMORY_INVALIDATE"] == "y"
+    pair.near.check_alive(pair.ours)
+    pair.near.hang_up(pair.ours)
+    end = time.monotonic() + WAIT_S
+    while pair.theirs.alive and time.monotonic() < end:
+        pair.step()
+    with pytest.raises(pair.far.error):
+        pair.far.check_alive(pair.theirs)
+
+
+def test_memory_lives_until_ucx_is_done_with_it(pair: Pair) -> None:
+    target = flat(4 << 20)
+    pair.far.receive(pair.theirs, target, 5)  # its request is dropped at once
+    sent = pair.near.send(pair.ours, flat(4 << 20, 7), 5)
+    assert len(pair.far._pending) == 1
+    pair.wait(sent)
+    end = time.monotonic() + WAIT_S
+    while pair.far._pending and time.monotonic() < end:
+        pair.step()
+    assert not pair.far._pending
+    assert (target == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("memory", "sentence"),
+    [
+        (np.zeros((4, 4), np.uint8), "UCX moves flat bytes"),
+        (np.zeros(16, np.uint8)[::2], "UCX moves flat bytes"),
+        (np.zeros(16, np.uint16), "UCX moves flat bytes"),
+        (np.frombuffer(b"constant", np.uint8), "cannot be written"),
+    ],
+)
+def test_memory_that_ucx_would_use_wrongly_is_refused(pair: Pair, memory: np.ndarray, sentence: str) -> None:
+    with pytest.raises(WeightsError, match=sentence):
+        pair.near.receive(pair.ours, memory, 1)
+
+
+def test_a_buffer_too_small_is_an_error_and_the_endpoint_lives_on(pair: Pair) -> None:
+    small = flat(100)
+    received = pair.far.receive(pair.theirs, small, 2)
+    pair.wait(pair.near.send(pair.ours, flat(200, 1), 2), received)
+    with pytest.raises(pair.far.error, match="truncated"):
+        received.check()
+    assert not small.any()
+    received = pair.far.receive(pair.theirs, small, 3)
+    pair.wait(pair.near.send(pair.ours, flat(100, 9), 3), received)
+    received.check()
+    assert (small == 9).all()
+
+
+def test_a_payload_longer_than_its_place_is_noticed() -> None:
+    wanted = piece("a", "uint8", (0, 5000))
+    with held("ucx", [wanted]) as made, reader("ucx") as peer:
+        peer.connect(made.offer)
+        peer.wire.ask("source", peer.request([wanted]), landing([flat(100)]))
+        event = peer.event()
+        assert isinstance(event, ConnectionLost)
+        assert "truncated" in event.reason
+
+
+def test_a_forced_close_ends_receives_that_nothing_answers(pair: Pair) -> None:
+    waiting = [pair.near.receive(pair.ours, flat(64), tag) for tag in range(10, 20)]
+    pair.near.hang_up(pair.ours)
+    pair.wait(*waiting)
+    for item in waiting:
+        with pytest.raises(pair.near.error, match=r"[Cc]ancel"):
+            item.check()
+
+
+def test_wake_ends_a_wait(pair: Pair) -> None:
+    for _ in range(20):
+        pair.step()
+    pair.near.wake()
+    begin = time.monotonic()
+    assert pair.near.progress(WAIT_S)
+    assert time.monotonic() - begin < WAIT_S - 1.0, "it did not wait until its end"
+
+
+def test_closing_with_everything_under_way_ends_well(pair: Pair) -> None:
+    for tag in range(50):
+        pair.near.receive(pair.ours, flat(1 << 16), tag)
+        pair.far.send(pair.theirs, flat(1 << 16), 1000 + tag)
+
+
+class _Failing(NoDeltas):
+    """Ends the serving thread when it is asked, but not before it may."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_fail = threading.Event(), threading.Event()
+
+    def bases(self, snapshot: int) -> tuple[int, ...]:
+        self.asked.set()
+        self.may_fail.wait(WAIT_S)
+        raise RuntimeError("no more of this")
+
+
+def _end_while_somebody_calls() -> None:
+    wanted = piece("a", "uint8", (0, 1000))
+    with held("ucx", [wanted]) as made, reader("ucx") as known, reader("ucx") as asking, reader("ucx") as calling:
+        assert not known.connect(made.offer).reason
+        failing = made.source.deltas = _Failing()
+        asking.wire.connect("source", made.offer)
+        asking.wire.ask(
+            "source", OpenSnapshot(number=1, snapshot=made.offer.snapshot, token=made.offer.token), landing([])
+        )
+        end = time.monotonic() + WAIT_S
+        while not failing.asked.is_set() and time.monotonic() < end:
+            asking.wire.poll(0.01)
+        calling.wire.connect("source", made.offer)
+        for _ in range(200):  # its call comes to wait at the source
+            calling.wire.poll(0.001)
+        failing.may_fail.set()
+        assert isinstance(known.event(), ConnectionLost)
+        assert isinstance(asking.event(), ConnectionLost)
+        assert isinstance(calling.event(), ConnectionLost)
+
+
+def test_who_calls_a_source_that_hangs_up_is_told_and_ends_no_process() -> None:
+    """UCX listens for as long as anything is left of a connection, and calls back who listened, gone or not."""
+    process = mp.get_context("spawn").Process(target=_end_while_somebody_calls)
+    process.start()
+    process.join(5 * WAIT_S)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
+
+
+def _progress_after_fork(pipe: Any) -> None:
+    try:
+        _LINKS[0].progress(0.0)
+    except WeightsError as error:
+        pipe.send(str(error))
+    os._exit(0)
+
+
+_LINKS: list[UcxWorker] = []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_process_is_told() -> None:
+    _LINKS.append(UcxWorker(loopback=True))
+    ours, theirs = mp.Pipe()
+    child = mp.get_context("fork").Process(target=_progress_after_fork, args=(theirs,))
+    child.start()
+    assert ours.poll(WAIT_S)
+    assert "start processes by 'spawn'" in ours.recv()
+    child.join(WAIT_S)
+    _LINKS.pop().close()
+
+
+@pytest.mark.parametrize("version", ["0.51.3", "0.53.0", "1.0", "0.45.00", "unknown"])
+def test_another_version_is_refused(version: str) -> None:
+    with pytest.raises(WeightsError, match=rf"UCXX {version} is installed, expected >=0\.52, <0\.53"):
+        SUPPORTED.check(version)
+    SUPPORTED.check("0.52.00")
+
+
+def test_without_ucxx_plain_sockets_serve_and_it_is_said() -> None:
+    code = (
+        "import sys, logging; sys.modules['ucxx'] = None; logging.basicConfig()\n"
+        "from starling.weightsync.transports.registry import serve\n"
+        "from starling.weightsync.transports.source import Source\n"
+        "from starling.weightsync.memory.arena import Arena\n"
+        "arena = Arena(()); server, transport, address = serve(Source(arena, ()), 'ucx', '127.0.0.1')\n"
+        "print(transport); server.close(5.0); arena.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "tcp"
+    assert "over plain sockets, several times slower: UCX is not available" in done.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.4.5", "::1", "localhost"])
+def test_loopback_is_known(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "example", ""])
+def test_what_others_can_reach_is_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
