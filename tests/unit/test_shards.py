@@ -1,0 +1,54 @@
+"""The list of shards covers the test suite, and knows which files a shard depends on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import shards
+
+BY_NAME = {shard.name: shard for shard in shards.SHARDS}
+CONTROLLER = "services/controller/starling/controller/core/machine.py"
+
+
+@pytest.mark.parametrize("campaign", [False, True])
+def test_shards_cover_every_test_file_once(campaign: bool) -> None:
+    chosen = [shard for shard in shards.SHARDS if shard.campaign == campaign]
+    for name in sorted(shards.tracked_files()):
+        if name.startswith("tests/") and Path(name).name.startswith("test_"):
+            holders = [s.name for s in chosen if any(name == p or name.startswith(f"{p}/") for p in s.paths)]
+            assert len(holders) == 1, f"{name} is in the shards {holders}"
+
+
+def test_dependencies_follow_imports_through_modules_and_helpers() -> None:
+    found = shards.dependencies(BY_NAME["sim"])
+    assert CONTROLLER in found, "the simulator runs the controller's core"
+    assert "pyproject.toml" in found
+    assert "libs/common/starling/common/wire/messages.py" in found
+    assert not any(name.startswith("services/rollout/starling/rollout/engine/vllm/") for name in found)
+
+
+def test_dependencies_of_service_tests_are_all_services() -> None:
+    found = shards.dependencies(BY_NAME["system"])
+    assert {name for name in shards.tracked_files() if name.startswith("services/")} <= found
+
+
+def test_result_is_green_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    shard = BY_NAME["sim"]
+    assert not shards.is_green(shard, shards.read_results())
+    shards.write_result(shard.name, shards.Result(shards.digest_of(shards.dependencies(shard)), 1.0, 2.0))
+    assert shards.is_green(shard, shards.read_results())
+    monkeypatch.setattr(shards, "EVERYWHERE", ())
+    assert not shards.is_green(shard, shards.read_results()), "it depends on other files now"
+
+
+def test_damaged_results_count_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    shards.results_file().parent.mkdir(parents=True)
+    for text in ("{", "[]", '{"sim": 3}', '{"sim": {"digest": "a"}}'):
+        shards.results_file().write_text(text)
+        assert shards.read_results() == {}
