@@ -77,7 +77,7 @@ bench: $(DEV)
 
 docs: $(DEV)
 	$(BIN)/python -m starling.common.wire.schema > libs/common/starling/common/wire/schema.json
-	$(BIN)/python -m starling.common.wire.schema --markdown > docs/protocol.md
+	$(BIN)/python -m starling.common.wire.schema --markdown > docs/reference/protocol.md
 
 install: $(DEV)
 

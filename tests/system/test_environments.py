@@ -14,7 +14,7 @@ from system_runs import WORDS, Command, attempt, checkpoints, metrics, run, toge
 
 pytestmark = pytest.mark.system
 
-PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/how-to/environments.md").read_text()
 SCRATCH = {
     "alphabet": "abcdefghijklmnopqrstuvwxyz>0123456789=+_/<\n ",
     "max_length": 96,

@@ -15,7 +15,7 @@ from system_runs import attempt, checkpoints, metrics, run, workplace
 
 pytestmark = pytest.mark.system
 
-PAGE = (Path(__file__).parents[2] / "docs/openai.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/how-to/openai-endpoint.md").read_text()
 CHAT = "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else '<eos>' }}{% endfor %}"
 FEW = {"num_steps": 3, "prompts_per_step": 4, "group_size": 4, "max_staleness": 0}
 

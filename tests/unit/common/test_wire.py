@@ -31,7 +31,7 @@ def test_the_recorded_schema_is_the_present_one() -> None:
 
 
 def test_the_page_of_the_protocol_is_not_stale() -> None:
-    assert (ROOT / "docs/protocol.md").read_text() == markdown(), "run `make docs`"
+    assert (ROOT / "docs/reference/protocol.md").read_text() == markdown(), "run `make docs`"
 
 
 @pytest.mark.parametrize("change", ["drop a message", "rename a field", "new field without default"])

@@ -1,4 +1,4 @@
-"""`docs/extend/logger.md`: its example is a logger, and does what the page says."""
+"""`docs/how-to/extend/logger.md`: its example is a logger, and does what the page says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starling.controller.settings import LoggingSettings
 from starling.controller.shell.loggers.fanout import LoggerFanout, makers
 from starling.controller.shell.loggers.logger import RunInfo
 
-PAGE = (Path(__file__).parents[3] / "docs/extend/logger.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/how-to/extend/logger.md").read_text()
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from starling.controller.data.trajectories import FOLDER, INDEX, Trajectories, n
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.outputs.trajectory_writer import TrajectoryFiles, TrajectoryFilesError, TrajectoryWriter
 
-PAGE = Path(__file__).parents[3] / "docs/replay.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/replay.md"
 
 
 def group(ordinal: int, *, usable: bool = True) -> StoredGroup:

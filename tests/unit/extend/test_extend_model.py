@@ -1,4 +1,4 @@
-"""The model of docs/extend/model.md, taken from that page, in the policy and in the rollout."""
+"""The model of docs/how-to/extend/model.md, taken from that page, in the policy and in the rollout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from starling.rollout.engine.embedded.model import build_model
 from starling.rollout.engine.teacher import num_shared_token_ids
 
 torch.set_num_threads(1)
-PAGE = Path(__file__).parents[3] / "docs/extend/model.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/extend/model.md"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`docs/algorithms.md`: its table is that of the code, and every recipe on it is one."""
+"""`docs/reference/algorithms.md`: its table is that of the code, and every recipe on it is one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from starling.policy.train.loss.objective import check_objective
 from starling.reward.score.scorers.registry import resolve_scorer
 
 ROOT: Final = Path(__file__).parents[3]
-PAGE: Final = (ROOT / "docs" / "algorithms.md").read_text()
+PAGE: Final = (ROOT / "docs/reference/algorithms.md").read_text()
 BASE: Final = ROOT / "tests" / "system" / "recipes" / "tiny.toml"
 SNIPPETS: Final = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""`docs/metrics.md` names every metric of a step, and every alarm with its bound."""
+"""`docs/reference/metrics.md` names every metric of a step, and every alarm with its bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from starling.policy.train.model.load import version_tensors
 from starling.policy.train.rl import RlTrainer
 from starling.policy.train.sft import SftTrainer
 
-PAGE = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/reference/metrics.md").read_text()
 LISTED = {
     name for cell in re.findall(r"^\| (`[^|]*`) \|", PAGE, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cell)
 }

@@ -1,4 +1,4 @@
-"""The example of docs/extend/algorithm.md, as it stands there."""
+"""The example of docs/how-to/extend/algorithm.md, as it stands there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.rl import RlTrainer
 
 torch.set_num_threads(1)
-PAGE = Path(__file__).parents[3] / "docs" / "extend" / "algorithm.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/extend/algorithm.md"
 
 
 @pytest.fixture

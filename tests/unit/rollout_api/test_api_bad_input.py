@@ -213,7 +213,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(lone: Lone) -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_scores_no_prompts_says_so(api_model: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs/extend/engine.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/how-to/extend/engine.md").read_text()
     found = dict(re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
     (tmp_path / "plain_engine.py").write_text(found["python"])
     flags = ("--rollout.engine", f"{tmp_path / 'plain_engine.py'}:PlainEngine", "--rollout.max-model-len", "64")

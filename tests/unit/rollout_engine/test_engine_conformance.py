@@ -1,4 +1,4 @@
-"""The embedded engine does what every engine must, and so does the one of docs/extend/engine.md."""
+"""The embedded engine does what every engine must, and so does the one of docs/how-to/extend/engine.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from conformance import EngineConformance, Facts, Rig, make_folder
 
-PAGE = Path(__file__).parents[3] / "docs/extend/engine.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/extend/engine.md"
 
 
 class TestTransformers(EngineConformance):

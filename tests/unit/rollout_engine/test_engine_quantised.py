@@ -34,7 +34,7 @@ from starling.weightsync.quantise.recipe import linear_weights
 from starling.weightsync.quantise.spec import QuantSpec
 from starling.weightsync.tensors.modules import layout_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "low-precision.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/low-precision.md"
 FORMS = ("fp8_row", "fp8_block", "mxfp8", "mxfp4", "nvfp4")
 
 

@@ -157,7 +157,8 @@ class WeightsSettings(SettingsSection):
 
     quantise: Literal["", "fp8_row", "fp8_block", "mxfp8", "mxfp4", "nvfp4"] = ""
     """The form in which rollouts hold their linear layers; empty for that of the policy. The policy quantises, and only
-    codes and scales travel. Embeddings, heads, norms and routers stay as they are; see `docs/low-precision.md`."""
+    codes and scales travel. Embeddings, heads, norms and routers stay as they are; see
+    `docs/how-to/low-precision.md`."""
     digests: Literal["full", "sampled", "off"] = "full"
     """Compare digests of all bytes, of a sixteenth (another one each version), or none, of what a rollout adopts.
 

@@ -163,7 +163,7 @@ class DeadlineSettings(SettingsSection):
 
 
 class LoggingSettings(SettingsSection):
-    """What people see of a run besides `metrics.jsonl`; see `docs/metrics.md`."""
+    """What people see of a run besides `metrics.jsonl`; see `docs/reference/metrics.md`."""
 
     loggers: tuple[str, ...] = ()
     """Where metrics go too: `tensorboard`, `wandb`, `trackio`, or your own `module:name` or `path/to/file.py:name`."""
@@ -185,7 +185,7 @@ class LoggingSettings(SettingsSection):
     """Most MiB of `samples.jsonl` and its predecessor `samples.old.jsonl` together."""
     trajectories: bool = False
     """Keep all groups that reinforcement learning trains in `trajectories/`, from which `run.kind = "replay"` trains
-    again. `run.kind = "generate"` always does; see `docs/replay.md`."""
+    again. `run.kind = "generate"` always does; see `docs/how-to/replay.md`."""
 
 
 class ControllerSettings(SettingsSection):

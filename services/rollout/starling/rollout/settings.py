@@ -42,7 +42,7 @@ class EnvironmentSettings(SettingsSection):
     form of Gymnasium that speaks text. `verifiers`: an environment of that library. `agent`: a program of yours that
     talks to the model as an OpenAI client. Else your own `async def`, as `module:name` or `path/to/file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What the environment takes by name; see `docs/environments.md`."""
+    """What the environment takes by name; see `docs/how-to/environments.md`."""
     max_turns: int = Field(default=8, ge=1)
     """Most replies of the model in one trajectory."""
     turn_max_tokens: int = Field(default=0, ge=0)

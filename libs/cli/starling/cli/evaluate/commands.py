@@ -39,7 +39,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
     """Return the command line of `starling evaluate --model`."""
     parser = _parser("evaluate", "Answer the prompts of tasks with a model, score the answers, and print the figures.")
     _add_answering(parser)
-    parser.add_argument("--tasks", metavar="TASK[,TASK]", help="see docs/evaluate.md for all forms")
+    parser.add_argument("--tasks", metavar="TASK[,TASK]", help="see docs/how-to/evaluate.md for all forms")
     parser.add_argument("--scorer", default="exact_match", help="of a dataset that has none of its own")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the run, with answers.jsonl and summary.json")
     return parser

@@ -1,4 +1,5 @@
-"""The schema of the wire, as data: recorded in `schema.json`, shown in `docs/protocol.md`, compared by a test.
+"""The schema of the wire, as data: recorded in `schema.json`, shown in `docs/reference/protocol.md`, compared by a
+test.
 
 ``python -m starling.common.wire.schema`` prints the JSON schema; with ``--markdown`` the page.
 """
@@ -66,7 +67,7 @@ def breaking_changes(recorded: dict[str, Any], present: dict[str, Any]) -> list[
 
 
 def markdown() -> str:
-    """Return docs/protocol.md."""
+    """Return docs/reference/protocol.md."""
     lines = [PAGE_HEAD.format(version=messages.PROTOCOL_VERSION)]
     titles = {"up": "Up: replica to controller", "down": "Down: controller to replica"}
     for direction, union in DIRECTIONS.items():

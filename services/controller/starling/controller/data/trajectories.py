@@ -7,7 +7,7 @@
 A file comes into being whole (it is renamed when it is on disk), and its line in the index after that, so whatever the
 index names is complete. MessagePack, because a group is a map of small values with a few buffers of some KiB: the
 header of a container for tensors would be longer than they are. It is read with `msgpack.unpackb` in any language, and
-is written here by the codec that wire and journal have. See `docs/replay.md`.
+is written here by the codec that wire and journal have. See `docs/how-to/replay.md`.
 """
 
 from __future__ import annotations

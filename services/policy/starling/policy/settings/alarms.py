@@ -12,7 +12,7 @@ from starling.policy.core.alarms import AlarmRule
 AlarmName = Literal[
     "not_finite", "mismatch", "weights_still", "zero_advantage", "entropy", "effective_sample", "clip", "staleness"
 ]
-"""What each is about is in `docs/metrics.md`."""
+"""What each is about is in `docs/reference/metrics.md`."""
 
 _SAYS: Final[dict[AlarmName, str]] = {
     "not_finite": "the loss or the gradient was not finite, so the step left the weights as they were; "
@@ -34,7 +34,8 @@ _SAYS: Final[dict[AlarmName, str]] = {
 
 
 class AlarmSettings(SettingsSection):
-    """Bounds on what a step measures. An alarm is told when it begins and when it is over; see `docs/metrics.md`."""
+    """Bounds on what a step measures. An alarm is told when it begins and when it is over; see
+    `docs/reference/metrics.md`."""
 
     mismatch_kl: float = Field(default=0.02, gt=0.0)
     """Most nats per token (k3) between rollout and trainer for tokens of the same weights (`mismatch`)."""

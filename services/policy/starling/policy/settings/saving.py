@@ -10,7 +10,7 @@ from starling.common.settings import SettingsSection
 
 
 class SavingSettings(SettingsSection):
-    """States to continue from, and exports of the model. See `docs/operations/checkpoints.md`."""
+    """States to continue from, and exports of the model. See `docs/how-to/checkpoints.md`."""
 
     folder: str = ""
     """Where they go: a folder, or a URL that fsspec knows, such as ``s3://bucket/prefix``; in it, each attempt has a

@@ -125,8 +125,8 @@ class RlTrainer:
             longest_completion: most tokens that a completion could have had; 0 for the longest of the step.
 
         Returns:
-            The metrics, which `docs/metrics.md` explains. What no token can tell is left out, such as ``mismatch_kl``
-            when every completion is stale.
+            The metrics, which `docs/reference/metrics.md` explains. What no token can tell is left out,
+            such as ``mismatch_kl`` when every completion is stale.
 
         Raises:
             ConfigError: no tokens, a reward or log-probability not finite, a sequence too long, `temperature` <= 0,

@@ -1,4 +1,4 @@
-"""What a logger is, and what it is told of the run. See `docs/extend/logger.md` for how to write one."""
+"""What a logger is, and what it is told of the run. See `docs/how-to/extend/logger.md` for how to write one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a step says of itself besides its loss: metrics that tell a broken run from a slow one.
 
 Pure functions of what the step has in hand anyway. T are the step's trained tokens; log-probabilities are nats, those
-of the trainer under the weights with which the step began. `docs/metrics.md` lists every metric.
+of the trainer under the weights with which the step began. `docs/reference/metrics.md` lists every metric.
 """
 
 from __future__ import annotations

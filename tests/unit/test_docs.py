@@ -1,0 +1,41 @@
+"""The pages link to what exists, and name files and commands that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRACKED = subprocess.run(
+    ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+)
+FILES = [name for name in TRACKED.stdout.splitlines() if (ROOT / name).exists()]
+PAGES = [name for name in FILES if name.endswith(".md")]
+MEMBERS = ("common", "weightsync", "algo", "cli", "sim", "controller", "policy", "rollout", "reward")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s#]+)", (ROOT / page).read_text()):
+        if "://" not in target and not target.startswith("mailto:"):
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_that_are_named_exist(page: str) -> None:
+    """`controller/core/machine.py` stands for the file below the member's folder; other paths start at the root."""
+    for name in re.findall(r"`([\w./-]+\.py)`", (ROOT / page).read_text()):
+        if "/" in name and not name.startswith("path/"):
+            assert any(file == name or file.endswith(f"/{name}") for file in FILES), f"{page} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_dotted_modules_that_are_named_exist(page: str) -> None:
+    for name in re.findall(rf"`(starling\.(?:{'|'.join(MEMBERS)})(?:\.[a-z_0-9]+)*)`", (ROOT / page).read_text()):
+        path = name.replace(".", "/")
+        parent = path.rsplit("/", 1)[0]
+        found = any(file.endswith((f"/{path}.py", f"/{path}/__init__.py", f"/{parent}.py")) for file in FILES)
+        assert found, f"{page} names {name}"
