@@ -133,7 +133,7 @@ def run_controller(folder: Path) -> None:
         for happened in hub.poll(POLL_S):
             if not isinstance(happened, ReceivedMessage):
                 raise SystemExit(f"{happened.name} is gone")
-            cause = f"{happened.envelope.sender}/{happened.envelope.epoch}/{happened.envelope.seq}"
+            cause = f"{happened.envelope.sender}/{happened.envelope.incarnation}/{happened.envelope.seq}"
             for name, message, buffers in forwarding.step(happened):
                 if isinstance(message, messages.ReleaseLeases):
                     hub.release(name, message.leases)
@@ -169,7 +169,7 @@ def collect(wanted: deque[dict[str, int]]) -> None:
 def sizes() -> dict[str, int]:
     """Return how many bytes a group and a command take."""
     message, buffers = group_of("generate:t1:1.1", make_result(0))
-    envelope = messages.Envelope(protocol=1, run=RUN, sender="rollout-0", epoch=1_700_000_000_000, seq=1000)
+    envelope = messages.Envelope(protocol=1, run=RUN, sender="rollout-0", incarnation=1_700_000_000_000, seq=1000)
     return {
         "group_bytes": sum(map(len, codec.pack(envelope, message, buffers))),
         "command_bytes": sum(map(len, codec.pack(envelope, data_fetch(1000)))),

@@ -57,7 +57,7 @@ MAX_GROWTH_MIB = 16.0
 
 def envelope(sender: str, seq: int) -> Envelope:
     """Return the envelope of a good message."""
-    return Envelope(protocol=PROTOCOL_VERSION, run=RUN, sender=sender, epoch=1, seq=seq)
+    return Envelope(protocol=PROTOCOL_VERSION, run=RUN, sender=sender, incarnation=1, seq=seq)
 
 
 def rss_mib(pid: int) -> float:

@@ -68,7 +68,7 @@ class Mutator:
         draw = self._random
         self._seq += 1
         envelope = msgspec.msgpack.encode(
-            Envelope(protocol=PROTOCOL_VERSION, run=self._run, sender=self._sender, epoch=1, seq=self._seq)
+            Envelope(protocol=PROTOCOL_VERSION, run=self._run, sender=self._sender, incarnation=1, seq=self._seq)
         )
         body = draw.choice(self._bodies)
         where = draw.random()

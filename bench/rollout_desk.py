@@ -128,7 +128,7 @@ class Desk:
         """Answer a hello or a heartbeat: the rollout wants to know which."""
         said = answered.envelope
         welcome = wire.Welcome(heartbeat_s=HEARTBEAT_S, lease_s=WORK_S)
-        self._hub.send(NAME, welcome, cause=f"{said.sender}/{said.epoch}/{said.seq}")
+        self._hub.send(NAME, welcome, cause=f"{said.sender}/{said.incarnation}/{said.seq}")
 
     def _lease(self, kind: str) -> str:
         self._num_leases += 1

@@ -134,7 +134,7 @@ def answer_link(address: str, key: curve.KeyFile) -> None:
 
 def envelope(sender: str, seq: int) -> Envelope:
     """Return the envelope that a replica writes."""
-    return Envelope(protocol=PROTOCOL_VERSION, run=RUN, sender=sender, epoch=1_700_000_000_000, seq=seq)
+    return Envelope(protocol=PROTOCOL_VERSION, run=RUN, sender=sender, incarnation=1_700_000_000_000, seq=seq)
 
 
 def sized_frames(message: Any, sender: str) -> list[bytes]:
@@ -246,7 +246,7 @@ class HubController:
                         continue
                     latencies.append(clock() - sent_at[len(latencies)])
                     said = arrival.envelope
-                    cause = f"{said.sender}/{said.epoch}/{said.seq}"
+                    cause = f"{said.sender}/{said.incarnation}/{said.seq}"
                     if release:
                         hub.release(name, (answer.lease,))
                     if len(sent_at) < num:

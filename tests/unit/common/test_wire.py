@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from starling.common.errors import WireError
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import Down, Envelope, Up
-from starling.common.wire.schema import breaking_changes, markdown, schema
+from starling.common.wire.schema import FAMILIES, RECEIVERS, breaking_changes, markdown, schema
 
 ROOT = Path(__file__).parents[3]
 WIRE = ROOT / "libs/common/starling/common/wire"
-ENVELOPE = Envelope(protocol=1, run="demo/attempt-1/0badcafe", sender="rollout-0", epoch=7, seq=3, cause="tick")
+ENVELOPE = Envelope(protocol=1, run="demo/attempt-1/0badcafe", sender="rollout-0", incarnation=7, seq=3, cause="tick")
 
 
 def present_schema() -> object:
@@ -32,6 +32,13 @@ def test_the_recorded_schema_is_the_present_one() -> None:
 
 def test_the_page_of_the_protocol_is_not_stale() -> None:
     assert (ROOT / "docs/reference/protocol.md").read_text() == markdown(), "run `make docs`"
+
+
+def test_families_and_receivers_cover_each_message_once() -> None:
+    members = [member for family in FAMILIES for member in family.members]
+    assert len(members) == len(set(members))
+    assert set(members) == {*messages.Up.__args__, *messages.Down.__args__}
+    assert set(RECEIVERS) == set(messages.Down.__args__)
 
 
 @pytest.mark.parametrize("change", ["drop a message", "rename a field", "new field without default"])

@@ -34,13 +34,13 @@ class Desk:
         self,
         keys: Path | None,
         bind: str = "tcp://127.0.0.1:0",
-        epoch: int = 1,
+        incarnation: int = 1,
         limits: RateLimits = DEFAULT_RATE_LIMITS,
     ) -> None:
         hub_keys = None
         if keys is not None:
             hub_keys = HubKeys(curve.load_key(keys / "controller.json"), curve.load_allowed(keys), keys)
-        self.hub = Hub(bind, RUN, epoch, hub_keys, limits=limits)
+        self.hub = Hub(bind, RUN, incarnation, hub_keys, limits=limits)
         self.heard: list[ReceivedMessage | PeerDisconnected] = []
 
     def poll_until(self, enough: Callable[[], bool]) -> None:
@@ -130,7 +130,7 @@ def received(link: ControllerLink, kind: type[M]) -> M:
 
 def envelope(sender: str = "rollout-1", **changes: Any) -> wire.Envelope:
     """Return an envelope of this run, but for `changes`."""
-    fields = {"protocol": wire.PROTOCOL_VERSION, "run": RUN, "sender": sender, "epoch": 1, "seq": 1}
+    fields = {"protocol": wire.PROTOCOL_VERSION, "run": RUN, "sender": sender, "incarnation": 1, "seq": 1}
     return wire.Envelope(**{**fields, **changes})
 
 

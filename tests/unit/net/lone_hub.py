@@ -43,7 +43,7 @@ def take(hub: Hub, arrival: ReceivedMessage, members: set[str], settled: set[str
         while leases:
             hub.send(name, wire.ScoreGroup(lease=leases.pop(0), prompt=wire.Prompt(id="p"), completions=()))
     elif isinstance(message, wire.QueryRun):
-        hub.send(name, wire.OperatorReply(request=message.request, ok=True, text=f"incarnation {hub.epoch}"))
+        hub.send(name, wire.OperatorReply(request=message.request, ok=True, text=f"incarnation {hub.incarnation}"))
     elif name not in members:
         hub.send(name, wire.RequestHello())
     elif isinstance(message, wire.Heartbeat):
@@ -55,11 +55,11 @@ def take(hub: Hub, arrival: ReceivedMessage, members: set[str], settled: set[str
         hub.release(name, (message.lease,))
 
 
-def main(keys: str, run: str, address: str, epoch: str, *leases: str) -> None:
+def main(keys: str, run: str, address: str, incarnation: str, *leases: str) -> None:
     """Serve."""
     folder = Path(keys)
     hub_keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder), folder)
-    hub = Hub(address, run, int(epoch), hub_keys)
+    hub = Hub(address, run, int(incarnation), hub_keys)
     say(address=hub.address)
     serve(hub, list(leases))
 

@@ -72,7 +72,7 @@ BAD_FRAMES: list[tuple[str, list[bytes], str]] = [
             ),
             b"123",
         ],
-        "GroupGenerated describes buffers of other sizes",
+        "GroupGenerated does not describe the sizes of the 1 buffers",
     ),
     ("many frames", [GOOD, BODY] + [b""] * (codec.MAX_BUFFERS + 1), "frames is over the limit"),
 ]

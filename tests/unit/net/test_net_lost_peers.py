@@ -37,7 +37,7 @@ def test_a_killed_process_is_lost_at_once(desk: Desk, keys: Path) -> None:
 
 def test_a_link_finds_a_controller_that_was_started_again(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "RESEND_S", 0.1)
-    first = Desk(keys, epoch=1)
+    first = Desk(keys, incarnation=1)
     address = first.hub.address
     with calling(address, keys) as link:
         first.admit("rollout-0")
@@ -45,7 +45,7 @@ def test_a_link_finds_a_controller_that_was_started_again(keys: Path, monkeypatc
         received(link, ReceivedCommand)
         first.hub.close(0.0)
         link.answer("score:1:0", generated("score:1:0"))
-        second = Desk(keys, bind=address, epoch=2)
+        second = Desk(keys, bind=address, incarnation=2)
         try:
             _, heartbeat = second.next(wire.Heartbeat)
             assert heartbeat.leases == (wire.HeldLease(lease="score:1:0", phase="answered"),)

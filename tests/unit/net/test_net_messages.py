@@ -30,7 +30,7 @@ def test_hello_welcome_heartbeat(desk: Desk, keys: Path) -> None:
         desk.hub.send("rollout-0", wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
         arrival, heartbeat = desk.next(wire.Heartbeat)
         assert (heartbeat.leases, heartbeat.version) == ((), 3)
-        assert arrival.envelope.epoch == hello.envelope.epoch
+        assert arrival.envelope.incarnation == hello.envelope.incarnation
         assert arrival.envelope.seq > hello.envelope.seq
         link.report(version=4, gauges={"rows": 2.0})
         desk.poll_until(lambda: desk.next(wire.Heartbeat)[1] == wire.Heartbeat(version=4, gauges={"rows": 2.0}))
@@ -129,7 +129,7 @@ def test_who_is_asked_says_hello_again_with_its_present_version(desk: Desk, keys
         desk.hub.send("rollout-0", wire.RequestHello())
         arrival, hello = desk.next(wire.Hello)
         assert (hello.version, arrival.buffers) == (7, (b"layout",))
-        assert arrival.envelope.epoch == first.envelope.epoch
+        assert arrival.envelope.incarnation == first.envelope.incarnation
 
 
 def test_a_drain_ends_the_line_without_an_error(desk: Desk, keys: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_new_incarnation_takes_the_name_over(desk: Desk, keys: Path) -> None:
     with calling(desk.hub.address, keys) as old:
         before = desk.admit("rollout-0")
         with calling(desk.hub.address, keys) as new:
-            desk.poll_until(lambda: desk.next(wire.Hello)[0].envelope.epoch > before.envelope.epoch)
+            desk.poll_until(lambda: desk.next(wire.Hello)[0].envelope.incarnation > before.envelope.incarnation)
             desk.hub.send("rollout-0", score("score:1:0"))
             assert received(new, ReceivedCommand).message.lease == "score:1:0"
             desk.poll_until(lambda: desk.hub.dropped["epoch"] > 0)
@@ -367,7 +367,7 @@ def test_who_introduces_itself_anew_says_so_first_and_until_it_is_heard(desk: De
         desk.hub.send("rollout-0", score("score:1:0"))
         received(link, ReceivedCommand)
         beat, _ = desk.next(wire.Heartbeat)
-        prefix, welcome = f"rollout-0/{beat.envelope.epoch}/", wire.Welcome(heartbeat_s=0.05, lease_s=10.0)
+        prefix, welcome = f"rollout-0/{beat.envelope.incarnation}/", wire.Welcome(heartbeat_s=0.05, lease_s=10.0)
         link.introduce()
         link.answer("score:1:0", generated("score:1:0"))
         anew, _ = desk.next(wire.Hello)

@@ -72,9 +72,9 @@ class LoneHub:
 
 
 @contextmanager
-def hub_process(keys: Path, address: str, epoch: int, *leases: str) -> Iterator[tuple[LoneHub, str]]:
+def hub_process(keys: Path, address: str, incarnation: int, *leases: str) -> Iterator[tuple[LoneHub, str]]:
     """A controller at `address`, and where it listens."""
-    command = [sys.executable, str(HUB), str(keys), RUN, address, str(epoch), *leases]
+    command = [sys.executable, str(HUB), str(keys), RUN, address, str(incarnation), *leases]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     hub = LoneHub(process)
     try:
@@ -142,8 +142,8 @@ def test_a_link_listens_to_the_newest_controller_only() -> None:
     router.rcvtimeo = int(DEADLINE_S * 1000)
     port = router.bind_to_random_port("tcp://127.0.0.1")
 
-    def say(epoch: int, message: wire.Down) -> None:
-        router.send_multipart([route, *codec.pack(envelope("controller", epoch=epoch), message)])
+    def say(incarnation: int, message: wire.Down) -> None:
+        router.send_multipart([route, *codec.pack(envelope("controller", incarnation=incarnation), message)])
 
     def hear(kind: type) -> None:
         while not isinstance(codec.unpack_up(router.recv_multipart()[1:]), kind):

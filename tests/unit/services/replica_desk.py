@@ -63,7 +63,7 @@ class Desk:
             protocol=wire.PROTOCOL_VERSION,
             run=RUN,
             sender="controller",
-            epoch=1,
+            incarnation=1,
             seq=self._seq,
             cause=self._causes[name],
         )
@@ -113,7 +113,7 @@ class Desk:
                 route, *frames = self._socket.recv_multipart()
                 envelope = codec.unpack_envelope(frames)
                 self._routes[envelope.sender] = route
-                self._causes[envelope.sender] = f"{envelope.sender}/{envelope.epoch}/{envelope.seq}"
+                self._causes[envelope.sender] = f"{envelope.sender}/{envelope.incarnation}/{envelope.seq}"
                 message = codec.unpack_up(frames)
                 assert type(message) in wire.ALLOWED_MESSAGES[envelope.sender.partition("-")[0]]  # type: ignore[index]
                 self._heard[envelope.sender].append((message, tuple(frames[2:])))

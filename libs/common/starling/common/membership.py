@@ -30,7 +30,7 @@ class MembershipLease:
     """What one replica knows of its membership."""
 
     def __init__(self, sender: str) -> None:
-        """`sender`: what the ids of its messages begin with, ``<name>/<epoch>/``."""
+        """`sender`: what the ids of its messages begin with, ``<name>/<incarnation>/``."""
         self._sender = sender
         self._said: dict[int, float] = {}
         """When it said each message that the controller answers and has not answered yet, by their numbers."""

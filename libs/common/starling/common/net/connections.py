@@ -43,7 +43,7 @@ class PeerConnection:
     name: str
     route: bytes
     """What ROUTER calls the connection."""
-    epoch: int
+    incarnation: int
     key: str
     """Of the connection; empty without CURVE."""
     descriptor: int

@@ -103,7 +103,7 @@ class Hub:
         self,
         bind: str,
         run: str,
-        epoch: int,
+        incarnation: int,
         keys: HubKeys | None,
         *,
         telemetry: str = "",
@@ -111,9 +111,9 @@ class Hub:
     ) -> None:
         """Bind to `bind` (``tcp://host:port``, port 0 for a free one), the telemetry to `telemetry` or beside it.
 
-        `epoch` must be greater than any earlier controller's of this run. Raises ConfigError if an address is taken.
+        `incarnation` must exceed that of any earlier controller of this run. Raises ConfigError if an address is taken.
         """
-        self.run, self.epoch = run, epoch
+        self.run, self.incarnation = run, incarnation
         self.dropped: Counter[str] = Counter()
         self.num_unsent = 0
         """Messages for peers that do not read."""
@@ -190,7 +190,7 @@ class Hub:
             protocol=PROTOCOL_VERSION,
             run=self.run,
             sender=curve.CONTROLLER,
-            epoch=self.epoch,
+            incarnation=self.incarnation,
             seq=peer.seq_out,
             cause=cause,
         )
@@ -304,7 +304,7 @@ class Hub:
             if envelope is not None and error.kind in ("protocol", "run", "key", "role"):
                 self._refuse(route, envelope, str(error))
             return None
-        if peer is None or peer.epoch != envelope.epoch or peer.name != envelope.sender:
+        if peer is None or peer.incarnation != envelope.incarnation or peer.name != envelope.sender:
             self._remember(route, envelope, last, rules)
         if isinstance(message, Leave):
             self._peers.by_name[envelope.sender].has_left = True
@@ -324,7 +324,7 @@ class Hub:
             peer = self._peers.by_name.get(sender)
         if peer is None:
             return rules_of(sender)
-        if envelope.epoch < peer.epoch:
+        if envelope.incarnation < peer.incarnation:
             raise WireError(f"{sender} is an older incarnation", "epoch")
         return peer.rules
 
@@ -349,7 +349,7 @@ class Hub:
         peer = PeerConnection(
             name=envelope.sender,
             route=route,
-            epoch=envelope.epoch,
+            incarnation=envelope.incarnation,
             key="" if self._keys is None else str(frame.get(_USER)),
             descriptor=int(frame.get(zmq.SRCFD)),
             rules=rules,
@@ -403,7 +403,9 @@ class Hub:
 
     def _refuse(self, route: bytes, envelope: Envelope, reason: str) -> None:
         """Tell a peer that can never become a member why, in an envelope that it takes for its own run's."""
-        answer = Envelope(protocol=PROTOCOL_VERSION, run=envelope.run, sender=curve.CONTROLLER, epoch=self.epoch, seq=0)
+        answer = Envelope(
+            protocol=PROTOCOL_VERSION, run=envelope.run, sender=curve.CONTROLLER, incarnation=self.incarnation, seq=0
+        )
         try:
             send(self._socket, [route, *codec.pack(answer, Refused(reason=reason[:MAX_LOGGED]))])
         except zmq.ZMQError:

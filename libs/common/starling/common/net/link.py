@@ -88,8 +88,8 @@ class ControllerLink:
     def __init__(self, settings: LinkSettings, hello: messages.Hello, hello_buffers: tuple[bytes, ...] = ()) -> None:
         """Prepare to say `hello`."""
         self._settings, self._hello, self._hello_buffers = settings, hello, hello_buffers
-        self._epoch, self._seq = make_incarnation(), 0
-        self.fence = LeaseFence(f"{settings.name}/{self._epoch}/", hello.role)
+        self._incarnation, self._seq = make_incarnation(), 0
+        self.fence = LeaseFence(f"{settings.name}/{self._incarnation}/", hello.role)
         self._lock = threading.RLock()
         self._book = LeaseTable(resend_s=RESEND_S)
         self._told = ReportedState(version=hello.version)
@@ -97,7 +97,7 @@ class ControllerLink:
         self._wakeup = Wakeup()
         self._nudged = self._awoken = self._welcomed = self._full = self._heard = False
         self._anew_from = 0  # a welcome to an earlier message is to what this replica was before
-        self._incarnation = -1  # the controller's, as far as it was heard
+        self._controller_incarnation = -1  # the controller's, as far as it was heard
         self._owes_all = False  # who was away may not have heard any answer
         self._heartbeat_s = 1.0
         self._heard_at = self._spoken_at = self._linger_until = float("-inf")
@@ -277,7 +277,7 @@ class ControllerLink:
     def _check_silence(self, dealer: Dealer, now: float) -> None:
         if self._heard:
             self._heard, self._heard_at = False, now
-        limit = self._settings.connect_s if self._incarnation < 0 else self._settings.silence_s
+        limit = self._settings.connect_s if self._controller_incarnation < 0 else self._settings.silence_s
         if now - self._heard_at > limit:
             raise UnreachableError(dealer.unreachable(f"no answer for {limit:.0f} s"))
 
@@ -291,7 +291,7 @@ class ControllerLink:
             protocol=PROTOCOL_VERSION,
             run=self._settings.run,
             sender=self._settings.name,
-            epoch=self._epoch,
+            incarnation=self._incarnation,
             seq=self._seq,
         )
         try:
@@ -335,7 +335,7 @@ class ControllerLink:
         except WireError as error:
             log.warning("dropped a message", reason=str(error))
             return True
-        if envelope.epoch != self._incarnation and not self._is_newest(envelope.epoch):
+        if envelope.incarnation != self._controller_incarnation and not self._is_newest(envelope.incarnation):
             return True
         self._heard = True
         self._linger_until = time.monotonic() + LINGER_MS / 1000
@@ -345,14 +345,14 @@ class ControllerLink:
             self._act(message, parts)
         return True
 
-    def _is_newest(self, epoch: int) -> bool:
-        """Say whether the controller's incarnation `epoch` is to be heard; introduce this replica to a new one."""
-        if epoch < self._incarnation:
+    def _is_newest(self, incarnation: int) -> bool:
+        """Say whether to accept this incarnation of the controller; a newer one gets a `Hello`."""
+        if incarnation < self._controller_incarnation:
             return False
-        if self._incarnation >= 0:
-            log.info("the controller was started again", incarnation=epoch)
+        if self._controller_incarnation >= 0:
+            log.info("the controller was started again", incarnation=incarnation)
             self._introduce()
-        self._incarnation = epoch
+        self._controller_incarnation = incarnation
         return True
 
     def _introduce(self) -> None:

@@ -34,7 +34,7 @@ class OperatorClient:
         if key is not None and key.name != name:
             raise ConfigError(f"the key file {key_path} was made for {key.name}, and this is {name}; give the other")
         self._run, self._name = run, name
-        self._epoch = 0
+        self._incarnation = 0
         self._dealer = Dealer(address, name, key)
         self._dealer.socket.rcvtimeo = PATIENCE_MS
 
@@ -72,8 +72,10 @@ class OperatorClient:
     def _say(self, message: OperatorMessage) -> None:
         # Each time as a new incarnation, so that two operators with one key take turns: the controller answers to the
         # newest, and the other one's next repetition is newer again.
-        self._epoch = max(make_incarnation(), self._epoch + 1)
-        envelope = Envelope(protocol=PROTOCOL_VERSION, run=self._run, sender=self._name, epoch=self._epoch, seq=1)
+        self._incarnation = max(make_incarnation(), self._incarnation + 1)
+        envelope = Envelope(
+            protocol=PROTOCOL_VERSION, run=self._run, sender=self._name, incarnation=self._incarnation, seq=1
+        )
         try:
             self._dealer.send(codec.pack(envelope, message))
         except zmq.Again:

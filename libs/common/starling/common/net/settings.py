@@ -1,4 +1,4 @@
-"""The number of an incarnation."""
+"""Settings of a connection to the controller, and the incarnation number of its process."""
 
 from __future__ import annotations
 
@@ -8,20 +8,9 @@ from dataclasses import dataclass
 from starling.common.net import curve
 
 
-def make_incarnation() -> int:
-    """Return milliseconds since 1970: greater than the epoch of any earlier start, if nobody set the clock back.
-
-    If somebody did, the new incarnation is heard as soon as the earlier one is known to be gone.
-    """
-    return time.time_ns() // 1_000_000
-
-
-# JOINED from starling.common.net.settings: What a line to the controller is made with.
-
-
 @dataclass(frozen=True)
 class LinkSettings:
-    """Whom to call, as whom, and how long to wait."""
+    """Address, identity and deadlines of a connection to the controller."""
 
     name: str
     run: str
@@ -29,6 +18,14 @@ class LinkSettings:
     """Address of the controller, ``tcp://host:port``."""
     key: curve.KeyFile | None
     connect_s: float = 60.0
-    """How long to wait for the controller's first word."""
+    """Deadline for the first message of the controller."""
     silence_s: float = 300.0
-    """How long the controller may stay silent afterwards: it may be starting again."""
+    """Longest silence of the controller after that: it may be restarting."""
+
+
+def make_incarnation() -> int:
+    """Return milliseconds since 1970: greater than any earlier incarnation, unless the clock was set back.
+
+    If it was, messages of the new incarnation are accepted once the connection of the earlier one has closed.
+    """
+    return time.time_ns() // 1_000_000

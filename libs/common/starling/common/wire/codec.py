@@ -1,9 +1,9 @@
-"""Frames <-> messages. A frame that is not one of ours becomes a `WireError`, whatever it holds.
+"""Encoding of messages as frames, and back. Any frame that is not a valid message raises `WireError`.
 
     [envelope][message][buffer ...]      (after the identity frame that ROUTER adds)
 
-The sizes are checked before anything is decoded; the buffers that a message describes must be there, each of the
-stated size.
+Sizes are checked before anything is decoded; the buffers that a message describes must follow it, each of the stated
+size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WITH_BUFFERS: Final[frozenset[type]] = frozenset(
         messages.ScoreTokens, messages.TrainStep, messages.Hello, messages.WeightsPublished, messages.AdoptWeights,
     }
 )  # fmt: skip
-"""The messages that buffers may follow, as `expected_sizes` says; most messages are spared the question."""
+"""Messages that buffers may follow; the others skip `expected_sizes`."""
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _envelope: Final = msgspec.msgpack.Decoder(Envelope)
@@ -47,7 +47,7 @@ _down: Final[msgspec.msgpack.Decoder[Down]] = msgspec.msgpack.Decoder(messages.D
 
 
 def pack(envelope: Envelope, message: Up | Down, buffers: Buffers = ()) -> list[bytes | memoryview]:
-    """Encode one message as frames. Raises WireError when it would be refused at the other end."""
+    """Encode one message as frames. Raises WireError if the receiver would refuse it."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise WireError(
@@ -59,7 +59,7 @@ def pack(envelope: Envelope, message: Up | Down, buffers: Buffers = ()) -> list[
 
 
 def unpack_envelope(frames: Sequence[bytes | memoryview]) -> Envelope:
-    """Decode the first frame only, so that a receiver can refuse a peer before reading what it says."""
+    """Decode the first frame only, so that a receiver can refuse a peer before it decodes the message."""
     if len(frames) < 2:
         raise WireError(f"a message has at least 2 frames, this one has {len(frames)}")
     if len(frames) > MAX_BUFFERS + 2:
@@ -73,12 +73,12 @@ def unpack_envelope(frames: Sequence[bytes | memoryview]) -> Envelope:
 
 
 def unpack_up(frames: Sequence[bytes | memoryview]) -> Up:
-    """Decode the second frame as something that a replica says, and check the buffers after it."""
+    """Decode the second frame as a message to the controller, and check the buffers after it."""
     return _checked(_decode(_up, frames[1]), frames[2:])
 
 
 def unpack_down(frames: Sequence[bytes | memoryview]) -> Down:
-    """Decode the second frame as something that the controller says, and check the buffers after it."""
+    """Decode the second frame as a message of the controller, and check the buffers after it."""
     return _checked(_decode(_down, frames[1]), frames[2:])
 
 
@@ -99,15 +99,15 @@ def _checked(message: M, buffers: Buffers) -> M:
         if len(buffers) != expected:
             raise WireError(f"{type(message).__name__} has {len(buffers)} buffers instead of {expected}", "buffers")
         return message
-    found = [len(b) for b in buffers]
-    if found != [meta.nbytes for meta in expected]:
+    sizes = [len(b) for b in buffers]
+    if sizes != [meta.nbytes for meta in expected]:
         name = type(message).__name__
-        raise WireError(f"{name} describes buffers of other sizes than the {len(found)} that came", "buffers")
+        raise WireError(f"{name} does not describe the sizes of the {len(sizes)} buffers after it", "buffers")
     return message
 
 
 def expected_sizes(message: object) -> int | list[TensorMeta]:
-    """Return what must follow `message`: described tensors, or just a number of buffers."""
+    """Return what must follow `message`: described tensors, or a number of buffers."""
     match message:
         case (
             messages.GroupGenerated(tensors=tensors)

@@ -1,33 +1,43 @@
-"""Every message between services, declared once: this is where everybody imports them from.
+"""Every message between services, declared once. All code imports messages and their structs from here.
 
-Two tagged unions: `Up` (replica to controller, in `up.py`) and `Down` (controller to replica, in `down.py`), of what
-`structs.py` declares. A message may be followed by raw buffer frames, which the message describes by `TensorMeta`; the
-controller forwards them without decoding them.
+Two tagged unions: `Up` (replica or operator to controller) and `Down` (controller to replica or operator). The messages
+are declared by family, each request beside its answer: `weight_sync`, `rollout`, `training`, `membership` and
+`operations`; `structs` holds what several of them contain. A message may be followed by raw buffer frames, which it
+describes by `TensorMeta`; the controller forwards them without decoding them.
 
-Growth: a new field comes last and has a default that means "absent"; a tag is never reused. `schema.json` beside this
-file records what was agreed, and a test compares.
+Growth: a new field comes last and has a default that means "absent"; a tag is never reused. `schema.json` in this
+folder records the wire format, and a test compares.
 """
 
 from __future__ import annotations
 
-from starling.common.wire.down import (
-    AdoptWeights,
-    Down,
+from typing import Final
+
+from starling.common.ids import Role
+from starling.common.wire.membership import (
     Drain,
-    GenerateGroup,
-    LeasedCommand,
-    OperatorReply,
-    PublishWeights,
+    Heartbeat,
+    Hello,
+    LeaseFailed,
+    Leave,
     Refused,
     ReleaseLeases,
     RequestHello,
-    SaveCheckpoint,
-    ScoreGroup,
-    ScoreTokens,
     Sleep,
-    TrainStep,
+    Slept,
     Wake,
     Welcome,
+    Woken,
+)
+from starling.common.wire.operations import ChangeSetting, OperatorReply, QueryRun, RequestEvaluation, RequestStop
+from starling.common.wire.rollout import (
+    GenerateGroup,
+    GroupGenerated,
+    GroupInterrupted,
+    GroupScored,
+    ScoreGroup,
+    ScoreTokens,
+    TokensScored,
 )
 from starling.common.wire.structs import (
     PROTOCOL_VERSION,
@@ -49,29 +59,51 @@ from starling.common.wire.structs import (
     TrajectoryMeta,
     Wait,
 )
-from starling.common.wire.up import (
-    ALLOWED_MESSAGES,
-    ChangeSetting,
-    CheckpointSaved,
-    GroupGenerated,
-    GroupInterrupted,
-    GroupScored,
-    Heartbeat,
-    Hello,
-    LeaseFailed,
-    Leave,
-    OperatorMessage,
-    QueryRun,
-    RequestEvaluation,
-    RequestStop,
-    Slept,
-    StepTrained,
-    TokensScored,
-    Up,
-    WeightsAdopted,
-    WeightsPublished,
-    Woken,
+from starling.common.wire.training import CheckpointSaved, SaveCheckpoint, StepTrained, TrainStep
+from starling.common.wire.weight_sync import AdoptWeights, PublishWeights, WeightsAdopted, WeightsPublished
+
+OperatorMessage = QueryRun | ChangeSetting | RequestEvaluation | RequestStop
+
+Up = (
+    Hello
+    | Heartbeat
+    | Leave
+    | GroupGenerated
+    | GroupInterrupted
+    | GroupScored
+    | TokensScored
+    | StepTrained
+    | WeightsPublished
+    | WeightsAdopted
+    | Slept
+    | Woken
+    | CheckpointSaved
+    | LeaseFailed
+    | OperatorMessage
 )
+
+LeasedCommand = (
+    GenerateGroup | ScoreGroup | ScoreTokens | TrainStep | PublishWeights | AdoptWeights | SaveCheckpoint | Sleep | Wake
+)
+"""The commands that hand out a lease."""
+
+Down = Welcome | RequestHello | Refused | LeasedCommand | ReleaseLeases | Drain | OperatorReply
+
+ALLOWED_MESSAGES: Final[dict[Role, frozenset[type]]] = {
+    "controller": frozenset(),
+    "policy": frozenset(
+        {Hello, Heartbeat, Leave, StepTrained, WeightsPublished, WeightsAdopted, Slept, Woken, CheckpointSaved}
+        | {LeaseFailed}
+    ),
+    "rollout": frozenset(
+        {Hello, Heartbeat, Leave, GroupGenerated, GroupInterrupted, WeightsPublished, WeightsAdopted, Slept, Woken}
+        | {LeaseFailed}
+    ),
+    "reward": frozenset({Hello, Heartbeat, Leave, GroupScored, LeaseFailed}),
+    "teacher": frozenset({Hello, Heartbeat, Leave, TokensScored, LeaseFailed}),
+    "operator": frozenset({QueryRun, ChangeSetting, RequestEvaluation, RequestStop}),
+}
+"""Messages that each role may send. The controller drops any other, whatever key it was sent with."""
 
 __all__ = [
     "ALLOWED_MESSAGES",

@@ -1,5 +1,4 @@
-"""The schema of the wire, as data: recorded in `schema.json`, shown in `docs/reference/protocol.md`, compared by a
-test.
+"""Schema of the wire as data: recorded in `schema.json`, shown in `docs/reference/protocol.md`, compared by a test.
 
 ``python -m starling.common.wire.schema`` prints the JSON schema; with ``--markdown`` the page.
 """
@@ -10,11 +9,46 @@ import inspect
 import re
 import sys
 import types
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from starling.common.wire import messages
+from starling.common.wire.messages import (
+    AdoptWeights,
+    ChangeSetting,
+    CheckpointSaved,
+    Drain,
+    GenerateGroup,
+    GroupGenerated,
+    GroupInterrupted,
+    GroupScored,
+    Heartbeat,
+    Hello,
+    LeaseFailed,
+    Leave,
+    OperatorReply,
+    PublishWeights,
+    QueryRun,
+    Refused,
+    ReleaseLeases,
+    RequestEvaluation,
+    RequestHello,
+    RequestStop,
+    SaveCheckpoint,
+    ScoreGroup,
+    ScoreTokens,
+    Sleep,
+    Slept,
+    StepTrained,
+    TokensScored,
+    TrainStep,
+    Wake,
+    WeightsAdopted,
+    WeightsPublished,
+    Welcome,
+    Woken,
+)
 
 DIRECTIONS: dict[str, types.UnionType] = {"up": messages.Up, "down": messages.Down}
 NESTED = (
@@ -34,6 +68,86 @@ NESTED = (
     messages.Alarm,
 )
 
+
+class Family(NamedTuple):
+    """Messages of one purpose, for the page of the protocol."""
+
+    title: str
+    text: str
+    members: tuple[type[msgspec.Struct], ...]
+
+
+FAMILIES: Final = (
+    Family(
+        "Weight sync",
+        "The controller asks a replica to offer a version, and others to pull it. The weights themselves travel from "
+        "replica to replica, by the plan in `adopt_weights`.",
+        (PublishWeights, WeightsPublished, AdoptWeights, WeightsAdopted),
+    ),
+    Family(
+        "Rollout",
+        "A prompt goes to a rollout, its completions come back, and go on to the rewards and, for distillation, to a "
+        "teacher.",
+        (GenerateGroup, GroupGenerated, GroupInterrupted, ScoreGroup, GroupScored, ScoreTokens, TokensScored),
+    ),
+    Family(
+        "Evaluation",
+        "An evaluation can be requested while a run is going on. Its groups travel as those of training do, with "
+        "`purpose` `evaluate`.",
+        (RequestEvaluation,),
+    ),
+    Family(
+        "Training",
+        "Steps of the policy and its checkpoints.",
+        (TrainStep, StepTrained, SaveCheckpoint, CheckpointSaved),
+    ),
+    Family(
+        "Membership",
+        "Replicas join, report their state in heartbeats, share devices in time, and leave.",
+        (
+            Hello,
+            Welcome,
+            RequestHello,
+            Refused,
+            Heartbeat,
+            ReleaseLeases,
+            LeaseFailed,
+            Sleep,
+            Slept,
+            Wake,
+            Woken,
+            Drain,
+            Leave,
+        ),
+    ),
+    Family(
+        "Operations",
+        "Commands of an operator while a run is going on.",
+        (QueryRun, ChangeSetting, RequestStop, OperatorReply),
+    ),
+)
+"""All messages by family; a test checks that each message is in exactly one."""
+
+_REPLICAS: Final = ("policy", "rollout", "reward", "teacher")
+RECEIVERS: Final[dict[type[msgspec.Struct], tuple[str, ...]]] = {
+    PublishWeights: ("policy", "rollout"),
+    AdoptWeights: ("policy", "rollout"),
+    GenerateGroup: ("rollout",),
+    ScoreGroup: ("reward",),
+    ScoreTokens: ("teacher",),
+    TrainStep: ("policy",),
+    SaveCheckpoint: ("policy",),
+    Sleep: ("policy", "rollout"),
+    Wake: ("policy", "rollout"),
+    Welcome: _REPLICAS,
+    RequestHello: _REPLICAS,
+    Refused: (*_REPLICAS, "operator"),
+    ReleaseLeases: _REPLICAS,
+    Drain: _REPLICAS,
+    OperatorReply: ("operator",),
+}
+"""Roles that receive each message of the controller. `ALLOWED_MESSAGES` says who sends the others."""
+
 _MODULES: Final = re.compile(r"starling\.common\.wire\.\w+\.|typing\.")
 
 
@@ -48,7 +162,7 @@ def schema() -> dict[str, Any]:
 
 
 def breaking_changes(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """Say what in `present` would break a peer that speaks `recorded`; growth at the end is not a break."""
+    """Return the changes in `present` that break a peer which speaks `recorded`; growth at the end is not one."""
     problems = []
     for section in ("up", "down", "nested"):
         for name, fields in recorded[section].items():
@@ -68,11 +182,10 @@ def breaking_changes(recorded: dict[str, Any], present: dict[str, Any]) -> list[
 
 def markdown() -> str:
     """Return docs/reference/protocol.md."""
-    lines = [PAGE_HEAD.format(version=messages.PROTOCOL_VERSION)]
-    titles = {"up": "Up: replica to controller", "down": "Down: controller to replica"}
-    for direction, union in DIRECTIONS.items():
-        lines.append(f"## {titles[direction]}\n")
-        lines += [_section(struct, f"`{struct.__struct_config__.tag}`") for struct in union.__args__]
+    lines = [PAGE_HEAD.format(version=messages.PROTOCOL_VERSION), *_overview()]
+    for family in FAMILIES:
+        lines.append(f"## {family.title}\n\n{family.text}\n")
+        lines += [_section(struct, f"`{struct.__struct_config__.tag}`", _route(struct)) for struct in family.members]
     lines.append("## Structs inside messages\n")
     lines += [_section(struct, f"`{struct.__name__}`") for struct in NESTED]
     return "\n".join(lines)
@@ -90,20 +203,48 @@ idempotent. A replica keeps each result until the controller releases its lease.
 """
 
 
-def _section(struct: type[msgspec.Struct], title: str) -> str:
+def _overview() -> list[str]:
+    """Return a table of all messages: from whom, to whom."""
+    rows = ["| family | message | class | from | to |", "|---|---|---|---|---|"]
+    for family in FAMILIES:
+        for struct in family.members:
+            tag = f"`{struct.__struct_config__.tag}`"
+            sender, receiver = _ends(struct)
+            rows.append(f"| {family.title} | {tag} | `{struct.__name__}` | {sender} | {receiver} |")
+    return ["\n".join(rows) + "\n"]
+
+
+def _ends(struct: type[msgspec.Struct]) -> tuple[str, str]:
+    """Return the sender and the receiver of a message, in words."""
+    if struct in RECEIVERS:
+        return "controller", _roles(RECEIVERS[struct])
+    return _roles(tuple(role for role, allowed in messages.ALLOWED_MESSAGES.items() if struct in allowed)), "controller"
+
+
+def _roles(roles: tuple[str, ...]) -> str:
+    return "every replica" if set(roles) == set(_REPLICAS) else ", ".join(roles)
+
+
+def _route(struct: type[msgspec.Struct]) -> str:
+    sender, receiver = _ends(struct)
+    return f"`{struct.__name__}`, {sender} → {receiver}\n\n"
+
+
+def _section(struct: type[msgspec.Struct], title: str, route: str = "") -> str:
     doc = inspect.getdoc(struct) or ""
     rows = ["| field | type | default |", "|---|---|---|"]
     for field in _fields(struct):
         default = "required" if field["required"] else f"`{field['default']}`"
         rows.append(f"| `{field['name']}` | `{field['type'].replace('|', '∣')}` | {default} |")
     table = "\n".join(rows) + "\n" if len(rows) > 2 else "No fields.\n"
-    return f"### {title}\n\n{doc}\n\n{table}"
+    return f"### {title}\n\n{route}{doc}\n\n{table}"
 
 
 def _fields(struct: type[msgspec.Struct]) -> list[dict[str, Any]]:
+    """Return the fields of a struct by their names on the wire."""
     rows = []
     for field in msgspec.structs.fields(struct):
-        row: dict[str, Any] = {"name": field.name, "type": _type(field.type), "required": field.required}
+        row: dict[str, Any] = {"name": field.encode_name, "type": _type(field.type), "required": field.required}
         if not field.required:
             given = field.default is not msgspec.NODEFAULT
             row["default"] = field.default if given else field.default_factory()

@@ -1,4 +1,4 @@
-"""What messages of both directions hold: declared once, like the messages themselves."""
+"""Structs that several messages contain, and the envelope before each of them."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Status(enum.StrEnum):
 
 
 TRAINABLE_STATUSES = frozenset({Status.OK, Status.TRUNCATED})
-"""The statuses of trajectories that may be trained."""
+"""Statuses of trajectories that may be trained."""
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """Who says the message that follows, as which incarnation, and in answer to what."""
+    """Sender, incarnation and position of the message that follows, and the event that caused it."""
 
     protocol: int
-    """Protocol version of the sender; a receiver drops any other than its own."""
+    """Protocol version of the sender; a receiver drops every other than its own."""
     run: str
     """Run id; replicas of another run are refused."""
     sender: str
     """Name of the sending replica, for example ``rollout-0``."""
-    epoch: int
+    incarnation: int = msgspec.field(name="epoch")
     """Incarnation of the sender: greater after every start."""
     seq: int
-    """Position of this message in what the sender said to this peer during this epoch, from 1."""
+    """Number of this message among those of this incarnation to this peer, from 1."""
     cause: str = ""
-    """Id of the event that caused the message: ``<peer>/<epoch>/<seq>`` or ``tick``."""
+    """Id of the event that caused the message: ``<peer>/<incarnation>/<seq>`` or ``tick``."""
 
 
 class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,104 +50,104 @@ class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     nbytes: int
     name: str = ""
-    """What it holds, where its place does not say so, for example ``pixel_values``."""
+    """Name of the tensor where its position does not tell, for example ``pixel_values``."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation, in the form that chat templates take."""
+    """One message of a conversation, as chat templates take it."""
 
     role: str
     content: str
 
 
 class Media(msgspec.Struct, frozen=True, kw_only=True):
-    """One image or video of a prompt, which the rollout opens."""
+    """One image or video of a prompt, opened by the rollout."""
 
     kind: Literal["image", "video"]
     uri: str
     """A path on the rollout's host (a video may be an animated image, or a folder of frames in the order of their
-    names), a ``file://`` URL, or a ``data:`` URL in base64. Short ones only: it travels with the prompt."""
+    names), a ``file://`` URL, or a short ``data:`` URL in base64, which travels with the prompt."""
     fps: float = 0.0
-    """Frames a second of a video; 0 for not known, which counts as 2."""
+    """Frames per second of a video; 0 if unknown, which counts as 2."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One input with its reference answer."""
 
     id: str
-    """Unique in the run, for example ``train/0/17``: dataset, pass, row."""
+    """Unique in the run, for example ``train/0/17``: dataset, epoch, row."""
     messages: tuple[ChatMessage, ...] = ()
-    """A conversation for the model's chat template; empty when `text` is the prompt."""
+    """A conversation for the model's chat template; empty if `text` is the prompt."""
     text: str = ""
-    """The prompt as plain text, tokenized as it stands; used when `messages` is empty."""
+    """The prompt as plain text, tokenized without a template; used if `messages` is empty."""
     reference: str = ""
-    """The reference answer; the response to learn in SFT."""
+    """The reference answer; in SFT, the response to learn."""
     metadata: dict[str, Any] = {}
-    """What the scorers of this dataset need besides (JSON values)."""
+    """Further input of this dataset's scorers (JSON values)."""
     rejected: str = ""
-    """The worse of two responses, `reference` being the better one, where preferences are learnt."""
+    """The worse of two responses in preference training; `reference` is the better one."""
     media: tuple[Media, ...] = ()
-    """What stands in the conversation where its messages say ``<image>`` or ``<video>``, in the order of these."""
+    """Images and videos for the ``<image>`` and ``<video>`` markers of the conversation, in their order."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to draw tokens."""
+    """Sampling parameters."""
 
     max_tokens: int
-    """Most tokens of one completion; one that reaches it is `truncated`."""
+    """Most tokens of one completion; a completion that reaches it is `truncated`."""
     temperature: float = 1.0
-    """Divisor of the logits; 0 takes the most likely token."""
+    """Divisor of the logits; 0 for greedy decoding."""
     top_p: float = 1.0
-    """Smallest set of most likely tokens whose probabilities sum to this; 1 keeps all."""
+    """Nucleus: the smallest set of most likely tokens whose probabilities sum to this; 1 keeps all."""
     top_k: int = 0
     """Most likely tokens kept; 0 keeps all."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion besides the tokenizer's end-of-sequence token."""
     seed: int = 0
-    """With the completion's index, decides every draw, whatever else shares the batch."""
+    """With the completion's index it determines every token, whatever else is in the batch."""
 
 
 class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion of a group; its tokens are in the group's buffers."""
+    """One trajectory of a generated group; its tokens are in the group's buffers."""
 
     status: Status
     num_tokens: int
-    """Tokens behind the prompt: sampled ones, the stop token included, and what an environment said between them."""
+    """Tokens after the prompt: the sampled ones with the stop token, and those of the environment between them."""
     text: str
-    """The completion decoded without special tokens, for scorers that read text."""
+    """The completion without special tokens, for scorers that read text."""
     oldest_version: int
-    """The least weight version among the sampled tokens."""
+    """Oldest weight version among the sampled tokens."""
     newest_version: int
-    """The greatest weight version among the sampled tokens."""
+    """Newest weight version among the sampled tokens."""
     reward: float | None = None
-    """What the environment gives for it, where it judges; scorers may read it."""
+    """Reward of the environment, if it gives one; scorers may read it."""
     metrics: dict[str, float] = {}
-    """What the environment measured besides."""
+    """Metrics of the environment."""
     num_turns: int = 1
-    """Replies of the model in it."""
+    """Number of the model's replies."""
     problem: str = ""
-    """One sentence, where `status` is a failure."""
+    """One sentence, if `status` is a failure."""
     num_masked: int = 0
-    """How many of its tokens an environment said; the others were sampled."""
+    """How many of its tokens come from an environment; the others were sampled."""
 
 
 class PartialCompletionMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is there of one completion that was interrupted; its tokens are in the buffers beside it."""
+    """The sampled part of an interrupted completion; its tokens are in the buffers of the message."""
 
     num_tokens: int
     status: Status | None = None
-    """How it ended; absent while it goes on."""
+    """How it ended; absent if it is not complete."""
 
 
 class CompletionText(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scorer sees of one completion."""
+    """One completion as a scorer sees it."""
 
     text: str
     status: Status
     num_tokens: int
-    """Sampled ones, the stop token included."""
+    """Sampled tokens, the stop token included."""
     reward: float | None = None
-    """What the environment gives for it, where it judges."""
+    """Reward of the environment, if it gives one."""
 
 
 class ScoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,32 +163,32 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One group of a training step. Its buffers follow in the order of `tensors`.
 
     The tensors are: prompt token ids (int32, [prompt]), completion token ids (int32, [sum of num_tokens]),
-    log-probabilities (float32, the same shape), weight versions (int32, the same shape). What a prompt with images or
-    videos has besides follows by name, as the model takes it: ``pixel_values`` (float32, [patches, values]) with
+    log-probabilities (float32, the same shape), weight versions (int32, the same shape). The inputs of images and
+    videos follow by name, as the model takes them: ``pixel_values`` (float32, [patches, values]) with
     ``image_grid_thw`` (int64, [images, 3]), ``pixel_values_videos`` with ``video_grid_thw``, and ``position_ids``
-    (int32, [3, prompt]: time, height, width). Where an environment said something between the model's replies, its
-    tokens are among the completion's, and ``loss_mask`` (uint8, as the token ids) is 0 for them and 1 for sampled ones;
-    their log-probability is 0 and their version that of the token before. Of a group that was taught follows what
-    `TokensScored` lists.
+    (int32, [3, prompt]: time, height, width). Tokens of an environment between the model's replies are among the
+    completion's, and ``loss_mask`` (uint8, the shape of the token ids) is 0 for them and 1 for sampled ones; their
+    log-probability is 0 and their version is that of the token before. If a teacher scored the group, the tensors of
+    `TokensScored` follow.
     """
 
     prompt_id: str
     trajectories: tuple[ScoredTrajectory, ...]
     tensors: tuple[TensorMeta, ...]
     temperature: float = 0.0
-    """Divisor of the logits under which it was sampled; 0 for that of the step."""
+    """Divisor of the logits under which it was sampled; 0 for the one of the step."""
 
 
 class LeaseProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a piece of work has come that moves bytes."""
+    """Progress of leased work that moves bytes."""
 
     bytes_done: int
     bytes_total: int
     seconds_left: float | None = None
-    """By the rate so far; absent before anything has arrived."""
+    """At the rate so far; absent before the first byte has arrived."""
 
     def __str__(self) -> str:
-        """Say it in words: ``43 %, 2.1 s left``."""
+        """Return it in words: ``43 %, 2.1 s left``."""
         share = self.bytes_done * 100 // self.bytes_total if self.bytes_total else 100
         return f"{share} %" if self.seconds_left is None else f"{share} %, {self.seconds_left:.1f} s left"
 
@@ -200,36 +200,36 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["queued", "working", "answered"]
     """`answered`: the result was sent and the controller has not released the lease yet."""
     progress: LeaseProgress | None = None
-    """Of a pull that is under way."""
+    """Progress of a pull."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that a service waits for now. Every wait has an end: there is none without `seconds_left`."""
+    """Something that a service waits for now. Every wait has a deadline."""
 
     what: str
     """In words: ``buckets of version 7``."""
     on: str
-    """Who or what can end it: a replica's name, ``controller``, ``disk``, ``engine``, ..."""
+    """What can end it: a replica's name, ``controller``, ``disk``, ``engine``, ..."""
     since_s: float
-    """For so long already."""
+    """Seconds since it began."""
     seconds_left: float
-    """After which the one who waits gives up."""
+    """Seconds until the service gives up."""
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of a step that is out of bounds, and what that means."""
+    """A metric of a step that is out of bounds, and its meaning."""
 
     name: str
     value: float
-    """As of this step; NaN when this step did not measure it."""
+    """As of this step; NaN if this step did not measure it."""
     bound: float
     text: str
-    """One sentence: what it means and what to do."""
+    """One sentence: its meaning and the remedy."""
     since: int
-    """The step at which it began."""
+    """First step of the alarm."""
     fatal: bool = False
-    """The recipe wants the run to end for it."""
+    """The recipe ends the run for it."""
 
     def __str__(self) -> str:
-        """Say it in words: ``clip: 0.7 against a bound of 0.5 since step 12: most tokens are clipped ...``."""
+        """Return it in words: ``clip: 0.7 against a bound of 0.5 since step 12: most tokens are clipped ...``."""
         return f"{self.name}: {self.value:.3g} against a bound of {self.bound:g} since step {self.since}: {self.text}"

@@ -1,4 +1,4 @@
-"""What the controller shows of a run several times a second over PUB/SUB. It may be lost by design."""
+"""Telemetry: the state of the run, published several times a second over PUB/SUB. It may be lost by design."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starling.common.wire.messages import LeaseProgress
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica, for the screen."""
+    """One replica, for the live view."""
 
     name: str
     role: str
@@ -16,9 +16,9 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     num_leases: int
     gauges: dict[str, float] = {}
     pulling: int = -1
-    """The version that it pulls, as soon as a heartbeat tells how far it is; -1 for none."""
+    """Version that it pulls, once a heartbeat reports its progress; -1 for none."""
     progress: LeaseProgress | None = None
-    """How far that pull is."""
+    """Progress of that pull."""
 
 
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,14 +27,14 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """sft, dpo, reward_model, rl, replay, generate, evaluate, infer, checkpointing, draining, or over."""
     version: int
-    """Steps made; without a policy, files written."""
+    """Trained steps; without a policy, written files."""
     last_step: int
     num_supervised_steps: int
     elapsed_s: float
     waiting_for: str
-    """What the run waits for, in words."""
+    """What the run waits for, in words; see `starling why`."""
     groups: dict[str, int] = {}
-    """Groups in each state."""
+    """Number of groups in each state."""
     replicas: tuple[ReplicaView, ...] = ()
     step: dict[str, float | str | None] = {}
     """Metrics of the last step."""
@@ -43,11 +43,12 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     curve: tuple[float, ...] = ()
     """Mean reward over the whole run, oldest first; each value is the mean of equally many steps."""
     evaluations: tuple[dict[str, float | str | None], ...] = ()
-    """Summaries of the evaluations so far."""
+    """Summaries of the evaluations so far, oldest first."""
     dropped: int = 0
-    """Frames that were refused."""
+    """Messages that the hub refused."""
     alarms: tuple[str, ...] = ()
-    """What is wrong with the last step, in words."""
+    """Alarms of the last step, in words."""
     num_prompts: int = 0
-    """Without a policy: how many prompts are to be answered, and below how many of them are."""
+    """Without a policy: number of prompts to answer."""
     num_answered: int = 0
+    """Without a policy: number of prompts that are answered."""

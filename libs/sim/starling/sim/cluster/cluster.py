@@ -117,8 +117,8 @@ class SimulatedCluster:
     def _hear(self, frames: Frames) -> None:
         envelope, message = codec.unpack_envelope(frames), codec.unpack_up(frames)
         buffers = tuple(bytes(frame) for frame in frames[2:])
-        cause = f"{envelope.sender}/{envelope.epoch}/{envelope.seq}"
-        self.host.take(Received(self.now, envelope.sender, envelope.epoch, message, buffers), cause)
+        cause = f"{envelope.sender}/{envelope.incarnation}/{envelope.seq}"
+        self.host.take(Received(self.now, envelope.sender, envelope.incarnation, message, buffers), cause)
 
     def peer(self, name: str) -> SimulatedReplica | SimulatedOperator | None:
         """Return who has this name."""

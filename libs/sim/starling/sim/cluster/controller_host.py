@@ -163,7 +163,12 @@ class ControllerHost:
             return
         self._seq += 1
         envelope = Envelope(
-            protocol=PROTOCOL_VERSION, run="r", sender=CONTROLLER, epoch=self.incarnation, seq=self._seq, cause=cause
+            protocol=PROTOCOL_VERSION,
+            run="r",
+            sender=CONTROLLER,
+            incarnation=self.incarnation,
+            seq=self._seq,
+            cause=cause,
         )
         frames = codec.pack(envelope, send.message, send.buffers)
         self._world.network.carry(send.peer, False, self._arrive, self.incarnation, replica.hear, send.peer, frames)

@@ -67,6 +67,6 @@ class SimulatedOperator:
             return
         waited = self.world.clock.now - since
         demand(waited < PATIENCE_S, f"an operator has had no answer to {message} for {waited:.0f} s")
-        envelope = wire.Envelope(protocol=wire.PROTOCOL_VERSION, run="r", sender=NAME, epoch=1, seq=1)
+        envelope = wire.Envelope(protocol=wire.PROTOCOL_VERSION, run="r", sender=NAME, incarnation=1, seq=1)
         self.world.to_controller(NAME, codec.pack(envelope, message))
         self.world.clock.after(REPEAT_S, self._say, message)

@@ -90,15 +90,15 @@ class SimulatedReplica:
         """Send to the controller."""
         self._seq += 1
         envelope = wire.Envelope(
-            protocol=wire.PROTOCOL_VERSION, run="r", sender=self.name, epoch=self.epoch, seq=self._seq
+            protocol=wire.PROTOCOL_VERSION, run="r", sender=self.name, incarnation=self.epoch, seq=self._seq
         )
         self.world.to_controller(self.name, codec.pack(envelope, message, buffers))
 
     def hear(self, envelope: wire.Envelope, message: wire.Down, frames: Frames) -> None:
         """Take in what the controller says, as `starling.common.net.link` does."""
-        if not self.alive or envelope.epoch < self._incarnation:
+        if not self.alive or envelope.incarnation < self._incarnation:
             return
-        self._incarnation = envelope.epoch
+        self._incarnation = envelope.incarnation
         match message:
             case wire.Welcome():
                 self.welcomed = True

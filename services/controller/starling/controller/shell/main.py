@@ -180,8 +180,8 @@ class Shell:
                 now = time.monotonic()
                 if isinstance(one, ReceivedMessage):
                     envelope = one.envelope
-                    cause = f"{envelope.sender}/{envelope.epoch}/{envelope.seq}"
-                    event = Received(now, envelope.sender, envelope.epoch, one.message, one.buffers)
+                    cause = f"{envelope.sender}/{envelope.incarnation}/{envelope.seq}"
+                    event = Received(now, envelope.sender, envelope.incarnation, one.message, one.buffers)
                     self._take(controller, event, cause)
                 else:
                     self._take(controller, ReplicaDisconnected(now, one.name), "lost")

@@ -1,0 +1,121 @@
+"""Membership: replicas join, report their state, hold leases, share devices and leave."""
+
+from __future__ import annotations
+
+import msgspec
+
+from starling.common.ids import Role
+from starling.common.wire.structs import HeldLease, Status, Wait
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """A replica asks to join. Sent twice a second until `Welcome` arrives, and again after `RequestHello`.
+
+    Buffer 0, if `has_layout`: a `weightsync` `Layout` in MessagePack.
+    """
+
+    role: Role
+    host: str
+    pid: int
+    num_slots: int = 0
+    """Groups that the replica works on at a time (rollout, reward, teacher)."""
+    version: int = -1
+    """Weight version that it holds; -1 for none."""
+    has_layout: bool = False
+    serves: bool = False
+    """It can offer the version that it holds to other replicas (`PublishWeights`)."""
+    shares_steps: bool = False
+    """Policy: it can pull weights and optimizer state from another policy, and train a share of a step."""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The replica is a member. Sent in answer to `Hello` and to every `Heartbeat`, so that silence means a lost
+    controller.
+
+    The replica sends a heartbeat every `heartbeat_s` and is evicted after `lease_s` without a message.
+    """
+
+    heartbeat_s: float
+    lease_s: float
+    shares_devices: bool = False
+    """Other replicas may take its devices when it is lost: it must release them itself when no message that it sent
+    within `lease_s` was answered."""
+
+
+class RequestHello(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
+    """The controller does not know the sender. Sent in answer to a message of an unknown replica; answered by
+    `Hello`."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The replica cannot become a member and must exit. Sent when its run, key, role or model does not fit."""
+
+    reason: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """A replica's whole state. Sent every `heartbeat_s`; the controller answers with what differs from its view."""
+
+    leases: tuple[HeldLease, ...] = ()
+    version: int = -1
+    """Weight version in use; -1 for none."""
+    gauges: dict[str, float] = {}
+    """Measurements for the live view: tokens_per_s, queue_depth, ..."""
+    offered: int = -1
+    """Newest version that it offers; -1 for none."""
+    waits: tuple[Wait, ...] = ()
+    """Everything that it waits for now."""
+
+
+class ReleaseLeases(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """The replica may forget these leases. Sent when their results have arrived, or are no longer needed."""
+
+    leases: tuple[str, ...]
+
+
+class LeaseFailed(msgspec.Struct, frozen=True, kw_only=True, tag="lease_failed"):
+    """A replica could not do the work of a lease, and no longer holds it. Sent in place of the result."""
+
+    lease: str
+    status: Status
+    reason: str
+    fatal: bool = False
+    """Non-retryable: no other attempt at this replica could succeed."""
+    version: int = -1
+    """Weight version that a policy holds, which may be the cause; -1 if not reported."""
+
+
+class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag="sleep"):
+    """Release the devices' memory. Sent when a replica that shares the devices is to use them; answered by `Slept`."""
+
+    lease: str
+
+
+class Slept(msgspec.Struct, frozen=True, kw_only=True, tag="slept"):
+    """The replica's devices are free. Sent when `Sleep` is done."""
+
+    lease: str
+
+
+class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
+    """Take the devices' memory back. Sent when the other replicas have released it; answered by `Woken`."""
+
+    lease: str
+
+
+class Woken(msgspec.Struct, frozen=True, kw_only=True, tag="awake"):
+    """The replica has its devices again. Sent when `Wake` is done."""
+
+    lease: str
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """No more work follows: say `Leave` and exit with 0. Sent when the run is over."""
+
+    reason: str
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """A replica's last message. Sent when it exits in good order; its leases are free."""
+
+    reason: str

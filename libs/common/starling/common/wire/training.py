@@ -1,0 +1,74 @@
+"""Training: steps of the policy, and the checkpoints of its weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from starling.common.wire.structs import Alarm, Prompt, TrainGroup
+
+
+class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step"):
+    """Train version `step` from version `step - 1`, on scored groups or on supervised examples. Sent when the batch of
+    the step is complete; answered by `StepTrained`. Buffers follow as the groups' `tensors` list them."""
+
+    lease: str
+    step: int
+    groups: tuple[TrainGroup, ...] = ()
+    examples: tuple[Prompt, ...] = ()
+    temperature: float = 1.0
+    """Divisor of the logits under which the groups were sampled."""
+    num_steps: int = 0
+    """Number of steps of this kind in the whole run, for schedules of the learning rate."""
+    ordinal: int = 0
+    """Number of this step among them, from 1."""
+    published: int = -1
+    """Version whose snapshot must be taken before this step changes the weights; -1 for none."""
+    replica: int = 0
+    """Index of this policy among `num_replicas`; `groups` or `examples` are its share of the step."""
+    num_replicas: int = 1
+    num_groups: int = 0
+    """Groups (or examples) of the whole step, over all replicas; 0 if there is one replica."""
+    replayed: bool = False
+    """Another replica, which is gone, trained this step before: repeat it exactly."""
+    settings: dict[str, float] = {}
+    """Settings that operators changed since the start, by key of the recipe, as of this step."""
+    objective: Literal["", "sft", "dpo", "reward_model"] = ""
+    """Objective of `examples`; empty for `sft`, and for groups."""
+    next_prompt: int = -1
+    """Position in the data of the first prompt that no step up to this one trains; -1 for unchanged."""
+    max_tokens: int = 0
+    """Most tokens that a completion of these groups could have; 0 if not reported."""
+
+
+class StepTrained(msgspec.Struct, frozen=True, kw_only=True, tag="step_trained"):
+    """A step is done, and the policy holds version `step`. Sent when the optimizer has changed the weights."""
+
+    lease: str
+    step: int
+    metrics: dict[str, float]
+    alarms: tuple[Alarm, ...] = ()
+    """All alarms that are on as of this step, new or not."""
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save_checkpoint"):
+    """Write the present weights in Hugging Face form or, with `state`, everything needed to resume. Sent when the
+    settings or the end of the run ask for it; answered by `CheckpointSaved`."""
+
+    lease: str
+    step: int
+    state: bool = False
+    metrics: dict[str, float] = {}
+    """Metrics of this version, for choosing the best checkpoint: those of its step and, as ``eval/...``, those of the
+    newest complete evaluation."""
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):
+    """A checkpoint is on disk. Sent when it is complete."""
+
+    lease: str
+    step: int
+    path: str
+    state: bool = False
+    """It is a state to resume from, not an export."""
