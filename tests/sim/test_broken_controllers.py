@@ -1,4 +1,4 @@
-"""The simulation finds what is wrong: each deliberate bug breaks a promise under one of the first ten seeds."""
+"""Deliberate bugs in the controller: the simulation detects each of them under one of the first ten seeds."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from starling.sim.cluster.controller_host import ControllerHost
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def first_complaint(mix: str, seeds: Sequence[int] = range(10)) -> str:
+def first_violation(mix: str, seeds: Sequence[int] = range(10)) -> str:
     """Return the first violation under any seed; the test fails when there is none."""
     for seed in seeds:
-        outcome = run_seed((mix, seed, 0))
-        if outcome.violation:
-            return outcome.violation
-    pytest.fail("the simulation did not notice")
+        result = run_seed((mix, seed, 0))
+        if result.violation:
+            return result.violation
+    pytest.fail("the simulation did not detect the bug")
 
 
 def one_slot_too_many(patch: pytest.MonkeyPatch) -> None:
@@ -40,30 +40,30 @@ def one_slot_too_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainBuffer, "free_slots", lambda self: free_slots(self) + 1)
 
 
-def stale_dispatch(patch: pytest.MonkeyPatch) -> None:
+def dispatch_to_outdated_rollouts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControllerState, "required_version", lambda self, group: 0)
 
 
-def no_healing(patch: pytest.MonkeyPatch) -> None:
+def heartbeats_are_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leases, "compare", lambda self, peer, held, now, grace_s: ([], [], []))
 
 
-def lost_work_stays_lost(patch: pytest.MonkeyPatch) -> None:
+def lost_groups_are_not_requeued(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Groups, "requeue", lambda self, group, kind: None)
 
 
-def unproven_versions_count(patch: pytest.MonkeyPatch) -> None:
+def unproven_versions_are_trusted(patch: pytest.MonkeyPatch) -> None:
     join = Membership.join
 
-    def trusting(self: Membership, name, epoch, hello, layout, now) -> Member:  # type: ignore[no-untyped-def]
-        member = join(self, name, epoch, hello, layout, now)
+    def trusting(self: Membership, name, incarnation, hello, layout, now) -> Member:  # type: ignore[no-untyped-def]
+        member = join(self, name, incarnation, hello, layout, now)
         member.version = max(member.version, 0)
         return member
 
     patch.setattr(Membership, "join", trusting)
 
 
-def groups_in_any_order(patch: pytest.MonkeyPatch) -> None:
+def groups_are_frozen_out_of_order(patch: pytest.MonkeyPatch) -> None:
     def seal(self: TrainBuffer, step: int) -> list[Group]:
         scored = self.within(GroupState.SCORED)[: self.prompts_per_step]
         if len(scored) == self.prompts_per_step:
@@ -80,8 +80,8 @@ def steps_overtake_publications(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PolicyState, "must_wait", lambda self, command: False)
 
 
-def said_before_it_is_on_disk(patch: pytest.MonkeyPatch) -> None:
-    do = ControllerHost._do
+def sends_do_not_wait_for_the_journal(patch: pytest.MonkeyPatch) -> None:
+    do = ControllerHost._execute
 
     def hasty(self: ControllerHost, command: Command, cause: str) -> None:
         if isinstance(command, Send):
@@ -89,7 +89,7 @@ def said_before_it_is_on_disk(patch: pytest.MonkeyPatch) -> None:
         else:
             do(self, command, cause)
 
-    patch.setattr(ControllerHost, "_do", hasty)
+    patch.setattr(ControllerHost, "_execute", hasty)
 
 
 def records_come_last(patch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def records_come_last(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Controller, "step", disordered)
 
 
-def claims_are_believed(patch: pytest.MonkeyPatch) -> None:
+def every_reclaim_is_accepted(patch: pytest.MonkeyPatch) -> None:
     def believe(state: ControllerState, member: Member, lease: str) -> bool:
         kind = lease_kind(lease)
         assert kind is not None
@@ -111,7 +111,7 @@ def claims_are_believed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(handle, "claim", believe)
 
 
-def a_replay_skips_a_step(patch: pytest.MonkeyPatch) -> None:
+def replay_skips_a_step(patch: pytest.MonkeyPatch) -> None:
     replay = derive_weights._replay
     patch.setattr(
         derive_weights,
@@ -121,7 +121,7 @@ def a_replay_skips_a_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PolicyState, "objection", lambda self, command: None)
 
 
-def payload_is_deleted_too_early(patch: pytest.MonkeyPatch) -> None:
+def payload_is_pruned_too_early(patch: pytest.MonkeyPatch) -> None:
     has_state = ControllerState.has_state
 
     def hasty(self: ControllerState, step: int) -> None:
@@ -131,7 +131,7 @@ def payload_is_deleted_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControllerState, "has_state", hasty)
 
 
-def equal_rewards_are_trained(patch: pytest.MonkeyPatch) -> None:
+def groups_with_equal_rewards_are_trained(patch: pytest.MonkeyPatch) -> None:
     def keep(state: ControllerState, group: Group, reward: float) -> None:
         rewards = (reward,) * len(group.trajectories)
         state.ledger.scored(group, rewards, {})
@@ -140,7 +140,7 @@ def equal_rewards_are_trained(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(handle_groups, "set_aside", keep)
 
 
-def what_teaches_is_set_aside(patch: pytest.MonkeyPatch) -> None:
+def groups_with_mixed_rewards_are_filtered(patch: pytest.MonkeyPatch) -> None:
     def scored(state: ControllerState, message: wire.GroupScored) -> None:
         found = state.group_of(message.lease)
         assert found is not None
@@ -149,7 +149,7 @@ def what_teaches_is_set_aside(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(handle, "scored", scored)
 
 
-def nobody_waits_for_teachers(patch: pytest.MonkeyPatch) -> None:
+def steps_do_not_wait_for_teachers(patch: pytest.MonkeyPatch) -> None:
     def complete(self: Groups, group: Group) -> None:
         if group.rewards:
             self.move(group, GroupState.SCORED)
@@ -157,44 +157,42 @@ def nobody_waits_for_teachers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Groups, "_complete", complete)
 
 
-def what_is_thrown_away_stays_with_its_teacher(patch: pytest.MonkeyPatch) -> None:
+def discarded_groups_keep_their_teacher_leases(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(handle_groups, "abandon", lambda state, group: None)
 
 
-def what_is_given_back_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+def partial_completions_are_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(handle_groups, "_keep", lambda state, groups, group, message, buffers: 0)
 
 
-def who_goes_on_begins_anew(patch: pytest.MonkeyPatch) -> None:
+def resumed_groups_start_over(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Groups, "interrupted", lambda self, group, partial, temperature: True)
 
 
 @pytest.mark.parametrize(
-    ("bug", "mix", "complaint"),
+    ("bug", "mix", "problem"),
     [
-        (one_slot_too_many, "calm", "groups live"),
-        (stale_dispatch, "calm", "versions stale"),
-        (no_healing, "loss", "is in force"),
-        (lost_work_stays_lost, "crashes", "otherwise"),
-        (unproven_versions_count, "calm", "never proved"),
-        (groups_in_any_order, "reorder", "out of order"),
+        (one_slot_too_many, "calm", "groups are live"),
+        (dispatch_to_outdated_rollouts, "calm", "versions stale"),
+        (heartbeats_are_ignored, "loss", "is in force"),
+        (lost_groups_are_not_requeued, "crashes", "disagree"),
+        (unproven_versions_are_trusted, "calm", "never proved"),
+        (groups_are_frozen_out_of_order, "reorder", "out of order"),
         (steps_overtake_publications, "reorder", "has no snapshot"),
-        (said_before_it_is_on_disk, "calm", "was on disk"),
-        (records_come_last, "calm", "was not written"),
-        (claims_are_believed, "controller", "otherwise"),
-        (a_replay_skips_a_step, "crashes", "was made twice"),
-        (payload_is_deleted_too_early, "crashes", "is deleted"),
-        (equal_rewards_are_trained, "calm", "teaches nothing"),
-        (what_teaches_is_set_aside, "calm", "was set aside"),
-        (nobody_waits_for_teachers, "calm", "while it is scored"),
-        (what_is_thrown_away_stays_with_its_teacher, "everything", "otherwise"),
-        (what_is_given_back_is_forgotten, "preemptions", "were thrown away"),
-        (who_goes_on_begins_anew, "preemptions", "were given back"),
+        (sends_do_not_wait_for_the_journal, "calm", "was durable"),
+        (records_come_last, "calm", "was not recorded"),
+        (every_reclaim_is_accepted, "controller", "disagree"),
+        (replay_skips_a_step, "crashes", "was made twice"),
+        (payload_is_pruned_too_early, "crashes", "is deleted"),
+        (groups_with_equal_rewards_are_trained, "calm", "rewards are equal"),
+        (groups_with_mixed_rewards_are_filtered, "calm", "was filtered"),
+        (steps_do_not_wait_for_teachers, "calm", "while it is scored"),
+        (discarded_groups_keep_their_teacher_leases, "everything", "disagree"),
+        (partial_completions_are_dropped, "preemptions", "were dropped"),
+        (resumed_groups_start_over, "preemptions", "that were saved"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_a_broken_controller_is_found_out(
-    bug: Patch, mix: str, complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_controller_is_detected(bug: Patch, mix: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
-    assert complaint in first_complaint(mix)
+    assert problem in first_violation(mix)

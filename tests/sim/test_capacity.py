@@ -1,4 +1,4 @@
-"""Capacity questions, and the command line that asks them."""
+"""Capacity estimates, and the `starling sim` command."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from starling.sim.cli import main
 SMALL = "rollouts=4,rewards=1,slots=2,prompts_per_step=8,group_size=2,response_length=256,step_s=2,steps=6"
 
 
-def test_changes_are_numbers_or_multiples() -> None:
+def test_parse_load_numbers_and_multiples() -> None:
     load = parse_load("rollouts=512, response_length=2x", Load())
     assert (load.rollouts, load.response_length) == (512, 2048)
     assert load.step_s == Load().step_s
 
 
 @pytest.mark.parametrize("text", ["rolouts=2", "rollouts", "rollouts=two", "rollouts=0", "steps=1e12", "pull_s=nan"])
-def test_a_change_that_makes_no_load_is_refused(text: str) -> None:
+def test_parse_load_rejects_invalid_changes(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_load(text, Load())
 
 
-def test_what_is_slow_bounds_the_throughput() -> None:
+def test_measure_slowest_part_bounds_the_throughput() -> None:
     base = parse_load(SMALL, Load())
     answers = {
         text: measure(text, parse_load(text, base), range(2))
@@ -40,12 +40,12 @@ def test_what_is_slow_bounds_the_throughput() -> None:
     assert answers["response_length=4x"].samples_per_s < plain.samples_per_s / 2
     assert answers["max_staleness=0"].staleness_max == 0
     assert answers["max_staleness=0"].samples_per_s < plain.samples_per_s
-    assert answers["step_s=60"].policy_busy > 0.8, "the policy is what everybody waits for"
+    assert answers["step_s=60"].policy_busy > 0.8, "the policy is the bottleneck"
     assert plain.staleness_max == 1
 
 
-def test_a_question_is_answered_by_a_table_and_a_picture(tmp_path: Path) -> None:
-    picture = tmp_path / "answer.svg"
+def test_what_if_prints_a_table_and_draws_a_chart(tmp_path: Path) -> None:
+    picture = tmp_path / "chart.svg"
     arguments = ["sim", "--base", SMALL, "--what-if", "rollouts=2x", "--seeds", "1", "--picture", str(picture)]
     command = [sys.executable, "-m", "starling.cli.main", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -55,7 +55,7 @@ def test_a_question_is_answered_by_a_table_and_a_picture(tmp_path: Path) -> None
     assert "rollouts=2x" in picture.read_text()
 
 
-def test_answers_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--base", SMALL, "--seeds", "1", "--json"]) == 0
     (answer,) = json.loads(capsys.readouterr().out)
     assert answer["load"]["rollouts"] == 4
@@ -72,18 +72,18 @@ def test_answers_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]) -> 
         ["--what-if", "rollouts=2x", "--picture", "answer.jpg"],
     ],
 )
-def test_what_makes_no_run_is_refused_in_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_sim_rejects_invalid_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("starling: ")
 
 
-def test_seeds_are_counted_mix_by_mix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sim_prints_one_line_per_mix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--faults", "calm,loss", "--seeds", "3", "--first-seed", "5", "--jobs", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(";")[0] for line in lines] == ["calm: 3 of 3 seeds finish", "loss: 3 of 3 seeds finish"]
 
 
-def test_a_failure_is_printed_as_a_test(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sim_prints_a_test_of_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     free_slots = TrainBuffer.free_slots
     monkeypatch.setattr(TrainBuffer, "free_slots", lambda self: free_slots(self) + 1)
     assert main(["--faults", "calm", "--seeds", "2", "--jobs", "1"]) == 1

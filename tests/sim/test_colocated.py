@@ -1,4 +1,4 @@
-"""Policies and rollouts that share their devices: never two sides awake at once, and the run ends all the same."""
+"""Simulated runs with shared devices: policies and rollouts are never awake together, and every run ends."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ from starling.sim.scenario.scenario import Scenario, scenario_of, slowed
 
 SEEDS = range(10)
 PACE = 8.0
-CUT_EVERY_S = 20.0
-CUT_LEASES = 12.0
-"""So long are lines cut at most: six times as long as it takes until others may have the devices of a rollout."""
+PARTITION_EVERY_S = 20.0
+PARTITION_LEASES = 12.0
+"""Longest partition: six times the time after which the devices of an unreachable rollout may be reassigned."""
 
 
 def colocated(seed: int, mix: str) -> Scenario:
-    """Return a random scenario with shared devices, in which faults are rarer than two leases are long."""
+    """Return a random scenario with shared devices, whose faults are further apart than two leases."""
     scenario = scenario_of(seed, mix)
     plan = replace(scenario.plan, colocate=True)
-    return replace(scenario, plan=plan, faults=slowed(scenario.faults, PACE), patience_s=1800.0)
+    return replace(scenario, plan=plan, faults=slowed(scenario.faults, PACE), timeout_s=1800.0)
 
 
-def cut_off(seed: int, mix: str) -> Scenario:
-    """Return one in which lines are cut for long, and may give in the end what was said meanwhile."""
+def partitioned(seed: int, mix: str) -> Scenario:
+    """Return a scenario with long partitions, most of which deliver their messages afterwards."""
     scenario = colocated(seed, mix)
     plan = replace(scenario.plan, num_steps=10, start_s=1800.0)
-    faults = replace(scenario.faults, partition_every_s=CUT_EVERY_S, cut_leases=CUT_LEASES, late=0.7)
-    return replace(scenario, plan=plan, faults=faults, patience_s=3600.0)
+    faults = replace(scenario.faults, partition_every_s=PARTITION_EVERY_S, cut_leases=PARTITION_LEASES, late=0.7)
+    return replace(scenario, plan=plan, faults=faults, timeout_s=3600.0)
 
 
 @pytest.mark.parametrize("mix", ALL)
-def test_the_promises_hold(mix: str) -> None:
+def test_guarantees_hold_with_shared_devices(mix: str) -> None:
     for seed in SEEDS:
         SimulatedCluster(colocated(seed, mix)).run()
 
 
 @pytest.mark.parametrize("mix", ["partitions", "everything"])
-def test_the_promises_hold_when_lines_are_cut_for_longer_than_the_devices_are_waited_for(mix: str) -> None:
+def test_guarantees_hold_in_partitions_longer_than_the_fencing_time(mix: str) -> None:
     for seed in SEEDS:
-        SimulatedCluster(cut_off(seed, mix)).run()
+        SimulatedCluster(partitioned(seed, mix)).run()
 
 
-def test_a_stop_at_any_moment_ends_in_good_order() -> None:
+def test_stop_at_any_time_ends_in_order() -> None:
     for seed in SEEDS:
         SimulatedCluster(replace(colocated(seed, "everything"), stop_at=2.0 * seed)).run()
 
 
-def test_they_take_turns_and_give_back_what_they_have() -> None:
-    worlds = [SimulatedCluster(colocated(seed, "calm")).run() for seed in SEEDS]
-    for world in worlds:
-        turns = [note.fields["role"] for note in world.host.notes if note.kind == "turn"]
-        least = 2 * world.plan.num_steps if world.plan.max_staleness == 0 else 2
+def test_sides_alternate_and_return_partial_completions() -> None:
+    clusters = [SimulatedCluster(colocated(seed, "calm")).run() for seed in SEEDS]
+    for cluster in clusters:
+        turns = [note.fields["role"] for note in cluster.host.notes if note.kind == "turn"]
+        least = 2 * cluster.plan.num_steps if cluster.plan.max_staleness == 0 else 2
         assert len(turns) >= least, "one for the groups of each step, and one for the step"
         assert all(a != b for a, b in pairwise(turns))
-    given_back = {world.plan.max_staleness: 0 for world in worlds}
-    for world in worlds:
-        given_back[world.plan.max_staleness] += sum(note.kind == "interrupted" for note in world.host.notes)
-    assert given_back[0] == 0, "a synchronous step is full when nothing is generated any more"
-    assert sum(given_back.values()) > 0
+    num_interrupted = {cluster.plan.max_staleness: 0 for cluster in clusters}
+    for cluster in clusters:
+        num_interrupted[cluster.plan.max_staleness] += sum(note.kind == "interrupted" for note in cluster.host.notes)
+    assert num_interrupted[0] == 0, "a synchronous step has all its groups when the rollouts go to sleep"
+    assert sum(num_interrupted.values()) > 0
 
 
-def run_one_of(scenario: Scenario) -> str:
+def violation_of(scenario: Scenario) -> str:
     try:
         SimulatedCluster(scenario).run()
     except Violation as violation:
@@ -76,29 +76,31 @@ def run_one_of(scenario: Scenario) -> str:
     return ""
 
 
-def nobody_is_asked_to_sleep(patch: pytest.MonkeyPatch) -> None:
+def other_side_stays_awake(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TimeSharing, "obstacle", lambda self, others, now: "")
 
 
-def who_is_lost_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+def lost_replicas_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TimeSharing, "left", lambda self, member, now, *, gone: self.told(member))
 
 
-def nobody_gives_way(patch: pytest.MonkeyPatch) -> None:
+def disable_fencing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MembershipLease, "holds", lambda self, now: True)
     patch.setattr(MembershipLease, "is_over", lambda self, role, now: False)
 
 
-def test_replicas_that_keep_their_devices_when_they_are_lost_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody_gives_way(monkeypatch)
-    violations = [run_one_of(cut_off(seed, "partitions")) for seed in SEEDS]
+def test_replicas_without_fencing_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    disable_fencing(monkeypatch)
+    violations = [violation_of(partitioned(seed, "partitions")) for seed in SEEDS]
     assert any("which is awake" in violation for violation in violations)
 
 
-@pytest.mark.parametrize(("bug", "mix"), [(nobody_is_asked_to_sleep, "calm"), (who_is_lost_is_forgotten, "partitions")])
-def test_a_controller_that_wakes_too_early_is_found_out(
+@pytest.mark.parametrize(
+    ("bug", "mix"), [(other_side_stays_awake, "calm"), (lost_replicas_are_forgotten, "partitions")]
+)
+def test_controller_that_wakes_too_early_is_detected(
     bug: Callable[[pytest.MonkeyPatch], None], mix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
-    violations = [run_one_of(colocated(seed, mix)) for seed in SEEDS]
-    assert any("which is awake" in violation or "in its sleep" in violation for violation in violations)
+    violations = [violation_of(colocated(seed, mix)) for seed in SEEDS]
+    assert any("which is awake" in violation or "while it sleeps" in violation for violation in violations)

@@ -1,4 +1,4 @@
-"""A run that fails becomes a smaller one that fails in the same way, and a test."""
+"""Shrinking of failing scenarios, and the tests printed for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starling.sim.scenario.scenario import Scenario, code_of, scenario_of
 
 
 def size_of(scenario: Scenario) -> int:
-    """Return how much there is to a scenario."""
+    """Return the size of a scenario."""
     plan, fleet = scenario.plan, scenario.fleet
     return plan.num_steps * plan.prompts_per_step + fleet.num_policies + fleet.num_rollouts + fleet.num_rewards
 
@@ -24,7 +24,7 @@ def one_slot_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_slot_too_many")
-def test_a_failure_shrinks_to_the_same_failure() -> None:
+def test_shrink_keeps_the_failure() -> None:
     scenario = scenario_of(1, "crashes")
     violation = violation_of(scenario)
     assert violation is not None
@@ -37,7 +37,7 @@ def test_a_failure_shrinks_to_the_same_failure() -> None:
 
 
 @pytest.mark.usefixtures("one_slot_too_many")
-def test_the_test_that_is_printed_fails_as_the_run_did() -> None:
+def test_as_test_fails_as_the_run_did() -> None:
     scenario = scenario_of(1, "crashes")
     violation = violation_of(scenario)
     assert violation is not None
@@ -48,37 +48,37 @@ def test_the_test_that_is_printed_fails_as_the_run_did() -> None:
     assert str(raised.value) == violation
 
 
-def test_nothing_simpler_than_the_simplest() -> None:
-    judged = []
+def test_shrink_reaches_the_simplest_scenario() -> None:
+    tried = []
 
     def always(scenario: Scenario) -> str:
-        judged.append(scenario)
+        tried.append(scenario)
         return "always"
 
     simplest, _ = shrink(scenario_of(2, "everything"), "always", always)
     assert simplest.faults == CALM
     assert list(simplifications(simplest)) == []
-    assert judged[-1] == simplest
+    assert tried[-1] == simplest
 
 
-def test_what_fails_in_another_way_is_not_kept() -> None:
+def test_shrink_rejects_other_failures() -> None:
     scenario = scenario_of(2, "loss")
     assert shrink(scenario, "this", lambda simpler: "that") == (scenario, "this")
 
 
-def test_a_kind_is_what_is_said_without_its_numbers() -> None:
+def test_kind_of_ignores_numbers() -> None:
     assert kind_of("rollout-3 has 2 leases (after 7 events, 1.2 s)") == kind_of("rollout-0 has 31 leases")
     assert kind_of("the run hangs") != kind_of("the run failed")
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_scenario_is_written_as_the_expression_that_makes_it(mix: str) -> None:
+def test_code_of_round_trips_a_scenario(mix: str) -> None:
     from starling.common.wire.messages import Sampling
     from starling.controller.core.plan import RunPlan
     from starling.sim.scenario.faults import Faults
-    from starling.sim.scenario.scenario import Durations, Fleet
+    from starling.sim.scenario.scenario import Fleet, Workload
 
-    names = {"Sampling": Sampling, "RunPlan": RunPlan, "Faults": Faults, "Fleet": Fleet, "Durations": Durations}
+    names = {"Sampling": Sampling, "RunPlan": RunPlan, "Faults": Faults, "Fleet": Fleet, "Workload": Workload}
     for seed in range(5):
         scenario = scenario_of(seed, mix)
         assert eval(code_of(scenario), {**names, "Scenario": Scenario}) == scenario

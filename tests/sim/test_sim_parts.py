@@ -1,4 +1,4 @@
-"""The parts of the simulated cluster that could hide a bug of the real ones: journal, network, all-reduce."""
+"""Parts of the simulation that could hide a bug of the real system: journal, network, all-reduce."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from starling.sim.environment.journal import SimulatedJournal
 from starling.sim.environment.network import SimulatedNetwork
 from starling.sim.errors import Violation
 from starling.sim.replicas.collective import Collective, StepItem, StepShare
-from starling.sim.replicas.rollout import LONGEST, length_of
+from starling.sim.replicas.rollout import MAX_OVER_MEAN, length_of
 from starling.sim.scenario.faults import Faults
 
 
 def opened(first: int) -> records.GroupsOpened:
-    """Return some record."""
+    """Return a record."""
     return records.GroupsOpened(first=first, num=1)
 
 
 def journal_of(seed: int) -> tuple[SimulatedClock, SimulatedJournal]:
-    """Return an empty journal, and the clock by which it commits."""
+    """Return an empty journal and its clock."""
     clock = SimulatedClock()
     return clock, SimulatedJournal(clock, random.Random(seed), 0.01, lambda: None)
 
@@ -34,10 +34,10 @@ def journal_of(seed: int) -> tuple[SimulatedClock, SimulatedJournal]:
     seed=st.integers(0, 1000),
     actions=st.lists(st.sampled_from(["append", "pass", "crash"]), max_size=40),
 )
-def test_what_was_durable_outlives_every_crash(seed: int, actions: list[str]) -> None:
+def test_journal_durable_records_survive_crashes(seed: int, actions: list[str]) -> None:
     clock, journal = journal_of(seed)
     for _ in actions:
-        clock.after(1e9, lambda: None)  # there always is something to come
+        clock.after(1e9, lambda: None)  # the clock must never run out of actions
     written: list[records.Record] = []
     for action in actions:
         if action == "append":
@@ -53,25 +53,25 @@ def test_what_was_durable_outlives_every_crash(seed: int, actions: list[str]) ->
     assert journal.records() == written
 
 
-def test_a_commit_takes_all_that_came_before_it_began() -> None:
+def test_journal_commit_covers_records_before_its_begin() -> None:
     clock, journal = journal_of(0)
     journal.append(opened(0), ())
     journal.append(opened(1), ())
     journal.append(opened(2), ())
     assert journal.num_durable == 0
     clock.advance()
-    assert journal.num_durable == 1, "the first did not wait for company"
+    assert journal.num_durable == 1, "the first commit did not wait for more records"
     clock.advance()
     assert journal.num_durable == 3
 
 
 def generated(key: str) -> records.CompletionsStored:
-    """Return the record of completions."""
+    """Return a record of completions."""
     return records.CompletionsStored(key=key, trajectories=(), tensors=())
 
 
-def a_step(journal: SimulatedJournal, step: int, ordinals: tuple[int, ...]) -> None:
-    """Write a step of these groups, in another order than they are trained in."""
+def append_step(journal: SimulatedJournal, step: int, ordinals: tuple[int, ...]) -> None:
+    """Append the records of a step, in another order than its groups are trained in."""
     for ordinal in reversed(ordinals):
         journal.append(generated(f"t{ordinal}"), (b"first",))
         journal.append(generated(f"t{ordinal}"), (b"%d" % ordinal,))
@@ -79,48 +79,48 @@ def a_step(journal: SimulatedJournal, step: int, ordinals: tuple[int, ...]) -> N
     journal.append(records.StepFrozen(step=step, ordinals=ordinals, prompts=()), ())
 
 
-def test_a_step_is_fetched_as_it_was_trained_until_it_is_pruned() -> None:
+def test_journal_fetches_a_step_until_it_is_pruned() -> None:
     _, journal = journal_of(0)
-    a_step(journal, 1, (0, 1))
+    append_step(journal, 1, (0, 1))
     with pytest.raises(Violation, match="was not committed"):
         journal.fetch(1)
     journal.append(records.StepCommitted(step=1), ())
     fetched = journal.fetch(1)
     assert [kept.payload for kept in fetched] == [(b"0",), (), (b"1",), ()]
-    assert [type(kept.record).__name__ for kept in fetched] == ["GroupGenerated", "GroupScored"] * 2
-    a_step(journal, 2, (2, 3))
-    payloads = [kept.payload for kept in journal.past() if kept.payload]
-    assert payloads == [(b"first",), (b"3",), (b"first",), (b"2",)], "a committed step needs none"
+    assert [type(kept.record).__name__ for kept in fetched] == ["CompletionsStored", "RewardsStored"] * 2
+    append_step(journal, 2, (2, 3))
+    payloads = [kept.payload for kept in journal.entries() if kept.payload]
+    assert payloads == [(b"first",), (b"3",), (b"first",), (b"2",)], "without the payloads of the committed step"
     journal.prune(1)
     with pytest.raises(Violation, match="deleted"):
         journal.fetch(1)
 
 
 @given(seed=st.integers(0, 1000), num=st.integers(1, 50))
-def test_a_network_without_faults_keeps_the_order(seed: int, num: int) -> None:
+def test_network_without_faults_keeps_order(seed: int, num: int) -> None:
     clock = SimulatedClock()
     network, heard = SimulatedNetwork(clock, random.Random(seed), Faults()), list[int]()
     for i in range(num):
-        network.carry("rollout-0", True, heard.append, i)
+        network.send("rollout-0", True, heard.append, i)
     for _ in range(num):
         clock.advance()
     assert heard == list(range(num))
 
 
-def test_a_partition_loses_what_is_under_way_both_ways_and_heals() -> None:
+def test_network_partition_loses_messages_in_both_directions() -> None:
     clock = SimulatedClock()
     network, heard = SimulatedNetwork(clock, random.Random(0), Faults()), list[str]()
-    network.carry("rollout-0", True, heard.append, "under way")
-    network.part(["rollout-0"])
-    network.part(["rollout-0"])
-    network.carry("rollout-0", False, heard.append, "after")
-    network.carry("rollout-1", True, heard.append, "another")
+    network.send("rollout-0", True, heard.append, "in transit")
+    network.partition(["rollout-0"])
+    network.partition(["rollout-0"])
+    network.send("rollout-0", False, heard.append, "after")
+    network.send("rollout-1", True, heard.append, "another")
     network.heal(["rollout-0"])
     clock.advance()
     clock.advance()
     assert heard == ["another"]
     network.heal(["rollout-0"])
-    network.carry("rollout-0", True, heard.append, "healed")
+    network.send("rollout-0", True, heard.append, "healed")
     clock.advance()
     assert heard == ["another", "healed"]
 
@@ -128,17 +128,19 @@ def test_a_partition_loses_what_is_under_way_both_ways_and_heals() -> None:
 def share(policy: str, replica: int, num: int, prompts: str, done: list[str]) -> StepShare:
     """Return a share of a step of three groups."""
     message = TrainStep(lease=f"train:1:1.{policy}", step=1, replica=replica, num_replicas=num, num_groups=3)
-    pieces = {prompt: StepItem(prompt.encode()) for prompt in prompts}
-    return StepShare(policy, message, pieces, "start", lambda whole: done.append(f"{policy}:{''.join(sorted(whole))}"))
+    items = {prompt: StepItem(prompt.encode()) for prompt in prompts}
+    return StepShare(
+        policy, message, items, "start", lambda all_items: done.append(f"{policy}:{''.join(sorted(all_items))}")
+    )
 
 
-def test_policies_wait_for_every_share_of_one_dealing() -> None:
+def test_collective_waits_for_all_shares_of_a_step() -> None:
     collective, done = Collective(), list[str]()
     collective.arrive(share("a", 0, 3, "x", done))
     collective.arrive(share("b", 1, 3, "y", done))
     collective.leave("b")
     collective.arrive(share("c", 2, 3, "z", done))
-    assert done == [], "one has died"
+    assert done == [], "one policy has died"
     collective.leave("c")
     collective.arrive(share("c", 1, 2, "z", done))
     assert done == []
@@ -146,7 +148,7 @@ def test_policies_wait_for_every_share_of_one_dealing() -> None:
     assert sorted(done) == ["a:xyz", "c:xyz"]
 
 
-def test_shares_of_different_dealings_make_no_step() -> None:
+def test_collective_does_not_mix_attempts() -> None:
     collective, done = Collective(), list[str]()
     collective.arrive(share("a", 0, 2, "x", done))
     collective.arrive(share("b", 1, 2, "z", done))
@@ -155,8 +157,8 @@ def test_shares_of_different_dealings_make_no_step() -> None:
     assert sorted(done) == ["a:xyz", "b:xyz"]
 
 
-def test_lengths_have_the_mean_asked_for_and_a_tail() -> None:
+def test_length_of_has_its_mean_and_a_tail() -> None:
     lengths = [length_of(seed, 20.0) for seed in range(20_000)]
     assert 18 <= sum(lengths) / len(lengths) <= 21
-    assert max(lengths) == 20 * LONGEST
+    assert max(lengths) == 20 * MAX_OVER_MEAN
     assert length_of(7, 20.0) == length_of(7, 20.0)

@@ -1,1 +1,1 @@
-"""A simulated cluster: the real cores of all four services on simulated time, and what must hold of them."""
+"""Simulated clusters: the real cores of all four services in simulated time, under faults, with checks."""

@@ -1,13 +1,13 @@
-"""What a simulated run may end with when a promise is broken."""
+"""Violations: the errors that a simulated run ends with when an invariant or a guarantee does not hold."""
 
 from __future__ import annotations
 
 
 class Violation(AssertionError):
-    """The run broke a promise."""
+    """An invariant of the controller, or a guarantee of the run, was violated."""
 
 
-def demand(holds: bool, problem: str) -> None:
-    """Complain about `problem` unless the promise `holds`."""
-    if not holds:
+def require(condition: bool, problem: str) -> None:
+    """Raise Violation with `problem` unless `condition` holds."""
+    if not condition:
         raise Violation(problem)

@@ -1,1 +1,1 @@
-"""Campaign."""
+"""Campaigns of simulated runs, and shrinking of their failures."""

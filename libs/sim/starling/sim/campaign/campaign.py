@@ -1,4 +1,4 @@
-"""Many seeds under many mixes, by several processes: which promises hold, and how fast the simulation goes."""
+"""Simulation campaigns: many seeds under many fault mixes, in parallel processes."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from starling.sim.scenario.scenario import scenario_of
 
 @dataclass(frozen=True)
 class SeedResult:
-    """What became of one seed under one mix."""
+    """Result of one seed under one fault mix."""
 
     mix: str
     seed: int
     num_events: int
-    """Events that the controller was given."""
+    """Events that the controller handled."""
     simulated_s: float
     cpu_s: float
     violation: str = ""
-    """Which promise was broken; empty when none was."""
+    """The violated invariant or guarantee; empty when there is none."""
 
 
 def run_seed(job: tuple[str, int, int]) -> SeedResult:
-    """Run a mix, a seed, and a number of replicas (0 for a small world of the seed's own)."""
+    """Run one job: a fault mix, a seed, and a number of replicas (0 for a small cluster that the seed chooses)."""
     mix, seed, num_replicas = job
     begin, violation = time.process_time(), ""
-    world = SimulatedCluster(scenario_of(seed, mix, num_replicas))
+    cluster = SimulatedCluster(scenario_of(seed, mix, num_replicas))
     try:
-        world.run()
-    except Violation as broken:
-        violation = str(broken)
-    return SeedResult(mix, seed, world.host.num_events, world.now, time.process_time() - begin, violation)
+        cluster.run()
+    except Violation as error:
+        violation = str(error)
+    return SeedResult(mix, seed, cluster.host.num_events, cluster.now, time.process_time() - begin, violation)
 
 
 def run_campaign(mixes: Sequence[str], seeds: Sequence[int], num_replicas: int, num_jobs: int) -> Iterator[SeedResult]:
-    """Run every seed under every mix, in this order."""
+    """Run every seed under every mix in `num_jobs` processes, and yield the results in the order of the arguments."""
     jobs = [(mix, seed, num_replicas) for mix, seed in product(mixes, seeds)]
     if num_jobs == 1:
         yield from map(run_seed, jobs)

@@ -1,4 +1,4 @@
-"""From a run that breaks a promise to a smaller one that breaks it too, and from there to a test."""
+"""Shrinking of a scenario that fails: a smaller scenario with the same violation, printed as a test."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from starling.sim.errors import Violation
 from starling.sim.scenario.faults import Faults
 from starling.sim.scenario.scenario import Scenario, code_of
 
-SEEDS_EACH: Final = 16
-"""A smaller run draws other numbers, and may fail under another seed only: so many are tried."""
+SEEDS_PER_CANDIDATE: Final = 16
+"""A smaller run draws other random numbers and may fail under another seed, so this many seeds are tried."""
 MAX_RUNS: Final = 600
-LEAST_PATIENCE_S: Final = 200.0
-"""What takes longer on simulated time, however small, hangs."""
+MIN_TIMEOUT_S: Final = 200.0
+"""Simulated time that even the smallest scenario gets before it counts as hanging."""
 
-Judge = Callable[[Scenario], str | None]
-"""Runs a scenario and returns its violation, or None when all promises hold."""
+Runner = Callable[[Scenario], str | None]
+"""Runs a scenario and returns its violation, or None."""
 
 
 def violation_of(scenario: Scenario) -> str | None:
-    """Run `scenario`; say which promise it breaks, if any."""
+    """Run `scenario`, and return its violation, or None."""
     try:
         SimulatedCluster(scenario).run()
     except Violation as violation:
@@ -33,29 +33,29 @@ def violation_of(scenario: Scenario) -> str | None:
 
 
 def kind_of(violation: str) -> str:
-    """Return a violation without the names and numbers by which it differs from one run to the next."""
+    """Return a violation without the names and numbers that differ between runs."""
     return re.sub(r"[\d.]+|[{(\[].*", "#", violation.partition(" (after ")[0])
 
 
-def shrink(scenario: Scenario, violation: str, judge: Judge = violation_of) -> tuple[Scenario, str]:
-    """Return the smallest scenario found that breaks the same promise, and how it does.
+def shrink(scenario: Scenario, violation: str, runner: Runner = violation_of) -> tuple[Scenario, str]:
+    """Return the smallest scenario found that fails in the same way, and its violation.
 
-    Greedy: of the simplifications of what is there, the first that still fails is kept, until none does.
+    The search is greedy: the first simplification that still fails is kept, until none does.
 
     Args:
-        scenario: one that fails.
-        violation: how it fails.
-        judge: what runs a scenario.
+        scenario: scenario that fails.
+        violation: its violation.
+        runner: runs a scenario.
     """
     kind, runs_left = kind_of(violation), MAX_RUNS
     found = True
     while found and runs_left > 0:
         found = False
         for simpler in simplifications(scenario):
-            for seed in range(scenario.seed, scenario.seed + SEEDS_EACH):
+            for seed in range(scenario.seed, scenario.seed + SEEDS_PER_CANDIDATE):
                 runs_left -= 1
                 candidate = replace(simpler, seed=seed)
-                problem = judge(candidate)
+                problem = runner(candidate)
                 if problem is not None and kind_of(problem) == kind:
                     scenario, violation, found = candidate, problem, True
                     break
@@ -65,7 +65,7 @@ def shrink(scenario: Scenario, violation: str, judge: Judge = violation_of) -> t
 
 
 def simplifications(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios that are simpler by one thing each: without a fault, with a smaller fleet, a shorter plan."""
+    """Yield scenarios with one simplification each: a fault less, a smaller fleet, or a smaller plan."""
     faults, fleet, plan = scenario.faults, scenario.fleet, scenario.plan
     for field in fields(Faults):
         if getattr(faults, field.name) != field.default:
@@ -73,9 +73,9 @@ def simplifications(scenario: Scenario) -> Iterator[Scenario]:
             yield replace(scenario, faults=replace(faults, **without))
     for name in ("num_rollouts", "num_rewards", "num_policies", "num_teachers"):
         for num in _smaller(getattr(fleet, name), 1):
-            wanted = {name: min(num, getattr(plan, name))} if hasattr(plan, name) else {}
+            required = {name: min(num, getattr(plan, name))} if hasattr(plan, name) else {}
             fewer: dict[str, Any] = {name: num}
-            yield replace(scenario, fleet=replace(fleet, **fewer), plan=replace(plan, **wanted))
+            yield replace(scenario, fleet=replace(fleet, **fewer), plan=replace(plan, **required))
     if fleet.num_slots != 1:
         yield replace(scenario, fleet=replace(fleet, num_slots=1))
     leasts = {
@@ -88,12 +88,12 @@ def simplifications(scenario: Scenario) -> Iterator[Scenario]:
         for num in _smaller(value, least):
             smaller: dict[str, Any] = {name: bool(num) if isinstance(value, bool) else num}
             yield replace(scenario, plan=replace(plan, **smaller))
-    if scenario.patience_s > LEAST_PATIENCE_S:
-        yield replace(scenario, patience_s=LEAST_PATIENCE_S)
+    if scenario.timeout_s > MIN_TIMEOUT_S:
+        yield replace(scenario, timeout_s=MIN_TIMEOUT_S)
 
 
 def _smaller(value: int, least: int) -> Iterator[int]:
-    """Yield the least, the half, and one less, as far as they are smaller than `value`."""
+    """Yield `least`, the midpoint, and one less, as far as they are smaller than `value`."""
     yield from sorted({num for num in (least, (value + least) // 2, value - 1) if least <= num < value})
 
 
@@ -103,15 +103,15 @@ IMPORTS: Final = {
     "Faults": "starling.sim.scenario.faults",
     "Fleet": "starling.sim.scenario.scenario",
     "Scenario": "starling.sim.scenario.scenario",
-    "Work": "starling.sim.scenario.scenario",
+    "Workload": "starling.sim.scenario.scenario",
     "SimulatedCluster": "starling.sim.cluster.cluster",
 }
 
 
 def as_test(scenario: Scenario, violation: str, name: str) -> str:
-    """Write a scenario as a test, ready to be put into a file of its own."""
+    """Return a scenario as the source of a test, ready for a file of its own."""
     body = textwrap.indent(textwrap.fill(violation, 100), "    # ")
-    body += f"\n    scenario = {code_of(scenario, '    ')}\n    World(scenario).run()\n"
+    body += f"\n    scenario = {code_of(scenario, '    ')}\n    SimulatedCluster(scenario).run()\n"
     used: dict[str, list[str]] = {}
     for word, module in IMPORTS.items():
         if f"{word}(" in body:

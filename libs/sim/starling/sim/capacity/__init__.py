@@ -1,1 +1,1 @@
-"""Capacity."""
+"""Estimates of throughput and staleness for other numbers of replicas and durations."""

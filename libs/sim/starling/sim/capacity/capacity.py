@@ -1,7 +1,6 @@
-"""Capacity questions: what becomes of staleness and throughput with other numbers than these?
+"""Capacity estimates: staleness and throughput of a run with other numbers of replicas, lengths and durations.
 
-A question is answered by simulating runs of the real controller, not by a formula: with as many replicas, as long
-completions and as slow steps as it says.
+An estimate comes from simulated runs of the real controller, not from a formula.
 """
 
 from __future__ import annotations
@@ -15,34 +14,34 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import Sampling
 from starling.controller.core.plan import RunPlan
 from starling.sim.cluster.cluster import SimulatedCluster
-from starling.sim.scenario.scenario import Durations, Fleet, Scenario
+from starling.sim.scenario.scenario import Fleet, Scenario, Workload
 
 CHUNKS: Final = 8
-"""A completion of mean length is simulated as so many tokens, each of which stands for many."""
-WARM_UP: Final = 2
-"""The first steps are not counted: nothing is under way yet when they begin."""
+"""Simulated tokens of a completion of mean length; each stands for many."""
+NUM_WARMUP_STEPS: Final = 2
+"""Steps at the beginning that are not measured, because no groups are in flight yet when they begin."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A run as its operator sees it. Lengths are in tokens, times in seconds."""
+    """Numbers of a run as its operator knows them. Lengths are in tokens, times in seconds."""
 
     rollouts: float = 64
     rewards: float = 4
     policies: float = 1
     slots: float = 8
-    """Groups that a rollout or a reward works on at a time."""
+    """Groups that a rollout or a reward replica works on at a time."""
     prompts_per_step: float = 128
     group_size: float = 8
     max_staleness: float = 1
     response_length: float = 1024
-    """Mean length of a completion; the lengths have a heavy tail."""
+    """Mean length of a completion. The lengths have a heavy tail."""
     tokens_per_s: float = 40
-    """Of one completion, while its rollout works on all its slots."""
+    """Per completion, while all slots of its rollout are busy."""
     score_s: float = 0.5
-    """For one completion."""
+    """Per completion."""
     step_s: float = 20.0
-    """For one step, by one policy; several share it."""
+    """Per step of one policy; several policies share it."""
     publish_s: float = 1.0
     pull_s: float = 4.0
     steps: float = 12
@@ -50,41 +49,43 @@ class Load:
 
 @dataclass(frozen=True)
 class CapacityEstimate:
-    """What the simulated runs of one load came to; means over the seeds."""
+    """Result of the simulated runs of one load; means over the seeds."""
 
     label: str
     samples_per_s: float
     tokens_per_s: float
     step_s: float
-    """From one step to the next."""
+    """Time between two steps."""
     staleness_mean: float
-    """Of the samples trained, in versions."""
+    """Of the trained samples, in versions."""
     staleness_max: int
     rollouts_busy: float
-    """Share of the rollouts' slots that generate."""
+    """Share of the rollouts' slots that are generating."""
     policy_busy: float
-    """Share of the time in which the policy trains."""
+    """Share of the time that the policy trains."""
 
 
 def parse_load(text: str, base: Load) -> Load:
-    """Return `base` with the changes that `text` names: ``rollouts=512,response_length=2x``.
+    """Return `base` with the changes in `text`, such as ``rollouts=512,response_length=2x``.
 
     Raises:
-        ConfigError: an unknown name, or a value that is no positive number and no multiple such as 2x.
+        ConfigError: a name is unknown, or a value is neither a positive number nor a multiple such as 2x.
     """
     changes: dict[str, float] = {}
-    known = [field.name for field in fields(Load)]
+    names = [field.name for field in fields(Load)]
     for part in text.split(","):
         name, _, value = (word.strip() for word in part.partition("="))
-        if name not in known:
-            raise ConfigError(f"{name!r} is no number of a load; it has {', '.join(known)}")
+        if name not in names:
+            raise ConfigError(f"{name!r} is not a number of a load; choose one of {', '.join(names)}")
         try:
             number = getattr(base, name) * float(value[:-1]) if value.endswith("x") else float(value)
         except ValueError:
-            raise ConfigError(f"{name}={value} is no number; write {name}=8, or {name}=2x for twice as much") from None
+            raise ConfigError(
+                f"{name}={value} is not a number; write {name}=8, or {name}=2x for twice the value"
+            ) from None
         least = 0 if name == "max_staleness" else 1e-3 if name.endswith("_s") else 1
         if not least <= number < 1e9:
-            raise ConfigError(f"{name}={value} makes {number:g}; it must be at least {least:g} and below 1e9")
+            raise ConfigError(f"{name}={value} is {number:g}; it must be at least {least:g} and below 1e9")
         changes[name] = number
     return replace(base, **changes)
 
@@ -107,7 +108,7 @@ def scenario_of_load(load: Load, seed: int) -> Scenario:
         heartbeat_s=max(1.0, load.rollouts / 100),
         lease_s=max(10.0, load.rollouts / 10),
     )
-    work = Durations(
+    workload = Workload(
         tokens=CHUNKS,
         token_s=per_token_s,
         score_s=load.score_s,
@@ -116,30 +117,30 @@ def scenario_of_load(load: Load, seed: int) -> Scenario:
         pull_s=load.pull_s,
     )
     fleet = Fleet(round(load.policies), round(load.rollouts), round(load.rewards), num_slots=round(load.slots))
-    a_step_s = load.step_s * 4 + longest_s * 4 * max(1.0, load.prompts_per_step / load.rollouts / load.slots)
-    patience_s = 600.0 + (steps + 1) * (a_step_s + load.score_s * load.prompts_per_step * load.group_size)
-    return Scenario(seed=seed, plan=plan, fleet=fleet, work=work, patience_s=patience_s)
+    max_step_s = load.step_s * 4 + longest_s * 4 * max(1.0, load.prompts_per_step / load.rollouts / load.slots)
+    timeout_s = 600.0 + (steps + 1) * (max_step_s + load.score_s * load.prompts_per_step * load.group_size)
+    return Scenario(seed=seed, plan=plan, fleet=fleet, workload=workload, timeout_s=timeout_s)
 
 
 def measure(label: str, load: Load, seeds: range) -> CapacityEstimate:
-    """Simulate `load` under each seed."""
-    answers = [_measure(label, load, seed) for seed in seeds]
+    """Simulate `load` with each seed, and return the means."""
+    estimates = [_measure(label, load, seed) for seed in seeds]
     means = {
-        name: statistics.fmean(getattr(answer, name) for answer in answers)
-        for name in asdict(answers[0])
+        name: statistics.fmean(getattr(estimate, name) for estimate in estimates)
+        for name in asdict(estimates[0])
         if name not in ("label", "staleness_max")
     }
-    return CapacityEstimate(label=label, staleness_max=max(answer.staleness_max for answer in answers), **means)
+    return CapacityEstimate(label=label, staleness_max=max(estimate.staleness_max for estimate in estimates), **means)
 
 
 def _measure(label: str, load: Load, seed: int) -> CapacityEstimate:
-    world = SimulatedCluster(scenario_of_load(load, seed)).run()
-    steps = world.steps[min(WARM_UP, len(world.steps) - 1) :]
+    cluster = SimulatedCluster(scenario_of_load(load, seed)).run()
+    steps = cluster.steps[min(NUM_WARMUP_STEPS, len(cluster.steps) - 1) :]
     begin, end = steps[0].made_at, steps[-1].made_at
     counted = steps[1:] or steps
     seconds = max(end - begin, 1e-9)
     samples = sum(len(step.staleness) for step in counted)
-    stale = [value for step in counted for value in step.staleness]
+    staleness = [value for step in counted for value in step.staleness]
     tokens = sum(step.num_tokens for step in counted) * load.response_length / CHUNKS
     slots = round(load.rollouts) * round(load.slots)
     return CapacityEstimate(
@@ -147,10 +148,10 @@ def _measure(label: str, load: Load, seed: int) -> CapacityEstimate:
         samples_per_s=samples / seconds,
         tokens_per_s=tokens / seconds,
         step_s=seconds / len(counted),
-        staleness_mean=statistics.fmean(stale),
-        staleness_max=max(stale),
-        rollouts_busy=world.busy_s["rollout"] / world.now / slots,
-        policy_busy=world.busy_s["policy"] / world.now / round(load.policies),
+        staleness_mean=statistics.fmean(staleness),
+        staleness_max=max(staleness),
+        rollouts_busy=cluster.busy_s["rollout"] / cluster.now / slots,
+        policy_busy=cluster.busy_s["policy"] / cluster.now / round(load.policies),
     )
 
 
@@ -166,8 +167,8 @@ HEADINGS: Final[Mapping[str, str]] = {
 }
 
 
-def table_of(answers: list[CapacityEstimate]) -> str:
-    """Return the answers as a table of text."""
+def table_of(estimates: list[CapacityEstimate]) -> str:
+    """Return the estimates as a text table."""
     rows = [tuple(HEADINGS.values())]
     rows += [
         (
@@ -180,7 +181,7 @@ def table_of(answers: list[CapacityEstimate]) -> str:
             f"{a.rollouts_busy:.0%}",
             f"{a.policy_busy:.0%}",
         )
-        for a in answers
+        for a in estimates
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     return "\n".join(

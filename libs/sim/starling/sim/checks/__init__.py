@@ -1,1 +1,1 @@
-"""Checks."""
+"""Invariants and guarantees that every simulated run is checked against."""

@@ -1,23 +1,26 @@
-"""What can be seen from outside of the controller: its journal, what it says, and what is done by it.
+"""Guarantees of a run, checked from outside the controller: by its journal, its messages and the steps of the policies.
 
-| promise                                    | seen at                                              |
-|--------------------------------------------|------------------------------------------------------|
-| nothing said before its record is on disk  | each command that leaves the controller              |
-| nothing finished is done again             | each command, and each record                        |
-| nothing is lost, nothing trained twice     | the sealed steps, and what the policies train        |
-| a version exists once, bit for bit         | the digest of each policy after each step            |
-| no token of who leaves in order is lost    | each group that is begun after it was given back     |
-| staleness within the bound                 | each token of each step                              |
-| trained as it was drawn                    | the temperature of each group of each step           |
-| nothing is trained without its teacher     | what it makes of the very tokens, in each step       |
-| each group of a step teaches, if so wanted | the rewards of each, and of each that is set aside    |
-| each prompt is answered once, in its place | the files of a run without a policy                  |
+`invariants.py` checks the controller's internal state instead.
+
+| guarantee                                                     | checked at                                        |
+|---------------------------------------------------------------|---------------------------------------------------|
+| no command is sent before its record is durable               | each command that leaves the controller           |
+| finished work is not repeated                                 | each command and each record                      |
+| no prompt is lost or trained twice                            | the frozen steps, and the steps of the policies   |
+| each version exists once, bit for bit                         | the digest of each policy after each step         |
+| no token of a rollout that leaves in good order is lost       | each interrupted group when it is dispatched again|
+| staleness stays within the bound                              | each token of each step                           |
+| tokens are trained at the temperature they were sampled at    | each group of each step                           |
+| with teachers, no group is trained without teacher log-probs  | the log-probabilities of each group of each step  |
+| with dynamic sampling, every trained group has mixed rewards  | each trained and each filtered group              |
+| without a policy, each prompt is answered once, in its place  | the files of trajectories                         |
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import Final
 
@@ -28,15 +31,18 @@ from starling.controller.core.events import Command, Event, Received, Send, Writ
 from starling.controller.core.groups.stored import StoredGroup
 from starling.controller.core.plan import RunPlan
 from starling.sim.environment.journal import SimulatedJournal
-from starling.sim.errors import demand
-from starling.sim.replicas.teacher import teacher_logprobs
+from starling.sim.errors import require
 
 RESULTS: Final = (wire.GroupGenerated, wire.GroupScored, wire.TokensScored)
-"""What becomes of a group, as its replicas say it."""
+"""The answers of replicas that the controller records."""
 
 
 class Guarantees:
-    """Follows one run. What the journal of a dead controller did not keep is forgotten with it."""
+    """Follows one run. What a crashed controller had not committed is forgotten with it.
+
+    Work on a group is named as the leases are, without their numbers: `generate:<key>`, `score:<key>`, `teach:<key>`;
+    `train:<step>` stands for the groups of a frozen step.
+    """
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -44,207 +50,208 @@ class Guarantees:
         self.trained_prompts: dict[int, list[str]] = {}
         """By step, in the order of their positions."""
         self.files: dict[int, tuple[StoredGroup, ...]] = {}
-        """By step, what was written to files: a disk outlives the controller."""
+        """By step, the groups that were written to files, which survive the controller."""
         self.num_repeated = 0
-        """Steps that were made by one more policy, or made again."""
+        """Steps that one more policy made, or that were made again."""
         self._adopted: dict[tuple[str, int], set[int]] = {}
         self._journal: SimulatedJournal | None = None
-        self._forget()
+        self._reset()
 
     def begin(self, journal: SimulatedJournal) -> None:
-        """A controller begins; it knows what `journal` kept."""
+        """Start over from the records in `journal`, as a new incarnation of the controller does."""
         self._journal = journal
-        self._forget()
+        self._reset()
         for number, record in enumerate(journal.records()):
-            self.written(record, number)
+            self.on_write(record, number)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.num_opened = 0
         self.committed = 0
-        self.sealed: dict[int, tuple[str, ...]] = {}
+        self.frozen: dict[int, tuple[str, ...]] = {}
+        """Prompts of each frozen step."""
         self.discarded: set[int] = set()
-        self._kept: dict[str, int] = {}
-        """Number of the record that says so of `generate:<key>`, `score:<key>` and `train:<step>`."""
-        self._results: dict[str, int] = {}
-        """By lease, the number of the record of its answer; only those whose lease was not released yet."""
-        self._left: dict[str, int] = {}
-        """How many tokens there are of each group that was given back."""
-        self._rests: dict[str, int] = {}
-        """By lease, the number of the record that its command rests on."""
-        self._deciding: tuple[str, str] = ("", "")
-        """The lease of the answer in hand, and what its record says."""
+        self._done: dict[str, int] = {}
+        """Number of the record that says that this work is done."""
+        self._answer_records: dict[str, int] = {}
+        """By lease, the number of the record of its answer, until the lease is released."""
+        self._num_partial_tokens: dict[str, int] = {}
+        """By key, the tokens of each interrupted group."""
+        self._prerequisites: dict[str, int] = {}
+        """By lease, the number of the record that must be durable before its command is sent."""
+        self._current_answer: tuple[str, str] = ("", "")
+        """Lease and work of the answer that the controller handles now."""
         self._changes: set[str] = set()
         self._next_ordinal = 0
         self._evaluations: list[records.EvaluationOpened] = []
-        self.promised: set[str] = set()
-        """Operators' requests for an evaluation to which the controller said yes."""
+        self.granted_evaluations: set[str] = set()
+        """Operators' requests for an evaluation that the controller accepted."""
 
-    def decided(self, event: Event, commands: list[Command]) -> None:
-        """The controller took in a result: note by which record it will be kept, before that is written."""
-        self._deciding = ("", "")
+    def on_event(self, event: Event, commands: list[Command]) -> None:
+        """Handle the commands of an event, before any of them is carried out."""
+        self._current_answer = ("", "")
         if isinstance(event, Received) and isinstance(event.message, RESULTS):
             lease = event.message.lease
-            self._deciding = (lease, f"{lease_kind(lease)}:{lease_subject(lease)}")
+            self._current_answer = (lease, f"{lease_kind(lease)}:{lease_subject(lease)}")
         for command in commands:
             if isinstance(command, Write) and isinstance(command.record, records.GroupDiscarded):
                 self._check_filtered(command.record, event)
 
     # --- records ---------------------------------------------------------------------------------------------------
 
-    def written(self, record: records.Record, number: int) -> None:
-        """A record is written, as the `number`-th from 0."""
-        lease, what = self._deciding
-        if lease and _what(record) == what:
-            self._results[lease], self._deciding = number, ("", "")
+    def on_write(self, record: records.Record, number: int) -> None:
+        """Check record `number` (from 0) of the journal."""
+        lease, work = self._current_answer
+        if lease and _work_of(record) == work:
+            self._answer_records[lease], self._current_answer = number, ("", "")
         match record:
             case records.GroupsOpened(first=first, num=num):
-                demand(first == self.num_opened, f"prompts from {first} on are opened after {self.num_opened}")
+                require(first == self.num_opened, f"prompts from {first} on are opened after {self.num_opened}")
                 self.num_opened += num
             case records.CompletionsStored(key=key, trajectories=trajectories):
-                demand(f"generate:{key}" not in self._kept, f"group {key} was generated twice")
-                self._kept[f"generate:{key}"] = number
-                self._left.pop(key, None)
+                require(f"generate:{key}" not in self._done, f"group {key} was generated twice")
+                self._done[f"generate:{key}"] = number
+                self._num_partial_tokens.pop(key, None)
                 self._check_evaluation(key, trajectories)
             case records.PartialCompletionsStored(key=key, partial=partial):
                 num = sum(completion.num_tokens for completion in partial)
-                self._left[key] = max(num, self._left.get(key, 0))
+                self._num_partial_tokens[key] = max(num, self._num_partial_tokens.get(key, 0))
             case records.RewardsStored(key=key):
-                demand(f"generate:{key}" in self._kept, f"group {key} was scored before it was generated")
-                demand(f"score:{key}" not in self._kept, f"group {key} was scored twice")
-                self._kept[f"score:{key}"] = number
+                require(f"generate:{key}" in self._done, f"group {key} was scored before it was generated")
+                require(f"score:{key}" not in self._done, f"group {key} was scored twice")
+                self._done[f"score:{key}"] = number
             case records.TeacherLogprobsStored(key=key):
-                demand(f"generate:{key}" in self._kept, f"group {key} was taught before it was generated")
-                demand(f"teach:{key}" not in self._kept, f"group {key} was taught twice")
-                self._kept[f"teach:{key}"] = number
+                require(f"generate:{key}" in self._done, f"a teacher scored group {key} before it was generated")
+                require(f"teach:{key}" not in self._done, f"teachers scored group {key} twice")
+                self._done[f"teach:{key}"] = number
             case records.GroupRequeued(key=key):
-                self._drop(key)
+                self._forget_group(key)
             case records.GroupDiscarded(key=key, filtered=filtered):
-                if filtered:  # it is whole, and nothing of it will ever be wanted again
-                    for what in ("generate", "score", "teach"):
-                        self._kept.setdefault(f"{what}:{key}", number)
+                if filtered:  # a filtered group is complete: no work on it may follow
+                    for kind in ("generate", "score", "teach"):
+                        self._done.setdefault(f"{kind}:{key}", number)
                 else:
-                    self._drop(key)
+                    self._forget_group(key)
                 if key.startswith("t"):
                     self.discarded.add(int(key[1:]))
             case records.StepFrozen():
-                self._seal(record, number)
+                self._on_frozen(record, number)
             case records.StepCommitted(step=step):
-                demand(step == self.committed + 1, f"step {step} was committed after step {self.committed}")
+                require(step == self.committed + 1, f"step {step} was committed after step {self.committed}")
                 self.committed = step
             case records.VersionPublished(version=version):
-                demand(version <= self.committed, f"version {version} was published before it was committed")
+                require(version <= self.committed, f"version {version} was published before it was committed")
             case records.SettingChanged(request=request):
-                demand(request not in self._changes, f"{request} was granted twice")
+                require(request not in self._changes, f"{request} was granted twice")
                 self._changes.add(request)
             case records.EvaluationOpened():
                 self._evaluations.append(record)
 
-    def _drop(self, key: str) -> None:
-        self._left.pop(key, None)
-        for what in ("generate", "score", "teach"):
-            self._kept.pop(f"{what}:{key}", None)
+    def _forget_group(self, key: str) -> None:
+        self._num_partial_tokens.pop(key, None)
+        for kind in ("generate", "score", "teach"):
+            self._done.pop(f"{kind}:{key}", None)
 
-    def _seal(self, record: records.StepFrozen, number: int) -> None:
+    def _on_frozen(self, record: records.StepFrozen, number: int) -> None:
         plan, expected = self._plan, list[int]()
         while len(expected) < len(record.ordinals):
             if self._next_ordinal not in self.discarded or not plan.has_policy:
                 expected.append(self._next_ordinal)
             self._next_ordinal += 1
-        wanted = plan.prompts_per_step
+        num_expected = plan.prompts_per_step
         if not plan.has_policy:
-            wanted = min(wanted, plan.num_prompts - (record.step - 1) * wanted)
-        demand(list(record.ordinals) == expected, f"step {record.step} is of {record.ordinals}, out of order")
-        demand(len(expected) == wanted, f"step {record.step} is of {len(expected)} groups")
-        demand(record.step not in self.sealed, f"step {record.step} was sealed twice")
+            num_expected = min(num_expected, plan.num_prompts - (record.step - 1) * num_expected)
+        require(list(record.ordinals) == expected, f"step {record.step} has the groups {record.ordinals}, out of order")
+        require(len(expected) == num_expected, f"step {record.step} has {len(expected)} groups")
+        require(record.step not in self.frozen, f"step {record.step} was frozen twice")
         for ordinal in (n for n in expected if n not in self.discarded):
-            demand(f"score:t{ordinal}" in self._kept, f"step {record.step} was sealed without the score of t{ordinal}")
-            taught = not self._plan.is_taught or f"teach:t{ordinal}" in self._kept
-            demand(taught, f"step {record.step} was sealed before a teacher had seen t{ordinal}")
-        self.sealed[record.step] = record.prompts
-        self._kept[f"train:{record.step}"] = number
+            require(f"score:t{ordinal}" in self._done, f"step {record.step} was frozen without the score of t{ordinal}")
+            has_logprobs = not self._plan.is_taught or f"teach:t{ordinal}" in self._done
+            require(has_logprobs, f"step {record.step} was frozen without the teacher log-probs of t{ordinal}")
+        self.frozen[record.step] = record.prompts
+        self._done[f"train:{record.step}"] = number
 
     def _check_filtered(self, record: records.GroupDiscarded, event: Event) -> None:
         if not record.filtered:
             return
-        demand(self._plan.dynamic_sampling, f"{record.prompt} was set aside, and nobody wanted that")
+        require(self._plan.dynamic_sampling, f"{record.prompt} was filtered without dynamic sampling")
         assert isinstance(event, Received)
         scored = event.message
         equal = isinstance(scored, wire.GroupScored) and len(set(scored.rewards)) == 1 and None not in scored.rewards
-        demand(equal, f"{record.prompt} was set aside, and its rewards differ")
+        require(equal, f"{record.prompt} was filtered although its rewards differ")
 
     def _check_evaluation(self, key: str, trajectories: tuple[wire.TrajectoryMeta, ...]) -> None:
         if not key.startswith("e"):
             return
         version = next(e.version for e in reversed(self._evaluations) if e.first <= int(key[1:]))
-        found = {v for t in trajectories for v in (t.oldest_version, t.newest_version)}
-        demand(found == {version}, f"the evaluation of version {version} holds tokens of {found}")
+        versions = {v for t in trajectories for v in (t.oldest_version, t.newest_version)}
+        require(versions == {version}, f"the evaluation of version {version} holds tokens of {versions}")
 
-    # --- what the controller says ----------------------------------------------------------------------------------
+    # --- commands --------------------------------------------------------------------------------------------------
 
-    def asked(self, send: Send) -> None:
-        """The controller decided to say something; it may have to wait until it is said."""
+    def on_queued(self, send: Send) -> None:
+        """Check a message that the controller decided to send; it may have to wait for a commit."""
         match send.message:
             case wire.GenerateGroup(lease=lease) | wire.ScoreGroup(lease=lease) | wire.ScoreTokens(lease=lease):
-                what = f"{lease_kind(lease)}:{lease_subject(lease)}"
-                demand(what not in self._kept, f"{what} is asked for again, though it was finished")
+                work = f"{lease_kind(lease)}:{lease_subject(lease)}"
+                require(work not in self._done, f"{work} is dispatched again, though it was finished")
                 if not isinstance(send.message, wire.GenerateGroup):
-                    self._rest(lease, f"generate:{lease_subject(lease)}")
+                    self._set_prerequisite(lease, f"generate:{lease_subject(lease)}")
                 else:
                     num = sum(completion.num_tokens for completion in send.message.partial)
-                    left = self._left.get(lease_subject(lease), 0)
-                    demand(num >= left, f"{what} is begun from {num} tokens, and {left} were given back")
+                    num_saved = self._num_partial_tokens.get(lease_subject(lease), 0)
+                    require(num >= num_saved, f"{work} is resumed from {num} tokens, of {num_saved} that were saved")
             case wire.TrainStep(lease=lease, step=step, replayed=replayed, groups=groups):
                 if groups:
-                    self._rest(lease, f"train:{step}")
+                    self._set_prerequisite(lease, f"train:{step}")
                 made = step <= self.committed
-                demand(replayed == made, f"step {step} is dealt as if it were {'not ' * made}made before")
+                require(replayed == made, f"step {step} is dispatched as {'not ' * made}made before")
             case _:
                 pass
 
-    def sent(self, send: Send) -> None:
-        """A command leaves the controller: all that it rests on must be on disk."""
+    def on_sent(self, send: Send) -> None:
+        """Check a message that leaves the controller: the record that it depends on must be durable."""
         match send.message:
             case wire.ScoreGroup(lease=lease) | wire.ScoreTokens(lease=lease):
-                self._demand_on_disk(self._rests[lease], lease)
+                self._require_durable(self._prerequisites[lease], lease)
             case wire.TrainStep(lease=lease, step=step, groups=groups) if groups:
-                self._demand_on_disk(self._rests[lease], lease)
-                known = set(self.sealed.get(step, ()))
-                demand(not known or {g.prompt_id for g in groups} <= known, f"step {step} has groups of another")
+                self._require_durable(self._prerequisites[lease], lease)
+                prompts = set(self.frozen.get(step, ()))
+                require(not prompts or {g.prompt_id for g in groups} <= prompts, f"step {step} has groups of another")
             case wire.ReleaseLeases(leases=leases):
                 for lease in leases:
-                    self._rests.pop(lease, None)
-                    self._demand_on_disk(self._results.pop(lease, -1), lease)
+                    self._prerequisites.pop(lease, None)
+                    self._require_durable(self._answer_records.pop(lease, -1), lease)
             case _:
                 pass
 
-    def _rest(self, lease: str, what: str) -> None:
-        """Note by which record it is known that `what` is done, on which a command rests."""
-        demand(what in self._kept, f"{lease} is asked for, and {what} was not written")
-        self._rests.setdefault(lease, self._kept[what])
+    def _set_prerequisite(self, lease: str, work: str) -> None:
+        """Require the record of `work` to be durable before the command of `lease` is sent."""
+        require(work in self._done, f"{lease} is dispatched, and {work} was not recorded")
+        self._prerequisites.setdefault(lease, self._done[work])
 
-    def _demand_on_disk(self, number: int, lease: str) -> None:
+    def _require_durable(self, number: int, lease: str) -> None:
         assert self._journal is not None, "a controller has begun"
         durable = number < self._journal.num_durable
-        demand(durable, f"{lease} was sent or released before record {number}, which it rests on, was on disk")
+        require(durable, f"{lease} was sent or released before its record {number} was durable")
 
-    # --- what is done ----------------------------------------------------------------------------------------------
+    # --- replicas --------------------------------------------------------------------------------------------------
 
-    def adopted(self, name: str, epoch: int, version: int) -> None:
-        """A rollout proved that it holds `version`."""
-        self._adopted.setdefault((name, epoch), set()).add(version)
+    def on_adopted(self, name: str, incarnation: int, version: int) -> None:
+        """Record that a rollout proved to hold `version`."""
+        self._adopted.setdefault((name, incarnation), set()).add(version)
 
-    def has_adopted(self, name: str, epoch: int, version: int) -> bool:
-        """Say whether this incarnation ever held `version`, proven."""
-        return version in self._adopted.get((name, epoch), ())
+    def has_adopted(self, name: str, incarnation: int, version: int) -> bool:
+        """Return whether this incarnation ever proved to hold `version`."""
+        return version in self._adopted.get((name, incarnation), ())
 
-    def taken_over(self, version: int, digest: str) -> None:
-        """A policy has the weights and the state of another."""
-        demand(digest == self._digests.get(version, digest), f"version {version} was taken over, but is another")
+    def on_copied(self, version: int, digest: str) -> None:
+        """Check the weights and the state that one policy copied from another."""
+        require(digest == self._digests.get(version, digest), f"the copied version {version} is not the original")
 
-    def trained(self, step: int, unordered: list[str], digest: str) -> bool:
-        """A policy made a step of these prompts. Returns True when it is the first to do so."""
+    def on_trained(self, step: int, unordered: list[str], digest: str) -> bool:
+        """Check a step that a policy made of these prompts. Returns True for the first policy that makes it."""
         known = self._digests.setdefault(step, digest)
-        demand(known == digest, f"version {step} was made twice, of different groups or weights")
+        require(known == digest, f"version {step} was made twice, from different groups or weights")
         if step in self.trained_prompts:
             self.num_repeated += 1
             return False
@@ -253,54 +260,59 @@ class Guarantees:
         self.trained_prompts[step] = prompts
         if step <= plan.num_supervised_steps:
             first = (step - 1) * plan.examples_per_step
-            wanted = [f"sft/{first + i}" for i in range(plan.examples_per_step)]
-            demand(prompts == wanted, f"supervised step {step} was of {prompts}")
+            expected = [f"sft/{first + i}" for i in range(plan.examples_per_step)]
+            require(prompts == expected, f"supervised step {step} trained {prompts}")
             return True
-        demand(len(prompts) == plan.prompts_per_step, f"step {step} was of {len(prompts)} groups")
-        if step in self.sealed:
-            demand(prompts == list(self.sealed[step]), f"step {step} was of {prompts}, and not of what was sealed")
+        require(len(prompts) == plan.prompts_per_step, f"step {step} trained {len(prompts)} groups")
+        if step in self.frozen:
+            require(prompts == list(self.frozen[step]), f"step {step} trained {prompts}, which were not frozen for it")
         return True
 
-    def stored(self, step: int, groups: tuple[StoredGroup, ...]) -> None:
-        """The controller has the groups of a step written to a file."""
+    def on_stored(self, step: int, groups: tuple[StoredGroup, ...]) -> None:
+        """Check a file of trajectories that the controller writes."""
         assert self._journal is not None, "a controller has begun"
-        durable = self._kept.get(f"train:{step}", self._journal.num_records) < self._journal.num_durable
-        demand(durable, f"the file of step {step} was written before it was on disk which groups it has")
-        demand(tuple(group.prompt.id for group in groups) == self.sealed[step], f"the file of step {step} has others")
-        demand(self.files.setdefault(step, groups) == groups, f"the file of step {step} was written twice, otherwise")
+        durable = self._done.get(f"train:{step}", self._journal.num_records) < self._journal.num_durable
+        require(durable, f"the file of step {step} was written before the record of its groups was durable")
+        prompts = tuple(group.prompt.id for group in groups)
+        require(prompts == self.frozen[step], f"the file of step {step} has the groups of another")
+        same = self.files.setdefault(step, groups) == groups
+        require(same, f"the file of step {step} was written twice, with different groups")
         for group in groups:
             whole = len(group.trajectories) == self._plan.group_size and not group.problem
-            demand(whole or bool(group.problem), f"{group.prompt.id} is written without an answer and without a reason")
+            require(whole or bool(group.problem), f"{group.prompt.id} is stored without an answer and without a reason")
 
-    def _answered(self, num_steps: int, *, whole: bool) -> None:
-        """A run without a policy is over: is every prompt in its place, once?"""
-        written = [group.ordinal for step in sorted(self.files) for group in self.files[step]]
-        demand(written == list(range(len(written))), f"the files have the prompts {written}")
-        demand(num_steps in (len(self.files), len(self.files) - 1), f"{num_steps} files are known of {len(self.files)}")
-        if whole:
-            demand(len(written) == self._plan.num_prompts, f"{len(written)} of {self._plan.num_prompts} are answered")
+    # --- the end ---------------------------------------------------------------------------------------------------
 
     def at_end(self, num_steps: int, *, whole: bool) -> None:
-        """The run is over after `num_steps` steps: is everything trained, once, in order?"""
+        """Check a run that ended after `num_steps` steps; `whole`: it was not stopped before its last step."""
         plan = self._plan
         if not plan.has_policy:
-            self._answered(num_steps, whole=whole)
+            self._check_files(num_steps, whole=whole)
             return
-        # A run that was stopped may have missed a step that only a policy knows of which is gone.
+        # The controller of a run that was stopped may not know of a step that only a lost policy made.
         made = [step for step in sorted(self.trained_prompts) if whole or step != num_steps + 1]
-        demand(made == list(range(1, num_steps + 1)), f"steps {made} were made, and {num_steps} are known")
+        require(made == list(range(1, num_steps + 1)), f"steps {made} were made, and {num_steps} are known")
         steps = range(plan.num_supervised_steps + 1, num_steps + 1)
         prompts = [prompt for step in steps for prompt in self.trained_prompts[step]]
         numbers = [int(prompt.rpartition("/")[2]) for prompt in prompts]
-        kept = [n for n in range(max(numbers, default=-1) + 1) if n not in self.discarded]
-        demand(numbers == kept, "prompts were lost, trained twice or out of order")
+        expected = [n for n in range(max(numbers, default=-1) + 1) if n not in self.discarded]
+        require(numbers == expected, "prompts were lost, trained twice or out of order")
         if whole:
-            late = self.promised - {opened.request for opened in self._evaluations}
-            demand(not late, f"operators were promised evaluations that never came: {sorted(late)}")
-            demand(num_steps == plan.last_step, f"only {num_steps} of {plan.last_step} steps were made")
+            missing = self.granted_evaluations - {opened.request for opened in self._evaluations}
+            require(not missing, f"evaluations were granted to operators and never made: {sorted(missing)}")
+            require(num_steps == plan.last_step, f"only {num_steps} of {plan.last_step} steps were made")
+
+    def _check_files(self, num_steps: int, *, whole: bool) -> None:
+        """Check that the files of a run without a policy hold each prompt once, in its place."""
+        written = [group.ordinal for step in sorted(self.files) for group in self.files[step]]
+        require(written == list(range(len(written))), f"the files have the prompts {written}")
+        num_files = len(self.files)
+        require(num_steps in (num_files, num_files - 1), f"{num_steps} of {num_files} files are known")
+        if whole:
+            require(len(written) == self._plan.num_prompts, f"{len(written)} of {self._plan.num_prompts} are answered")
 
 
-def _what(record: records.Record) -> str:
+def _work_of(record: records.Record) -> str:
     match record:
         case records.CompletionsStored(key=key):
             return f"generate:{key}"
@@ -313,22 +325,29 @@ def _what(record: records.Record) -> str:
 
 
 def check_tokens(plan: RunPlan, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> None:
-    """Look at every group that a policy is to train: how old its tokens are, how they were drawn, and if taught."""
+    """Check the groups of a step before a policy trains it: staleness, temperature, rewards, teacher log-probs."""
     for group, (prompt, tokens, logprobs, encoded, *others) in buffers_by_group(message, buffers):
-        demand(len(group.trajectories) == plan.group_size, f"{group.prompt_id} is not whole")
-        teaches = len({trajectory.reward for trajectory in group.trajectories}) > 1
-        demand(teaches or not plan.dynamic_sampling, f"{group.prompt_id} teaches nothing: its rewards are equal")
+        require(len(group.trajectories) == plan.group_size, f"{group.prompt_id} is not whole")
+        mixed = len({trajectory.reward for trajectory in group.trajectories}) > 1
+        require(mixed or not plan.dynamic_sampling, f"{group.prompt_id} is trained although its rewards are equal")
         temperature = group.temperature or message.temperature
-        for drawn_at in set(struct.unpack(f"<{len(logprobs) // 4}f", logprobs)):
-            same = math.isclose(drawn_at, temperature, rel_tol=1e-6)
-            demand(same, f"{group.prompt_id} was drawn at temperature {drawn_at:g} and is trained at {temperature:g}")
+        for sampled_at in set(struct.unpack(f"<{len(logprobs) // 4}f", logprobs)):
+            same = math.isclose(sampled_at, temperature, rel_tol=1e-6)
+            require(same, f"{group.prompt_id} was sampled at temperature {sampled_at:g}, trained at {temperature:g}")
         versions = struct.unpack(f"<{len(encoded) // 4}i", encoded)
-        demand(bool(versions), f"{group.prompt_id} has no tokens")
-        stale = message.step - 1 - min(versions)
-        demand(stale <= plan.max_staleness, f"{group.prompt_id} is {stale} versions stale in step {message.step}")
-        demand(max(versions) < message.step, f"{group.prompt_id} was sampled by a version yet to be made")
-        taught = [teacher_logprobs(prompt, tokens)] if plan.is_taught else []
-        demand(others == taught, f"{group.prompt_id} is trained without what its teacher makes of these tokens")
+        require(bool(versions), f"{group.prompt_id} has no tokens")
+        staleness = message.step - 1 - min(versions)
+        within = staleness <= plan.max_staleness
+        require(within, f"{group.prompt_id} is {staleness} versions stale in step {message.step}")
+        require(max(versions) < message.step, f"{group.prompt_id} was sampled from a version that does not exist yet")
+        expected = [teacher_logprobs(prompt, tokens)] if plan.is_taught else []
+        require(others == expected, f"{group.prompt_id} is trained without the teacher log-probs of its tokens")
+
+
+def teacher_logprobs(prompt: bytes, tokens: bytes) -> bytes:
+    """Return the float32 log-probabilities that simulated teachers give to `tokens` (int32) after `prompt`."""
+    value = zlib.crc32(tokens, zlib.crc32(prompt)) % 1000 / -100.0
+    return struct.pack("<f", value) * (len(tokens) // 4)
 
 
 def buffers_by_group(

@@ -1,7 +1,7 @@
-"""Where the controller lives: what its shell does, on simulated time, through its crashes and restarts.
+"""Host of the controller: what its shell does, in simulated time, through crashes and restarts.
 
-Commands are carried out in order. Whatever comes after a `Write` waits until that record is durable; a crash loses
-what still waits, and the messages that are under way may arrive or not.
+Commands are carried out in order. A command that follows a `Write` waits until the record is durable. A crash loses the
+commands that still wait; messages in transit may arrive or not.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from starling.common.wire import codec
 from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Prompt
@@ -29,19 +29,33 @@ from starling.controller.core.events import (
     Write,
 )
 from starling.controller.core.machine import Controller
+from starling.sim.checks.guarantees import Guarantees
+from starling.sim.checks.invariants import Invariants
+from starling.sim.environment.clock import SimulatedClock
 from starling.sim.environment.journal import SimulatedJournal
-
-if TYPE_CHECKING:
-    from starling.sim.cluster.cluster import SimulatedCluster
+from starling.sim.environment.network import SimulatedNetwork
+from starling.sim.scenario.scenario import Scenario
 
 CONTROLLER: Final = "controller"
 TICK_S: Final = 0.25
-FETCH_S: Final = 0.05
-LONGEST_OUTAGE_S: Final = 8.0
+MAX_FILE_S: Final = 0.05
+"""Longest time to read or write the groups of a step."""
+MAX_OUTAGE_S: Final = 8.0
 
 
-class Stream:
-    """An endless supply of prompts."""
+class Peer(Protocol):
+    """A receiver of messages: a replica or an operator."""
+
+    @property
+    def alive(self) -> bool:
+        """Return whether it still runs."""
+
+    def receive(self, envelope: Envelope, message: Down, frames: list[bytes | memoryview], /) -> None:
+        """Handle a message of the controller."""
+
+
+class PromptStream:
+    """An endless stream of prompts."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,114 +66,125 @@ class Stream:
 
 
 class ControllerHost:
-    """One controller after another, and the journal that they share."""
+    """The incarnations of the controller, one after the other, and the journal that they share."""
 
-    def __init__(self, world: SimulatedCluster) -> None:
-        self._world, self._clock, self._rng = world, world.clock, world.rng
-        self.journal = SimulatedJournal(world.clock, world.rng, world.scenario.work.fsync_s, self._flush)
+    def __init__(
+        self,
+        scenario: Scenario,
+        clock: SimulatedClock,
+        rng: random.Random,
+        network: SimulatedNetwork,
+        invariants: Invariants,
+        guarantees: Guarantees,
+        find_peer: Callable[[str], Peer | None],
+    ) -> None:
+        """`find_peer` returns the newest replica or the operator of a name."""
+        self._scenario, self._clock, self._rng, self._network = scenario, clock, rng, network
+        self._invariants, self._guarantees, self._find_peer = invariants, guarantees, find_peer
+        self.journal = SimulatedJournal(clock, rng, scenario.workload.fsync_s, self._flush)
         self.incarnation = 0
         self.up = False
         self.notes: list[Note] = []
         self.finish: FinishRun | None = None
         self.num_events = 0
-        self._waiting: deque[tuple[int, Command, str]] = deque()
+        self._held: deque[tuple[int, Command, str]] = deque()
         self._deferred: list[tuple[Event, str]] = []
         self._seq = 0
         self._crashed_at: list[float] = []
 
     def start(self) -> None:
-        """Begin, or begin again with what the journal kept."""
+        """Start the next incarnation of the controller, from the records in the journal."""
         self.incarnation += 1
         self.up = True
-        plan, held_out = self._world.scenario.plan, [Stream("held-out").prompt(i) for i in range(3)]
-        streams = Stream("train"), Stream("sft")
-        past = self.journal.past()
+        plan, held_out = self._scenario.plan, [PromptStream("held-out").prompt(i) for i in range(3)]
+        streams = PromptStream("train"), PromptStream("sft")
+        past = self.journal.entries()
         self.controller = Controller(plan, *streams, held_out, past=past, incarnation=self.incarnation)
-        self._world.invariants.begin(self.controller.state)
-        self._world.promises.begin(self.journal)
+        self._invariants.begin(self.controller.state)
+        self._guarantees.begin(self.journal)
         self._tick(self.incarnation)
         deferred, self._deferred = self._deferred, []
-        for late in deferred:
-            self._clock.after(0.1 * self._rng.random(), self._come_late, *late)
+        for event, cause in deferred:
+            self._clock.after(0.1 * self._rng.random(), self._handle_deferred, event, cause)
 
     def crash(self) -> None:
-        """Die, and be started again after a while."""
+        """Crash, and restart after a random outage."""
         if not self.up or self.finish is not None:
             return
         self.up = False
         self._crashed_at.append(self._clock.now)
-        self._waiting.clear()
+        self._held.clear()
         self.journal.crash()
-        self._clock.after(LONGEST_OUTAGE_S * self._rng.random() ** 2, self.start)
+        self._clock.after(MAX_OUTAGE_S * self._rng.random() ** 2, self.start)
 
-    def take(self, event: Event, cause: str = "") -> None:
-        """Let the controller decide, and look at what it decided; `cause`: the id of the message that came."""
+    def handle(self, event: Event, cause: str = "") -> None:
+        """Have the controller handle an event, and check its commands and its state; `cause`: id of the message."""
         if self.finish is not None:
             return
         if not self.up:
-            if self._rng.random() < 0.5:  # what its peers' sockets still hold comes when the line is up again
+            if self._rng.random() < 0.5:  # still buffered by the peer's socket, and delivered after the restart
                 self._deferred.append((event, cause))
             return
         self.num_events += 1
-        self._world.invariants.before_event(event)
+        self._invariants.before_event(event)
         commands = self.controller.step(event)
-        self._world.promises.decided(event, commands)
+        self._guarantees.on_event(event, commands)
         for command in commands:
-            self._do(command, cause)
-        self._world.invariants.after_event(self._clock.now, commands)
+            self._execute(command, cause)
+        self._invariants.after_event(self._clock.now, commands)
 
-    def _come_late(self, event: Event, cause: str) -> None:
+    def _handle_deferred(self, event: Event, cause: str) -> None:
         now = self._clock.now
         if isinstance(event, Received):
-            self.take(Received(now, event.sender, event.epoch, event.message, event.buffers), cause)
+            self.handle(Received(now, event.sender, event.epoch, event.message, event.buffers), cause)
 
     def _tick(self, incarnation: int) -> None:
         if self.up and incarnation == self.incarnation:
-            self.take(Ticked(self._clock.now))
+            self.handle(Ticked(self._clock.now))
             self._clock.after(TICK_S, self._tick, incarnation)
 
-    def _do(self, command: Command, cause: str) -> None:
+    def _execute(self, command: Command, cause: str) -> None:
         match command:
             case Write(record=record, payload=payload):
-                self._world.promises.written(record, self.journal.num_records)
+                self._guarantees.on_write(record, self.journal.num_records)
                 self.journal.append(record, payload)
             case Note():
                 self.notes.append(command)
             case _:
                 if isinstance(command, Send):
-                    self._world.promises.asked(command)
-                self._waiting.append((self.journal.num_records, command, cause))
+                    self._guarantees.on_queued(command)
+                self._held.append((self.journal.num_records, command, cause))
                 self._flush()
 
     def _flush(self) -> None:
-        """Carry out what waits for nothing any more."""
-        while self._waiting and self._waiting[0][0] <= self.journal.num_durable:
-            _, command, cause = self._waiting.popleft()
+        """Carry out the commands whose records are durable."""
+        while self._held and self._held[0][0] <= self.journal.num_durable:
+            _, command, cause = self._held.popleft()
             match command:
                 case Send():
                     self._send(command, cause)
                 case Prune(step=step):
                     self.journal.prune(step)
                 case Store(step=step, groups=groups):
-                    self._world.promises.stored(step, groups)
-                    self._clock.after(FETCH_S * self._rng.random(), self._stored, step, self.incarnation)
+                    self._guarantees.on_stored(step, groups)
+                    self._clock.after(MAX_FILE_S * self._rng.random(), self._stored, step, self.incarnation)
                 case Fetch(step=step):
-                    self._clock.after(FETCH_S * self._rng.random(), self._fetched, step, self.incarnation)
+                    self._clock.after(MAX_FILE_S * self._rng.random(), self._fetched, step, self.incarnation)
                 case FinishRun():
                     self.finish = command
 
     def _fetched(self, step: int, incarnation: int) -> None:
         if self.up and incarnation == self.incarnation:
-            self.take(Fetched(self._clock.now, step, self.journal.fetch(step)))
+            self.handle(Fetched(self._clock.now, step, self.journal.fetch(step)))
 
     def _stored(self, step: int, incarnation: int) -> None:
         if self.up and incarnation == self.incarnation:
-            self.take(Stored(self._clock.now, step))
+            self.handle(Stored(self._clock.now, step))
 
     def _send(self, send: Send, cause: str) -> None:
-        self._world.promises.sent(send)
-        replica = self._world.peer(send.peer)
-        if replica is None or not replica.alive:
+        self._guarantees.on_sent(send)
+        peer = self._find_peer(send.peer)
+        if peer is None or not peer.alive:
             return
         self._seq += 1
         envelope = Envelope(
@@ -171,18 +196,18 @@ class ControllerHost:
             cause=cause,
         )
         frames = codec.pack(envelope, send.message, send.buffers)
-        self._world.network.carry(send.peer, False, self._arrive, self.incarnation, replica.hear, send.peer, frames)
+        self._network.send(send.peer, False, self._arrive, self.incarnation, peer.receive, send.peer, frames)
 
     def _arrive(
         self,
         incarnation: int,
-        hear: Callable[[Envelope, Down, list[bytes | memoryview]], None],
+        receive: Callable[[Envelope, Down, list[bytes | memoryview]], None],
         peer: str,
         frames: list[bytes | memoryview],
     ) -> None:
-        """Deliver a message, unless it was lost with the controller that said it: each line breaks off somewhere."""
+        """Deliver a message, unless the crash of its sender lost it: each connection breaks at a time of its own."""
         if incarnation != self.incarnation or not self.up:
-            cut = random.Random(f"{self._world.scenario.seed} {peer} {incarnation}").uniform(0.0, 0.02)
+            cut = random.Random(f"{self._scenario.seed} {peer} {incarnation}").uniform(0.0, 0.02)
             if self._clock.now > self._crashed_at[incarnation - 1] + cut:
                 return
-        hear(codec.unpack_envelope(frames), codec.unpack_down(frames), frames)
+        receive(codec.unpack_envelope(frames), codec.unpack_down(frames), frames)

@@ -1,20 +1,21 @@
-"""Somebody at a terminal, who changes settings, wants evaluations, and asks why nothing happens."""
+"""Simulated operator, who changes settings, requests evaluations and queries the run at random times."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import random
+from collections.abc import Callable
+from typing import Final
 
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
-from starling.sim.errors import demand
-
-if TYPE_CHECKING:
-    from starling.sim.cluster.cluster import SimulatedCluster
+from starling.sim.checks.guarantees import Guarantees
+from starling.sim.environment.clock import SimulatedClock
+from starling.sim.errors import require
 
 NAME: Final = "operator-0"
 REPEAT_S: Final = 1.0
-PATIENCE_S: Final = 120.0
-"""No answer takes longer, whatever goes wrong, while the run goes on."""
+TIMEOUT_S: Final = 120.0
+"""Every request is answered within this time, under all faults, while the run goes on."""
 CHANGES: Final = (
     ("policy.optimizer.learning_rate", (1e-6, 2e-6, 1e-5)),
     ("policy.algorithm.clip_high", (0.2, 0.28)),
@@ -25,48 +26,54 @@ CHANGES: Final = (
 
 
 class SimulatedOperator:
-    """Says each thing again until it is answered."""
+    """Repeats each request until it is answered."""
 
     role: Final = "operator"
+    alive: Final = True
 
-    def __init__(self, world: SimulatedCluster) -> None:
-        self.world = world
-        self.alive = True
-        self._asked: dict[str, float] = {}
-        """When each request was first made that has no answer yet."""
+    def __init__(
+        self,
+        clock: SimulatedClock,
+        rng: random.Random,
+        guarantees: Guarantees,
+        to_controller: Callable[[str, list[bytes | memoryview]], None],
+    ) -> None:
+        self._clock, self._rng, self._guarantees, self._to_controller = clock, rng, guarantees, to_controller
+        self._unanswered: dict[str, float] = {}
+        """Time of each request that has no answer yet."""
         self._evaluations: set[str] = set()
         """Requests for an evaluation."""
         self._num = 0
 
-    def want_something(self) -> None:
-        """Make a request."""
-        rng, request = self.world.rng, f"request {self._num}"
+    def make_request(self) -> None:
+        """Make a random request."""
+        rng, request = self._rng, f"request {self._num}"
         self._num += 1
-        self._asked[request] = self.world.clock.now
+        self._unanswered[request] = self._clock.now
         message: wire.OperatorMessage = wire.QueryRun(request=request, about=rng.choice(("status", "why")))
-        wish = rng.random()
-        if wish < 0.6:
+        choice = rng.random()
+        if choice < 0.6:
             key, values = rng.choice(CHANGES)
             message = wire.ChangeSetting(request=request, key=key, value=rng.choice(values))
-        elif wish < 0.8:
+        elif choice < 0.8:
             message = wire.RequestEvaluation(request=request)
             self._evaluations.add(request)
-        self._say(message)
+        self._send(message)
 
-    def hear(self, envelope: wire.Envelope, message: wire.Down, frames: list[bytes | memoryview]) -> None:
-        """Take in an answer."""
-        demand(isinstance(message, wire.OperatorReply), f"an operator was told {message}")
+    def receive(self, envelope: wire.Envelope, message: wire.Down, frames: list[bytes | memoryview]) -> None:
+        """Handle a reply."""
+        require(isinstance(message, wire.OperatorReply), f"an operator was sent {message}")
         assert isinstance(message, wire.OperatorReply)
-        self._asked.pop(message.request, None)
+        self._unanswered.pop(message.request, None)
         if message.ok and message.request in self._evaluations:
-            self.world.promises.promised.add(message.request)
+            self._guarantees.granted_evaluations.add(message.request)
 
-    def _say(self, message: wire.OperatorMessage) -> None:
-        since = self._asked.get(message.request)
+    def _send(self, message: wire.OperatorMessage) -> None:
+        since = self._unanswered.get(message.request)
         if since is None:
             return
-        waited = self.world.clock.now - since
-        demand(waited < PATIENCE_S, f"an operator has had no answer to {message} for {waited:.0f} s")
+        waited = self._clock.now - since
+        require(waited < TIMEOUT_S, f"an operator has waited {waited:.0f} s for the reply to {message}")
         envelope = wire.Envelope(protocol=wire.PROTOCOL_VERSION, run="r", sender=NAME, incarnation=1, seq=1)
-        self.world.to_controller(NAME, codec.pack(envelope, message))
-        self.world.clock.after(REPEAT_S, self._say, message)
+        self._to_controller(NAME, codec.pack(envelope, message))
+        self._clock.after(REPEAT_S, self._send, message)

@@ -1,1 +1,1 @@
-"""Environment."""
+"""The simulated environment: time, network and disk."""

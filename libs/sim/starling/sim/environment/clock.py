@@ -1,4 +1,4 @@
-"""Simulated time: what is to happen, in order. Nothing waits; the time jumps to the next thing that is due."""
+"""Simulated time: a queue of scheduled actions. Nothing waits; the time jumps to the next action."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 
 class SimulatedClock:
-    """A heap of actions. Actions of the same moment happen in the order in which they were asked for."""
+    """Scheduled actions by time. Actions of the same moment happen in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
         """Seconds since the beginning."""
         self.num_done = 0
         """Actions so far."""
-        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._num_asked = 0
+        self._scheduled: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_scheduled = 0
 
     def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Do `action` in `seconds`."""
-        self._num_asked += 1
-        heapq.heappush(self._due, (self.now + seconds, self._num_asked, action, arguments))
+        """Schedule `action` in `seconds`."""
+        self._num_scheduled += 1
+        heapq.heappush(self._scheduled, (self.now + seconds, self._num_scheduled, action, arguments))
 
     def advance(self) -> None:
-        """Go to the next action and do it. There always is one: the controller ticks."""
-        self.now, _, action, arguments = heapq.heappop(self._due)
+        """Jump to the next action and perform it. There always is one, because the controller ticks."""
+        self.now, _, action, arguments = heapq.heappop(self._scheduled)
         self.num_done += 1
         action(*arguments)

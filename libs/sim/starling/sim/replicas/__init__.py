@@ -1,1 +1,1 @@
-"""Replicas."""
+"""Simulated replicas of each role, around the real cores."""

@@ -1,4 +1,4 @@
-"""The all-reduce of a step that several policies share: each waits until all have come with their shares."""
+"""Simulated all-reduce of a step that several policies share: each policy waits until all shares have arrived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StepItem:
     """One group, or one supervised example, of a step."""
 
     content: bytes
-    """Everything that the outcome depends on."""
+    """Everything that the outcome of training it depends on."""
     staleness: tuple[int, ...] = ()
     """Of each completion, in versions."""
     num_tokens: int = 0
@@ -21,43 +21,43 @@ class StepItem:
 
 @dataclass(frozen=True)
 class StepShare:
-    """What one policy brings."""
+    """The part of a step that one policy contributes."""
 
     policy: str
     message: TrainStep
-    pieces: dict[str, StepItem]
-    """What it trains, by prompt."""
+    items: dict[str, StepItem]
+    """The groups or examples of the share, by prompt."""
     start: str
-    """Digest of the weights that it starts from."""
+    """Digest of the weights that the policy starts from."""
     done: Callable[[dict[str, StepItem]], None]
-    """Called with the pieces of all shares."""
+    """Called with the items of all shares when the step is whole."""
 
 
 class Collective:
-    """The policies that wait for each other, by the step and into how many shares it was cut."""
+    """Policies that wait for each other, by step and by the number of shares of the step."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, int], dict[int, StepShare]] = {}
 
     def arrive(self, share: StepShare) -> None:
-        """Wait for the others, or, as the last of them, let all go on.
+        """Add a share; the last share of a step completes it for all.
 
-        Shares that make up no whole step are of different attempts: they wait until the others are replaced.
+        Shares that do not add up to a whole step belong to different attempts: they wait until the others are replaced.
         """
         message = share.message
         key = (message.step, message.num_replicas)
         shares = self._waiting.setdefault(key, {})
         shares[message.replica] = share
-        pieces = {prompt: piece for other in shares.values() for prompt, piece in other.pieces.items()}
-        num = sum(len(other.pieces) for other in shares.values())
+        items = {prompt: item for other in shares.values() for prompt, item in other.items.items()}
+        num = sum(len(other.items) for other in shares.values())
         same = len({other.start for other in shares.values()}) == 1
-        if len(shares) == message.num_replicas and len(pieces) == num == message.num_groups and same:
+        if len(shares) == message.num_replicas and len(items) == num == message.num_groups and same:
             del self._waiting[key]
             for other in shares.values():
-                other.done(pieces)
+                other.done(items)
 
     def leave(self, policy: str) -> None:
-        """Wait no longer: the policy died, or its share is wanted no more."""
+        """Withdraw the share of a policy that died, or whose lease was released."""
         for key, shares in list(self._waiting.items()):
             for replica, share in list(shares.items()):
                 if share.policy == policy:

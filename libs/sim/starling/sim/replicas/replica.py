@@ -1,78 +1,112 @@
-"""One incarnation of a replica as the controller sees it: the real lease book, and simulated work."""
+"""One incarnation of a simulated replica: the real lease table and fencing, around simulated work."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import random
+from typing import Final, Protocol
 
 from starling.common.ids import Role, lease_order
 from starling.common.leases import LeaseTable
 from starling.common.membership import MembershipLease
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
-from starling.sim.errors import Violation, demand
+from starling.controller.core.plan import RunPlan
+from starling.sim.checks.guarantees import Guarantees
+from starling.sim.environment.clock import SimulatedClock
+from starling.sim.errors import Violation, require
+from starling.sim.replicas.collective import Collective, StepItem
 from starling.sim.replicas.weights import encoded_layout
-
-if TYPE_CHECKING:
-    from starling.sim.cluster.cluster import SimulatedCluster
+from starling.sim.scenario.faults import Faults
+from starling.sim.scenario.scenario import Scenario
 
 HELLO_EVERY_S: Final = 0.5
 RESEND_S: Final = 2.0
 NUM_HOSTS: Final = 8
-STRAGGLE: Final = 10.0
+STRAGGLER_SLOWNESS: Final = 10.0
 
 Buffers = tuple[bytes, ...]
 Frames = list[bytes | memoryview]
 
 
+class Cluster(Protocol):
+    """The part of the simulated cluster that its replicas use."""
+
+    scenario: Scenario
+    plan: RunPlan
+    faults: Faults
+    rng: random.Random
+    clock: SimulatedClock
+    collective: Collective
+    guarantees: Guarantees
+    replicas: dict[str, SimulatedReplica]
+    """By name, the newest incarnation of each."""
+    saved: dict[int, str]
+    """Digest of each state that a policy saved, by version."""
+    busy_s: dict[str, float]
+    """Seconds of work by role."""
+
+    def to_controller(self, name: str, frames: Frames) -> None:
+        """Send the message of a replica to the controller."""
+
+    def pull_problem(self, source: str, incarnation: int, version: int) -> str | None:
+        """Return why `version` could not be pulled from this incarnation of `source`, or None if it was."""
+
+    def record_step(self, items: dict[str, StepItem]) -> None:
+        """Record a step of reinforcement learning that was made for the first time."""
+
+    def restart_later(self, replica: SimulatedReplica) -> None:
+        """Restart a replica that has ended, after a random delay, as a supervisor does."""
+
+
 class SimulatedReplica:
-    """Says hello and heartbeats, does each command once, and repeats answers until they are released."""
+    """Sends hello and heartbeats, executes each command once, and repeats answers until their leases are released."""
 
     role: Role
 
-    def __init__(self, world: SimulatedCluster, name: str, epoch: int, num_slots: int = 0) -> None:
-        """`epoch` counts the incarnations of this name."""
-        self.world, self.name, self.epoch, self.num_slots = world, name, epoch, num_slots
+    def __init__(self, cluster: Cluster, name: str, incarnation: int, num_slots: int = 0) -> None:
+        """Make the `incarnation`-th process of this name, counted from 1."""
+        self.cluster, self.name, self.incarnation, self.num_slots = cluster, name, incarnation, num_slots
         self.alive, self.welcomed = True, False
-        self.book = LeaseTable(resend_s=RESEND_S)
-        rng = world.rng
-        self.slowness = (0.8 + 0.4 * rng.random()) * (STRAGGLE if rng.random() < world.faults.stragglers else 1.0)
-        """How many times as long as usual its work takes."""
-        self.awake = not world.plan.colocate
-        """It has its devices; where these are shared, a replica loads beside them."""
-        self.standing = MembershipLease(f"{name}/{epoch}/")
-        self._turned = (0, 0)
-        """The newest order to sleep or to wake."""
+        self.leases = LeaseTable(resend_s=RESEND_S)
+        rng = cluster.rng
+        typical = 0.8 + 0.4 * rng.random()
+        self.slowness = typical * (STRAGGLER_SLOWNESS if rng.random() < cluster.faults.stragglers else 1.0)
+        """Factor on the duration of its work."""
+        self.awake = not cluster.plan.colocate
+        """It holds its devices. Where these are shared, a replica starts without them."""
+        self.membership = MembershipLease(f"{name}/{incarnation}/")
+        self._newest_order = (0, 0)
+        """The newest command to sleep or to wake."""
         self._seq = 0
-        self._incarnation = 0
-        """Of the newest controller heard."""
+        self._controller_incarnation = 0
+        """The newest incarnation of the controller that was heard."""
 
     def begin(self) -> None:
-        """Speak, and again when it is time."""
+        """Send the first hello, and from then on hello or heartbeats at their interval."""
         if not self.alive:
             return
-        now = self.world.clock.now
-        if self.awake and self.standing.is_over(self.role, now):
+        now = self.cluster.clock.now
+        if self.awake and self.membership.is_over(self.role, now):
             self.die()
-            self.world.start_again(self)
+            self.cluster.restart_later(self)
             return
-        if self.awake and not self.is_in_step and not self.standing.holds(now):
-            # Whoever has lost the controller cannot know whose turn it is.
+        if self.awake and not self.is_in_step and not self.membership.holds(now):
+            # Without the controller it cannot know which side may use the shared devices now.
             self.awake = self.welcomed = False
-            self.dozes()
-        self.standing.says(self._seq + 1, now)
+            self.fall_asleep()
+        self.membership.says(self._seq + 1, now)
         if self.welcomed:
-            self.say(
-                wire.Heartbeat(
-                    leases=self.book.held(), version=self.version, offered=self.offered, waits=tuple(self.waits())
-                )
+            waits = tuple(self.current_waits())
+            self.send(
+                wire.Heartbeat(leases=self.leases.held(), version=self.version, offered=self.offered, waits=waits)
             )
-            for message, buffers in self.book.due(now):
-                self.say(message, buffers)
+            for message, buffers in self.leases.due(now):
+                self.send(message, buffers)
         else:
-            self._say_hello()
-        self.world.clock.after(self.world.plan.heartbeat_s if self.welcomed else HELLO_EVERY_S, self.begin)
+            self._send_hello()
+        self.cluster.clock.after(self.cluster.plan.heartbeat_s if self.welcomed else HELLO_EVERY_S, self.begin)
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         has_layout = self.role in ("policy", "rollout")
         hello = wire.Hello(
             role=self.role,
@@ -84,123 +118,123 @@ class SimulatedReplica:
             serves=has_layout,
             shares_steps=self.role == "policy",
         )
-        self.say(hello, (encoded_layout(self.name),) if has_layout else ())
+        self.send(hello, (encoded_layout(self.name),) if has_layout else ())
 
-    def say(self, message: wire.Up, buffers: Buffers = ()) -> None:
-        """Send to the controller."""
+    def send(self, message: wire.Up, buffers: Buffers = ()) -> None:
+        """Send a message to the controller."""
         self._seq += 1
         envelope = wire.Envelope(
-            protocol=wire.PROTOCOL_VERSION, run="r", sender=self.name, incarnation=self.epoch, seq=self._seq
+            protocol=wire.PROTOCOL_VERSION, run="r", sender=self.name, incarnation=self.incarnation, seq=self._seq
         )
-        self.world.to_controller(self.name, codec.pack(envelope, message, buffers))
+        self.cluster.to_controller(self.name, codec.pack(envelope, message, buffers))
 
-    def hear(self, envelope: wire.Envelope, message: wire.Down, frames: Frames) -> None:
-        """Take in what the controller says, as `starling.common.net.link` does."""
-        if not self.alive or envelope.incarnation < self._incarnation:
+    def receive(self, envelope: wire.Envelope, message: wire.Down, frames: Frames) -> None:
+        """Handle a message of the controller, as `starling.common.net.link` does."""
+        if not self.alive or envelope.incarnation < self._controller_incarnation:
             return
-        self._incarnation = envelope.incarnation
+        self._controller_incarnation = envelope.incarnation
         match message:
             case wire.Welcome():
                 self.welcomed = True
-                self.standing.answered(envelope.cause, message, self.book, self.world.clock.now)
+                self.membership.answered(envelope.cause, message, self.leases, self.cluster.clock.now)
             case wire.RequestHello():
                 self.welcomed = False
             case wire.Refused(reason=reason):
-                self.refused(reason)
+                self.on_refused(reason)
             case wire.Drain():
                 self.leave("drained")
             case wire.ReleaseLeases(leases=leases):
-                given_up = tuple(self.book.release(leases))
-                if given_up:
-                    self.give_up(given_up)
+                unanswered = tuple(self.leases.release(leases))
+                if unanswered:
+                    self.cancel(unanswered)
             case wire.OperatorReply():
-                raise Violation(f"{self.name} is no operator, and was told {message.text}")
+                raise Violation(f"{self.name} is not an operator and was sent the reply {message.text!r}")
             case _:
-                if isinstance(message, wire.Sleep | wire.Wake) and not self._is_new(message.lease):
+                if isinstance(message, wire.Sleep | wire.Wake) and not self._is_newest_order(message.lease):
                     return
-                if self.book.grant(message.lease):
-                    self.do(message, tuple(bytes(frame) for frame in frames[2:]))
+                if self.leases.grant(message.lease):
+                    self.execute(message, tuple(bytes(frame) for frame in frames[2:]))
                 else:
-                    self.book.resend(message.lease)
+                    self.leases.resend(message.lease)
 
-    def _is_new(self, lease: str) -> bool:
-        """Say whether no later order to sleep or to wake was heard; a line that doubles messages gives old ones."""
+    def _is_newest_order(self, lease: str) -> bool:
+        """Return False for a command to sleep or to wake that a later one has replaced; duplicates arrive late."""
         order = lease_order(lease)
-        self._turned, before = max(order, self._turned), self._turned
+        self._newest_order, before = max(order, self._newest_order), self._newest_order
         return order >= before
 
     def leave(self, reason: str) -> None:
-        """Say farewell and be gone."""
-        self.say(wire.Leave(reason=reason))
+        """Leave the cluster with a message."""
+        self.send(wire.Leave(reason=reason))
         self.die()
 
     def die(self) -> None:
-        """Be gone, without a word."""
+        """End without a message."""
         self.alive = False
 
-    def refused(self, reason: str) -> None:
-        """It may not be a member."""
+    def on_refused(self, reason: str) -> None:
+        """The controller refused the membership of this replica."""
         raise Violation(f"{self.name} was refused: {reason}")
 
     def answer(self, lease: str, message: wire.Up, buffers: Buffers = ()) -> None:
         """Send a result, and keep it until the lease is released."""
-        if self.alive and self.book.answer(lease, message, buffers, self.world.clock.now):
-            self.say(message, buffers)
+        if self.alive and self.leases.answer(lease, message, buffers, self.cluster.clock.now):
+            self.send(message, buffers)
 
-    def works(self, lease: str) -> bool:
-        """Take up a lease; False when it is wanted no longer, as in `starling.common.net.link`."""
-        if self.standing.forbids(lease, self.world.clock.now):
-            self.book.release((lease,))
-        return self.book.work(lease)
+    def begin_work(self, lease: str) -> bool:
+        """Mark a lease as being worked on; False if it was released, as in `starling.common.net.link`."""
+        if self.membership.forbids(lease, self.cluster.clock.now):
+            self.leases.release((lease,))
+        return self.leases.work(lease)
 
     def fail(self, lease: str, reason: str) -> None:
-        """Say that a lease cannot be met."""
+        """Report that the work of a lease cannot be done."""
         version = self.version if self.role == "policy" else -1
         infra_lost = wire.Status.INFRA_LOST
         self.answer(lease, wire.LeaseFailed(lease=lease, status=infra_lost, reason=reason, version=version))
 
-    def takes(self, seconds: float) -> float:
-        """Return how long it takes to do what usually takes `seconds`."""
-        return seconds * self.slowness * (0.5 + self.world.rng.random())
+    def sample_duration(self, seconds: float) -> float:
+        """Return a random duration for work that takes `seconds` on a typical replica."""
+        return seconds * self.slowness * (0.5 + self.cluster.rng.random())
 
     @property
     def version(self) -> int:
-        """The weight version that the heartbeat tells."""
+        """The weight version that heartbeats report."""
         return -1
 
     @property
     def offered(self) -> int:
-        """The newest version that it has on offer."""
+        """The newest version that this replica has on offer."""
         return -1
 
     @property
     def root(self) -> str:
-        """What proves the weights that it really holds."""
+        """Root digest of the weights that this replica holds."""
         return ""
 
-    def waits(self) -> list[wire.Wait]:
-        """Return what it waits for now."""
+    def current_waits(self) -> list[wire.Wait]:
+        """Return what this replica waits for now."""
         return []
 
-    def do(self, message: wire.LeasedCommand, buffers: Buffers) -> None:
-        """Begin a new piece of work."""
+    def execute(self, message: wire.LeasedCommand, buffers: Buffers) -> None:
+        """Begin the work of a command that was not received before."""
         raise NotImplementedError
 
     @property
     def is_in_step(self) -> bool:
-        """Say whether it does something now that it cannot break off."""
+        """Return whether it does work that cannot be interrupted."""
         return False
 
-    def dozes(self) -> None:
-        """Fall asleep for want of the controller."""
+    def fall_asleep(self) -> None:
+        """Give up the devices because the controller cannot be heard."""
 
     def wake(self) -> None:
-        """Take the devices."""
+        """Take the devices. Raises Violation if a replica of the other side holds them."""
         others = {"policy", "rollout"} - {self.role}
-        for other in self.world.replicas.values():
+        for other in self.cluster.replicas.values():
             clash = other.alive and other.awake and other.role in others
-            demand(not clash, f"{self.name} wakes beside {other.name}, which is awake")
+            require(not clash, f"{self.name} wakes beside {other.name}, which is awake")
         self.awake = True
 
-    def give_up(self, leases: tuple[str, ...]) -> None:
-        """Forget unfinished work."""
+    def cancel(self, leases: tuple[str, ...]) -> None:
+        """Drop the unfinished work of these leases."""

@@ -1,4 +1,4 @@
-"""A rollout replica: the real rollout core around an engine that samples, token by token, what the seed decides."""
+"""Simulated rollout: the real rollout core around an engine whose lengths and durations follow from the seed."""
 
 from __future__ import annotations
 
@@ -6,71 +6,68 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from starling.common.ids import Role
 from starling.common.wire import messages as wire
 from starling.rollout.core import machine as core
-from starling.sim.errors import Violation, demand
-from starling.sim.replicas.replica import Buffers, SimulatedReplica
+from starling.sim.errors import Violation, require
+from starling.sim.replicas.replica import Buffers, Cluster, SimulatedReplica
 from starling.sim.replicas.weights import checked_plan, encoded_offer, offer_of
 from starling.weightsync.plan.offer import decode_offer
 
-if TYPE_CHECKING:
-    from starling.sim.cluster.cluster import SimulatedCluster
-
-LONGEST = 8
-"""No completion is longer than so many times the mean."""
-PULL_PATIENCE_S = 60.0
-FAREWELL_S = 5.0
-"""Who leaves waits no longer until the controller has what it gives back."""
+MAX_OVER_MEAN = 8
+"""Longest completion, in units of the mean length."""
+PULL_TIMEOUT_S = 60.0
+LEAVE_TIMEOUT_S = 5.0
+"""A rollout that leaves waits at most this long until the controller has its partial completions."""
 
 
 @dataclass
-class Sampled:
-    """A group in the engine; its completions grow together."""
+class EngineGroup:
+    """A group in the engine. All its completions have the same length and advance together."""
 
     message: wire.GenerateGroup
     num_tokens: int
-    """Of each completion, in the end."""
+    """Final length of each completion."""
     versions: list[int]
-    """Of the tokens so far."""
+    """Weight version of each token so far."""
     since: float
-    """When the first of the tokens to come was begun."""
+    """When the next token was begun."""
     temperatures: list[float]
-    """At which each of them was drawn."""
-    run: int = 0
-    """How often the sampling was interrupted: what was due before is due no more."""
+    """Sampling temperature of each token so far."""
+    schedule_number: int = 0
+    """An end that was scheduled under an earlier number is void: an interruption came between."""
 
 
 def length_of(seed: int, mean: float) -> int:
-    """Return the length of the completions under this sampling seed: of a heavy tail (Pareto, index 3)."""
+    """Return the length of the completions under a sampling seed, which has a heavy tail (Pareto, index 3)."""
     share = (zlib.crc32(b"%d" % seed) + 1) / 2**32
-    return max(1, min(round(mean * LONGEST), round(mean * 2 / 3 / math.pow(share, 1 / 3))))
+    return max(1, min(round(mean * MAX_OVER_MEAN), round(mean * 2 / 3 / math.pow(share, 1 / 3))))
 
 
 class SimulatedRollout(SimulatedReplica):
-    """Generates, pulls and switches as the core says; what it generates must be of proven weights."""
+    """Generates, pulls and switches as its core decides. All tokens must come from weights that were proven."""
 
     role: Role = "rollout"
 
-    def __init__(self, world: SimulatedCluster, name: str, epoch: int, num_slots: int) -> None:
-        super().__init__(world, name, epoch, num_slots)
-        # Without a policy it has read its weights before it says hello.
-        self.core = core.RolloutMachine() if world.plan.has_policy else core.RolloutMachine(version=0)
+    def __init__(self, cluster: Cluster, name: str, incarnation: int, num_slots: int) -> None:
+        super().__init__(cluster, name, incarnation, num_slots)
+        # Without a policy a rollout loads its weights before its first hello.
+        self.core = core.RolloutMachine() if cluster.plan.has_policy else core.RolloutMachine(version=0)
         self.core.asleep = not self.awake
-        self.engine: dict[str, Sampled] = {}
-        self._weights = "nothing" if world.plan.has_policy else offer_of(0).root
-        if not world.plan.has_policy:
-            world.promises.adopted(name, epoch, 0)
+        self.engine: dict[str, EngineGroup] = {}
+        self._weights = "nothing" if cluster.plan.has_policy else offer_of(0).root
+        if not cluster.plan.has_policy:
+            cluster.guarantees.on_adopted(name, incarnation, 0)
         self._offered = -1
-        self._pulling: tuple[str, float, str] | None = None
-        self._asked: dict[str, tuple[wire.GenerateGroup, Buffers]] = {}
-        """The groups that it was given and has not answered."""
+        self._current_pull: tuple[str, float, str] | None = None
+        """The pull in progress: its name, when it began, and from which replica."""
+        self._commands: dict[str, tuple[wire.GenerateGroup, Buffers]] = {}
+        """The groups that are not answered yet, by lease."""
         self.busy_s = 0.0
-        """Seconds of work, of each of its slots."""
+        """Seconds of work, summed over the slots."""
         self._leaving = ""
-        """Why it is about to leave; empty when it is not."""
+        """Reason for leaving; empty while it stays."""
 
     @property
     def version(self) -> int:
@@ -79,85 +76,85 @@ class SimulatedRollout(SimulatedReplica):
 
     @property
     def offered(self) -> int:
-        """The version in use, if it was asked to serve it."""
+        """The version in use, if the controller had it offered to other rollouts."""
         return self._offered
 
     @property
     def root(self) -> str:
-        """Root of what the engine holds."""
+        """Root digest of the engine's weights."""
         return self._weights
 
-    def waits(self) -> list[wire.Wait]:
-        """Return the pull that is under way."""
-        if self._pulling is None:
+    def current_waits(self) -> list[wire.Wait]:
+        """Return the pull in progress, if there is one."""
+        if self._current_pull is None:
             return []
-        what, since, on = self._pulling
-        waited_s = self.world.clock.now - since
-        return [wire.Wait(what=what, on=on, since_s=waited_s, seconds_left=max(0.0, PULL_PATIENCE_S - waited_s))]
+        what, since, on = self._current_pull
+        waited_s = self.cluster.clock.now - since
+        return [wire.Wait(what=what, on=on, since_s=waited_s, seconds_left=max(0.0, PULL_TIMEOUT_S - waited_s))]
 
-    def do(self, message: wire.LeasedCommand, buffers: Buffers) -> None:
-        """Generate, adopt, or serve."""
-        if not self.works(message.lease):
+    def execute(self, message: wire.LeasedCommand, buffers: Buffers) -> None:
+        """Generate, adopt weights, offer weights, sleep or wake."""
+        if not self.begin_work(message.lease):
             return
         match message:
             case wire.GenerateGroup():
-                self._asked[message.lease] = message, buffers
+                self._commands[message.lease] = message, buffers
                 if self._leaving or not self.awake:
-                    self._give_back(message.lease)
+                    self._return_partial(message.lease)
                     return
-                self._act(self.core.generate(message))
+                self._apply(self.core.generate(message))
             case wire.AdoptWeights():
-                self._act(self.core.adopt(message, buffers))
+                self._apply(self.core.adopt(message, buffers))
             case wire.PublishWeights():
-                self._serve(message)
+                self._offer(message)
             case wire.Sleep():
-                self._act(self.core.sleep(message))
+                self._apply(self.core.sleep(message))
             case wire.Wake():
-                self._act(self.core.wake(message))
+                self._apply(self.core.wake(message))
             case _:
                 raise Violation(f"a rollout was sent {message}")
 
-    def give_up(self, leases: tuple[str, ...]) -> None:
-        """Take groups out of the engine."""
+    def cancel(self, leases: tuple[str, ...]) -> None:
+        """Remove groups from the engine."""
         for lease in leases:
-            self._asked.pop(lease, None)
-        self._act(self.core.given_up(leases))
+            self._commands.pop(lease, None)
+        self._apply(self.core.given_up(leases))
 
     def leave(self, reason: str) -> None:
-        """Give back what it has of each group, and be gone when the controller has it."""
+        """Return the partial completions of each group, and leave when the controller has them."""
         if self._leaving:
             return
         self._leaving = reason
         self._interrupt()
-        for lease in list(self._asked):
-            self._give_back(lease)
-        self._depart(self.world.clock.now + FAREWELL_S)
+        for lease in list(self._commands):
+            self._return_partial(lease)
+        self._depart(self.cluster.clock.now + LEAVE_TIMEOUT_S)
 
-    def dozes(self) -> None:
+    def fall_asleep(self) -> None:
         """Give back what it has of each group, and sleep."""
         if self.engine:
             was_asleep, self.core.asleep = self.core.asleep, False
             self._interrupt()
             self.core.asleep = was_asleep
-        for lease in list(self._asked):
-            self._give_back(lease)
+        for lease in list(self._commands):
+            self._return_partial(lease)
         self.core.asleep, self.awake = True, False
 
-    def _give_back(self, lease: str) -> None:
-        message, buffers = self._asked.pop(lease)
-        sampled = self.engine.pop(lease, None) or self._sampled_of(message, buffers)
+    def _return_partial(self, lease: str) -> None:
+        message, buffers = self._commands.pop(lease)
+        group = self.engine.pop(lease, None) or self._engine_group(message, buffers)
         self.core.given_up((lease,))
-        self.answer(lease, *_interrupted(sampled, self._leaving or "it sleeps"))
+        self.answer(lease, *_interrupted(group, self._leaving or "it sleeps"))
 
     def _depart(self, deadline: float) -> None:
         if not self.alive:
             return
-        if any(held.phase == "answered" for held in self.book.held()) and self.world.clock.now < deadline:
-            self.world.clock.after(0.1, self._depart, deadline)
+        if any(held.phase == "answered" for held in self.leases.held()) and self.cluster.clock.now < deadline:
+            self.cluster.clock.after(0.1, self._depart, deadline)
         else:
             super().leave(self._leaving)
 
-    def _serve(self, message: wire.PublishWeights) -> None:
+    def _offer(self, message: wire.PublishWeights) -> None:
         if message.version != self.core.version:
             self.fail(message.lease, f"version {self.core.version} is in use, not version {message.version}")
             return
@@ -165,11 +162,11 @@ class SimulatedRollout(SimulatedReplica):
         published = wire.WeightsPublished(lease=message.lease, version=message.version, publish_s=0.0)
         self.answer(message.lease, published, (encoded_offer(message.version),))
 
-    def _act(self, actions: list[core.Action]) -> None:
+    def _apply(self, actions: list[core.Action]) -> None:
         for action in actions:
             match action:
                 case core.StartGroup(message=message):
-                    self.engine[message.lease] = self._sampled_of(*self._asked[message.lease])
+                    self.engine[message.lease] = self._engine_group(*self._commands[message.lease])
                     self._sample(message.lease)
                 case core.PullWeights(message=message, buffers=buffers):
                     self._pull(message, buffers)
@@ -180,61 +177,63 @@ class SimulatedRollout(SimulatedReplica):
                 case core.FailLease(lease=lease, reason=reason):
                     self.fail(lease, reason)
                 case core.FallAsleep(lease=lease):
-                    self.dozes()
+                    self.fall_asleep()
                     self.answer(lease, wire.Slept(lease=lease))
                 case core.WakeUp(lease=lease, again=again):
                     if not self.awake:
                         self.wake()
                     if not again:
-                        self._act(self.core.woken(self.core.version))
+                        self._apply(self.core.woken(self.core.version))
                     self.answer(lease, wire.Woken(lease=lease))
 
     # --- the engine ------------------------------------------------------------------------------------------------
 
     @property
     def _token_s(self) -> float:
-        return self.world.scenario.work.token_s * self.slowness
+        return self.cluster.scenario.workload.token_s * self.slowness
 
-    def _sampled_of(self, message: wire.GenerateGroup, buffers: Buffers) -> Sampled:
-        """Return a group as it begins, or goes on from what another rollout has of it."""
-        length = length_of(message.sampling.seed, self.world.scenario.work.tokens)
+    def _engine_group(self, message: wire.GenerateGroup, buffers: Buffers) -> EngineGroup:
+        """Return a group at its start, or with the partial completions of another rollout."""
+        length = length_of(message.sampling.seed, self.cluster.scenario.workload.tokens)
         num = message.partial[0].num_tokens if message.partial else 0
         temperatures, versions = (struct.unpack(f"<{num}{kind}", buffers[at][: 4 * num]) if num else ()
                                   for kind, at in (("f", 1), ("i", 2)))  # fmt: skip
-        demand(num <= length, f"{message.prompt.id} goes on from {num} tokens and has {length}")
-        return Sampled(message, length, list(versions), self.world.clock.now, list(temperatures))
+        require(num <= length, f"{message.prompt.id} is resumed from {num} tokens, and has {length}")
+        return EngineGroup(message, length, list(versions), self.cluster.clock.now, list(temperatures))
 
     def _sample(self, lease: str) -> None:
-        """Go on with a group until it is done or something interrupts it."""
+        """Schedule the end of a group, which an interruption invalidates."""
         group = self.engine[lease]
-        group.since, group.run = self.world.clock.now, group.run + 1
+        group.since, group.schedule_number = self.cluster.clock.now, group.schedule_number + 1
         seconds = (group.num_tokens - len(group.versions)) * self._token_s
-        self.world.clock.after(seconds, self._sampled, lease, group.run)
+        self.cluster.clock.after(seconds, self._finish_group, lease, group.schedule_number)
 
-    def _sampled(self, lease: str, run: int) -> None:
+    def _finish_group(self, lease: str, schedule_number: int) -> None:
         group = self.engine.get(lease)
-        if not self.alive or group is None or group.run != run or not self.core.may_generate:
+        if not self.alive or group is None or group.schedule_number != schedule_number:
             return
-        self._note_tokens(group, group.num_tokens)
-        del self.engine[lease], self._asked[lease]
+        if not self.core.may_generate:
+            return
+        self._record_tokens(group, group.num_tokens)
+        del self.engine[lease], self._commands[lease]
         self.core.finished(lease)
         self.answer(lease, *_generated(group))
 
     def _interrupt(self) -> None:
-        """Write down the tokens so far, which are of the version that is about to go."""
+        """Record the tokens so far, which come from the version that is replaced now."""
         for group in self.engine.values():
-            group.run += 1
+            group.schedule_number += 1
             if self.core.may_generate:
-                num = int((self.world.clock.now - group.since) / self._token_s)
-                self._note_tokens(group, min(group.num_tokens, len(group.versions) + num))
+                num = int((self.cluster.clock.now - group.since) / self._token_s)
+                self._record_tokens(group, min(group.num_tokens, len(group.versions) + num))
 
-    def _note_tokens(self, group: Sampled, num_tokens: int) -> None:
-        demand(self.awake, f"{self.name} samples in its sleep")
+    def _record_tokens(self, group: EngineGroup, num_tokens: int) -> None:
+        require(self.awake, f"{self.name} samples while it sleeps")
         version = self.core.version
         proven = self._weights == offer_of(version).root
-        demand(proven, f"{self.name} samples with weights that are not version {version}")
+        require(proven, f"{self.name} samples with weights that are not version {version}")
         num = num_tokens - len(group.versions)
-        self.world.busy_s["rollout"] += num * self._token_s
+        self.cluster.busy_s["rollout"] += num * self._token_s
         self.busy_s += num * self._token_s
         group.versions += [version] * num
         group.temperatures += [group.message.sampling.temperature] * num
@@ -243,39 +242,44 @@ class SimulatedRollout(SimulatedReplica):
 
     def _pull(self, message: wire.AdoptWeights, buffers: Buffers) -> None:
         source = message.source or "policy-0"
-        self._pulling = (f"version {message.version}", self.world.clock.now, source)
-        holder = self.world.replicas.get(source)
-        seconds = self.takes(self.world.scenario.work.pull_s)
-        self.world.clock.after(seconds, self._pulled, message, buffers, source, -1 if holder is None else holder.epoch)
+        self._current_pull = (f"version {message.version}", self.cluster.clock.now, source)
+        holder = self.cluster.replicas.get(source)
+        seconds = self.sample_duration(self.cluster.scenario.workload.pull_s)
+        self.cluster.clock.after(
+            seconds, self._pulled, message, buffers, source, -1 if holder is None else holder.incarnation
+        )
 
-    def _pulled(self, message: wire.AdoptWeights, buffers: Buffers, source: str, epoch: int) -> None:
+    def _pulled(self, message: wire.AdoptWeights, buffers: Buffers, source: str, incarnation: int) -> None:
         if not self.alive:
             return
-        self._pulling = None
+        self._current_pull = None
         offer = decode_offer(buffers[0])
         checked_plan(buffers[1], source, self.name)
-        demand(offer.version == message.version, f"{self.name} adopts version {message.version} by another's offer")
-        problem = self.world.pull_problem(source, epoch, message.version)
-        self._act(self.core.pulled(message.lease, problem))
+        require(
+            offer.version == message.version,
+            f"{self.name} adopts version {message.version} from another offer",
+        )
+        problem = self.cluster.pull_problem(source, incarnation, message.version)
+        self._apply(self.core.pulled(message.lease, problem))
 
     def _switch(self, lease: str) -> None:
         assert self.core.adopting is not None, "a switch follows a pull"
         self._interrupt()
         version = self.core.adopting.version
-        proven = self.world.rng.random() >= self.world.faults.torn
+        proven = self.cluster.rng.random() >= self.cluster.faults.torn
         self._weights = offer_of(version).root if proven else "torn"
         self._offered = -1
         actions = self.core.switched(lease, proven=proven)
         if proven:
-            self.world.promises.adopted(self.name, self.epoch, version)
+            self.cluster.guarantees.on_adopted(self.name, self.incarnation, version)
             self.answer(lease, adopted(lease, version))
             for held in self.engine:
                 self._sample(held)
-        self._act(actions)
+        self._apply(actions)
 
 
 def adopted(lease: str, version: int) -> wire.WeightsAdopted:
-    """Return the answer of who has adopted `version`, and proves it."""
+    """Return the answer of a replica that has adopted `version`, with its proof."""
     return wire.WeightsAdopted(
         lease=lease,
         version=version,
@@ -287,22 +291,22 @@ def adopted(lease: str, version: int) -> wire.WeightsAdopted:
     )
 
 
-def _tensors(sampled: Sampled) -> tuple[tuple[wire.TensorMeta, ...], Buffers]:
-    """Return token ids, log-probabilities and versions of all completions, which are alike."""
-    num = len(sampled.versions)
-    versions = struct.pack(f"<{num}i", *sampled.versions) * sampled.message.num_completions
-    # What stands for the log-probabilities is what they would depend on.
-    logprobs = struct.pack(f"<{num}f", *sampled.temperatures) * sampled.message.num_completions
-    shape = (num * sampled.message.num_completions,)
+def _tensors(group: EngineGroup) -> tuple[tuple[wire.TensorMeta, ...], Buffers]:
+    """Return token ids, log-probabilities and versions of all completions, which are equal."""
+    num = len(group.versions)
+    versions = struct.pack(f"<{num}i", *group.versions) * group.message.num_completions
+    # In place of the log-probabilities: the temperatures that they would depend on.
+    logprobs = struct.pack(f"<{num}f", *group.temperatures) * group.message.num_completions
+    shape = (num * group.message.num_completions,)
     tensors = tuple(
         wire.TensorMeta(dtype=dtype, shape=shape, nbytes=len(versions)) for dtype in ("int32", "float32", "int32")
     )
     return tensors, (bytes(len(versions)), logprobs, versions)
 
 
-def _interrupted(sampled: Sampled, reason: str) -> tuple[wire.GroupInterrupted, Buffers]:
-    message, num = sampled.message, len(sampled.versions)
-    tensors, buffers = _tensors(sampled)
+def _interrupted(group: EngineGroup, reason: str) -> tuple[wire.GroupInterrupted, Buffers]:
+    message, num = group.message, len(group.versions)
+    tensors, buffers = _tensors(group)
     interrupted = wire.GroupInterrupted(
         lease=message.lease,
         reason=reason,
@@ -313,8 +317,8 @@ def _interrupted(sampled: Sampled, reason: str) -> tuple[wire.GroupInterrupted, 
     return interrupted, buffers if num else ()
 
 
-def _generated(sampled: Sampled) -> tuple[wire.GroupGenerated, Buffers]:
-    message, versions = sampled.message, sampled.versions
+def _generated(group: EngineGroup) -> tuple[wire.GroupGenerated, Buffers]:
+    message, versions = group.message, group.versions
     trajectories = tuple(
         wire.TrajectoryMeta(
             status=wire.Status.OK,
@@ -325,7 +329,7 @@ def _generated(sampled: Sampled) -> tuple[wire.GroupGenerated, Buffers]:
         )
         for position in range(message.num_completions)
     )
-    tensors, buffers = _tensors(sampled)
+    tensors, buffers = _tensors(group)
     prompt = struct.pack("<I", message.sampling.seed % 2**32)
     generated = wire.GroupGenerated(
         lease=message.lease,

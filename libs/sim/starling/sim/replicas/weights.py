@@ -1,4 +1,4 @@
-"""Weights of one tensor: real layouts and offers, small enough to make thousands of them."""
+"""Weights of a single tensor, with real layouts, offers and plans that are cheap enough to make thousands of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starling.weightsync.plan.planner import Plan, check_plan, decode_plan
 
 
 def layout_of(replica: str, shape: tuple[int, ...] = (4,)) -> Layout:
-    """Return one rank that holds one float32 tensor."""
+    """Return the layout of one rank that holds one float32 tensor."""
     box = Box(offset=(0,) * len(shape), size=shape)
     shard = Shard(tensor=0, box=box, storage="w", offset_bytes=0, strides=(1,))
     spec = TensorSpec(name="w", shape=shape, dtype="float32")
@@ -19,13 +19,13 @@ def layout_of(replica: str, shape: tuple[int, ...] = (4,)) -> Layout:
 
 @functools.cache
 def encoded_layout(replica: str, shape: tuple[int, ...] = (4,)) -> bytes:
-    """Return the layout as it travels."""
+    """Return the encoded layout."""
     return encode(layout_of(replica, shape))
 
 
 @functools.cache
 def offer_of(version: int) -> Offer:
-    """Return an offer of weights whose bytes say the version."""
+    """Return an offer of weights whose bytes are the version."""
     rank = RankOffer(
         rank=0,
         transport="local",
@@ -40,13 +40,13 @@ def offer_of(version: int) -> Offer:
 
 @functools.cache
 def encoded_offer(version: int) -> bytes:
-    """Return the offer as it travels."""
+    """Return the encoded offer."""
     return encode(offer_of(version))
 
 
 @functools.lru_cache(maxsize=4096)
 def checked_plan(encoded: bytes, source: str, destination: str) -> Plan:
-    """Return the plan by which `destination` pulls from `source`. Raises WeightsError when it does not fit the two."""
+    """Return the plan by which `destination` pulls from `source`. Raises WeightsError if it does not fit the two."""
     plan, layout = decode_plan(encoded), layout_of(destination)
     check_plan(plan, {0: pieces_of(layout_of(source), 0)}, layout, 0)
     return plan

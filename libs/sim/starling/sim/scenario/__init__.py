@@ -1,1 +1,1 @@
-"""Scenario."""
+"""Scenarios: the values that determine a simulated run."""

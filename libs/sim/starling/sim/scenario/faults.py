@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run, and how often: eight mixes, and one of everything."""
+"""Fault mixes of simulated runs: eight mixes of related faults, and one of everything."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Faults:
-    """Shares are of messages, pulls, ...; ``every_s`` is a mean time between two of a kind, 0 for never."""
+    """Rates of faults: shares of messages, pulls, ...; ``every_s`` is the mean time between two faults, 0 for never."""
 
     loss: float = 0.0
     duplicates: float = 0.0
     reorder: bool = False
-    """Each message takes its own time, up to 2 s, and may overtake others."""
+    """Each message has a delay of its own, up to 2 s, and may overtake others."""
     rollout_crash_every_s: float = 0.0
     reward_crash_every_s: float = 0.0
     teacher_crash_every_s: float = 0.0
     policy_crash_every_s: float = 0.0
     controller_crash_every_s: float = 0.0
     silent_deaths: float = 0.0
-    """Share of the deaths and partitions that close no connection."""
+    """Share of the crashes and partitions that do not close the connection."""
     partition_every_s: float = 0.0
-    """Some replicas and the controller do not hear each other for a while, up to `cut_leases` long."""
+    """Some replicas are cut off from the controller, for up to `cut_leases`."""
     cut_leases: float = 2.0
+    """Longest partition, in units of `RunPlan.lease_s`."""
     late: float = 0.0
-    """Share of the partitions after which what was said meanwhile, on either side, arrives all the same."""
+    """Share of the partitions whose messages arrive afterwards instead of being lost."""
     join_every_s: float = 0.0
-    """A replica that nobody expected joins."""
+    """An additional replica joins."""
     leave_every_s: float = 0.0
-    """A replica says farewell, for good."""
+    """A replica leaves and does not come back."""
     preempt_every_s: float = 0.0
-    """A rollout leaves in good order, in the middle of what it does, and comes back."""
-    wish_every_s: float = 0.0
-    """An operator changes a setting, wants an evaluation, or asks why nothing happens."""
+    """A rollout with work in progress leaves in good order, and is restarted."""
+    request_every_s: float = 0.0
+    """An operator changes a setting, requests an evaluation, or queries the run."""
     stragglers: float = 0.0
-    """Share of the replicas that work ten times more slowly than others."""
+    """Share of the replicas that are ten times slower than others."""
     scorer_failures: float = 0.0
     teacher_failures: float = 0.0
-    """Share of the groups that a teacher cannot score."""
+    """Share of the groups that a teacher fails to score."""
     pull_failures: float = 0.0
     torn: float = 0.0
-    """Share of the switches after which the engine holds something else."""
+    """Share of the switches to another version after which the engine holds wrong weights."""
 
 
 CALM: Final = Faults()
@@ -64,10 +65,10 @@ MIXES: Final[dict[str, Faults]] = {
         pull_failures=0.05,
     ),
     "preemptions": Faults(preempt_every_s=1.0, controller_crash_every_s=10.0),
-    "controller": Faults(controller_crash_every_s=4.0, wish_every_s=3.0),
+    "controller": Faults(controller_crash_every_s=4.0, request_every_s=3.0),
     "partitions": Faults(partition_every_s=3.0, silent_deaths=0.5, stragglers=0.1),
 }
-"""The mixes, by what goes wrong in them."""
+"""The mixes of related faults, by name."""
 
 EVERYTHING: Final = Faults(
     loss=0.02,
@@ -83,7 +84,7 @@ EVERYTHING: Final = Faults(
     join_every_s=15.0,
     leave_every_s=20.0,
     preempt_every_s=10.0,
-    wish_every_s=10.0,
+    request_every_s=10.0,
     stragglers=0.1,
     scorer_failures=0.05,
     teacher_failures=0.03,
@@ -92,4 +93,4 @@ EVERYTHING: Final = Faults(
 )
 
 ALL: Final[dict[str, Faults]] = {**MIXES, "everything": EVERYTHING}
-"""What ``--faults all`` goes through."""
+"""The mixes that ``--faults all`` runs."""

@@ -1,4 +1,4 @@
-"""One simulated run as a value: plan, fleet, work and faults. The same value is the same run, to the last message."""
+"""Scenario of a simulated run: plan, fleet, workload and faults. Equal scenarios give equal runs."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from starling.controller.core.plan import RunPlan
 from starling.sim.scenario.faults import ALL, CALM, Faults
 
 WIDTH: Final = 90
-"""Characters of an expression that is written on one line."""
-SLOTS: Final = 4
+"""Longest expression, in characters, that `code_of` writes on one line."""
+MAX_SLOTS: Final = 4
 """Most groups that a replica of a random scenario works on at a time."""
 
-DYNAMIC: Final = 0.4
-"""Share of the random scenarios that set groups aside from which nothing can be learnt."""
+DYNAMIC_SHARE: Final = 0.4
+"""Share of the random scenarios with dynamic sampling."""
 ANSWERING: Final[tuple[Activity, ...]] = ("generate", "evaluate", "infer")
-TAUGHT: Final = 0.4
-"""Share of the random scenarios that have teachers."""
+TEACHER_SHARE: Final = 0.4
+"""Share of the random scenarios with teachers."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The replicas that are there from the beginning."""
+    """The replicas at the beginning of a run."""
 
     num_policies: int = 1
     num_rollouts: int = 1
     num_rewards: int = 1
     num_teachers: int = 0
     num_slots: int = 0
-    """Groups that each works on at a time; 0 to draw it for each."""
+    """Groups that each replica works on at a time; 0 for a random number for each."""
     speeds: tuple[float, ...] = ()
-    """How many times as fast as usual each rollout is, in turn; empty where they are about alike."""
+    """Speeds of the rollouts relative to a typical one, in turn; empty for similar speeds."""
 
 
 @dataclass(frozen=True)
-class Durations:
-    """How long work takes, in seconds; what varies varies around these."""
+class Workload:
+    """Mean lengths of completions and mean durations of work, in seconds."""
 
     tokens: float = 4.0
-    """Mean length of a completion. The lengths have a heavy tail, up to 8 times as much."""
+    """Mean length of a completion. The lengths have a heavy tail, up to 8 times the mean."""
     token_s: float = 0.05
     score_s: float = 0.05
-    """For one completion."""
+    """Per completion."""
     teach_s: float = 0.03
-    """For one completion."""
+    """Per completion."""
     step_s: float = 0.2
-    """For one step, by one policy; several share it."""
+    """Per step of one policy; several policies share it."""
     publish_s: float = 0.2
     pull_s: float = 0.3
     save_s: float = 0.2
     fsync_s: float = 0.005
-    """For one commit of the journal."""
+    """Per commit of the journal."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class Scenario:
     plan: RunPlan
     fleet: Fleet = Fleet()
     faults: Faults = CALM
-    work: Durations = Durations()
+    workload: Workload = Workload()
     stop_at: float | None = None
-    """When somebody asks for the end of the run, in seconds."""
-    patience_s: float = 900.0
-    """A run that takes longer, on simulated time, hangs."""
+    """Simulated time of an operator's stop, if there is one."""
+    timeout_s: float = 900.0
+    """A run that takes longer, in simulated time, hangs."""
 
 
 def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scenario:
-    """Return the scenario of `seed` under one of the mixes, small, or of `num_replicas` replicas.
+    """Return the scenario of `seed` under a fault mix: a small one, or one of `num_replicas` replicas.
 
-    A large one has a reward replica for every 15 rollouts, and prompts for a quarter of its rollouts in a step. Its
-    heart beats five times more slowly, as that of a large fleet should, and its faults are as much rarer.
+    A large one has one reward replica per 15 rollouts, and a quarter as many prompts per step as slots. Its heartbeats
+    are five times less frequent, as they should be in a large fleet, and so are its faults.
     """
     rng = random.Random(f"scenario {seed}")
     num_policies = rng.choice((1, 1, 2, 3))
@@ -87,10 +87,10 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
         others = max(2, num_replicas - num_policies)
         num_rewards = max(1, others // 16)
         fleet = Fleet(num_policies, others - num_rewards, num_rewards)
-        work, pace = Durations(token_s=0.5, score_s=0.2, step_s=2.0), 5.0
+        workload, pace = Workload(token_s=0.5, score_s=0.2, step_s=2.0), 5.0
     else:
         fleet = Fleet(num_policies, rng.randint(1, 4), rng.randint(1, 3))
-        work, pace = Durations(), 1.0
+        workload, pace = Workload(), 1.0
     plan = RunPlan(
         seed=seed,
         sampling=Sampling(max_tokens=64),
@@ -98,7 +98,7 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
         num_supervised_steps=rng.choice((0, 0, 2)),
         examples_per_step=rng.randint(2, 4),
         num_steps=rng.randint(3, 6),
-        prompts_per_step=max(fleet.num_rollouts * SLOTS // 16, rng.randint(1, 4)),
+        prompts_per_step=max(fleet.num_rollouts * MAX_SLOTS // 16, rng.randint(1, 4)),
         group_size=2,
         max_staleness=rng.choice((0, 1, 1, 2)),
         max_tries=8,
@@ -112,17 +112,16 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
         num_rewards=rng.randint(1, fleet.num_rewards),
         heartbeat_s=pace,
         lease_s=6.0 * pace,
-        dynamic_sampling=rng.random() < DYNAMIC,
+        dynamic_sampling=rng.random() < DYNAMIC_SHARE,
         filter_limit=1000,
     )
-    if rng.random() < TAUGHT:
-        fleet, plan = _taught(rng, fleet, plan)
-    patience_s = 900.0 * pace
-    return Scenario(seed, plan, fleet, slowed(ALL[faults], pace), work, patience_s=patience_s)
+    if rng.random() < TEACHER_SHARE:
+        fleet, plan = _with_teachers(rng, fleet, plan)
+    return Scenario(seed, plan, fleet, slowed(ALL[faults], pace), workload, timeout_s=900.0 * pace)
 
 
-def answering_of(seed: int, faults: str = "calm") -> Scenario:
-    """Return a small scenario of `seed` without a policy, which answers prompts and writes them to files."""
+def answering_scenario_of(seed: int, faults: str = "calm") -> Scenario:
+    """Return a small scenario of `seed` without a policy, which writes the answers of prompts to files."""
     scenario, rng = scenario_of(seed, faults), random.Random(f"answering {seed}")
     plan, activity = scenario.plan, rng.choice(ANSWERING)
     num_prompts = rng.randint(1, 6 * plan.prompts_per_step)
@@ -148,8 +147,8 @@ def answering_of(seed: int, faults: str = "calm") -> Scenario:
     return replace(scenario, plan=plan, fleet=fleet)
 
 
-def _taught(rng: random.Random, fleet: Fleet, plan: RunPlan) -> tuple[Fleet, RunPlan]:
-    """Return the same with teachers; where nothing needs rewards, perhaps with nobody who gives them."""
+def _with_teachers(rng: random.Random, fleet: Fleet, plan: RunPlan) -> tuple[Fleet, RunPlan]:
+    """Add teachers; half of the scenarios that need no rewards lose their reward replicas."""
     num = rng.randint(1, max(2, fleet.num_rewards))
     fleet, plan = replace(fleet, num_teachers=num), replace(plan, num_teachers=rng.randint(1, num))
     evaluates = plan.evaluate_at_start or plan.evaluate_at_end or plan.evaluate_every
@@ -159,13 +158,13 @@ def _taught(rng: random.Random, fleet: Fleet, plan: RunPlan) -> tuple[Fleet, Run
 
 
 def slowed(faults: Faults, pace: float) -> Faults:
-    """Return faults that happen `pace` times less often, as suits a fleet whose heart beats so much more slowly."""
+    """Return faults that are `pace` times less frequent, for a fleet whose heartbeats are `pace` times slower."""
     rates = {f.name: getattr(faults, f.name) * pace for f in dataclasses.fields(Faults) if f.name.endswith("every_s")}
     return dataclasses.replace(faults, **rates)
 
 
 def code_of(value: Any, indent: str = "") -> str:
-    """Write a scenario, or a part of one, as the expression that makes it: only what differs from the defaults."""
+    """Return the Python expression for a scenario, or a part of one, without values that equal their defaults."""
     if dataclasses.is_dataclass(value):
         fields = [(f.name, getattr(value, f.name), f.default) for f in dataclasses.fields(value)]
     elif isinstance(value, msgspec.Struct):
@@ -173,7 +172,7 @@ def code_of(value: Any, indent: str = "") -> str:
     else:
         return repr(value)
     inner = indent + "    "
-    written = [f"{name}={code_of(found, inner)}" for name, found, default in fields if found != default]
+    written = [f"{name}={code_of(given, inner)}" for name, given, default in fields if given != default]
     name, line = type(value).__name__, ", ".join(written)
     if len(line) < WIDTH and "\n" not in line:
         return f"{name}({line})"
