@@ -3,7 +3,7 @@
 Requests and answers go over a socket, as with plain TCP. The payload of a granted `Read` is sent and received within a
 process group of two ranks, source and reader, that belongs to this one connection. It is built after the token was
 presented and aborted with the connection; no other group is touched, and there need be none. Why pairs, and not one
-group of all: docs/decisions/0007-pair-groups.md.
+group of all: docs/decisions/0007-nccl-groups-of-two.md.
 
 Both ends must post the same operations in the same order. They do because both follow the answers: one operation for
 each segment of a granted `Read` that is not empty, none for one that was refused. Lengths are not told, they follow
