@@ -184,7 +184,7 @@ def test_a_start_that_is_broken_off_leaves_nothing(
 
     thread = threading.Thread(target=terminate)
     thread.start()
-    with pytest.raises(StopRequested), stop.breaking_off():
+    with pytest.raises(StopRequested), stop.interruptible():
         VllmEngine(spec_of(folder))
     thread.join()
     assert engine_processes() == before

@@ -34,13 +34,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_name_has_a_place_and_an_attribute() -> None:
+def test_import_path_has_a_module_and_an_attribute() -> None:
     assert is_import_path("a.b:c")
     assert is_import_path("/x/y.py:c")
     assert not any(map(is_import_path, ("gsm8k", ":c", "a:", "")))
 
 
-def test_a_module_and_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_from_a_module_and_from_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, by path, by a path from the working directory; attributes may have dots."""
     assert import_object("os.path:join", "It") is __import__("os").path.join
     origin = import_object(f"{folder}/mine.py:Point.origin", "It")
@@ -50,14 +50,14 @@ def test_a_module_and_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert import_object("mine.py:beside", "It")() == "beside"
 
 
-def test_a_file_runs_once(folder: Path) -> None:
+def test_file_runs_once(folder: Path) -> None:
     """So that a class is the same one, whichever part of the system names it."""
     made = import_object(f"{folder}/mine.py:Point", "It")()
     assert isinstance(made, import_object(f"{folder}/../{folder.name}/mine.py:Point", "It"))
     assert dataclasses.is_dataclass(made)
 
 
-def test_a_file_takes_nobodys_place(tmp_path: Path) -> None:
+def test_file_does_not_shadow_a_module(tmp_path: Path) -> None:
     """Neither that of a module, loaded or not, nor that of another file of its name."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -86,7 +86,7 @@ def test_a_file_takes_nobodys_place(tmp_path: Path) -> None:
         ("{folder}/empty.py:f", "no 'f' in there; it has nothing to call."),
     ],
 )
-def test_what_cannot_be_had_is_one_sentence(folder: Path, name: str, sentence: str) -> None:
+def test_import_errors_are_one_sentence(folder: Path, name: str, sentence: str) -> None:
     (folder / "exits.py").write_text("raise SystemExit('no licence')")
     (folder / "lines.py").write_text("raise RuntimeError('one\\ntwo')")
     (folder / "wrong.py").write_text("def f(:")
@@ -97,7 +97,7 @@ def test_what_cannot_be_had_is_one_sentence(folder: Path, name: str, sentence: s
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_that_failed_may_be_corrected(folder: Path) -> None:
+def test_failed_file_can_be_imported_after_a_fix(folder: Path) -> None:
     path = folder / "late.py"
     path.write_text("1 / 0")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
@@ -106,13 +106,13 @@ def test_a_file_that_failed_may_be_corrected(folder: Path) -> None:
     assert import_object(f"{path}:f", "It")() == "corrected, and longer"
 
 
-def test_an_interrupt_is_no_fault_of_the_module(folder: Path) -> None:
+def test_keyboard_interrupt_during_import_is_raised(folder: Path) -> None:
     (folder / "held.py").write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         import_object(f"{folder}/held.py:f", "It")
 
 
-def test_a_file_that_two_threads_want_at_once_runs_once(tmp_path: Path) -> None:
+def test_file_imported_by_two_threads_runs_once(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text("import threading\nthreading.Event().wait(0.1)\nmade = object()\n")
     found: list[object] = []
@@ -125,7 +125,7 @@ def test_a_file_that_two_threads_want_at_once_runs_once(tmp_path: Path) -> None:
     assert len({id(one) for one in found}) == 1
 
 
-def test_of_many_names_some_are_told(tmp_path: Path) -> None:
+def test_import_error_lists_some_of_many_names(tmp_path: Path) -> None:
     path = tmp_path / "many.py"
     path.write_text("\n".join(f"def f{n:03}(): ..." for n in range(300)))
     with pytest.raises(ConfigError, match=r"no 'scorer' in there; it has f000, f001, .*, f009 and 290 more"):

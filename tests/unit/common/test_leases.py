@@ -1,4 +1,4 @@
-"""The lease book: doubled, lost and late messages change nothing."""
+"""Lease table: duplicate, lost and late messages change nothing."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from starling.common.wire.messages import HeldLease, LeaseProgress, Leave
 ANSWER = Leave(reason="any message will do")
 
 
-def test_a_command_is_done_once_and_its_answer_kept_until_released() -> None:
-    book = LeaseTable(resend_s=2.0)
-    assert book.grant("a")
-    assert not book.grant("a")
-    assert book.held() == (HeldLease(lease="a", phase="queued"),)
-    assert book.work("a")
-    assert book.answer("a", ANSWER, (b"x",), now=10.0)
-    assert not book.grant("a")
-    assert book.due(11.0) == []
-    assert book.due(12.0) == [(ANSWER, (b"x",))]
-    assert book.due(13.0) == []
-    book.resend("a")
-    assert book.due(13.0) == [(ANSWER, (b"x",))]
-    assert book.release(("a",)) == []
-    assert book.held() == ()
+def test_command_is_granted_once_and_its_answer_kept_until_released() -> None:
+    table = LeaseTable(resend_s=2.0)
+    assert table.grant("a")
+    assert not table.grant("a")
+    assert table.held() == (HeldLease(lease="a", phase="queued"),)
+    assert table.work("a")
+    assert table.answer("a", ANSWER, (b"x",), now=10.0)
+    assert not table.grant("a")
+    assert table.due(11.0) == []
+    assert table.due(12.0) == [(ANSWER, (b"x",))]
+    assert table.due(13.0) == []
+    table.resend("a")
+    assert table.due(13.0) == [(ANSWER, (b"x",))]
+    assert table.release(("a",)) == []
+    assert table.held() == ()
 
 
-def test_what_is_released_early_is_given_up() -> None:
-    book = LeaseTable(resend_s=2.0)
-    book.grant("a")
-    book.grant("b")
-    assert book.release(("a", "unknown")) == ["a"]
-    assert not book.work("a")
-    assert not book.answer("a", ANSWER, (), now=0.0)
-    assert book.held() == (HeldLease(lease="b", phase="queued"),)
+def test_release_before_the_answer_cancels_the_work() -> None:
+    table = LeaseTable(resend_s=2.0)
+    table.grant("a")
+    table.grant("b")
+    assert table.release(("a", "unknown")) == ["a"]
+    assert not table.work("a")
+    assert not table.answer("a", ANSWER, (), now=0.0)
+    assert table.held() == (HeldLease(lease="b", phase="queued"),)
 
 
 def test_lease_ids() -> None:
@@ -53,18 +53,18 @@ def test_lease_ids() -> None:
     ]
 
 
-def test_work_has_a_progress_from_its_start_to_its_answer() -> None:
-    book, some = LeaseTable(resend_s=2.0), LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=2.0)
-    book.advance("a", some)
-    book.grant("a")
-    book.advance("a", some)
-    assert book.held() == (HeldLease(lease="a", phase="queued"),)
-    book.work("a")
-    book.advance("a", some)
-    assert book.held() == (HeldLease(lease="a", phase="working", progress=some),)
-    book.answer("a", ANSWER, (), now=0.0)
-    book.advance("a", some)
-    assert book.held() == (HeldLease(lease="a", phase="answered"),), "what is over has no progress"
+def test_lease_has_progress_from_start_to_answer() -> None:
+    table, some = LeaseTable(resend_s=2.0), LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=2.0)
+    table.advance("a", some)
+    table.grant("a")
+    table.advance("a", some)
+    assert table.held() == (HeldLease(lease="a", phase="queued"),)
+    table.work("a")
+    table.advance("a", some)
+    assert table.held() == (HeldLease(lease="a", phase="working", progress=some),)
+    table.answer("a", ANSWER, (), now=0.0)
+    table.advance("a", some)
+    assert table.held() == (HeldLease(lease="a", phase="answered"),), "what is over has no progress"
 
 
 @pytest.mark.parametrize(
@@ -86,24 +86,24 @@ class Deliveries(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book, self.held, self.answered, self.now = LeaseTable(resend_s=1.0), set[str](), set[str](), 0.0
+        self.table, self.held, self.answered, self.now = LeaseTable(resend_s=1.0), set[str](), set[str](), 0.0
 
     leases = st.sampled_from("abcd")
 
     @rule(lease=leases)
     def command(self, lease: str) -> None:
-        assert self.book.grant(lease) == (lease not in self.held)
+        assert self.table.grant(lease) == (lease not in self.held)
         self.held.add(lease)
 
     @rule(lease=leases)
     def answer(self, lease: str) -> None:
-        assert self.book.answer(lease, ANSWER, (), self.now) == (lease in self.held)
+        assert self.table.answer(lease, ANSWER, (), self.now) == (lease in self.held)
         if lease in self.held:
             self.answered.add(lease)
 
     @rule(lease=leases)
     def release(self, lease: str) -> None:
-        given_up = self.book.release((lease,))
+        given_up = self.table.release((lease,))
         assert given_up == ([lease] if lease in self.held - self.answered else [])
         self.held.discard(lease)
         self.answered.discard(lease)
@@ -111,11 +111,11 @@ class Deliveries(RuleBasedStateMachine):
     @rule()
     def time_passes(self) -> None:
         self.now += 1.0
-        assert len(self.book.due(self.now)) == len(self.answered)
+        assert len(self.table.due(self.now)) == len(self.answered)
 
     @invariant()
     def the_heartbeat_tells_all(self) -> None:
-        assert {held.lease for held in self.book.held()} == self.held
+        assert {held.lease for held in self.table.held()} == self.held
 
 
 TestDeliveries = Deliveries.TestCase

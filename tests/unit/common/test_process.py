@@ -44,19 +44,19 @@ def run(deadline: str, then: str, after: float) -> subprocess.CompletedProcess[s
     return subprocess.CompletedProcess([], process.returncode, output, errors)
 
 
-def test_a_process_that_is_stuck_after_its_signal_ends_and_says_where() -> None:
+def test_hanging_process_exits_after_its_deadline_with_tracebacks() -> None:
     done = run("0.3", "thread.join()", 0.0)
     assert (done.returncode, done.stdout) == (1, "SIGTERM\n")
     assert "Timeout" in done.stderr
     assert "stuck_thread" in done.stderr
 
 
-def test_who_ends_in_time_is_left_alone() -> None:
+def test_process_that_exits_in_time_is_not_killed() -> None:
     done = run("0.3", "pass", 0.8)
     assert (done.returncode, done.stdout, done.stderr) == (0, "SIGTERM\n", "")
 
 
-def test_without_a_deadline_nothing_is_cut_short() -> None:
+def test_without_a_deadline_the_process_is_not_killed() -> None:
     done = run("None", "threading.Event().wait(0.8)", 0.0)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -69,13 +69,13 @@ def body():
     stop = StopSignal(60.0)
     stop.install()
     try:
-        with stop.breaking_off():
+        with stop.interruptible():
             print("ready", flush=True)
             threading.Event().wait(600.0)
     except StopRequested as stopped:
         print("broken off by", stopped, flush=True)
     try:
-        with stop.breaking_off():
+        with stop.interruptible():
             print("begun", flush=True)
     except StopRequested:
         print("not begun", flush=True)
@@ -84,7 +84,7 @@ raise SystemExit(run_service("replica-0", body))
 """
 
 
-def test_what_takes_long_is_broken_off() -> None:
+def test_interruptible_block_is_interrupted_by_the_signal() -> None:
     with subprocess.Popen([sys.executable, "-c", BROKEN_OFF], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -13,7 +13,7 @@ from starling.common.wakeup import Wakeup
 ROUNDS = 300
 
 
-def test_a_wait_ends_and_is_forgotten() -> None:
+def test_wakeup_ends_a_wait_and_is_reset() -> None:
     wakeup = Wakeup()
     poller = select.poll()
     poller.register(wakeup, select.POLLIN)
@@ -31,7 +31,7 @@ def test_a_wait_ends_and_is_forgotten() -> None:
     assert not wakeup.clear()
 
 
-def test_who_wakes_meets_no_closed_descriptor() -> None:
+def test_wakeup_never_sets_a_closed_descriptor() -> None:
     failures: list[OSError] = []
     holder = [Wakeup()]
     over = threading.Event()
@@ -67,7 +67,7 @@ def test_who_wakes_meets_no_closed_descriptor() -> None:
     assert failures == []
 
 
-def test_a_signal_handler_may_wake() -> None:
+def test_signal_handler_may_set_a_wakeup() -> None:
     wakeup = Wakeup()
     before = signal.signal(signal.SIGALRM, lambda *_: wakeup.set())
     try:

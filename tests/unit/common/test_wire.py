@@ -1,4 +1,4 @@
-"""The wire: its recorded schema, frames that another implementation reads, and garbage that harms nobody."""
+"""The wire: its recorded schema, frames that another implementation decodes, and invalid frames."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def present_schema() -> object:
     return json.loads(msgspec.json.encode(schema()))
 
 
-def test_the_recorded_schema_is_the_present_one() -> None:
+def test_recorded_schema_is_current() -> None:
     recorded = json.loads((WIRE / "schema.json").read_text())
     assert present_schema() == recorded, "the wire changed: run `make docs`, and raise the protocol if peers break"
 
 
-def test_the_page_of_the_protocol_is_not_stale() -> None:
+def test_protocol_page_is_current() -> None:
     assert (ROOT / "docs/reference/protocol.md").read_text() == markdown(), "run `make docs`"
 
 
@@ -42,7 +42,7 @@ def test_families_and_receivers_cover_each_message_once() -> None:
 
 
 @pytest.mark.parametrize("change", ["drop a message", "rename a field", "new field without default"])
-def test_a_breaking_change_is_found(change: str) -> None:
+def test_breaking_changes_are_found(change: str) -> None:
     recorded, now = present_schema(), present_schema()
     assert isinstance(recorded, dict)
     assert isinstance(now, dict)
@@ -56,7 +56,7 @@ def test_a_breaking_change_is_found(change: str) -> None:
     assert len(breaking_changes(recorded, now)) == 1
 
 
-def test_growth_at_the_end_is_no_break() -> None:
+def test_new_last_field_with_default_is_compatible() -> None:
     recorded, now = present_schema(), present_schema()
     assert isinstance(recorded, dict)
     assert isinstance(now, dict)
@@ -64,7 +64,7 @@ def test_growth_at_the_end_is_no_break() -> None:
     assert breaking_changes(recorded, now) == []
 
 
-def test_an_unknown_field_of_a_newer_peer_is_ignored() -> None:
+def test_unknown_field_of_a_newer_peer_is_ignored() -> None:
     frame = msgpack.packb({"type": "leave", "reason": "done", "mood": "good"})
     assert codec.unpack_up([b"", frame]) == messages.Leave(reason="done")
 
@@ -183,12 +183,12 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
 BY_TAG = {type(message).__struct_config__.tag: (message, buffers) for message, buffers in SAMPLES}
 
 
-def test_there_is_a_sample_of_every_message() -> None:
+def test_every_message_has_a_sample() -> None:
     assert sorted(BY_TAG) == sorted([*codec.type_names["up"], *codec.type_names["down"]])
 
 
 @pytest.mark.parametrize("tag", sorted(BY_TAG))
-def test_round_trip_and_the_view_of_another_implementation(tag: str) -> None:
+def test_round_trip_and_decoding_with_msgpack(tag: str) -> None:
     message, buffers = BY_TAG[tag]
     frames = codec.pack(ENVELOPE, message, buffers)
     decode = codec.unpack_up if tag in codec.type_names["up"] else codec.unpack_down
@@ -212,7 +212,7 @@ def test_golden_frames_still_decode() -> None:
 
 
 @pytest.mark.parametrize("tag", [tag for tag, (_, buffers) in BY_TAG.items() if buffers])
-def test_buffers_must_be_those_described(tag: str) -> None:
+def test_buffers_must_match_their_description(tag: str) -> None:
     message, buffers = BY_TAG[tag]
     frames = codec.pack(ENVELOPE, message, buffers)
     decode = codec.unpack_up if tag in codec.type_names["up"] else codec.unpack_down
@@ -234,7 +234,7 @@ def test_limits_are_checked_before_decoding() -> None:
 
 
 @given(st.binary(max_size=400))
-def test_garbage_is_an_error_of_ours(garbage: bytes) -> None:
+def test_garbage_raises_wire_error(garbage: bytes) -> None:
     for decode in (codec.unpack_up, codec.unpack_down):
         with pytest.raises(WireError):
             decode([b"", garbage])
@@ -243,7 +243,7 @@ def test_garbage_is_an_error_of_ours(garbage: bytes) -> None:
 
 
 @given(st.sampled_from(sorted(BY_TAG)), st.data())
-def test_mutated_frames_decode_or_are_errors_of_ours(tag: str, data: st.DataObject) -> None:
+def test_mutated_frames_decode_or_raise_wire_error(tag: str, data: st.DataObject) -> None:
     message, buffers = BY_TAG[tag]
     frame = bytearray(codec.pack(ENVELOPE, message, buffers)[1])
     for _ in range(data.draw(st.integers(1, 4))):

@@ -1,4 +1,4 @@
-"""A run's keys, and a desk that is closed after its test."""
+"""Keys of a run, and a hub that is closed after its test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_harness import NAMES, Desk
+from hub_harness import NAMES, HubHarness
 
 from starling.common.net.keyring import make_keys
 
@@ -19,7 +19,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def desk(keys: Path) -> Iterator[Desk]:
-    desk = Desk(keys)
-    yield desk
-    desk.hub.close(0.0)
+def harness(keys: Path) -> Iterator[HubHarness]:
+    harness = HubHarness(keys)
+    yield harness
+    harness.hub.close(0.0)

@@ -1,4 +1,4 @@
-"""A controller's desk and its callers: real sockets on this machine, read until what a test waits for has come."""
+"""Hub and links over real sockets on this machine, polled until an expected event has happened."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from starling.common.wire import messages as wire
 
 RUN = "run-1"
 DEADLINE_S = 20.0
-"""Longer than anything here takes; who waits so long has failed."""
+"""Longer than any step of these tests takes."""
 NAMES = ("policy-0", "rollout-0", "rollout-1", "reward-0", "operator-0")
 
 M = TypeVar("M")
 
 
-class Desk:
-    """A hub, and everything that it heard."""
+class HubHarness:
+    """A hub, and the events that it returned."""
 
     def __init__(
         self,
@@ -41,39 +41,39 @@ class Desk:
         if keys is not None:
             hub_keys = HubKeys(curve.load_key(keys / "controller.json"), curve.load_allowed(keys), keys)
         self.hub = Hub(bind, RUN, incarnation, hub_keys, limits=limits)
-        self.heard: list[ReceivedMessage | PeerDisconnected] = []
+        self.events: list[ReceivedMessage | PeerDisconnected] = []
 
     def poll_until(self, enough: Callable[[], bool]) -> None:
-        """Take in messages until `enough()`."""
+        """Poll the hub until `enough()`."""
         deadline = time.monotonic() + DEADLINE_S
         while not enough():
-            assert time.monotonic() < deadline, f"this never came; heard {self.heard[-5:]}, dropped {self.hub.dropped}"
-            self.heard += self.hub.poll(0.05)
+            assert time.monotonic() < deadline, f"timed out; events {self.events[-5:]}, dropped {self.hub.dropped}"
+            self.events += self.hub.poll(0.05)
 
     def next(self, kind: type[M], sender: str = "") -> tuple[ReceivedMessage, M]:
-        """Return the first message of `kind` that is still unread, and forget what came before it."""
+        """Return the first unread message of `kind`, and drop the events before it."""
         found: list[tuple[int, ReceivedMessage]] = []
 
-        def came() -> bool:
-            for i, happened in enumerate(self.heard):
-                told = isinstance(happened, ReceivedMessage) and isinstance(happened.message, kind)
-                if told and sender in ("", happened.envelope.sender):
-                    found.append((i, happened))
+        def has_arrived() -> bool:
+            for i, event in enumerate(self.events):
+                matches = isinstance(event, ReceivedMessage) and isinstance(event.message, kind)
+                if matches and sender in ("", event.envelope.sender):
+                    found.append((i, event))
                     return True
             return False
 
-        self.poll_until(came)
+        self.poll_until(has_arrived)
         position, arrival = found[0]
-        del self.heard[: position + 1]
+        del self.events[: position + 1]
         message = arrival.message
         assert isinstance(message, kind)
         return arrival, message
 
-    def lost(self, name: str) -> None:
-        """Wait until the connection of `name` is known to be closed."""
-        self.poll_until(lambda: PeerDisconnected(name) in self.heard)
+    def wait_disconnected(self, name: str) -> None:
+        """Wait until the hub reports the connection of `name` as closed."""
+        self.poll_until(lambda: PeerDisconnected(name) in self.events)
 
-    def admit(self, name: str, heartbeat_s: float = 0.05) -> ReceivedMessage:
+    def welcome(self, name: str, heartbeat_s: float = 0.05) -> ReceivedMessage:
         """Wait for the `Hello` of `name`, welcome it, and wait for its first heartbeat."""
         hello, _ = self.next(wire.Hello, name)
         assert self.hub.send(name, wire.Welcome(heartbeat_s=heartbeat_s, lease_s=10.0))
@@ -82,7 +82,7 @@ class Desk:
 
 
 @contextmanager
-def calling(
+def running_link(
     address: str,
     keys: Path | None,
     name: str = "rollout-0",
@@ -91,13 +91,13 @@ def calling(
     buffers: tuple[bytes, ...] = (b"layout",),
     **settings: Any,
 ) -> Iterator[ControllerLink]:
-    """A replica's link, with the key that was made for `key_of` (its own name unless told)."""
+    """A replica's link, with the key of `key_of` (by default of its own name)."""
     if keys is not None and "key" not in settings:
         settings["key"] = curve.load_key(keys / f"{key_of or name}.json")
-    given = LinkSettings(**{"name": name, "run": RUN, "controller": address, "key": None, **settings})
+    link_settings = LinkSettings(**{"name": name, "run": RUN, "controller": address, "key": None, **settings})
     role = typing.cast(Role, role_of(name))
     hello = wire.Hello(role=role, host="h", pid=1, num_slots=2, version=3, has_layout=bool(buffers))
-    link = ControllerLink(given, hello, buffers)
+    link = ControllerLink(link_settings, hello, buffers)
     link.start()
     try:
         yield link
@@ -107,7 +107,7 @@ def calling(
 
 @contextmanager
 def socket_of(address: str, keys: Path | None, name: str = "rollout-1") -> Iterator[zmq.Socket[Any]]:
-    """A bare DEALER with the right key, to say what no link would say."""
+    """A bare DEALER with the right key, for messages that no link would send."""
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger = 1000
@@ -122,14 +122,14 @@ def socket_of(address: str, keys: Path | None, name: str = "rollout-1") -> Itera
 
 
 def received(link: ControllerLink, kind: type[M]) -> M:
-    """Return what the link delivers next; it must be a `kind`."""
+    """Return the next event of the link, which must be a `kind`."""
     delivered = link.receive(DEADLINE_S)
     assert isinstance(delivered, kind), delivered
     return delivered
 
 
 def envelope(sender: str = "rollout-1", **changes: Any) -> wire.Envelope:
-    """Return an envelope of this run, but for `changes`."""
+    """Return an envelope of this run with `changes`."""
     fields = {"protocol": wire.PROTOCOL_VERSION, "run": RUN, "sender": sender, "incarnation": 1, "seq": 1}
     return wire.Envelope(**{**fields, **changes})
 
@@ -140,5 +140,5 @@ def score(lease: str) -> wire.ScoreGroup:
 
 
 def generated(lease: str) -> wire.GroupGenerated:
-    """Return a result, as a rollout may give it to any command."""
+    """Return a result that answers any command."""
     return wire.GroupGenerated(lease=lease, trajectories=(), tensors=())

@@ -1,7 +1,7 @@
-"""A controller process for tests: `python lone_hub.py KEYS_FOLDER RUN ADDRESS EPOCH [LEASE ...]`.
+"""A controller process for tests: `python lone_hub.py KEYS_FOLDER RUN ADDRESS INCARNATION [LEASE ...]`.
 
-It listens at ADDRESS, prints its own address, welcomes whoever says hello, gives the LEASES to the first of them, and
-prints a JSON line for everything that it hears, and for each lease that it settles. It serves until it is killed.
+It listens at ADDRESS, prints its own address, welcomes every replica, grants the LEASES to the first one, and
+prints a JSON line for each message that it receives and each lease that it settles. It serves until it is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def say(**fields: object) -> None:
 
 
 def serve(hub: Hub, leases: list[str]) -> None:
-    """Answer as a controller would that keeps no journal: whom it does not know is asked to introduce itself."""
+    """Answer as a controller without a journal: an unknown replica gets `RequestHello`."""
     members: set[str] = set()
     settled: set[str] = set()
     while True:

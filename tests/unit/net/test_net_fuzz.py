@@ -1,4 +1,4 @@
-"""The benchmark that fuzzes, in short: nothing breaks the decoder or the hub, and a valid peer loses nothing."""
+"""Fuzzing in short: mutated messages break neither the decoder nor the hub, and a valid peer loses nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 FUZZ = Path(__file__).parents[3] / "bench" / "fuzz.py"
 
 
-def test_mutated_messages_break_nothing_and_disturb_nobody() -> None:
+def test_hub_survives_mutated_messages_without_loss_for_a_valid_peer() -> None:
     command = [sys.executable, str(FUZZ), "--frames", "8000", "--seed", "7"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     figures = {line["figure"]: line for line in map(json.loads, result.stdout.splitlines())}

@@ -1,4 +1,4 @@
-"""Strangers, wrong keys and garbage: each is refused or counted, none is fatal, and the others never notice."""
+"""Unknown peers, wrong keys and garbage: refused or counted, never fatal, without effect on other peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import structlog
 import zmq
-from hub_harness import NAMES, RUN, Desk, calling, envelope, received, score, socket_of
+from hub_harness import NAMES, RUN, HubHarness, envelope, received, running_link, score, socket_of
 from structlog.testing import capture_logs
 
 from starling.common.errors import ConfigError, RefusedError, UnreachableError
@@ -79,56 +79,58 @@ BAD_FRAMES: list[tuple[str, list[bytes], str]] = [
 
 
 @pytest.mark.parametrize(("frames", "reason"), [(f, r) for _, f, r in BAD_FRAMES], ids=[n for n, _, _ in BAD_FRAMES])
-def test_what_is_not_ours_is_counted_and_dropped(desk: Desk, keys: Path, frames: list[bytes], reason: str) -> None:
-    with socket_of(desk.hub.address, keys) as socket, capture_logs() as logs:
+def test_hub_counts_and_drops_invalid_frames(harness: HubHarness, keys: Path, frames: list[bytes], reason: str) -> None:
+    with socket_of(harness.hub.address, keys) as socket, capture_logs() as logs:
         for _ in range(3):
             socket.send_multipart(frames)
         socket.send_multipart(codec.pack(envelope(), HELLO))
-        arrival, _ = desk.next(wire.Hello)  # the same connection still serves
+        arrival, _ = harness.next(wire.Hello)  # the same connection still serves
     assert arrival.envelope.sender == "rollout-1"
-    ((kind, count),) = desk.hub.dropped.items()
+    ((kind, count),) = harness.hub.dropped.items()
     assert count == 3
     (warning,) = [entry for entry in logs if entry["event"] == "dropped a message"]  # said once, counted always
     assert warning["kind"] == kind
     assert reason in warning["reason"]
 
 
-def test_garbage_of_one_peer_does_not_disturb_another(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link, socket_of(desk.hub.address, keys) as noisy:
-        desk.admit("rollout-0")
+def test_garbage_of_one_peer_does_not_affect_another(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link, socket_of(harness.hub.address, keys) as noisy:
+        harness.welcome("rollout-0")
         for _, frames, _ in BAD_FRAMES[:-1]:
             noisy.send_multipart(frames)
-        desk.poll_until(lambda: desk.hub.dropped.total() == len(BAD_FRAMES) - 1)
-        desk.hub.send("rollout-0", score("score:1:0"))
+        harness.poll_until(lambda: harness.hub.dropped.total() == len(BAD_FRAMES) - 1)
+        harness.hub.send("rollout-0", score("score:1:0"))
         assert received(link, ReceivedCommand).message == score("score:1:0")
-        desk.next(wire.Heartbeat, "rollout-0")
+        harness.next(wire.Heartbeat, "rollout-0")
 
 
-def test_a_frame_over_the_limit_costs_its_sender_the_connection(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_closes_the_connection_of_an_oversized_frame(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub.codec, "MAX_BUFFER_BYTES", 1 << 20)
-    desk = Desk(keys)
+    harness = HubHarness(keys)
     try:
-        with calling(desk.hub.address, keys) as link, socket_of(desk.hub.address, keys) as noisy:
-            desk.admit("rollout-0")
+        with running_link(harness.hub.address, keys) as link, socket_of(harness.hub.address, keys) as noisy:
+            harness.welcome("rollout-0")
             noisy.send_multipart(codec.pack(envelope(), HELLO))
-            desk.next(wire.Hello, "rollout-1")
+            harness.next(wire.Hello, "rollout-1")
             noisy.send_multipart([*codec.pack(envelope(), HELLO), bytes(2 << 20)])
-            desk.lost("rollout-1")
-            desk.hub.send("rollout-0", score("score:1:0"))
+            harness.wait_disconnected("rollout-1")
+            harness.hub.send("rollout-0", score("score:1:0"))
             received(link, ReceivedCommand)
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)
 
 
-def test_a_stranger_without_a_key_is_not_heard(desk: Desk, keys: Path) -> None:
-    with socket_of(desk.hub.address, None) as stranger, calling(desk.hub.address, keys):
+def test_hub_ignores_a_peer_without_a_key(harness: HubHarness, keys: Path) -> None:
+    with socket_of(harness.hub.address, None) as stranger, running_link(harness.hub.address, keys):
         with contextlib.suppress(zmq.Again):  # its handshake may have failed by now, and nobody is there to send to
             stranger.send_multipart(codec.pack(envelope(), HELLO), zmq.NOBLOCK)
-        desk.admit("rollout-0")
-        assert not desk.hub.dropped, "its handshake already failed"
+        harness.welcome("rollout-0")
+        assert not harness.hub.dropped, "its handshake already failed"
 
 
-def test_an_unknown_key_is_refused_with_a_sentence_and_logged_once(desk: Desk, keys: Path, tmp_path: Path) -> None:
+def test_unknown_key_is_refused_with_one_sentence_and_logged_once(
+    harness: HubHarness, keys: Path, tmp_path: Path
+) -> None:
     make_keys(tmp_path / "other", NAMES)
     stolen = curve.load_key(tmp_path / "other" / "rollout-0.json")
     stranger = msgspec.structs.replace(
@@ -136,50 +138,50 @@ def test_an_unknown_key_is_refused_with_a_sentence_and_logged_once(desk: Desk, k
     )
     with capture_logs() as logs:
         for _ in range(2):
-            with calling(desk.hub.address, keys, "rollout-9", key=stranger) as link:
+            with running_link(harness.hub.address, keys, "rollout-9", key=stranger) as link:
                 error = received(link, LinkClosed).error
                 assert isinstance(error, RefusedError)
                 assert str(error) == (
-                    f"the controller at {desk.hub.address} refuses the key of rollout-9; "
+                    f"the controller at {harness.hub.address} refuses the key of rollout-9; "
                     "use the key file that was made for this name in this run"
                 )
-        with calling(desk.hub.address, keys):
-            desk.admit("rollout-0")  # the hub goes on
+        with running_link(harness.hub.address, keys):
+            harness.welcome("rollout-0")  # the hub goes on
     refused = [entry for entry in logs if entry["event"] == "refused an unknown key"]
     assert [entry["public_key"] for entry in refused] == [stranger.public]
 
 
-def test_the_keys_of_another_run_lead_to_no_answer(desk: Desk, keys: Path, tmp_path: Path) -> None:
+def test_keys_of_another_run_get_no_answer(harness: HubHarness, keys: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "other", NAMES)
-    with calling(desk.hub.address, tmp_path / "other", connect_s=1.0) as link:
+    with running_link(harness.hub.address, tmp_path / "other", connect_s=1.0) as link:
         error = received(link, LinkClosed).error
     assert isinstance(error, UnreachableError | RefusedError)
-    assert desk.hub.address in str(error)
-    with calling(desk.hub.address, keys):
-        desk.admit("rollout-0")
+    assert harness.hub.address in str(error)
+    with running_link(harness.hub.address, keys):
+        harness.welcome("rollout-0")
 
 
-def test_the_key_of_another_name_is_no_key(desk: Desk, keys: Path) -> None:
+def test_key_of_another_name_is_refused(harness: HubHarness, keys: Path) -> None:
     with (
-        calling(desk.hub.address, keys, "rollout-1", key_of="rollout-0"),
-        calling(desk.hub.address, keys, "policy-0"),
+        running_link(harness.hub.address, keys, "rollout-1", key_of="rollout-0"),
+        running_link(harness.hub.address, keys, "policy-0"),
     ):
-        desk.poll_until(lambda: desk.hub.dropped["key"] > 0)
-        desk.admit("policy-0")
-        assert not desk.hub.send("rollout-1", wire.RequestHello())
+        harness.poll_until(lambda: harness.hub.dropped["key"] > 0)
+        harness.welcome("policy-0")
+        assert not harness.hub.send("rollout-1", wire.RequestHello())
 
 
 # --- what a link makes of a controller that is none ----------------------------------------------------------------
 
 
-def test_a_link_drops_what_is_not_ours() -> None:
+def test_link_drops_invalid_frames() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
     port = router.bind_to_random_port("tcp://127.0.0.1")
     sender = envelope("controller")
     try:
-        with calling(f"tcp://127.0.0.1:{port}", None) as link, capture_logs() as logs:
+        with running_link(f"tcp://127.0.0.1:{port}", None) as link, capture_logs() as logs:
             assert router.poll(20_000)
             route = router.recv_multipart()[0]
             router.send_multipart([route, b"garbage"])
@@ -210,7 +212,7 @@ def test_key_files_are_private(keys: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
-def test_the_allow_list_knows_every_replica_and_not_the_controller(keys: Path) -> None:
+def test_allow_list_has_every_replica_and_not_the_controller(keys: Path) -> None:
     allowed = curve.load_allowed(keys)
     assert sorted(allowed.values()) == sorted(NAMES)
     assert all(allowed[curve.load_key(keys / f"{name}.json").public] == name for name in NAMES)
@@ -218,7 +220,7 @@ def test_the_allow_list_knows_every_replica_and_not_the_controller(keys: Path) -
     assert publics == {curve.load_key(keys / "controller.json").public}
 
 
-def test_keys_that_are_made_again_are_private_again(tmp_path: Path) -> None:
+def test_remade_keys_are_private(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", ("policy-0",))
     (tmp_path / "keys" / "policy-0.json").chmod(0o644)
     make_keys(tmp_path / "keys", ("policy-0",), replace=True)
@@ -226,7 +228,7 @@ def test_keys_that_are_made_again_are_private_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o601])
-def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_key_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     make_keys(tmp_path / "keys", ("policy-0",))
     for name, load in (("policy-0.json", curve.load_key), ("allowed.json", lambda p: curve.load_allowed(p.parent))):
         path = tmp_path / "keys" / name
@@ -236,7 +238,7 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -
 
 
 @pytest.mark.parametrize("content", [b"", b"no json", b"{}", b"[]", b'{"name": 1}'])
-def test_a_file_that_is_no_key_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_malformed_key_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "policy-0.json"
     path.write_bytes(content)
     path.chmod(0o600)
@@ -244,6 +246,6 @@ def test_a_file_that_is_no_key_file_is_refused(tmp_path: Path, content: bytes) -
         curve.load_key(path)
 
 
-def test_a_key_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_key_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy-0\.json cannot be read \(No such file or directory\)"):
         curve.load_key(tmp_path / "policy-0.json")

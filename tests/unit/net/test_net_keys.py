@@ -1,4 +1,4 @@
-"""Keys that are made, listed and revoked, beside a running job and by the command line."""
+"""Keys: made, listed and revoked, also while a job is running, and by the command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hub_harness import Desk, calling, envelope, received, socket_of
+from hub_harness import HubHarness, envelope, received, running_link, socket_of
 from structlog.testing import capture_logs
 
 from starling.cli.main import main
@@ -23,7 +23,7 @@ def names_in(folder: Path) -> list[str]:
     return [entry.name for entry in list_keys(folder)]
 
 
-def test_a_folder_that_has_keys_gets_more_and_keeps_its_controllers(tmp_path: Path) -> None:
+def test_adding_keys_keeps_the_controllers_key(tmp_path: Path) -> None:
     make_keys(tmp_path, ("policy-0", "rollout-0"))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     make_keys(tmp_path, ("rollout-10", "rollout-2"))
@@ -36,7 +36,7 @@ def test_a_folder_that_has_keys_gets_more_and_keeps_its_controllers(tmp_path: Pa
     assert curve.load_key(tmp_path / "rollout-2.json").controller_public == public
 
 
-def test_a_key_is_not_overwritten_unless_told(tmp_path: Path) -> None:
+def test_key_is_overwritten_only_with_replace(tmp_path: Path) -> None:
     make_keys(tmp_path, ("policy-0", "rollout-0"))
     old = curve.load_key(tmp_path / "policy-0.json")
     with pytest.raises(ConfigError, match=r"has a key for policy-0; choose another name, or replace it"):
@@ -49,7 +49,7 @@ def test_a_key_is_not_overwritten_unless_told(tmp_path: Path) -> None:
     assert allowed[new.public] == "policy-0"
 
 
-def test_a_revoked_key_is_allowed_no_more_and_its_file_is_gone(tmp_path: Path) -> None:
+def test_revoking_removes_the_key_and_its_file(tmp_path: Path) -> None:
     make_keys(tmp_path, ("policy-0", "rollout-0"))
     revoke_keys(tmp_path, ("rollout-0",))
     assert names_in(tmp_path) == ["policy-0"]
@@ -58,12 +58,12 @@ def test_a_revoked_key_is_allowed_no_more_and_its_file_is_gone(tmp_path: Path) -
     assert names_in(tmp_path) == ["policy-0", "rollout-0"]
 
 
-def test_two_makers_do_not_lose_each_others_keys(tmp_path: Path) -> None:
+def test_concurrent_makers_keep_each_others_keys(tmp_path: Path) -> None:
     make_keys(tmp_path, ("policy-0",))
     other = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="another `starling keys` is at work in"):
+        with pytest.raises(ConfigError, match="another `starling keys` is using"):
             make_keys(tmp_path, ("policy-1",))
     finally:
         os.close(other)
@@ -73,7 +73,7 @@ def test_two_makers_do_not_lose_each_others_keys(tmp_path: Path) -> None:
 # --- the command line ----------------------------------------------------------------------------------------------
 
 
-def test_the_command_line_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_makes_lists_and_revokes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "keys"
     assert main(["keys", str(folder), "policy-0", "rollout-0"]) == 0  # as it was always written
     assert main(["keys", "make", str(folder), "operator-0"]) == 0
@@ -92,10 +92,10 @@ BAD = [
     (["make", "{}"], "the following arguments are required: names; see starling keys make --help"),
     (
         ["make", "{}", "trainer-0"],
-        "'trainer-0' is no name for a key; write ROLE-NUMBER, ROLE being policy, rollout, re",
+        "'trainer-0' is not a valid name for a key; write ROLE-NUMBER, ROLE being policy, rollout, re",
     ),
-    (["{}", "rollout"], "'rollout' is no name for a key"),
-    (["make", "{}", "rollout-../../x"], "'rollout-../../x' is no name for a key"),
+    (["{}", "rollout"], "'rollout' is not a valid name for a key"),
+    (["make", "{}", "rollout-../../x"], "'rollout-../../x' is not a valid name for a key"),
     (["make", "{}", "controller"], "the controller's key is made with the first others"),
     (["make", "{}", "policy-1", "policy-1"], "policy-1 is given twice"),
     (["make", "{}", "policy-0"], "has a key for policy-0"),
@@ -108,7 +108,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), BAD, ids=[sentence[:30] for _, sentence in BAD])
-def test_what_cannot_be_done_is_one_sentence(
+def test_keys_command_errors_are_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
     make_keys(tmp_path, ("policy-0",))
@@ -119,10 +119,10 @@ def test_what_cannot_be_done_is_one_sentence(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_folder_without_its_controller_gets_no_more_keys(tmp_path: Path) -> None:
+def test_folder_without_controller_key_gets_no_more_keys(tmp_path: Path) -> None:
     make_keys(tmp_path, ("policy-0",))
     (tmp_path / "controller.json").unlink()
-    with pytest.raises(ConfigError, match=r"controller\.json is missing, which the keys in"):
+    with pytest.raises(ConfigError, match=r"controller\.json is missing, and the keys in"):
         make_keys(tmp_path, ("policy-1",))
 
 
@@ -135,77 +135,77 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def test_a_new_key_joins_a_running_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(folder)
+def test_new_key_joins_a_running_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = HubHarness(folder)
     try:
-        with calling(desk.hub.address, folder):
-            desk.admit("rollout-0")
+        with running_link(harness.hub.address, folder):
+            harness.welcome("rollout-0")
             with capture_logs() as logs:
                 make_keys(folder, ("rollout-7",))
-                desk.poll_until(lambda: any(entry["event"] == "read the allow-list again" for entry in logs))
-            with calling(desk.hub.address, folder, "rollout-7"):
-                desk.admit("rollout-7")
-                desk.next(wire.Heartbeat, "rollout-0")
+                harness.poll_until(lambda: any(entry["event"] == "read the allow-list again" for entry in logs))
+            with running_link(harness.hub.address, folder, "rollout-7"):
+                harness.welcome("rollout-7")
+                harness.next(wire.Heartbeat, "rollout-0")
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)
 
 
-def test_a_revoked_peer_is_lost_and_not_heard_and_not_let_in_again(folder: Path) -> None:
-    desk = Desk(folder)
+def test_revoked_peer_is_disconnected_and_kept_out(folder: Path) -> None:
+    harness = HubHarness(folder)
     try:
-        with calling(desk.hub.address, folder, "policy-0"), calling(desk.hub.address, folder) as link:
-            desk.admit("policy-0")
-            desk.admit("rollout-0")
+        with running_link(harness.hub.address, folder, "policy-0"), running_link(harness.hub.address, folder) as link:
+            harness.welcome("policy-0")
+            harness.welcome("rollout-0")
             revoke_keys(folder, ("rollout-0",))
-            desk.lost("rollout-0")
-            desk.heard.clear()
+            harness.wait_disconnected("rollout-0")
+            harness.events.clear()
             error = None
             while error is None:  # its line is cut, and its key is refused when it calls again
-                desk.heard += desk.hub.poll(0.05)
+                harness.events += harness.hub.poll(0.05)
                 ended = link.receive(0.0)
                 error = ended.error if isinstance(ended, LinkClosed) else None
             assert isinstance(error, RefusedError)
             assert "refuses the key of rollout-0; use the key file that was made for this name" in str(error)
-            desk.next(wire.Heartbeat, "policy-0")
-            senders = {a.envelope.sender for a in desk.heard if isinstance(a, hub.ReceivedMessage)}
+            harness.next(wire.Heartbeat, "policy-0")
+            senders = {a.envelope.sender for a in harness.events if isinstance(a, hub.ReceivedMessage)}
             assert senders <= {"policy-0"}
-            assert not desk.hub.send("rollout-0", wire.RequestHello())
+            assert not harness.hub.send("rollout-0", wire.RequestHello())
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)
 
 
-def test_a_replaced_key_takes_the_name_with_it(folder: Path) -> None:
-    desk = Desk(folder)
+def test_replaced_key_takes_over_its_name(folder: Path) -> None:
+    harness = HubHarness(folder)
     old = curve.load_key(folder / "rollout-0.json")
     try:
-        with calling(desk.hub.address, folder, key=old):
-            desk.admit("rollout-0")
+        with running_link(harness.hub.address, folder, key=old):
+            harness.welcome("rollout-0")
             make_keys(folder, ("rollout-0",), replace=True)
-            desk.lost("rollout-0")
-            with calling(desk.hub.address, folder):
-                desk.admit("rollout-0")
+            harness.wait_disconnected("rollout-0")
+            with running_link(harness.hub.address, folder):
+                harness.welcome("rollout-0")
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)
 
 
-def test_what_a_revoked_peer_has_sent_already_is_not_heard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "cut", lambda descriptor, address: False)  # as if its line could not be cut
-    desk = Desk(folder)
+def test_queued_messages_of_a_revoked_peer_are_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "close_connection", lambda descriptor, address: False)  # as if closing it failed
+    harness = HubHarness(folder)
     try:
-        with socket_of(desk.hub.address, folder, "rollout-0") as socket:
+        with socket_of(harness.hub.address, folder, "rollout-0") as socket:
             socket.send_multipart(codec.pack(envelope("rollout-0"), wire.Heartbeat()))
-            desk.next(wire.Heartbeat)
+            harness.next(wire.Heartbeat)
             revoke_keys(folder, ("rollout-0",))
-            desk.lost("rollout-0")
+            harness.wait_disconnected("rollout-0")
             socket.send_multipart(codec.pack(envelope("rollout-0"), wire.Heartbeat()))
-            desk.poll_until(lambda: desk.hub.dropped["key"] == 1)
-            assert not desk.hub.send("rollout-0", wire.RequestHello())
+            harness.poll_until(lambda: harness.hub.dropped["key"] == 1)
+            assert not harness.hub.send("rollout-0", wire.RequestHello())
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)
 
 
 @pytest.mark.parametrize("spoil", [lambda p: p.write_text("{"), lambda p: p.chmod(0o644), lambda p: p.unlink()])
-def test_a_spoilt_allow_list_changes_nothing(folder: Path, spoil: object) -> None:
+def test_invalid_allow_list_changes_nothing(folder: Path, spoil: object) -> None:
     assert callable(spoil)
     allowed = curve.AllowList(curve.load_allowed(folder), folder)
     before = dict(allowed.names)
@@ -232,15 +232,15 @@ def test_unknown_keys_fill_neither_memory_nor_log(monkeypatch: pytest.MonkeyPatc
     assert len(logs) == 3
 
 
-def test_a_link_with_a_new_key_is_heard_while_others_are_cut(folder: Path) -> None:
-    desk = Desk(folder)
+def test_link_with_a_new_key_works_while_others_are_disconnected(folder: Path) -> None:
+    harness = HubHarness(folder)
     try:
-        with calling(desk.hub.address, folder) as link:
-            desk.admit("rollout-0")
+        with running_link(harness.hub.address, folder) as link:
+            harness.welcome("rollout-0")
             make_keys(folder, ("rollout-1",))
             revoke_keys(folder, ("policy-0",))
-            desk.next(wire.Heartbeat)
-            desk.hub.send("rollout-0", wire.Drain(reason="over"))
+            harness.next(wire.Heartbeat)
+            harness.hub.send("rollout-0", wire.Drain(reason="over"))
             assert received(link, LinkClosed).error is None
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)

@@ -1,4 +1,4 @@
-"""What each role may say, how much, and what becomes of those who say more, or do not read."""
+"""Limits of a peer: allowed messages, sizes and rates, and peers that exceed them or do not read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 import structlog
 import zmq
-from hub_harness import NAMES, RUN, Desk, calling, envelope, received, score, socket_of
+from hub_harness import NAMES, RUN, HubHarness, envelope, received, running_link, score, socket_of
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
@@ -56,75 +56,75 @@ def _plain_logs() -> Iterator[None]:
 
 
 @pytest.fixture
-def strict(keys: Path) -> Iterator[Desk]:
-    desk = Desk(keys, limits=TIGHT)
-    yield desk
-    desk.hub.close(0.0)
+def strict(keys: Path) -> Iterator[HubHarness]:
+    harness = HubHarness(keys, limits=TIGHT)
+    yield harness
+    harness.hub.close(0.0)
 
 
 # --- roles ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["policy-0", "rollout-1", "reward-0", "teacher-0", "operator-0", "observer-0"])
-def test_a_key_lets_its_role_say_its_own_messages_and_no_others(tmp_path: Path, name: str) -> None:
+def test_role_may_send_its_own_messages_only(tmp_path: Path, name: str) -> None:
     make_keys(tmp_path / "keys", (name, "rollout-9"))
-    desk = Desk(tmp_path / "keys")
+    harness = HubHarness(tmp_path / "keys")
     role = role_of(name)
     may_say = wire.ALLOWED_MESSAGES.get(role, frozenset())  # type: ignore[call-overload]
     samples = [sample for sample in SAMPLES if type(sample) is not wire.Hello or role == "rollout"]
     allowed = [type(sample) for sample in samples if type(sample) in may_say]
     try:
-        with socket_of(desk.hub.address, tmp_path / "keys", name) as socket, capture_logs() as logs:
+        with socket_of(harness.hub.address, tmp_path / "keys", name) as socket, capture_logs() as logs:
             for sample in samples:
                 buffers = (b"offer",) if isinstance(sample, wire.WeightsPublished) else ()
                 socket.send_multipart(codec.pack(envelope(name), sample, buffers))
             # The last to come is a good one of somebody else, who has not been disturbed.
-            desk.poll_until(
-                lambda: desk.hub.dropped["role"] + desk.hub.dropped["size"] + len(desk.heard) == len(samples)
+            harness.poll_until(
+                lambda: harness.hub.dropped["role"] + harness.hub.dropped["size"] + len(harness.events) == len(samples)
             )
-        assert [type(arrival.message) for arrival in desk.heard] == allowed
-        assert desk.hub.dropped.total() == len(samples) - len(allowed)
+        assert [type(arrival.message) for arrival in harness.events] == allowed
+        assert harness.hub.dropped.total() == len(samples) - len(allowed)
         assert len([entry for entry in logs if entry["event"] == "dropped a message"]) == 1, "one line, whatever came"
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)
 
 
-def test_every_message_is_said_by_somebody_and_every_role_is_bounded() -> None:
+def test_every_message_has_a_sender_and_every_role_a_size_limit() -> None:
     assert {type(sample) for sample in SAMPLES} == set(get_args(wire.Up))
     assert frozenset().union(*wire.ALLOWED_MESSAGES.values()) == set(get_args(wire.Up))
     assert set(MAX_BYTES) == set(PEER_ROLES)
 
 
-def test_a_replica_is_what_its_name_says(desk: Desk, keys: Path) -> None:
-    with socket_of(desk.hub.address, keys, "rollout-1") as socket:
+def test_hello_with_another_role_than_the_name_is_refused(harness: HubHarness, keys: Path) -> None:
+    with socket_of(harness.hub.address, keys, "rollout-1") as socket:
         socket.send_multipart(codec.pack(envelope(), wire.Hello(role="policy", host="h", pid=1)))
-        desk.poll_until(lambda: desk.hub.dropped["role"] == 1)
+        harness.poll_until(lambda: harness.hub.dropped["role"] == 1)
         refused = codec.unpack_down(socket.recv_multipart())
-    assert refused == wire.Refused(reason="rollout-1 says that it is a policy, and its name says rollout")
-    assert not desk.heard
+    assert refused == wire.Refused(reason="rollout-1 has the name of a rollout, but joins as a policy")
+    assert not harness.events
 
 
 @pytest.mark.parametrize("name", ["", "rollout", "rollout-", "rollout-01", "rollout--1", "rollout-1 ", "Rollout-1"])
-def test_a_name_that_is_none(name: str) -> None:
+def test_malformed_name_is_refused(name: str) -> None:
     assert role_of(name) is None
-    with pytest.raises(WireError, match="is no name: it must be ROLE-NUMBER, ROLE being policy, rollout"):
+    with pytest.raises(WireError, match="is not a valid name: it must be ROLE-NUMBER, ROLE being policy, rollout"):
         rules_of(name)
 
 
-def test_an_operators_message_is_small(desk: Desk, keys: Path) -> None:
+def test_large_message_of_an_operator_is_dropped(harness: HubHarness, keys: Path) -> None:
     large = wire.RequestStop(request="r", reason="x" * MAX_BYTES["operator"])
-    with socket_of(desk.hub.address, keys, "operator-0") as socket:
+    with socket_of(harness.hub.address, keys, "operator-0") as socket:
         socket.send_multipart(codec.pack(envelope("operator-0"), large))
         socket.send_multipart(codec.pack(envelope("operator-0"), wire.QueryRun(request="r", about="why")))
-        desk.next(wire.QueryRun, "operator-0")
-    assert desk.hub.dropped == {"size": 1}
+        harness.next(wire.QueryRun, "operator-0")
+    assert harness.hub.dropped == {"size": 1}
 
 
-def test_an_operator_of_another_run_is_told_so(desk: Desk, keys: Path) -> None:
+def test_operator_of_another_run_is_refused_with_the_reason(harness: HubHarness, keys: Path) -> None:
     found: list[Exception] = []
 
     def ask() -> None:
-        with OperatorClient(desk.hub.address, keys / "operator-0.json", "run-2") as line:
+        with OperatorClient(harness.hub.address, keys / "operator-0.json", "run-2") as line:
             try:
                 line.ask(wire.QueryRun(request="r", about="why"), 20.0)
             except RefusedError as error:
@@ -132,7 +132,7 @@ def test_an_operator_of_another_run_is_told_so(desk: Desk, keys: Path) -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    desk.poll_until(lambda: bool(found))
+    harness.poll_until(lambda: bool(found))
     thread.join()
     assert str(found[0]) == f"the controller refuses operator-0: this is run {RUN}, not run-2"
 
@@ -143,7 +143,7 @@ SIZES = st.integers(0, 2_000)
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), SIZES), max_size=200))
-def test_nobody_says_more_than_two_bursts_and_the_rate(said: list[tuple[float, int]]) -> None:
+def test_allowance_bounds_messages_to_the_rate_plus_two_bursts(said: list[tuple[float, int]]) -> None:
     limits = RateLimits(messages_per_s=3.0, bytes_per_s=500.0, burst_messages=5.0, burst_bytes=4_000.0)
     allowance, now, taken = PeerAllowance(limits, 0.0), 0.0, []
     for pause_s, size in said:
@@ -162,47 +162,47 @@ def test_nobody_says_more_than_two_bursts_and_the_rate(said: list[tuple[float, i
         assert sum(size for _, size in taken[first:]) <= 2 * limits.burst_bytes + 500.0 * elapsed + 1e-6
 
 
-def test_who_keeps_within_the_rate_is_always_heard() -> None:
+def test_allowance_accepts_everything_within_the_rate() -> None:
     allowance = PeerAllowance(RateLimits(messages_per_s=10.0, burst_messages=10.0), 0.0)
     for number in range(1000):
         allowance.num_messages -= 1
         assert allowance.num_messages >= 0 or allowance.refill(number / 10)
 
 
-def test_a_flood_is_dropped_then_cut_and_the_others_are_heard(strict: Desk, keys: Path) -> None:
+def test_flood_is_dropped_then_disconnected_without_loss_for_others(strict: HubHarness, keys: Path) -> None:
     with (
         capture_logs() as logs,
-        calling(strict.hub.address, keys) as link,
+        running_link(strict.hub.address, keys) as link,
         socket_of(strict.hub.address, keys) as noisy,
     ):
-        strict.admit("rollout-0", heartbeat_s=0.1)
+        strict.welcome("rollout-0", heartbeat_s=0.1)
         noisy.linger = 0
         beat = codec.pack(envelope(), wire.Heartbeat())
         for _ in range(TIGHT.patience + 200):
             noisy.send_multipart(beat)
-        strict.lost("rollout-1")
+        strict.wait_disconnected("rollout-1")
         assert strict.hub.dropped["rate"] >= TIGHT.patience
         strict.hub.send("rollout-0", score("score:1:1.1"))
         assert received(link, ReceivedCommand).message.lease == "score:1:1.1"
         strict.next(wire.Heartbeat, "rollout-0")
     events = [(entry["event"], entry["peer"]) for entry in logs if entry["log_level"] == "warning"]
     assert events == [
-        ("a peer says too much", "rollout-1"),
-        ("cut the connection of a peer that goes on to say too much", "rollout-1"),
+        ("a peer exceeds its rate limit", "rollout-1"),
+        ("closed the connection of a peer that exceeds its rate limit", "rollout-1"),
     ]
 
 
-def test_too_many_bytes_are_too_much(strict: Desk, keys: Path) -> None:
+def test_bytes_beyond_the_rate_are_dropped(strict: HubHarness, keys: Path) -> None:
     tensors = (wire.TensorMeta(dtype="uint8", shape=(300_000,), nbytes=300_000),)
     message = wire.GroupGenerated(lease="l", trajectories=(), tensors=tensors)
     with socket_of(strict.hub.address, keys) as socket:
         for _ in range(10):
             socket.send_multipart(codec.pack(envelope(), message, (bytes(300_000),)))
-        strict.poll_until(lambda: len(strict.heard) + strict.hub.dropped["rate"] == 10)
-    assert len(strict.heard) < 10
+        strict.poll_until(lambda: len(strict.events) + strict.hub.dropped["rate"] == 10)
+    assert len(strict.events) < 10
 
 
-def test_garbage_counts_too(strict: Desk, keys: Path) -> None:
+def test_garbage_counts_against_the_rate(strict: HubHarness, keys: Path) -> None:
     with socket_of(strict.hub.address, keys) as socket:
         for _ in range(100):
             socket.send_multipart([b"gar", b"bage"])
@@ -211,47 +211,51 @@ def test_garbage_counts_too(strict: Desk, keys: Path) -> None:
     assert strict.hub.dropped["rate"] > 0
 
 
-def test_who_does_not_read_costs_one_line_and_bounded_memory(desk: Desk, keys: Path) -> None:
+def test_peer_that_does_not_read_costs_one_log_line_and_bounded_memory(harness: HubHarness, keys: Path) -> None:
     big = wire.ScoreGroup(lease="score:1:1.1", prompt=wire.Prompt(id="p", text="x" * 20_000), completions=())
-    with calling(desk.hub.address, keys) as link, socket_of(desk.hub.address, keys) as stalled, capture_logs() as logs:
-        desk.admit("rollout-0")
+    with (
+        running_link(harness.hub.address, keys) as link,
+        socket_of(harness.hub.address, keys) as stalled,
+        capture_logs() as logs,
+    ):
+        harness.welcome("rollout-0")
         stalled.send_multipart(codec.pack(envelope(), wire.Hello(role="rollout", host="h", pid=1)))
-        desk.next(wire.Hello, "rollout-1")
-        sent = [desk.hub.send("rollout-1", big) for _ in range(4 * SEND_HIGH_WATER + 2000)]
+        harness.next(wire.Hello, "rollout-1")
+        sent = [harness.hub.send("rollout-1", big) for _ in range(4 * SEND_HIGH_WATER + 2000)]
         assert not all(sent), "it never was too much"
-        desk.hub.send("rollout-0", score("score:1:1.1"))
+        harness.hub.send("rollout-0", score("score:1:1.1"))
         assert received(link, ReceivedCommand)
         stalled.rcvtimeo = 200
         with contextlib.suppress(zmq.Again):  # it reads all that there is
             while True:
                 stalled.recv_multipart()
-        assert desk.hub.send("rollout-1", wire.RequestHello())
-    assert desk.hub.num_unsent == sent.count(False)
+        assert harness.hub.send("rollout-1", wire.RequestHello())
+    assert harness.hub.num_unsent == sent.count(False)
     assert [entry["peer"] for entry in logs if entry["event"] == "cannot send"] == ["rollout-1"]
 
 
-def test_a_refused_link_says_why(tmp_path: Path) -> None:
+def test_refused_operator_gets_the_reason(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", NAMES)
-    desk = Desk(tmp_path / "keys")
+    harness = HubHarness(tmp_path / "keys")
     try:
-        with socket_of(desk.hub.address, tmp_path / "keys", "reward-0") as socket:
+        with socket_of(harness.hub.address, tmp_path / "keys", "reward-0") as socket:
             socket.send_multipart(codec.pack(envelope("reward-0"), wire.StepTrained(lease="l", step=1, metrics={})))
-            desk.poll_until(lambda: desk.hub.dropped["role"] == 1)
+            harness.poll_until(lambda: harness.hub.dropped["role"] == 1)
             answer = codec.unpack_down(socket.recv_multipart())
-        assert answer == wire.Refused(reason="reward-0 may not say StepTrained: its role is reward")
-        assert not [happened for happened in desk.heard if not isinstance(happened, PeerDisconnected)]
+        assert answer == wire.Refused(reason="reward-0 may not send StepTrained: its role is reward")
+        assert not [happened for happened in harness.events if not isinstance(happened, PeerDisconnected)]
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)
 
 
-def test_ended_is_what_a_refused_link_delivers(tmp_path: Path) -> None:
+def test_refused_link_delivers_link_closed(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", NAMES)
-    desk = Desk(tmp_path / "keys")
+    harness = HubHarness(tmp_path / "keys")
     try:
-        with calling(desk.hub.address, tmp_path / "keys", "operator-0") as link:  # an operator says no Hello
-            desk.poll_until(lambda: desk.hub.dropped["role"] > 0)
+        with running_link(harness.hub.address, tmp_path / "keys", "operator-0") as link:  # an operator says no Hello
+            harness.poll_until(lambda: harness.hub.dropped["role"] > 0)
             error = received(link, LinkClosed).error
         assert isinstance(error, RefusedError)
-        assert str(error) == "the controller refuses operator-0: operator-0 may not say Hello: its role is operator"
+        assert str(error) == "the controller refuses operator-0: operator-0 may not send Hello: its role is operator"
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)

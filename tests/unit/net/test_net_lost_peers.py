@@ -1,4 +1,4 @@
-"""Connections that close, controllers that are started again, and silence: each is noticed, none waits for ever."""
+"""Closed connections, restarted controllers and silence: each is detected within its deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_harness import RUN, Desk, calling, generated, received, score
+from hub_harness import RUN, HubHarness, generated, received, running_link, score
 
 from starling.common.errors import UnreachableError
 from starling.common.net import link as link_module
@@ -20,32 +20,32 @@ from starling.common.wire import messages as wire
 REPLICA = Path(__file__).with_name("lone_replica.py")
 
 
-def test_a_killed_process_is_lost_at_once(desk: Desk, keys: Path) -> None:
-    command = [sys.executable, str(REPLICA), desk.hub.address, str(keys / "reward-0.json"), "reward-0", RUN]
-    with calling(desk.hub.address, keys), subprocess.Popen(command) as process:
+def test_killed_process_is_disconnected_at_once(harness: HubHarness, keys: Path) -> None:
+    command = [sys.executable, str(REPLICA), harness.hub.address, str(keys / "reward-0.json"), "reward-0", RUN]
+    with running_link(harness.hub.address, keys), subprocess.Popen(command) as process:
         try:
-            desk.admit("rollout-0")
-            desk.next(wire.Hello, "reward-0")
+            harness.welcome("rollout-0")
+            harness.next(wire.Hello, "reward-0")
             # A hub has no clock: only the closed connection can tell.
             process.send_signal(signal.SIGKILL)
-            desk.lost("reward-0")
-            assert not desk.hub.send("reward-0", wire.RequestHello())
-            desk.next(wire.Heartbeat, "rollout-0")
+            harness.wait_disconnected("reward-0")
+            assert not harness.hub.send("reward-0", wire.RequestHello())
+            harness.next(wire.Heartbeat, "rollout-0")
         finally:
             process.kill()
 
 
-def test_a_link_finds_a_controller_that_was_started_again(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_reconnects_to_a_restarted_controller(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "RESEND_S", 0.1)
-    first = Desk(keys, incarnation=1)
+    first = HubHarness(keys, incarnation=1)
     address = first.hub.address
-    with calling(address, keys) as link:
-        first.admit("rollout-0")
+    with running_link(address, keys) as link:
+        first.welcome("rollout-0")
         first.hub.send("rollout-0", score("score:1:0"))
         received(link, ReceivedCommand)
         first.hub.close(0.0)
         link.answer("score:1:0", generated("score:1:0"))
-        second = Desk(keys, bind=address, incarnation=2)
+        second = HubHarness(keys, bind=address, incarnation=2)
         try:
             _, heartbeat = second.next(wire.Heartbeat)
             assert heartbeat.leases == (wire.HeldLease(lease="score:1:0", phase="answered"),)
@@ -59,10 +59,10 @@ def test_a_link_finds_a_controller_that_was_started_again(keys: Path, monkeypatc
             second.hub.close(0.0)
 
 
-def test_nobody_there_is_one_sentence(keys: Path) -> None:
+def test_unreachable_controller_is_one_sentence(keys: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with calling(f"tcp://127.0.0.1:{port}", keys, connect_s=0.6) as link:
+    with running_link(f"tcp://127.0.0.1:{port}", keys, connect_s=0.6) as link:
         error = received(link, LinkClosed).error
     assert isinstance(error, UnreachableError)
     assert str(error).startswith(
@@ -70,42 +70,42 @@ def test_nobody_there_is_one_sentence(keys: Path) -> None:
     )
 
 
-def test_a_controller_that_listens_and_says_nothing_is_one_sentence(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys, connect_s=0.6) as link:
+def test_controller_that_never_answers_is_one_sentence(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys, connect_s=0.6) as link:
         error = received(link, LinkClosed).error
     assert isinstance(error, UnreachableError)
-    desk.next(wire.Hello)
+    harness.next(wire.Hello)
 
 
-def test_a_controller_that_falls_silent_is_one_sentence(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys, connect_s=60.0, silence_s=0.5) as link:
-        desk.admit("rollout-0")
+def test_controller_that_falls_silent_is_one_sentence(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys, connect_s=60.0, silence_s=0.5) as link:
+        harness.welcome("rollout-0")
         error = received(link, LinkClosed).error
     assert isinstance(error, UnreachableError)
     assert "cannot be reached by rollout-0" in str(error)
 
 
-def test_an_address_that_is_none_is_one_sentence(keys: Path) -> None:
-    with calling("tcp://nowhere", keys) as link:
+def test_malformed_address_is_one_sentence(keys: Path) -> None:
+    with running_link("tcp://nowhere", keys) as link:
         error = received(link, LinkClosed).error
     assert isinstance(error, UnreachableError)
     assert "tcp://nowhere cannot be reached by rollout-0" in str(error)
 
 
-def test_a_closed_link_leaves_no_descriptor(keys: Path) -> None:
-    desk = Desk(keys)
+def test_closed_link_leaves_no_descriptor(keys: Path) -> None:
+    harness = HubHarness(keys)
     try:
 
         def come_and_go() -> None:
-            with calling(desk.hub.address, keys):
-                desk.admit("rollout-0")
-            desk.lost("rollout-0")
+            with running_link(harness.hub.address, keys):
+                harness.welcome("rollout-0")
+            harness.wait_disconnected("rollout-0")
 
         come_and_go()  # what is opened once for good is open from now on
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
             come_and_go()
         # The hub hears of a connection that closes just before its descriptor does.
-        desk.poll_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        harness.poll_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)

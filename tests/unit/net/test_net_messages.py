@@ -1,4 +1,4 @@
-"""What a link and a hub say to each other when both are well: welcome, commands once, results until released."""
+"""Messages between a healthy link and hub: welcome, commands once, results until released."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hub_harness import RUN, Desk, calling, envelope, generated, received, score, socket_of
+from hub_harness import RUN, HubHarness, envelope, generated, received, running_link, score, socket_of
 
 from starling.common.errors import ConfigError, RefusedError
 from starling.common.net import link as link_module
@@ -22,281 +22,284 @@ from starling.common.wire import messages as wire
 from starling.common.wire.telemetry import RunSnapshot
 
 
-def test_hello_welcome_heartbeat(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        hello, message = desk.next(wire.Hello)
+def test_hello_welcome_heartbeat(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link:
+        hello, message = harness.next(wire.Hello)
         assert (hello.envelope.sender, hello.buffers, message.version) == ("rollout-0", (b"layout",), 3)
-        desk.next(wire.Hello)  # it says so until it is welcomed
-        desk.hub.send("rollout-0", wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
-        arrival, heartbeat = desk.next(wire.Heartbeat)
+        harness.next(wire.Hello)  # it says so until it is welcomed
+        harness.hub.send("rollout-0", wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
+        arrival, heartbeat = harness.next(wire.Heartbeat)
         assert (heartbeat.leases, heartbeat.version) == ((), 3)
         assert arrival.envelope.incarnation == hello.envelope.incarnation
         assert arrival.envelope.seq > hello.envelope.seq
         link.report(version=4, gauges={"rows": 2.0})
-        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1] == wire.Heartbeat(version=4, gauges={"rows": 2.0}))
-    assert desk.next(wire.Leave)[1].reason == "the test is over"
+        harness.poll_until(lambda: harness.next(wire.Heartbeat)[1] == wire.Heartbeat(version=4, gauges={"rows": 2.0}))
+    assert harness.next(wire.Leave)[1].reason == "the test is over"
 
 
-def test_a_command_that_comes_twice_is_delivered_once(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
+def test_duplicate_command_is_delivered_once(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
         for lease in ("score:1:0", "score:1:0", "score:2:0", "score:1:0", "score:3:0"):
-            desk.hub.send("rollout-0", score(lease))
+            harness.hub.send("rollout-0", score(lease))
         for lease in ("score:1:0", "score:2:0", "score:3:0"):
             assert received(link, ReceivedCommand).message == score(lease)
         held = tuple(wire.HeldLease(lease=f"score:{n}:0", phase="queued") for n in (1, 2, 3))
-        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == held)
+        harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == held)
         assert link.work("score:2:0")
-        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases[1].phase == "working")
+        harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases[1].phase == "working")
 
 
-def test_heartbeats_tell_the_progress_of_work_until_it_is_answered(desk: Desk, keys: Path) -> None:
+def test_heartbeat_reports_progress_until_the_lease_is_answered(harness: HubHarness, keys: Path) -> None:
     some = wire.LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=1.5)
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        desk.hub.send("rollout-0", score("score:1:0"))
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", score("score:1:0"))
         received(link, ReceivedCommand)
         link.work("score:1:0")
-        link.advance("score:1:0", some)
+        link.report_progress("score:1:0", some)
         working = (wire.HeldLease(lease="score:1:0", phase="working", progress=some),)
-        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == working)
+        harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == working)
         link.answer("score:1:0", generated("score:1:0"))
         answered = (wire.HeldLease(lease="score:1:0", phase="answered"),)
-        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == answered)
+        harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == answered)
 
 
-def test_buffers_travel_with_their_message_both_ways(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        desk.hub.send("rollout-0", wire.AdoptWeights(lease="adopt:1:0", version=1), buffers=(b"offer", b""))
+def test_buffers_travel_with_their_message_both_ways(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", wire.AdoptWeights(lease="adopt:1:0", version=1), buffers=(b"offer", b""))
         assert received(link, ReceivedCommand).buffers == (b"offer", b"")
         tensors = tuple(wire.TensorMeta(dtype="uint8", shape=(n,), nbytes=n) for n in (5, 0, 100_000))
         data = tuple(bytes([n % 251]) * meta.nbytes for n, meta in enumerate(tensors))
         link.answer("adopt:1:0", wire.GroupGenerated(lease="adopt:1:0", trajectories=(), tensors=tensors), data)
-        assert desk.next(wire.GroupGenerated)[0].buffers == data
+        assert harness.next(wire.GroupGenerated)[0].buffers == data
 
 
-def test_a_result_is_sent_again_until_it_is_released(desk: Desk, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_resent_until_released(harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "RESEND_S", 0.1)
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        desk.hub.send("rollout-0", score("score:1:0"))
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", score("score:1:0"))
         received(link, ReceivedCommand)
         link.answer("score:1:0", generated("score:1:0"))
         for _ in range(3):
-            assert desk.next(wire.GroupGenerated)[1] == generated("score:1:0")
-        desk.hub.send("rollout-0", wire.ReleaseLeases(leases=("score:1:0",)))
-        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == ())
-        desk.heard.clear()
+            assert harness.next(wire.GroupGenerated)[1] == generated("score:1:0")
+        harness.hub.send("rollout-0", wire.ReleaseLeases(leases=("score:1:0",)))
+        harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == ())
+        harness.events.clear()
         for _ in range(5):  # a quarter of a second, in which it would have come twice
-            desk.next(wire.Heartbeat)
-        assert not desk.heard
+            harness.next(wire.Heartbeat)
+        assert not harness.events
 
 
-def test_a_command_that_comes_again_makes_its_result_come_again_at_once(
-    desk: Desk, keys: Path, monkeypatch: pytest.MonkeyPatch
+def test_duplicate_command_resends_its_result_at_once(
+    harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "RESEND_S", 1e6)
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        desk.hub.send("rollout-0", score("score:1:0"))
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", score("score:1:0"))
         received(link, ReceivedCommand)
         link.answer("score:1:0", generated("score:1:0"))
-        desk.next(wire.GroupGenerated)
-        desk.hub.send("rollout-0", score("score:1:0"))
-        desk.next(wire.GroupGenerated)
+        harness.next(wire.GroupGenerated)
+        harness.hub.send("rollout-0", score("score:1:0"))
+        harness.next(wire.GroupGenerated)
 
 
-def test_what_is_released_before_it_is_done_is_given_up(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        desk.hub.send("rollout-0", score("score:1:0"))
+def test_lease_released_before_its_result_is_cancelled(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", score("score:1:0"))
         received(link, ReceivedCommand)
-        desk.hub.send("rollout-0", wire.ReleaseLeases(leases=("score:1:0", "score:9:9")))
+        harness.hub.send("rollout-0", wire.ReleaseLeases(leases=("score:1:0", "score:9:9")))
         assert received(link, CancelledLeases).leases == ("score:1:0",)
         assert not link.work("score:1:0")
         link.answer("score:1:0", generated("score:1:0"))
-        desk.hub.send("rollout-0", score("score:2:0"))
+        harness.hub.send("rollout-0", score("score:2:0"))
         received(link, ReceivedCommand)
         link.answer("score:2:0", generated("score:2:0"))
-        assert desk.next(wire.GroupGenerated)[1].lease == "score:2:0", "nobody wanted the first"
+        assert harness.next(wire.GroupGenerated)[1].lease == "score:2:0", "nobody wanted the first"
 
 
-def test_who_is_asked_says_hello_again_with_its_present_version(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        first = desk.admit("rollout-0")
+def test_request_hello_is_answered_with_the_present_version(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link:
+        first = harness.welcome("rollout-0")
         link.report(version=7)
-        desk.hub.send("rollout-0", wire.RequestHello())
-        arrival, hello = desk.next(wire.Hello)
+        harness.hub.send("rollout-0", wire.RequestHello())
+        arrival, hello = harness.next(wire.Hello)
         assert (hello.version, arrival.buffers) == (7, (b"layout",))
         assert arrival.envelope.incarnation == first.envelope.incarnation
 
 
-def test_a_drain_ends_the_line_without_an_error(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        desk.hub.send("rollout-0", wire.Drain(reason="the run is complete"))
+def test_drain_closes_the_link_without_an_error(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", wire.Drain(reason="the run is complete"))
         assert received(link, LinkClosed) == LinkClosed("the run is complete", None)
 
 
-def test_a_refusal_ends_the_line_with_its_reason(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        desk.next(wire.Hello)
-        desk.hub.send("rollout-0", wire.Refused(reason="it is no rollout"))
+def test_refusal_closes_the_link_with_its_reason(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link:
+        harness.next(wire.Hello)
+        harness.hub.send("rollout-0", wire.Refused(reason="it is no rollout"))
         error = received(link, LinkClosed).error
         assert isinstance(error, RefusedError)
         assert str(error) == "the controller refuses rollout-0: it is no rollout"
 
 
-def test_two_replicas_hear_only_what_is_meant_for_them(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as first, calling(desk.hub.address, keys, "rollout-1") as second:
-        desk.admit("rollout-0")
-        desk.admit("rollout-1")
-        desk.hub.send("rollout-1", score("score:2:0"))
-        desk.hub.send("rollout-0", score("score:1:0"))
+def test_replicas_receive_only_their_own_messages(harness: HubHarness, keys: Path) -> None:
+    with (
+        running_link(harness.hub.address, keys) as first,
+        running_link(harness.hub.address, keys, "rollout-1") as second,
+    ):
+        harness.welcome("rollout-0")
+        harness.welcome("rollout-1")
+        harness.hub.send("rollout-1", score("score:2:0"))
+        harness.hub.send("rollout-0", score("score:1:0"))
         assert received(first, ReceivedCommand).message.lease == "score:1:0"
         assert received(second, ReceivedCommand).message.lease == "score:2:0"
 
 
-def test_a_new_incarnation_takes_the_name_over(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as old:
-        before = desk.admit("rollout-0")
-        with calling(desk.hub.address, keys) as new:
-            desk.poll_until(lambda: desk.next(wire.Hello)[0].envelope.incarnation > before.envelope.incarnation)
-            desk.hub.send("rollout-0", score("score:1:0"))
+def test_new_incarnation_takes_over_the_name(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as old:
+        before = harness.welcome("rollout-0")
+        with running_link(harness.hub.address, keys) as new:
+            harness.poll_until(lambda: harness.next(wire.Hello)[0].envelope.incarnation > before.envelope.incarnation)
+            harness.hub.send("rollout-0", score("score:1:0"))
             assert received(new, ReceivedCommand).message.lease == "score:1:0"
-            desk.poll_until(lambda: desk.hub.dropped["epoch"] > 0)
+            harness.poll_until(lambda: harness.hub.dropped["epoch"] > 0)
         assert old.receive(0.0) is None
 
 
-def test_who_is_not_there_cannot_be_told(desk: Desk) -> None:
-    assert not desk.hub.send("rollout-9", wire.Drain(reason="bye"))
+def test_send_to_an_unknown_peer_returns_false(harness: HubHarness) -> None:
+    assert not harness.hub.send("rollout-9", wire.Drain(reason="bye"))
 
 
-def test_without_curve_the_same_words_are_spoken() -> None:
-    desk = Desk(None)
+def test_link_and_hub_work_without_curve() -> None:
+    harness = HubHarness(None)
     try:
-        with calling(desk.hub.address, None) as link:
-            desk.admit("rollout-0")
-            desk.hub.send("rollout-0", score("score:1:0"))
+        with running_link(harness.hub.address, None) as link:
+            harness.welcome("rollout-0")
+            harness.hub.send("rollout-0", score("score:1:0"))
             assert received(link, ReceivedCommand).message == score("score:1:0")
     finally:
-        desk.hub.close(0.0)
+        harness.hub.close(0.0)
 
 
-def test_a_port_in_use_is_one_sentence(desk: Desk) -> None:
+def test_port_in_use_is_one_sentence(harness: HubHarness) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on tcp://127\.0\.0\.1:\d+: .*; choose another port, or 0"):
-        Hub(desk.hub.address, "run-2", 1, None)
+        Hub(harness.hub.address, "run-2", 1, None)
     with pytest.raises(ConfigError, match=r"cannot listen on tcp://256\.0\.0\.1:0"):
         Hub("tcp://256.0.0.1:0", "run-2", 1, None)
 
 
-def test_telemetry_is_heard_by_who_holds_a_key(desk: Desk, keys: Path) -> None:
-    watch = TelemetrySubscriber(desk.hub.telemetry_address, keys / "reward-0.json")
+def test_telemetry_needs_a_key(harness: HubHarness, keys: Path) -> None:
+    watch = TelemetrySubscriber(harness.hub.telemetry_address, keys / "reward-0.json")
     seen: list[RunSnapshot] = []
     snapshot = RunSnapshot(
         phase="rl", version=2, last_step=5, num_supervised_steps=0, elapsed_s=1.0, waiting_for="the policy"
     )
 
     def heard() -> bool:
-        desk.hub.publish(msgspec.msgpack.encode(snapshot))
+        harness.hub.publish(msgspec.msgpack.encode(snapshot))
         latest = watch.latest(0.05)
         seen.extend([] if latest is None else [latest])
         return bool(seen)
 
     try:
-        desk.poll_until(heard)
+        harness.poll_until(heard)
         assert seen == [snapshot]
     finally:
         watch.close()
 
 
-def test_a_replica_that_leaves_is_told_before_its_connection_is(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys):
-        desk.admit("rollout-0")
-    desk.lost("rollout-0")
-    kinds = [type(happened.message) for happened in desk.heard if not isinstance(happened, PeerDisconnected)]
+def test_leave_is_delivered_before_the_disconnect(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys):
+        harness.welcome("rollout-0")
+    harness.wait_disconnected("rollout-0")
+    kinds = [type(happened.message) for happened in harness.events if not isinstance(happened, PeerDisconnected)]
     assert kinds[-1] is wire.Leave
-    assert isinstance(desk.heard[-1], PeerDisconnected)
+    assert isinstance(harness.events[-1], PeerDisconnected)
 
 
 def test_close_leaves_no_thread(keys: Path) -> None:
     before = set(threading.enumerate())
-    desk = Desk(keys)
-    with calling(desk.hub.address, keys), calling(desk.hub.address, keys, "rollout-1"):
-        desk.admit("rollout-0")
+    harness = HubHarness(keys)
+    with running_link(harness.hub.address, keys), running_link(harness.hub.address, keys, "rollout-1"):
+        harness.welcome("rollout-0")
         assert len(set(threading.enumerate()) - before) == 3, "two links and the authenticator"
-    desk.hub.close()
+    harness.hub.close()
     assert set(threading.enumerate()) == before
 
 
-def test_a_link_that_was_never_started_closes() -> None:
+def test_link_that_was_never_started_closes() -> None:
     hello = wire.Hello(role="reward", host="h", pid=1, num_slots=1)
     link = ControllerLink(LinkSettings(name="reward-0", run=RUN, controller="tcp://127.0.0.1:1", key=None), hello)
     link.close("never mind")
     assert link.receive(0.0) is None
 
 
-def test_releases_wait_for_each_other_and_for_nobody_else(desk: Desk, keys: Path) -> None:
+def test_releases_to_one_peer_are_batched(harness: HubHarness, keys: Path) -> None:
     leases = tuple(f"score:{n}:0" for n in range(3))
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
         for lease in leases:
-            desk.hub.send("rollout-0", score(lease))
+            harness.hub.send("rollout-0", score(lease))
             received(link, ReceivedCommand)
         for lease in leases:
-            desk.hub.release("rollout-0", (lease,))
-        desk.next(wire.Heartbeat)  # a hub has no thread: it is polled, as a controller does for ever
-        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1].leases == ())
+            harness.hub.release("rollout-0", (lease,))
+        harness.next(wire.Heartbeat)  # a hub has no thread: it is polled, as a controller does for ever
+        harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == ())
         assert received(link, CancelledLeases).leases == leases, "in one message"
 
 
-def test_who_is_told_to_go_has_heard_before_what_was_released(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys, "reward-0", buffers=()) as link:
-        desk.admit("reward-0")
-        desk.hub.send("reward-0", wire.ScoreGroup(lease="score:1:0", prompt=wire.Prompt(id="p"), completions=()))
+def test_pending_releases_are_sent_before_drain(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys, "reward-0", buffers=()) as link:
+        harness.welcome("reward-0")
+        harness.hub.send("reward-0", wire.ScoreGroup(lease="score:1:0", prompt=wire.Prompt(id="p"), completions=()))
         received(link, ReceivedCommand)
-        desk.hub.release("reward-0", ("score:1:0",))
-        desk.hub.send("reward-0", wire.Drain(reason="the run is over"))
+        harness.hub.release("reward-0", ("score:1:0",))
+        harness.hub.send("reward-0", wire.Drain(reason="the run is over"))
         assert received(link, CancelledLeases).leases == ("score:1:0",)
         assert received(link, LinkClosed).reason == "the run is over"
 
 
-def test_nothing_is_released_to_who_has_left(desk: Desk, keys: Path) -> None:
+def test_no_release_is_sent_after_leave(harness: HubHarness, keys: Path) -> None:
     leases = tuple(f"score:{i}:0" for i in range(MAX_RELEASES))
-    with socket_of(desk.hub.address, keys) as socket:  # a link would close its connection, and who is first then?
+    with socket_of(harness.hub.address, keys) as socket:  # a link would close its connection, and who is first then?
         socket.send_multipart(codec.pack(envelope(seq=1), wire.Hello(role="rollout", host="h", pid=1, num_slots=1)))
         socket.send_multipart(codec.pack(envelope(seq=2), wire.Leave(reason="it was told to go")))
-        desk.next(wire.Leave, "rollout-1")
-        desk.hub.release("rollout-1", leases)
-        desk.hub.send("rollout-1", wire.Drain(reason="this is heard first"))
+        harness.next(wire.Leave, "rollout-1")
+        harness.hub.release("rollout-1", leases)
+        harness.hub.send("rollout-1", wire.Drain(reason="this is heard first"))
         assert socket.poll(20_000)
         assert isinstance(codec.unpack_down(socket.recv_multipart()), wire.Drain)
-    desk.lost("rollout-1")
-    desk.hub.release("rollout-1", leases)
-    assert desk.hub.num_unsent == 0
+    harness.wait_disconnected("rollout-1")
+    harness.hub.release("rollout-1", leases)
+    assert harness.hub.num_unsent == 0
 
 
-def test_a_poll_that_waits_is_woken(desk: Desk) -> None:
-    threading.Timer(0.2, desk.hub.wake).start()
-    assert desk.hub.poll(3600.0) == []
+def test_wake_ends_a_waiting_poll(harness: HubHarness) -> None:
+    threading.Timer(0.2, harness.hub.wake).start()
+    assert harness.hub.poll(3600.0) == []
 
 
-def test_a_lease_that_is_granted_again_is_not_forgotten_by_an_old_release(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        desk.hub.send("rollout-0", score("score:1:0"))
+def test_release_is_sent_before_the_lease_is_granted_again(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", score("score:1:0"))
         received(link, ReceivedCommand)
-        desk.hub.release("rollout-0", ("score:1:0",))
-        desk.hub.send("rollout-0", score("score:1:0"))
+        harness.hub.release("rollout-0", ("score:1:0",))
+        harness.hub.send("rollout-0", score("score:1:0"))
         assert received(link, CancelledLeases).leases == ("score:1:0",)
         assert received(link, ReceivedCommand).message == score("score:1:0")
         assert link.work("score:1:0")
 
 
-def test_a_wait_ends_when_woken_and_when_something_is_put(desk: Desk, keys: Path) -> None:
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
+def test_receive_ends_on_wake_and_on_put(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
         for event in (1, 2):
             threading.Timer(0.05, link.put, (event,)).start()
             assert link.receive(20.0) == event
@@ -307,47 +310,49 @@ def test_a_wait_ends_when_woken_and_when_something_is_put(desk: Desk, keys: Path
         assert link.receive(0.0) is None
 
 
-def test_a_keeper_that_fails_fails_who_receives(desk: Desk, keys: Path) -> None:
+def test_receive_raises_the_error_of_the_heartbeat_thread(harness: HubHarness, keys: Path) -> None:
     """Without its heartbeats the controller takes this replica for lost, and nobody here would know."""
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
         link.report(gauges={"tokens_per_s": object()})  # type: ignore[dict-item]
         with pytest.raises(TypeError, match="Encoding objects of type object is unsupported"):
             link.receive(20.0)
 
 
-def test_who_waits_on_the_descriptors_misses_nothing(desk: Desk, keys: Path) -> None:
+def test_polling_the_descriptors_misses_no_command(harness: HubHarness, keys: Path) -> None:
     """The keeper's own sends swallow the news of the descriptor; it must wake the waiting thread itself."""
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0", heartbeat_s=0.002)
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0", heartbeat_s=0.002)
         poller = select.poll()
         for descriptor in link.descriptors:
             poller.register(descriptor, select.POLLIN)
         for number in range(300):
             while link.receive(0.0) is not None:
                 pass
-            desk.hub.send("rollout-0", score(f"score:{number}:0"))
+            harness.hub.send("rollout-0", score(f"score:{number}:0"))
             delivered = None
             while delivered is None:
                 assert poller.poll(20_000), f"command {number} lies there, and nobody says so"
                 delivered = link.receive(0.0)
             link.answer(f"score:{number}:0", generated(f"score:{number}:0"))
-            desk.heard += desk.hub.poll(0.0)
+            harness.events += harness.hub.poll(0.0)
 
 
-def test_more_than_a_burst_arrives_once_and_in_order(desk: Desk, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_a_burst_arrives_once_and_in_order(
+    harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What lies in the socket behind a burst is announced by nobody: the working thread must look for it itself."""
     monkeypatch.setattr(link_module, "LOOK_EVERY_S", 60.0)  # the keeper, which would find it too, is slow
     num = 3 * link_module.BURST + 1
     leases = [f"score:{number}:0" for number in range(num)]
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        desk.hub.send("rollout-0", wire.Welcome(heartbeat_s=60.0, lease_s=10.0))
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", wire.Welcome(heartbeat_s=60.0, lease_s=10.0))
         poller = select.poll()
         for descriptor in link.descriptors:
             poller.register(descriptor, select.POLLIN)
         for lease in [*leases, *leases]:
-            desk.hub.send("rollout-0", score(lease))
+            harness.hub.send("rollout-0", score(lease))
         delivered: list[str] = []
         while len(delivered) < num:
             assert poller.poll(20_000), f"only {len(delivered)} of {num} commands were announced"
@@ -357,24 +362,24 @@ def test_more_than_a_burst_arrives_once_and_in_order(desk: Desk, keys: Path, mon
         assert delivered == leases, "each once, in the order in which they were sent"
         unanswered = set(leases)
         while unanswered:
-            unanswered.discard(desk.next(wire.GroupGenerated)[1].lease)
+            unanswered.discard(harness.next(wire.GroupGenerated)[1].lease)
 
 
-def test_who_introduces_itself_anew_says_so_first_and_until_it_is_heard(desk: Desk, keys: Path) -> None:
+def test_rejoin_sends_hello_first_and_until_it_is_welcomed(harness: HubHarness, keys: Path) -> None:
     """Else a controller that is slow takes one that fell asleep for one that is awake."""
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
-        desk.hub.send("rollout-0", score("score:1:0"))
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", score("score:1:0"))
         received(link, ReceivedCommand)
-        beat, _ = desk.next(wire.Heartbeat)
+        beat, _ = harness.next(wire.Heartbeat)
         prefix, welcome = f"rollout-0/{beat.envelope.incarnation}/", wire.Welcome(heartbeat_s=0.05, lease_s=10.0)
-        link.introduce()
+        link.rejoin()
         link.answer("score:1:0", generated("score:1:0"))
-        anew, _ = desk.next(wire.Hello)
-        desk.next(wire.GroupGenerated)
-        desk.hub.send("rollout-0", welcome, cause=f"{prefix}{beat.envelope.seq}")
+        anew, _ = harness.next(wire.Hello)
+        harness.next(wire.GroupGenerated)
+        harness.hub.send("rollout-0", welcome, cause=f"{prefix}{beat.envelope.seq}")
         for _ in range(2):
-            again, _ = desk.next(wire.Hello)
+            again, _ = harness.next(wire.Hello)
         assert again.envelope.seq > anew.envelope.seq
-        desk.hub.send("rollout-0", welcome, cause=f"{prefix}{anew.envelope.seq}")
-        desk.next(wire.Heartbeat)
+        harness.hub.send("rollout-0", welcome, cause=f"{prefix}{anew.envelope.seq}")
+        harness.next(wire.Heartbeat)

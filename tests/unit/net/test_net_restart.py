@@ -1,4 +1,4 @@
-"""A controller that is killed and comes back at its port: replicas find it, and nothing that they did is lost."""
+"""A controller that is killed and restarted at its port: replicas reconnect, and no result is lost."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from typing import Any
 
 import pytest
 import zmq
-from hub_harness import DEADLINE_S, RUN, Desk, calling, envelope, generated, received, score
+from hub_harness import DEADLINE_S, RUN, HubHarness, envelope, generated, received, running_link, score
 from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.common.errors import ConfigError, UnreachableError
 from starling.common.net import dealer as dealer_module
-from starling.common.net.link import ReceivedCommand
+from starling.common.net.link import ReceivedCommand, aged
 from starling.common.net.operator import OperatorClient
-from starling.common.net.reported_state import aged
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 
@@ -85,9 +84,9 @@ def hub_process(keys: Path, address: str, incarnation: int, *leases: str) -> Ite
         process.stdout.close()
 
 
-def test_what_was_done_while_the_controller_was_dead_is_settled_once(keys: Path) -> None:
+def test_results_made_while_the_controller_was_dead_are_settled_once(keys: Path) -> None:
     leases = ("generate:t1:1.1", "generate:t2:1.2")
-    with hub_process(keys, "tcp://127.0.0.1:0", 1, *leases) as (first, address), calling(address, keys) as link:
+    with hub_process(keys, "tcp://127.0.0.1:0", 1, *leases) as (first, address), running_link(address, keys) as link:
         assert [received(link, ReceivedCommand).message.lease for _ in leases] == list(leases)
         link.report(version=5)
         first.kill()
@@ -105,9 +104,9 @@ def test_what_was_done_while_the_controller_was_dead_is_settled_once(keys: Path)
             assert second.settled() == list(leases)
 
 
-def test_results_wait_in_the_book_and_nothing_waits_in_the_socket(keys: Path) -> None:
+def test_results_wait_in_the_lease_table_and_not_in_the_socket(keys: Path) -> None:
     lease = "generate:t1:1.1"
-    with hub_process(keys, "tcp://127.0.0.1:0", 1, lease) as (first, address), calling(address, keys) as link:
+    with hub_process(keys, "tcp://127.0.0.1:0", 1, lease) as (first, address), running_link(address, keys) as link:
         assert received(link, ReceivedCommand).message.lease == lease
         first.kill()
         deadline = time.monotonic() + DEADLINE_S
@@ -126,7 +125,7 @@ def test_results_wait_in_the_book_and_nothing_waits_in_the_socket(keys: Path) ->
             assert heard.count("GroupGenerated") == 1
 
 
-def test_an_operator_is_answered_by_whoever_is_there(keys: Path) -> None:
+def test_operator_is_answered_by_a_restarted_controller(keys: Path) -> None:
     key = keys / "operator-0.json"
     with hub_process(keys, "tcp://127.0.0.1:0", 1) as (first, address), OperatorClient(address, key, RUN) as line:
         assert line.ask(wire.QueryRun(request="a", about="status"), DEADLINE_S).text == "incarnation 1"
@@ -135,7 +134,7 @@ def test_an_operator_is_answered_by_whoever_is_there(keys: Path) -> None:
             assert line.ask(wire.QueryRun(request="b", about="why"), DEADLINE_S).text == "incarnation 2"
 
 
-def test_a_link_listens_to_the_newest_controller_only() -> None:
+def test_link_accepts_the_newest_controller_only() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
@@ -150,7 +149,7 @@ def test_a_link_listens_to_the_newest_controller_only() -> None:
             pass
 
     try:
-        with calling(f"tcp://127.0.0.1:{port}", None, buffers=()) as link:
+        with running_link(f"tcp://127.0.0.1:{port}", None, buffers=()) as link:
             route = router.recv_multipart()[0]
             say(5, wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
             hear(wire.Heartbeat)
@@ -170,32 +169,32 @@ def test_a_link_listens_to_the_newest_controller_only() -> None:
         context.term()
 
 
-def test_heartbeats_tell_what_is_offered_and_waited_for(desk: Desk, keys: Path) -> None:
+def test_heartbeat_reports_offers_and_waits(harness: HubHarness, keys: Path) -> None:
     wait = wire.Wait(what="buckets of version 7", on="policy-0", since_s=1.0, seconds_left=30.0)
-    with calling(desk.hub.address, keys) as link:
-        desk.admit("rollout-0")
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
         link.report(version=6, offered=6, waits=(wait,))
         beats: list[wire.Heartbeat] = []
 
         def told() -> bool:
-            beats.append(desk.next(wire.Heartbeat)[1])
+            beats.append(harness.next(wire.Heartbeat)[1])
             return bool(beats[-1].waits) and beats[-1].waits[0].since_s > beats[0].waits[0].since_s
 
-        desk.poll_until(lambda: bool(desk.next(wire.Heartbeat)[1].waits))
-        desk.poll_until(told)
+        harness.poll_until(lambda: bool(harness.next(wire.Heartbeat)[1].waits))
+        harness.poll_until(told)
         assert (beats[-1].version, beats[-1].offered, beats[-1].waits[0].what) == (6, 6, wait.what)
         link.report(waits=())
-        desk.poll_until(lambda: desk.next(wire.Heartbeat)[1] == wire.Heartbeat(version=6, offered=6))
+        harness.poll_until(lambda: harness.next(wire.Heartbeat)[1] == wire.Heartbeat(version=6, offered=6))
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e6))
-def test_a_wait_grows_older_and_its_end_comes_nearer(since_s: float, seconds_left: float, elapsed_s: float) -> None:
+def test_aged_moves_a_wait_toward_its_deadline(since_s: float, seconds_left: float, elapsed_s: float) -> None:
     (wait,) = aged((wire.Wait(what="w", on="o", since_s=since_s, seconds_left=seconds_left),), elapsed_s)
     assert wait.since_s == since_s + elapsed_s
     assert 0.0 <= wait.seconds_left <= seconds_left
 
 
-def test_a_fleet_does_not_come_back_in_step() -> None:
+def test_reconnect_delays_differ_between_replicas() -> None:
     drawn = set()
     for _ in range(10):
         line = dealer_module.Dealer("tcp://127.0.0.1:1", "rollout-0", None)
@@ -205,7 +204,7 @@ def test_a_fleet_does_not_come_back_in_step() -> None:
     assert all(least < most for least, most in drawn), "and calls less and less often"
 
 
-def test_an_operator_without_an_answer_is_told_in_one_sentence(keys: Path) -> None:
+def test_operator_without_a_reply_gets_one_sentence(keys: Path) -> None:
     with (
         OperatorClient("tcp://127.0.0.1:1", keys / "operator-0.json", RUN) as line,
         pytest.raises(UnreachableError, match=r"1 cannot be reached by operator-0 \(no answer for 0\.3 s\); check the"),

@@ -1,1 +1,1 @@
-"""What every Starling service shares: ids, errors, settings, the wire and the network."""
+"""Shared by all services: ids, errors, settings, wire and network."""

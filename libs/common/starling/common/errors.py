@@ -1,9 +1,9 @@
-"""The errors of Starling.
+"""Exception hierarchy of Starling.
 
     StarlingError
     ├── ConfigError      a setting, recipe, dataset or model folder that cannot be used (also a ValueError)
-    ├── WireError        a frame that is not one of ours: counted and dropped, never fatal
-    ├── RefusedError     the controller will not have this replica (wrong key, wrong run, wrong protocol version)
+    ├── WireError        a frame that is not a valid message: counted and dropped, never fatal
+    ├── RefusedError     the controller refuses this replica (wrong key, wrong run, wrong protocol version)
     ├── UnreachableError a peer did not answer within a deadline
     └── WeightsError     weights could not be published, read, or proven
 
@@ -16,7 +16,7 @@ from typing import Literal
 
 
 class StarlingError(Exception):
-    """Anything that Starling itself reports; its text is meant for the user."""
+    """Any error that Starling itself reports; its text is meant for the user."""
 
 
 class ConfigError(StarlingError, ValueError):
@@ -24,10 +24,10 @@ class ConfigError(StarlingError, ValueError):
 
 
 class WireError(StarlingError):
-    """A frame that is not one of ours: too large, not MessagePack, an unknown message, another run or protocol.
+    """A frame that is not a valid message: too large, not MessagePack, an unknown tag, another run or protocol.
 
-    Or one of ours that its sender may not send, or not so often.
-    `kind` is one of few words by which such frames are counted; the text may hold what the sender chose.
+    Or a message that its sender may not send, or not at this rate. `kind` is the label under which such frames are
+    counted; the text may contain data of the sender.
     """
 
     def __init__(

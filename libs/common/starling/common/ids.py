@@ -1,7 +1,7 @@
-"""Names and numbers that travel between services, and how they are written.
+"""Roles, lease ids and other names that travel between services.
 
-A *lease* is one piece of work handed to one replica. Its id says what the work is, which object it concerns and
-which attempt this is, so that a late answer to an earlier attempt can never be taken for the present one.
+A *lease* is one unit of work assigned to one replica. Its id names the kind of work, its subject and the attempt, so
+that a late answer to an earlier attempt can never count as an answer to the present one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Final, Literal
 
 Role = Literal["controller", "policy", "rollout", "reward", "teacher", "operator"]
 Objective = Literal["sft", "dpo", "reward_model"]
-"""What a step of examples teaches."""
+"""Training objective of steps on supervised examples."""
 Activity = Literal["rl", "replay", "generate", "evaluate", "infer", "serve"]
-"""What a run does with groups."""
+"""What a run does with its groups."""
 Purpose = Literal["train", "evaluate"]
 LeaseKind = Literal[
     "generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save", "sleep", "wake",
@@ -24,21 +24,21 @@ LEASE_KINDS: Final[tuple[LeaseKind, ...]] = (
 
 
 def lease_id(kind: LeaseKind, subject: int | str, incarnation: int, number: int) -> str:
-    """Write the id of the lease that the controller's `incarnation` gave out as its `number`-th.
+    """Return the id of lease `number` of the controller's `incarnation`.
 
-    For example ``generate:t17:2.41``: no two leases of a run have the same id, whatever crashed in between.
+    For example ``generate:t17:2.41``: no two leases of a run have the same id, even after a crash.
     """
     return f"{kind}:{subject}:{incarnation}.{number}"
 
 
 def lease_incarnation(lease: str) -> int:
-    """Return which incarnation of the controller gave out `lease`; -1 when it is not an id of ours."""
+    """Return the incarnation of the controller that granted `lease`; -1 if it is not a lease id."""
     text = lease.rpartition(":")[2].partition(".")[0]
     return int(text) if text.isascii() and text.isdigit() else -1
 
 
 def lease_order(lease: str) -> tuple[int, int]:
-    """Return what is greater for each lease than for all that were given out before it; (-1, -1) for no id of ours."""
+    """Return a key that sorts leases in the order in which they were granted; (-1, -1) if it is not a lease id."""
     incarnation, _, number = lease.rpartition(":")[2].partition(".")
     if not all(part.isascii() and part.isdigit() for part in (incarnation, number)):
         return -1, -1
@@ -46,7 +46,7 @@ def lease_order(lease: str) -> tuple[int, int]:
 
 
 def lease_kind(lease: str) -> LeaseKind | None:
-    """Return what kind of work `lease` names, or None when it is not an id of ours."""
+    """Return the kind of work of `lease`, or None if it is not a lease id."""
     kind = lease.partition(":")[0]
     for known in LEASE_KINDS:
         if kind == known:
@@ -55,5 +55,5 @@ def lease_kind(lease: str) -> LeaseKind | None:
 
 
 def lease_subject(lease: str) -> str:
-    """Return what an id of ours is about: ``t17`` for ``generate:t17:2.41``."""
+    """Return the subject of a lease id: ``t17`` for ``generate:t17:2.41``."""
     return lease.split(":")[1]

@@ -1,8 +1,8 @@
-"""What a replica holds: pure bookkeeping that makes at-least-once delivery idempotent.
+"""Leases of a replica: bookkeeping that makes at-least-once delivery idempotent. Pure.
 
-A lease is queued when its command arrives, working once somebody took it up, and answered when its result is known.
-The result stays here, and is sent again from time to time, until the controller releases the lease. A command that
-arrives a second time is therefore never done a second time.
+A lease is queued when its command arrives, working when its work begins, and answered when its result is known. The
+result is kept, and resent periodically, until the controller releases the lease. A command that arrives twice is
+therefore executed once.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class LeaseTable:
     """The leases of one replica."""
 
     resend_s: float
-    """An answer that was not released for so long is sent again."""
+    """An answer that is not released within this time is resent."""
     _entries: dict[str, _Entry] = field(default_factory=dict)
 
     def grant(self, lease: str) -> bool:
-        """Note a command. Returns False when the lease is already held: the command is a repetition."""
+        """Add the lease of a command. Returns False if it is already held: the command is a duplicate."""
         if lease in self._entries:
             return False
         self._entries[lease] = _Entry()
         return True
 
     def work(self, lease: str) -> bool:
-        """Mark a lease as taken up. Returns False when it has been released meanwhile."""
+        """Mark a lease as being worked on. Returns False if it has been released meanwhile."""
         entry = self._entries.get(lease)
         if entry is None:
             return False
@@ -48,13 +48,13 @@ class LeaseTable:
         return True
 
     def advance(self, lease: str, progress: LeaseProgress) -> None:
-        """Note how far the work on a lease has come; what is answered or released has no progress any more."""
+        """Set the progress of the work on a lease; an answered or released lease has none."""
         entry = self._entries.get(lease)
         if entry is not None and entry.phase == "working":
             entry.progress = progress
 
     def answer(self, lease: str, message: Up, buffers: tuple[bytes, ...], now: float) -> bool:
-        """Keep a result until it is released. Returns False when nobody wants it any more."""
+        """Keep a result until its lease is released. Returns False if that has happened already."""
         entry = self._entries.get(lease)
         if entry is None:
             return False
@@ -63,21 +63,21 @@ class LeaseTable:
         return True
 
     def release(self, leases: tuple[str, ...]) -> list[str]:
-        """Forget leases. Returns those whose work had not been answered, so that it can be given up."""
+        """Forget leases. Returns those that were not answered, so that their work can be cancelled."""
         dropped = [(lease, self._entries.pop(lease)) for lease in leases if lease in self._entries]
         return [lease for lease, entry in dropped if entry.phase != "answered"]
 
     def due(self, now: float) -> list[tuple[Up, tuple[bytes, ...]]]:
-        """Return the answers that are to be sent again now."""
-        again = []
+        """Return the answers that must be resent now."""
+        answers = []
         for entry in self._entries.values():
             if entry.answer is not None and now - entry.sent_at >= self.resend_s:
                 entry.sent_at = now
-                again.append((entry.answer, entry.buffers))
-        return again
+                answers.append((entry.answer, entry.buffers))
+        return answers
 
     def resend(self, lease: str) -> None:
-        """Make the answer of `lease`, if there is one, due at once: its command came again."""
+        """Make the answer of `lease`, if there is one, due at once: its command arrived again."""
         entry = self._entries.get(lease)
         if entry is not None:
             entry.sent_at = float("-inf")

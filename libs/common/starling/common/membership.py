@@ -1,11 +1,11 @@
-"""How long a replica may take itself for a member, by its own clock: what shared devices are fenced with.
+"""Membership lease: how long a replica may use devices that it shares, by its own clock.
 
-    controller:   heard ──── lease_s ────> lost ──── (n * lease_s) ────> others may have its devices
-    replica:    said ──── lease_s ────> asleep by itself ── ((n - 1 1/4) * lease_s) ──> its process is ended
+    controller:   received ── lease_s ──> lost ──── (n * lease_s) ────> others may have its devices
+    replica:    sent ──── lease_s ────> asleep by itself ── ((n - 1 1/4) * lease_s) ──> its process exits
 
-The controller's clock begins when it hears a replica; the replica's began before, when it *said* what was answered
-last. So whoever is lost knows of it no later than the controller, however long the answer was on its way, by clocks
-that need only run equally fast.
+The controller's clock starts when it receives a message; the replica's started before, when it *sent* the message that
+was answered last. So a lost replica knows it no later than the controller, however long the answer was delayed, with
+clocks that need only run at the same rate.
 """
 
 from __future__ import annotations
@@ -17,66 +17,66 @@ from starling.common.leases import LeaseTable
 from starling.common.wire.messages import Welcome
 
 DEVICE_GRACE_LEASES: Final[dict[Role, int]] = {"rollout": 2, "policy": 30}
-"""For so many leases the devices of a replica that was lost awake are left to it. A rollout can break off what it does.
-A step cannot be broken off, and to make it again costs more than to wait."""
+"""For so many lease periods a replica that was lost awake keeps its devices. A rollout can interrupt its work. A step
+cannot be interrupted, and repeating it costs more than waiting."""
 MARGIN: Final = 0.25
-"""Leases within which a process that ends has given its devices back."""
+"""Lease periods within which an exiting process has released its devices."""
 MAX_UNANSWERED: Final = 64
 MAX_SEQ: Final = 1 << 63
-"""Number of what was not said by this replica: an answer to nothing in particular."""
+"""Sequence number that no message of this replica has: of an answer that names none."""
 
 
 class MembershipLease:
-    """What one replica knows of its membership."""
+    """Membership of one replica, as it knows from the controller's answers."""
 
     def __init__(self, sender: str) -> None:
-        """`sender`: what the ids of its messages begin with, ``<name>/<incarnation>/``."""
+        """`sender`: prefix of its message ids, ``<name>/<incarnation>/``."""
         self._sender = sender
-        self._said: dict[int, float] = {}
-        """When it said each message that the controller answers and has not answered yet, by their numbers."""
+        self._sent: dict[int, float] = {}
+        """When each message that the controller answers, and has not answered yet, was sent; by sequence number."""
         self._lease_s = 0.0
         self._until = float("-inf")
         self.shares_devices = False
-        """Whether the controller has said that others have its devices by turns."""
+        """Whether, by the controller's last welcome, other replicas use its devices in turn with it."""
 
-    def says(self, seq: int, now: float) -> None:
-        """It says message number `seq`, a hello or a heartbeat."""
-        self._said[seq] = now
-        if len(self._said) > MAX_UNANSWERED:
-            del self._said[next(iter(self._said))]
+    def sent(self, seq: int, now: float) -> None:
+        """Record that message number `seq`, a hello or a heartbeat, is sent."""
+        self._sent[seq] = now
+        if len(self._sent) > MAX_UNANSWERED:
+            del self._sent[next(iter(self._sent))]
 
-    def answered(self, cause: str, welcome: Welcome, book: LeaseTable, now: float) -> int:
-        """The controller answers what `cause` names: this replica is a member for a while. Returns its number.
+    def welcomed(self, cause: str, welcome: Welcome, leases: LeaseTable, now: float) -> int:
+        """Extend the lease by the controller's answer to the message `cause`. Returns its sequence number.
 
-        Had it lost the controller before, it may have become the turn of others since, and it may have fallen asleep.
-        So an order to wake that came before this, and is not being carried out, is dropped from `book`, also if it was
-        answered: it is not awake by that order any more. If it is still meant it is said again.
+        If the lease had expired, other replicas may have used the devices since, and this one may have fallen asleep.
+        So a command to wake that came before this, and is not being carried out, is dropped from `leases`, even if it
+        was answered: it no longer holds. If the controller still means it, it sends it again.
         """
-        if not self.holds(now):
-            idle = (held.lease for held in book.held() if held.phase != "working")
-            book.release(tuple(lease for lease in idle if lease_kind(lease) == "wake"))
+        if not self.is_valid(now):
+            idle = (held.lease for held in leases.held() if held.phase != "working")
+            leases.release(tuple(lease for lease in idle if lease_kind(lease) == "wake"))
         self._lease_s, self.shares_devices = welcome.lease_s, welcome.shares_devices
         if self._until == float("-inf"):
-            # What it loaded at its start is nothing that anybody waits for, however long its first words lay unread.
+            # No other replica waits for the devices that it loaded at its start, however late its first hello was read.
             self._until = now
         text = cause.removeprefix(self._sender)
         if not text.isdecimal():
             return MAX_SEQ
         number = int(text)
-        said_at = self._said.get(number)
-        if said_at is not None:
-            self._until = max(self._until, said_at + self._lease_s)
-            self._said = {seq: at for seq, at in self._said.items() if seq > number}
+        sent_at = self._sent.get(number)
+        if sent_at is not None:
+            self._until = max(self._until, sent_at + self._lease_s)
+            self._sent = {seq: at for seq, at in self._sent.items() if seq > number}
         return number
 
-    def holds(self, now: float) -> bool:
-        """Say whether it may have devices that it shares; those that it does not share it has for good."""
+    def is_valid(self, now: float) -> bool:
+        """Whether it may have devices that it shares; it always keeps those that it does not share."""
         return not self.shares_devices or now <= self._until
 
     def forbids(self, lease: str, now: float) -> bool:
-        """Say whether `lease` is an order to wake, of which it cannot know whether it is still meant."""
-        return lease_kind(lease) == "wake" and not self.holds(now)
+        """Whether `lease` is a command to wake that may be out of date, because the membership lease has expired."""
+        return lease_kind(lease) == "wake" and not self.is_valid(now)
 
-    def is_over(self, role: Role, now: float) -> bool:
-        """Say whether a replica of `role` that still has its devices must end, so as to have none."""
+    def must_exit(self, role: Role, now: float) -> bool:
+        """Whether a replica of `role` that still has its devices must exit, to release them."""
         return self.shares_devices and now > self._until + (DEVICE_GRACE_LEASES[role] - 1 - MARGIN) * self._lease_s

@@ -193,7 +193,7 @@ def serve(
         settings = load(schema, arguments.configs, arguments.flags, others=SECTIONS)
         stop.install()
         try:
-            with without_collection(), nullcontext() if role == "controller" else stop.breaking_off():
+            with without_collection(), nullcontext() if role == "controller" else stop.interruptible():
                 shell = make_shell(settings, arguments)
         except StopRequested:
             log.info("stopped_before_ready", signal=stop.name)

@@ -1,4 +1,4 @@
-"""An end to a wait on descriptors, from any thread, whenever it comes."""
+"""Wakeup of a thread that polls descriptors, from any other thread."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import threading
 
 
 class Wakeup:
-    """An eventfd to register with a poller beside what is waited for.
+    """An eventfd that is registered with a poller together with the other descriptors.
 
-    Other threads may `set` it while its owner closes it: a bare descriptor would then be closed already, or be another
-    file's by that time.
+    Other threads may `set` it while its owner closes it: the number of a bare descriptor could then belong to another
+    file.
     """
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt who holds it
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its holder
 
     def fileno(self) -> int:
-        """Return the descriptor, which is readable once it was `set`; -1 after `close`."""
+        """Return the descriptor, which is readable after `set`; -1 after `close`."""
         return self._descriptor
 
     def set(self) -> None:
-        """End the wait; after `close` there is none. Safe in a signal handler."""
+        """Wake the polling thread; no effect after `close`. Safe in a signal handler."""
         with self._lock:
             if self._descriptor >= 0:
                 os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> bool:
-        """Forget, and return whether it was `set` since the last call."""
+        """Reset it, and return whether it was `set` since the last call."""
         with self._lock:
             if self._descriptor < 0:
                 return False
@@ -39,7 +39,7 @@ class Wakeup:
             return True
 
     def close(self) -> None:
-        """Free the descriptor; nobody may wait on it any more. May be called twice."""
+        """Close the descriptor, on which no thread may wait any longer. May be called twice."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor >= 0:

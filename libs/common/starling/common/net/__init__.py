@@ -1,1 +1,1 @@
-"""ZeroMQ sockets that speak the wire: ROUTER at the controller, DEALER at every replica, CURVE on both."""
+"""ZeroMQ sockets for the wire: ROUTER at the controller, DEALER at every replica, CURVE on both."""

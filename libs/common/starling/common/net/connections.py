@@ -1,7 +1,7 @@
-"""Who is at the other end of each connection of a ROUTER, and how to cut one: ZeroMQ has no call for that.
+"""Peers of a ROUTER by connection, and closing a single connection: ZeroMQ has no call for that.
 
-A descriptor may be closed, and its number be given to another connection, at any moment: that happens in ZeroMQ's own
-threads. A copy stays what it is, so whoever is to be cut off is known again by their address.
+ZeroMQ's own threads may close a descriptor, and reuse its number for another connection, at any moment. A duplicate of
+the descriptor stays valid, and the peer's address tells whether it is still the connection that is meant.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from starling.common.net.limits import PeerAllowance, RoleRules
 
 
-def far_end(descriptor: int) -> object | None:
-    """Return the address at the other end of the connection `descriptor`; None when it is no connection any more."""
+def peer_address(descriptor: int) -> object | None:
+    """Return the address of the peer of the connection `descriptor`; None if it is closed."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             address: object = connection.getpeername()
@@ -24,8 +24,8 @@ def far_end(descriptor: int) -> object | None:
         return None
 
 
-def cut(descriptor: int, address: object | None) -> bool:
-    """Shut the connection `descriptor` down, if `address` is still at its other end; ZeroMQ then closes it."""
+def close_connection(descriptor: int, address: object | None) -> bool:
+    """Shut the connection `descriptor` down, if its peer still has `address`; ZeroMQ then closes it."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if address is None or connection.getpeername() != address:
@@ -38,44 +38,44 @@ def cut(descriptor: int, address: object | None) -> bool:
 
 @dataclass(slots=True, eq=False)
 class PeerConnection:
-    """Whoever has said something valid, and the connection over which they did last."""
+    """A peer that has sent a valid message, and the connection that it used last."""
 
     name: str
     route: bytes
-    """What ROUTER calls the connection."""
+    """Routing id of the connection."""
     incarnation: int
     key: str
-    """Of the connection; empty without CURVE."""
+    """Public key of the connection; empty without CURVE."""
     descriptor: int
     rules: RoleRules
     allowance: PeerAllowance
     address: object | None = None
     seq_out: int = 0
     num_missed: int = 0
-    """Messages that could not be sent, because it did not read."""
+    """Messages that could not be sent because it did not read."""
     has_left: bool = False
-    """It has said farewell, and forgotten its leases."""
-    complain_at: float = float("-inf")
-    """When the log may say so again, in monotonic seconds."""
+    """It has sent `Leave`, and forgotten its leases."""
+    warn_at: float = float("-inf")
+    """When the next warning about it may be logged, in monotonic seconds."""
 
 
 class PeerConnections:
-    """The peers by name and by connection. One name has one connection, and one connection one name."""
+    """Peers by name and by connection. Each name has one connection, and each connection one name."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, PeerConnection] = {}
         self.by_route: dict[bytes, PeerConnection] = {}
 
-    def remember(self, peer: PeerConnection) -> None:
-        """Note a peer, in place of the one that had its name or its connection."""
+    def add(self, peer: PeerConnection) -> None:
+        """Add a peer, in place of the one that had its name or its connection."""
         for before in (self.by_name.get(peer.name), self.by_route.get(peer.route)):
             if before is not None:
-                self.forget(before.name, before.route)
-        peer.address = far_end(peer.descriptor)
+                self.remove(before.name, before.route)
+        peer.address = peer_address(peer.descriptor)
         self.by_name[peer.name] = self.by_route[peer.route] = peer
 
-    def forget(self, name: str, route: bytes) -> bool:
-        """Forget a peer. Returns False when it has come back over another connection meanwhile."""
+    def remove(self, name: str, route: bytes) -> bool:
+        """Remove a peer. Returns False if it has reconnected meanwhile."""
         peer = self.by_name.get(name)
         if peer is None or peer.route != route:
             return False
@@ -83,15 +83,15 @@ class PeerConnections:
         self.by_route.pop(route, None)
         return True
 
-    def on(self, descriptors: Container[int]) -> list[PeerConnection]:
+    def with_descriptors(self, descriptors: Container[int]) -> list[PeerConnection]:
         """Return the peers whose connection has one of these descriptors."""
         return [peer for peer in self.by_name.values() if peer.descriptor in descriptors]
 
-    def cut(self, name: str, descriptor: int) -> None:
-        """Cut the connection with `descriptor`, unless it is another's than `name`'s by now."""
-        holders = self.on((descriptor,))
-        if not holders:  # somebody who has said nothing valid yet
-            cut(descriptor, far_end(descriptor))
+    def close(self, name: str, descriptor: int) -> None:
+        """Close the connection `descriptor`, unless it belongs to another peer than `name` by now."""
+        holders = self.with_descriptors((descriptor,))
+        if not holders:  # a peer that has sent no valid message yet
+            close_connection(descriptor, peer_address(descriptor))
         for peer in holders:
             if peer.name == name:
-                cut(descriptor, peer.address)
+                close_connection(descriptor, peer.address)

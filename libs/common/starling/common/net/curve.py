@@ -1,8 +1,8 @@
-"""CURVE keys of a run: one pair per service, and the allow-list by which the controller knows them.
+"""CURVE keys of a run: one pair per service, and the allow-list of the controller.
 
 A run's `keys/` folder (0700) holds ``<name>.json`` (0600) for each service with its own secret and the controller's
-public key, and `allowed.json` (0600), which maps public keys to the names that may use them. A replica can only be
-who its key says it is.
+public key, and `allowed.json` (0600), which maps public keys to the names that may use them. A replica can use no other
+name than that of its key.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CONTROLLER = "controller"
 ALLOWED = "allowed.json"
 ZAP_DOMAIN = "starling"
 MAX_REFUSALS = 1000
-"""So many unknown keys are logged; whoever tries more of them fills no memory and no disk."""
+"""Most unknown keys that are logged, so that attempts fill neither memory nor disk."""
 
 
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One service's key pair and the public key of the controller that it may talk to."""
+    """One service's key pair and the public key of its controller."""
 
     name: str
     public: str
@@ -36,17 +36,17 @@ class KeyFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllowList:
-    """Public key -> name. ZeroMQ's authenticator asks it, in its own thread, about every connection."""
+    """Public key -> name. ZeroMQ's authenticator calls it, in its own thread, for every connection."""
 
     def __init__(self, names: dict[str, str], folder: Path | None = None) -> None:
-        """Allow `names`; with a `folder` its `allowed.json`, from where they are, is read again when it changes."""
+        """Allow `names`, from the `allowed.json` of `folder`: if given, it is read again when it changes."""
         self.names = names
         self._folder = folder
         self._stamp = self._look()
         self._refused: set[str] = set()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Say whether a client with the public key `key` (Z85) may connect; each refusal is logged once."""
+        """Return whether a client with the public key `key` (Z85) may connect; each refusal is logged once."""
         text = key.decode("ascii")
         if text in self.names:
             return True
@@ -56,9 +56,9 @@ class AllowList:
         return False
 
     def reload(self) -> bool:
-        """Read `allowed.json` again if it has changed. Returns whether anybody is allowed now, or no more, for that.
+        """Read `allowed.json` again if it has changed. Returns whether a key was added or revoked.
 
-        A file that cannot be used changes nothing: nobody loses their connection over a slip of the hand.
+        An invalid file changes nothing: a mistake while editing it must not cut connections.
         """
         stamp = self._look()
         if stamp is None or stamp == self._stamp or self._folder is None:
@@ -83,12 +83,12 @@ class AllowList:
         try:
             found = (self._folder / ALLOWED).stat()
         except OSError:
-            return None  # it is being replaced, or was moved away: what it said last holds
+            return None  # it is being replaced, or was moved away: its last content stays in force
         return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def load_key(path: Path) -> KeyFile:
-    """Read one service's key file. Raises ConfigError when it is missing, open to others, or no key file."""
+    """Read one service's key file. Raises ConfigError if it is missing, readable by others, or malformed."""
     key: KeyFile = read_private(path, KeyFile)
     return key
 
@@ -123,7 +123,7 @@ def connect_with(socket: zmq.Socket[Any], key: KeyFile) -> None:
 
 
 def read_private(path: Path, kind: Any) -> Any:
-    """Read a JSON file that only its owner may read. Raises ConfigError when it is not so, or holds no `kind`."""
+    """Read a JSON file that only its owner may read. Raises ConfigError if others may, or if it is not a `kind`."""
     try:
         mode = path.stat().st_mode
         if mode & 0o077:

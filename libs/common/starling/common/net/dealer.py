@@ -1,10 +1,9 @@
-"""A DEALER that calls the controller, and finds it again: opened, watched and closed.
+"""DEALER socket that connects to the controller and reconnects to it.
 
-When the controller dies, ZeroMQ calls its address again, at first soon and then ever less often. It keeps what is
-still in the socket and sends that to the next controller. Therefore nothing is put into the socket but over a
-connection that stands: only the very first message waits there for one. (ZMQ_IMMEDIATE would seem to be made for
-this; but with it, a connection that closes takes the messages *received* over it along, and there is no telling
-`full` from `away`.)
+When the controller dies, ZeroMQ reconnects to its address with exponential backoff. It keeps the messages that are
+still in the socket and sends them to the next controller. Therefore messages are put into the socket only while it is
+connected; only the very first one waits there for a connection. (ZMQ_IMMEDIATE seems to be made for this; but with it,
+a connection that closes discards the messages *received* over it, and a full queue cannot be told from a lost peer.)
 """
 
 from __future__ import annotations
@@ -22,26 +21,25 @@ from starling.common.net.frames import receive, send
 from starling.common.wire import codec
 
 RECONNECT_MS: Final = (50, 150)
-"""The first wait before the controller is called again; each further one is twice as long.
+"""First delay before a reconnect; each further one is twice as long.
 
-A controller that was killed is back in a second or two, and a connection that broke for no reason at once.
+A killed controller is back in a second or two, and a connection that broke for no reason at once.
 """
 RECONNECT_MAX_MS: Final = (1000, 2000)
-"""The longest wait. It is what a replica loses at most after a controller's death, and 10,000 replicas together knock
-some 7,000 times a second then, which costs a controller that has just come back a second or two of key exchanges.
+"""Longest delay before a reconnect. A replica loses no more than this after a controller's death, and 10,000 replicas
+together make some 7,000 attempts a second then, which costs a restarted controller a second or two of key exchanges.
 
-Each replica draws its own two waits: libzmq (4.3) adds no jitter to waits that grow, and a whole fleet that lost its
-controller at once would otherwise come back in waves.
+Each replica draws its own two delays: libzmq (4.3) adds no jitter to growing delays, and a whole fleet that lost its
+controller at once would otherwise reconnect in waves.
 """
 CONNECT_WITHIN_MS: Final = 5000
-"""An attempt that nobody answers, not even with a refusal, is given up; the kernel alone would try for minutes."""
+"""Timeout of a connection attempt; the kernel alone would try for minutes."""
 PING_MS: Final = 5000
 SILENT_MS: Final = 30_000
-"""ZeroMQ's own threads say a word each `PING_MS`. A connection over which none came for so long is dead, as after a
-network partition or the loss of a machine, and the controller is called anew. Neither a busy nor a stopped process
-is taken for dead so soon."""
+"""ZeroMQ's own threads ping every `PING_MS`. A connection without a ping for `SILENT_MS` is dead, as after a network
+partition or the loss of a machine, and is reopened. Neither a busy nor a stopped process counts as dead so soon."""
 SEND_HIGH_WATER: Final = 1000
-"""Messages that wait for a controller that is connected and does not read."""
+"""Messages that are queued for a controller that is connected and does not read."""
 LINGER_MS: Final = 1000
 
 _EVENTS: Final = (
@@ -53,15 +51,15 @@ _EVENTS: Final = (
 
 
 class Dealer:
-    """One line to one controller. Not thread-safe; its owner sees to that."""
+    """One connection to one controller. Not thread-safe; its owner locks."""
 
     def __init__(self, address: str, name: str, key: curve.KeyFile | None) -> None:
-        """Begin to call `address` as `name`. Raises UnreachableError when that is no address."""
+        """Begin to connect to `address` as `name`. Raises UnreachableError if `address` is malformed."""
         self._address, self._name = address, name
         self.connected = False
-        """Whether there is a connection, as far as anybody has looked."""
-        self._ever = self._anew = self._refused = False
-        self._idle = True  # nothing was ever sent
+        """Whether there is a connection, as of the last event that was read."""
+        self._ever_connected = self._reconnected = self._refused = False
+        self._idle = True  # nothing was sent yet
         self._context: zmq.Context[Any] = zmq.Context()
         self.socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
         self.socket.linger = LINGER_MS
@@ -80,10 +78,10 @@ class Dealer:
             self.close()
             raise UnreachableError(self.unreachable(str(error))) from None
 
-    def look(self) -> bool:
-        """Take in what became of the connection. Returns whether there is a new one since the last look.
+    def reconnected(self) -> bool:
+        """Read connection events. Returns whether there is a new connection since the last call.
 
-        Raises RefusedError when the controller does not accept the key.
+        Raises RefusedError if the controller does not accept the key.
         """
         self._take_events()
         if self._refused:
@@ -91,13 +89,13 @@ class Dealer:
                 f"the controller at {self._address} refuses the key of {self._name}; "
                 "use the key file that was made for this name in this run"
             )
-        anew, self._anew = self._anew, False
-        return anew
+        reconnected, self._reconnected = self._reconnected, False
+        return reconnected
 
     def send(self, frames: Sequence[bytes | memoryview]) -> bool:
-        """Send one message, if there is a connection. Returns False when there is none.
+        """Send one message, if there is a connection. Returns False if there is none.
 
-        The first message of all waits for the first connection. Raises zmq.Again when the line is full.
+        The very first message waits for the first connection. Raises zmq.Again if the send queue is full.
         """
         if not self.connected:
             self._take_events()
@@ -111,22 +109,22 @@ class Dealer:
         while (received := receive(self._monitor)) is not None:
             event = parse_monitor_message(received[0])["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected = self._ever = self._anew = True
+                self.connected = self._ever_connected = self._reconnected = True
             elif event == zmq.EVENT_DISCONNECTED:
-                self.connected = self._anew = False
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or not self._ever:
-                # While a controller is away, something else may answer at its port for a moment: that is no refusal.
+                self.connected = self._reconnected = False
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or not self._ever_connected:
+                # While a controller is away, another program may answer at its port for a moment: that is no refusal.
                 self._refused = True
 
     def unreachable(self, why: str) -> str:
-        """Return the sentence for a controller that does not answer."""
+        """Return the error sentence for a controller that does not answer."""
         return (
             f"the controller at {self._address} cannot be reached by {self._name} ({why}); "
             "check the address, that the controller runs, and that the key file was made for this run"
         )
 
     def close(self) -> None:
-        """Let the last messages go out, for at most `LINGER_MS`, then close."""
+        """Flush the last messages, for at most `LINGER_MS`, then close."""
         self.socket.disable_monitor()
         self._monitor.close(0)
         self.socket.close()

@@ -1,4 +1,4 @@
-"""What keeps a replica that has lost the controller off devices that it shares; see `starling.common.membership`."""
+"""Lease fencing: keeps a replica that has lost the controller off shared devices; see `starling.common.membership`."""
 
 from __future__ import annotations
 
@@ -17,55 +17,54 @@ log = structlog.get_logger(__name__)
 
 
 class LeaseFence:
-    """The standing of the replica in this process, and what follows from it. Any thread may ask."""
+    """The membership lease of the replica in this process, and its enforcement. Thread-safe."""
 
     def __init__(self, sender: str, role: Role) -> None:
-        """`sender`: what the ids of its messages begin with; see `MembershipLease`."""
-        self._standing, self._role = MembershipLease(sender), role
+        """`sender`: prefix of its message ids; see `MembershipLease`."""
+        self._membership, self._role = MembershipLease(sender), role
         self._has_devices = True
         self._lock = threading.Lock()
 
     @property
     def may_keep_devices(self) -> bool:
-        """Whether this replica may have its devices, as far as it knows, if it has them."""
+        """Whether this replica may keep the devices that it has, as far as it knows."""
         with self._lock:
-            return self._standing.holds(time.monotonic())
+            return self._membership.is_valid(time.monotonic())
 
     @property
     def shares_devices(self) -> bool:
-        """Whether others have the devices of this replica by turns, as far as the controller has said."""
+        """Whether, by the controller's last welcome, other replicas use its devices in turn with it."""
         with self._lock:
-            return self._standing.shares_devices
+            return self._membership.shares_devices
 
     def keeps_devices(self, keeps: bool) -> None:
-        """Say whether this replica has its devices, as it does at the start, or has given them away."""
+        """Record whether this replica has its devices, as it does at the start, or has released them."""
         with self._lock:
             self._has_devices = keeps
 
-    def says(self, seq: int, now: float) -> None:
-        """Message number `seq`, a hello or a heartbeat, is said, not before `now`."""
+    def sent(self, seq: int, now: float) -> None:
+        """Record that message number `seq`, a hello or a heartbeat, is sent, not before `now`."""
         with self._lock:
-            self._standing.says(seq, now)
+            self._membership.sent(seq, now)
 
-    def answered(self, cause: str, welcome: Welcome, book: LeaseTable) -> int:
-        """The controller answers what `cause` names; see `MembershipLease`."""
+    def welcomed(self, cause: str, welcome: Welcome, leases: LeaseTable) -> int:
+        """Extend the lease by the controller's answer to the message `cause`; see `MembershipLease`."""
         with self._lock:
-            return self._standing.answered(cause, welcome, book, time.monotonic())
+            return self._membership.welcomed(cause, welcome, leases, time.monotonic())
 
-    def may_do(self, lease: str, book: LeaseTable) -> bool:
-        """Say whether `lease` may be taken up. `book` forgets an order to wake that may not be meant any more."""
+    def may_work(self, lease: str, leases: LeaseTable) -> bool:
+        """Whether work on `lease` may begin. A command to wake that may be out of date is dropped from `leases`."""
         with self._lock:
-            forbidden = self._standing.forbids(lease, time.monotonic())
+            forbidden = self._membership.forbids(lease, time.monotonic())
         if forbidden:
-            book.release((lease,))
+            leases.release((lease,))
         return not forbidden
 
     def check(self, now: float) -> None:
-        """End this process if it still has devices that others may have soon: whatever it does, it could not stop."""
+        """End this process if it still has devices that others may get soon: the work under way cannot be stopped."""
         with self._lock:
-            has_too_long = (
-                self._has_devices and self._role in DEVICE_GRACE_LEASES and self._standing.is_over(self._role, now)
-            )
-        if has_too_long:
+            limited = self._has_devices and self._role in DEVICE_GRACE_LEASES
+            must_exit = limited and self._membership.must_exit(self._role, now)
+        if must_exit:
             log.error("ended_to_free_devices", reason="the controller does not answer, and others may have them soon")
             end_process(EXIT_FAILED)

@@ -1,4 +1,4 @@
-"""Multipart messages in and out of a socket, without what pyzmq's own functions check on the way.
+"""Receive and send multipart messages, without the checks of pyzmq's own functions.
 
 For the small messages of the control plane those checks cost more than the socket does.
 """
@@ -11,23 +11,23 @@ from typing import Any, Final
 import zmq
 
 COPY_BYTES: Final = 64 << 10
-"""A smaller frame is copied: that takes less time than to keep track of its owner."""
+"""Smaller frames are copied: that takes less time than tracking their owner."""
 
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST: Final = int(zmq.NOBLOCK)
 
-# As plain numbers: an operation on members of an enumeration takes half as long as the question to the socket itself.
+# Plain numbers: an operation on enum members takes half as long as the socket option itself.
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 
 _send: Final[Callable[..., object]] = zmq.backend.Socket.send
-"""What `zmq.Socket.send` calls after it has looked for options of draft sockets, which takes as long again."""
+"""The function behind `zmq.Socket.send`, whose check for options of draft sockets takes as long again."""
 
 
 def receive(socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK) -> tuple[list[bytes], zmq.Frame] | None:
-    """Return the frames of the next message, and the last one as libzmq gave it, which knows of the connection.
+    """Return the frames of the next message, and its last `zmq.Frame`, which has the properties of the connection.
 
-    Returns None when there is no message yet, or without NOBLOCK none within the socket's `rcvtimeo`.
+    Returns None if there is no message yet, or without NOBLOCK none within the socket's `rcvtimeo`.
     """
     try:
         frame = socket.recv(flags, False)
@@ -41,7 +41,7 @@ def receive(socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK) -> tuple[list[byt
 
 
 def send(socket: zmq.Socket[Any], frames: Sequence[bytes | memoryview]) -> None:
-    """Send one message whole, or raise `zmq.Again` (no room) or another `zmq.ZMQError` and send nothing of it."""
+    """Send one message, or raise `zmq.Again` (queue full) or another `zmq.ZMQError` and send nothing."""
     *leading, last = frames
     for frame in leading:
         _send(socket, frame, _MORE, len(frame) < COPY_BYTES)
@@ -49,5 +49,5 @@ def send(socket: zmq.Socket[Any], frames: Sequence[bytes | memoryview]) -> None:
 
 
 def is_readable(socket: zmq.Socket[Any]) -> bool:
-    """Say whether there is a message. To ask costs less than half of what an attempt in vain does."""
+    """Whether there is a message. This costs less than half of a failed `receive`."""
     return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)

@@ -1,11 +1,12 @@
-"""The controller's socket: a ROUTER that knows its peers by name and never stops for what they send.
+"""The controller's socket: a ROUTER that knows its peers by name and survives whatever they send.
 
-Names are not routing ids: ROUTER assigns those at random, and a peer is known only once an envelope has come whose
-sender the connection's own key stands for. Nobody can therefore speak, or receive, under another's name.
+Names are not routing ids: ROUTER assigns those at random, and a peer is known only after an envelope whose sender owns
+the key of the connection. No peer can therefore send, or receive, under the name of another.
 
-What a peer may do is bounded (`limits`): its role says which messages, how large; an allowance says how many. What is
-beyond is dropped and counted, and who goes on floods no longer: its connection is cut. Whoever does not read costs one
-log line a minute and the memory of `SEND_HIGH_WATER` messages. The allow-list is looked at again while the run goes on.
+Peers are bounded (`limits`): the role determines which messages, of which size; an allowance determines the rate.
+Messages beyond them are dropped and counted, and a peer that keeps flooding loses its connection. A peer that does not
+read costs one log line a minute and the memory of `SEND_HIGH_WATER` messages. Changes of the allow-list take effect
+while the run is going on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
-from starling.common.net.connections import PeerConnection, PeerConnections, cut
+from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
 from starling.common.net.frames import receive, send
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, PeerAllowance, RateLimits, RoleRules, rules_of
 from starling.common.wire import codec
@@ -42,32 +43,32 @@ from starling.common.wire.messages import (
 log = structlog.get_logger(__name__)
 
 MAX_BATCH = 256
-"""Messages taken in one `poll`, so that a flood cannot keep the controller from its clock."""
+"""Most messages of one `poll`, so that a flood cannot delay the controller's clock."""
 MAX_LOGGED = 300
-"""Characters of a reason that may hold what a peer chose to send."""
+"""Most characters of a logged reason, which may contain text from a peer."""
 RELEASE_WITHIN_S = 0.02
-"""How long a release waits for others to the same peer. Nobody waits for it: it only ends the sending again."""
+"""How long a release waits for others to the same peer. It is not urgent: it only ends the resending."""
 MAX_RELEASES = 64
-"""So many releases to one peer wait for no others."""
+"""Releases to one peer that are sent at once."""
 LOOK_EVERY_S = 0.05
-"""How long `poll` waits at a time, and how often it looks for connections that have closed."""
+"""How long `poll` waits at a time, and how often it checks for closed connections."""
 RELOAD_EVERY_S = 0.25
-"""How often the allow-list is looked at."""
+"""How often the allow-list is checked for changes."""
 SEND_HIGH_WATER: Final = 1000
-"""Messages that wait for one peer that does not read."""
-COMPLAIN_EVERY_S: Final = 60.0
-"""How often, at most, a peer that does not read gets a line in the log."""
-MAX_TOLD: Final = 10_000
-"""So many kinds of bad messages, over all peers, get a line in the log."""
+"""Messages that are queued for a peer that does not read."""
+WARN_EVERY_S: Final = 60.0
+"""How often, at most, a peer that does not read is logged."""
+MAX_WARNINGS: Final = 10_000
+"""Most pairs of peer and kind of bad message that are logged."""
 BIND_WITHIN_S = 1.0
-"""How long to try for an address that is in use: the last owner's may close at this moment."""
+"""How long to retry an address that is in use: its last owner may be closing."""
 BACKLOG: Final = 4096
-"""Connections that wait to be accepted: a fleet that lost its controller comes back at once."""
+"""Connections that wait to be accepted: a fleet that lost its controller reconnects at once."""
 PING_MS: Final = 10_000
 SILENT_MS: Final = 60_000
-"""Who sends no sign of life on ZeroMQ's own level for so long has no connection any more: its machine is gone."""
+"""A connection without a ZeroMQ ping for so long is closed: the machine of the peer is gone."""
 _USER: Final[Any] = b"User-Id"
-"""The public key of a connection, as the authenticator has found it."""
+"""Property of a frame: the public key of its connection, set by the authenticator."""
 STRANGER: Final = "an unknown peer"
 
 
@@ -88,12 +89,12 @@ class PeerDisconnected:
 
 @dataclass(frozen=True)
 class HubKeys:
-    """The controller's key pair and whom it lets in."""
+    """The controller's key pair and the keys that it accepts."""
 
     own: curve.KeyFile
     allowed: dict[str, str] = field(default_factory=dict)
     folder: Path | None = None
-    """Where `allowed.json` is: it is read again whenever it changes. None: `allowed` holds for good."""
+    """Folder of `allowed.json`, which is read again when it changes. None: `allowed` never changes."""
 
 
 class Hub:
@@ -109,15 +110,15 @@ class Hub:
         telemetry: str = "",
         limits: RateLimits = DEFAULT_RATE_LIMITS,
     ) -> None:
-        """Bind to `bind` (``tcp://host:port``, port 0 for a free one), the telemetry to `telemetry` or beside it.
+        """Bind to `bind` (``tcp://host:port``, port 0 for a free one), and telemetry to `telemetry` or a free port.
 
         `incarnation` must exceed that of any earlier controller of this run. Raises ConfigError if an address is taken.
         """
         self.run, self.incarnation = run, incarnation
         self.dropped: Counter[str] = Counter()
         self.num_unsent = 0
-        """Messages for peers that do not read."""
-        self._told: set[tuple[str, str]] = set()
+        """Messages that could not be sent, because their peers do not read."""
+        self._warned: set[tuple[str, str]] = set()
         self._keys, self._limits = keys, limits
         self._peers = PeerConnections()
         self._allowances: dict[str, PeerAllowance] = {}
@@ -138,20 +139,20 @@ class Hub:
         self._bind(self._publisher, telemetry or bind.rpartition(":")[0] + ":0")
         self.address = self._last_endpoint(self._socket)
         self.telemetry_address = self._last_endpoint(self._publisher)
-        self._patience_ms, self._awoken = -1, False
-        self._look_at = self._reload_at = float("-inf")
+        self._timeout_ms, self._woken = -1, False
+        self._check_at = self._reload_at = float("-inf")
 
     def poll(self, timeout_s: float) -> list[ReceivedMessage | PeerDisconnected]:
-        """Wait up to `timeout_s` and return what happened first; invalid frames are counted and dropped.
+        """Wait up to `timeout_s` for the next event; invalid frames are counted and dropped.
 
-        That is one message, or nothing, or, after connections have closed, the messages that are there already and
-        then the peers that are lost: what a peer said last counts.
+        Returns one message, or nothing, or, after connections have closed, the messages that are there already and
+        then the disconnected peers: their last messages count.
         """
         happened: list[ReceivedMessage | PeerDisconnected] = []
         deadline = (now := time.monotonic()) + timeout_s
         while True:
-            if now >= self._look_at:
-                self._look_at = now + LOOK_EVERY_S
+            if now >= self._check_at:
+                self._check_at = now + LOOK_EVERY_S
                 self._note_closed()
                 if now >= self._reload_at:
                     self._reload_at = now + RELOAD_EVERY_S
@@ -167,24 +168,24 @@ class Hub:
                 return happened
             if self._closed and (received is None or len(happened) == MAX_BATCH):
                 closed, self._closed = self._closed, []
-                return happened + [PeerDisconnected(name) for name, route in closed if self._peers.forget(name, route)]
+                return happened + [PeerDisconnected(name) for name, route in closed if self._peers.remove(name, route)]
             now = time.monotonic()
-            if now >= deadline or self._awoken:
-                self._awoken = False
+            if now >= deadline or self._woken:
+                self._woken = False
                 return happened
 
     def wake(self) -> None:
         """End a `poll` that waits, within `LOOK_EVERY_S`. From any thread."""
-        self._awoken = True
+        self._woken = True
 
     def send(self, name: str, message: Down, *, cause: str = "", buffers: codec.Buffers = ()) -> bool:
-        """Send to a peer. Returns False when it is not connected or not reading; its heartbeats will heal that."""
+        """Send to a peer. Returns False if it is not connected or not reading; its heartbeats show what it missed."""
         peer = self._peers.by_name.get(name)
         if peer is None:
             return False
         waiting = self._releases.get(name)
         if waiting is not None and (isinstance(message, Drain) or getattr(message, "lease", None) in waiting):
-            self._send_releases(name)  # it goes at once; or it is granted anew, and must not be forgotten thereafter
+            self._send_releases(name)  # before the peer exits, or before the same lease is granted again
         peer.seq_out += 1
         envelope = Envelope(
             protocol=PROTOCOL_VERSION,
@@ -202,9 +203,9 @@ class Hub:
         return True
 
     def release(self, name: str, leases: tuple[str, ...]) -> None:
-        """Tell a peer within `RELEASE_WITHIN_S`, in one message with its other releases, to forget `leases`.
+        """Send a peer the release of `leases` within `RELEASE_WITHIN_S`, together with its other releases.
 
-        One message for each would be a third of all messages.
+        One message for each release would be a third of all messages.
         """
         if not self._releases:
             self._release_at = time.monotonic() + RELEASE_WITHIN_S
@@ -217,8 +218,8 @@ class Hub:
         self.num_unsent += 1
         peer.num_missed += 1
         now = time.monotonic()
-        if now >= peer.complain_at:
-            peer.complain_at = now + COMPLAIN_EVERY_S
+        if now >= peer.warn_at:
+            peer.warn_at = now + WARN_EVERY_S
             kind, reason = type(message).__name__, error.strerror
             log.warning("cannot send", peer=peer.name, message=kind, num_missed=peer.num_missed, error=reason)
 
@@ -231,11 +232,11 @@ class Hub:
             self._release_at = float("inf")
 
     def publish(self, payload: bytes) -> None:
-        """Offer telemetry to whoever listens; it may be lost."""
+        """Publish telemetry to the subscribers; it may be lost."""
         self._publisher.send(payload, zmq.NOBLOCK)
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Let the last messages leave for at most `linger_s`, then close everything."""
+        """Flush the last messages for at most `linger_s`, then close everything."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(int(linger_s * 1000))
@@ -272,11 +273,11 @@ class Hub:
 
     def _next(self, timeout_s: float) -> tuple[list[bytes], zmq.Frame] | None:
         """Return the next message, or None after `timeout_s`."""
-        # Waiting in `recv` costs a third of what a poller of two sockets does, which is why closed connections are
-        # looked for by the clock.
-        patience_ms = int(timeout_s * 1000) + 1 if timeout_s > 0 else 0
-        if patience_ms != self._patience_ms:
-            self._patience_ms = self._socket.rcvtimeo = patience_ms
+        # Waiting in `recv` costs a third of a poller of two sockets; therefore closed connections are checked for
+        # periodically.
+        timeout_ms = int(timeout_s * 1000) + 1 if timeout_s > 0 else 0
+        if timeout_ms != self._timeout_ms:
+            self._timeout_ms = self._socket.rcvtimeo = timeout_ms
         return receive(self._socket, 0)
 
     def _admit(self, frames: list[bytes], last: zmq.Frame) -> ReceivedMessage | None:
@@ -297,7 +298,7 @@ class Hub:
             if size > rules.max_bytes:
                 raise rules.oversize(size)
             message = codec.unpack_up(parts)
-            if type(message) is Hello or type(message) not in rules.may_say:
+            if type(message) is Hello or type(message) not in rules.allowed:
                 rules.check(envelope.sender, message)
         except WireError as error:
             self._drop(route, last, error)
@@ -305,19 +306,19 @@ class Hub:
                 self._refuse(route, envelope, str(error))
             return None
         if peer is None or peer.incarnation != envelope.incarnation or peer.name != envelope.sender:
-            self._remember(route, envelope, last, rules)
+            self._add_peer(route, envelope, last, rules)
         if isinstance(message, Leave):
             self._peers.by_name[envelope.sender].has_left = True
         return ReceivedMessage(envelope, message, buffers)
 
     def _check(self, envelope: Envelope, frame: zmq.Frame, peer: PeerConnection | None) -> RoleRules:
-        """Return what the sender may say. Raises WireError when this is not for us, or not from whom it says."""
+        """Return the rules of the sender. Raises WireError if the message is of another run, or of another sender."""
         sender = envelope.sender
         if envelope.protocol != PROTOCOL_VERSION:
             raise WireError(f"protocol {envelope.protocol} instead of {PROTOCOL_VERSION}", "protocol")
         if envelope.run != self.run:
             raise WireError(f"this is run {self.run}, not {envelope.run}", "run")
-        # Asked for each message: a ROUTER takes from its peers what they want to be called, a key cannot be taken.
+        # Checked for each message: peers of a ROUTER choose their routing ids, but cannot choose their keys.
         if self._keys is not None and self._owner(frame) != sender:
             raise WireError(f"{sender} does not own the key of its connection", "key")
         if peer is None or peer.name != sender:
@@ -329,21 +330,21 @@ class Hub:
         return peer.rules
 
     def _owner(self, frame: zmq.Frame) -> str | None:
-        """Return whose key the connection of `frame` has; None for nobody's (any more), and without CURVE."""
+        """Return the owner of the key of the connection of `frame`; None for an unknown key, and without CURVE."""
         if self._keys is None:
             return None
         key: Any = frame.get(_USER)
         return self._allowed.names.get(key)
 
     def _allowance(self, name: str) -> PeerAllowance:
-        """Return what is left to `name`: all connections with one key share it."""
+        """Return the allowance of `name`: all connections with one key share it."""
         allowance = self._allowances.get(name)
         if allowance is None:
             allowance = self._allowances[name] = PeerAllowance(self._limits, time.monotonic())
         return allowance
 
-    def _remember(self, route: bytes, envelope: Envelope, frame: zmq.Frame, rules: RoleRules) -> None:
-        # A new connection may have the descriptor of one that closed, which is therefore noted before.
+    def _add_peer(self, route: bytes, envelope: Envelope, frame: zmq.Frame, rules: RoleRules) -> None:
+        # A new connection may reuse the descriptor of one that closed, which is therefore recorded before.
         self._note_closed()
         now = time.monotonic()
         peer = PeerConnection(
@@ -355,54 +356,54 @@ class Hub:
             rules=rules,
             allowance=PeerAllowance(self._limits, now) if self._keys is None else self._allowance(envelope.sender),
         )
-        self._peers.remember(peer)
+        self._peers.add(peer)
 
     def _note_closed(self) -> None:
-        """Take in which connections have closed."""
+        """Record the connections that have closed."""
         descriptors = set()
         while (received := receive(self._monitor)) is not None:
             descriptors.add(int(parse_monitor_message(received[0])["value"]))
         if descriptors:
-            self._closed += [(peer.name, peer.route) for peer in self._peers.on(descriptors)]
+            self._closed += [(peer.name, peer.route) for peer in self._peers.with_descriptors(descriptors)]
 
     def _note_revoked(self) -> None:
-        """Drop whoever's key is no longer allowed; what they have sent already is not heard any more."""
+        """Disconnect peers whose keys were revoked; messages that they have sent already are dropped."""
         if not self._allowed.reload():
             return
         names = self._allowed.names
         for peer in self._peers.by_name.values():
             if names.get(peer.key) != peer.name:
-                cut(peer.descriptor, peer.address)
+                close_connection(peer.descriptor, peer.address)
                 self._closed.append((peer.name, peer.route))
         known = {STRANGER, *names.values()}
         self._allowances = {name: left for name, left in self._allowances.items() if name in known}
 
     def _throttle(self, allowance: PeerAllowance, size: int, route: bytes, frame: zmq.Frame) -> None:
-        """Drop a message of a peer that says too much; when it goes on and on, cut its connection."""
-        allowance.give_back(size)
+        """Drop a message of a peer that exceeds its rate limit; if it keeps doing so, close its connection."""
+        allowance.refund(size)
         self.dropped["rate"] += 1
-        limits, name = self._limits, self._who(route, frame)
+        limits, name = self._limits, self._name_of(route, frame)
         if allowance.dropped == 1:
             rates = {"messages_per_s": limits.messages_per_s, "bytes_per_s": limits.bytes_per_s}
-            log.warning("a peer says too much", peer=name, **rates)
+            log.warning("a peer exceeds its rate limit", peer=name, **rates)
         if allowance.dropped % limits.patience == 0:
             if allowance.dropped == limits.patience:
-                log.warning("cut the connection of a peer that goes on to say too much", peer=name)
-            self._peers.cut(name, int(frame.get(zmq.SRCFD)))
+                log.warning("closed the connection of a peer that exceeds its rate limit", peer=name)
+            self._peers.close(name, int(frame.get(zmq.SRCFD)))
 
     def _drop(self, route: bytes, frame: zmq.Frame, error: WireError) -> None:
         self.dropped[error.kind] += 1
-        told = (self._who(route, frame), error.kind)
-        if told not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add(told)
-            log.warning("dropped a message", peer=told[0], kind=error.kind, reason=str(error)[:MAX_LOGGED])
+        warning = (self._name_of(route, frame), error.kind)
+        if warning not in self._warned and len(self._warned) < MAX_WARNINGS:
+            self._warned.add(warning)
+            log.warning("dropped a message", peer=warning[0], kind=error.kind, reason=str(error)[:MAX_LOGGED])
 
-    def _who(self, route: bytes, frame: zmq.Frame) -> str:
+    def _name_of(self, route: bytes, frame: zmq.Frame) -> str:
         peer = self._peers.by_route.get(route)
         return self._owner(frame) or (peer.name if peer is not None else STRANGER)
 
     def _refuse(self, route: bytes, envelope: Envelope, reason: str) -> None:
-        """Tell a peer that can never become a member why, in an envelope that it takes for its own run's."""
+        """Send a peer that can never become a member the reason, in an envelope that it accepts as its own run's."""
         answer = Envelope(
             protocol=PROTOCOL_VERSION, run=envelope.run, sender=curve.CONTROLLER, incarnation=self.incarnation, seq=0
         )

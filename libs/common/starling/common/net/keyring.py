@@ -1,8 +1,8 @@
-"""The folder of a run's keys: made, added to, and revoked, also while the run goes on.
+"""The folder of a run's keys: keys are made, listed and revoked, also while the run is going on.
 
-Every file is written whole beside its place and then renamed: who reads the folder meanwhile, as a running controller
-does, sees the old file or the new one. `allowed.json` comes last when a key is made and first when one is revoked, so
-that nobody is allowed whose key is not there.
+Every file is written under a temporary name and then renamed: a running controller that reads the folder sees the old
+file or the new one. `allowed.json` is written last when a key is made and first when one is revoked, so that no key is
+allowed whose file is missing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from starling.common.net.limits import NAME_FORM, role_of
 
 
 class KeyEntry(NamedTuple):
-    """One key that is allowed."""
+    """One allowed key."""
 
     name: str
     role: str
     public: str
     path: Path | None
-    """Its key file, if that is in the folder: it may have been moved to the replica's own machine."""
+    """Its key file, if it is in the folder: it may have been moved to the replica's own machine."""
 
 
 def make_keys(folder: Path, names: Sequence[str], *, replace: bool = False) -> None:
-    """Make a key pair for each of `names` in `folder`, and the controller's when the folder has none.
+    """Make a key pair for each of `names` in `folder`, and the controller's if the folder has none.
 
-    Raises ConfigError when a name is none, is given twice, or has a key already: with `replace` it gets a new one, and
-    the old one is worth nothing from then on.
+    Raises ConfigError if a name is malformed, is given twice, or has a key already; with `replace` it gets a new one,
+    and the old one becomes invalid.
     """
     for number, name in enumerate(names):
         if name == CONTROLLER:
@@ -45,7 +45,7 @@ def make_keys(folder: Path, names: Sequence[str], *, replace: bool = False) -> N
         if name in names[:number]:
             raise ConfigError(f"{name} is given twice; give each name once")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _alone(folder):
+    with _locked(folder):
         allowed = load_allowed(folder) if (folder / ALLOWED).exists() else {}
         taken = [name for name in names if name in allowed.values() or (folder / f"{name}.json").exists()]
         if taken and not replace:
@@ -61,7 +61,7 @@ def make_keys(folder: Path, names: Sequence[str], *, replace: bool = False) -> N
 
 
 def list_keys(folder: Path) -> list[KeyEntry]:
-    """Return the keys that are allowed, by role and number. Raises ConfigError when `folder` has no allow-list."""
+    """Return the allowed keys, by role and number. Raises ConfigError if `folder` has no allow-list."""
     entries = []
     for public, name in load_allowed(folder).items():
         path = folder / f"{name}.json"
@@ -70,13 +70,13 @@ def list_keys(folder: Path) -> list[KeyEntry]:
 
 
 def revoke_keys(folder: Path, names: Sequence[str]) -> None:
-    """Allow the keys of `names` no longer, and delete their key files.
+    """Revoke the keys of `names`, and delete their key files.
 
-    Raises ConfigError, and revokes nothing, when one of them has no key.
+    Raises ConfigError, and revokes nothing, if one of them has no key.
     """
     if not folder.is_dir():
         raise ConfigError(f"the folder {folder} does not exist; give the folder of a run's keys")
-    with _alone(folder):
+    with _locked(folder):
         allowed = load_allowed(folder)
         known = sorted(set(allowed.values()))
         for name in names:
@@ -89,16 +89,16 @@ def revoke_keys(folder: Path, names: Sequence[str]) -> None:
 
 def _check_name(name: str) -> None:
     if role_of(name) is None:
-        raise ConfigError(f"{name!r} is no name for a key; write {NAME_FORM}, for example rollout-3")
+        raise ConfigError(f"{name!r} is not a valid name for a key; write {NAME_FORM}, for example rollout-3")
 
 
 def _controller(folder: Path, allowed: dict[str, str]) -> KeyFile:
-    """Return the controller's keys: those that are there, or new ones in a folder without any."""
+    """Return the controller's keys: the present ones, or new ones in a folder without keys."""
     path = folder / f"{CONTROLLER}.json"
     if path.exists():
         return load_key(path)
     if allowed:
-        raise ConfigError(f"{path} is missing, which the keys in {folder} were made for; put it back, or begin anew")
+        raise ConfigError(f"{path} is missing, and the keys in {folder} depend on it; put it back, or make new keys")
     public, secret = _pair()
     key = KeyFile(name=CONTROLLER, public=public, secret=secret, controller_public=public)
     _write_private(path, key)
@@ -111,14 +111,14 @@ def _pair() -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other makers of keys out of `folder` meanwhile. Raises ConfigError when one is in it."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`. Raises ConfigError if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another `starling keys` is at work in {folder}; try again when it is done") from None
+            raise ConfigError(f"another `starling keys` is using {folder}; try again when it is done") from None
         yield
     finally:
         os.close(descriptor)

@@ -1,6 +1,7 @@
-"""What one peer may do: which messages its role may say, how large they are, and how many of them come in a second.
+"""Limits of one peer: which messages its role may send, of which size, and at which rate.
 
-A role follows from the name, and the name from the key: who holds the key of ``rollout-3`` can only act as a rollout.
+A role follows from the name, and the name from the key: the holder of the key of ``rollout-3`` can only act as a
+rollout.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from starling.common.ids import Role
 from starling.common.wire import codec, messages
 
 PEER_ROLES: Final = (*(role for role in get_args(Role) if role != "controller"), "observer")
-"""The roles that a key may be made for. An observer says nothing: it listens to the telemetry."""
+"""Roles that a key may be made for. An observer sends no messages: it subscribes to the telemetry."""
 
 NAME_FORM: Final = f"ROLE-NUMBER, ROLE being {', '.join(PEER_ROLES[:-1])} or {PEER_ROLES[-1]}"
 _NAME: Final = re.compile(rf"({'|'.join(PEER_ROLES)})-(?:0|[1-9][0-9]{{0,8}})")
@@ -25,37 +26,37 @@ MAX_BYTES: Final = {
     "policy": 1024 * _MIB,  # an offer with the digests of a large model
     "rollout": 2048 * _MIB,  # a group of long completions, or with the pixels of its prompt
     "reward": codec.MAX_MESSAGE_BYTES + codec.MAX_ENVELOPE_BYTES,  # no buffers
-    "teacher": 2048 * _MIB,  # for each token of a group its log-probability, and the likeliest tokens
+    "teacher": 2048 * _MIB,  # the log-probability of each token of a group, and the most likely tokens
     "operator": 64 << 10,  # a key and its value
     "observer": 0,
 }
-"""The most bytes of one message of each role, over all its frames. The codec's own limits hold besides."""
+"""Most bytes of one message of each role, over all its frames. The limits of the codec apply too."""
 
 
 @dataclass(frozen=True)
 class RateLimits:
-    """How much one peer may say. What is beyond is dropped: all of it that matters is said again.
+    """Rate limits of one peer. Messages beyond them are dropped: those that matter are sent again.
 
-    The defaults are far above what a replica needs (a heartbeat each second, and a result when there is one), and
-    below what would keep the controller from the others: a peer at its limit takes a tenth of its time.
+    The defaults are far above the needs of a replica (a heartbeat each second, and a result when there is one), and low
+    enough for the controller to serve the others: a peer at its limit takes a tenth of its time.
     """
 
     messages_per_s: float = 10_000.0
     bytes_per_s: float = 256.0 * _MIB
     burst_messages: float = 20_000.0
-    """So many at once, after a quiet while: all answers of a replica that has found the controller again."""
+    """Burst after a quiet time: all answers of a replica that has reconnected."""
     burst_bytes: float = 4096.0 * _MIB
     patience: int = 10_000
-    """Who had so many messages dropped without a pause loses its connection."""
+    """Messages dropped without a pause after which the connection is closed."""
 
 
 DEFAULT_RATE_LIMITS: Final = RateLimits()
 
 
 class PeerAllowance:
-    """What is left to one peer: two token buckets, filled up only when one of them is empty.
+    """What one peer may still send: two token buckets, refilled only when one of them is empty.
 
-    To take is then two subtractions. What a peer may say in a time t is thereby at most `rate * t` and two bursts.
+    Counting a message is then two subtractions. In a time t a peer may send at most `rate * t` plus two bursts.
     """
 
     __slots__ = ("dropped", "limits", "num_bytes", "num_messages", "over", "since")
@@ -64,12 +65,12 @@ class PeerAllowance:
         self.limits, self.since = limits, now
         self.num_messages, self.num_bytes = limits.burst_messages, limits.burst_bytes
         self.over = False
-        """An episode is under way: messages were dropped, and the peer has not kept quiet since."""
+        """Whether messages were dropped, and the peer has not slowed down since."""
         self.dropped = 0
-        """Messages that were dropped in this episode."""
+        """Messages that were dropped since then."""
 
     def refill(self, now: float) -> bool:
-        """Add what time has brought. Returns whether the message that has just been taken was within the limits."""
+        """Refill the buckets. Returns whether the message that was counted last is within the limits."""
         limits, elapsed = self.limits, now - self.since
         self.since = now
         self.num_messages = min(limits.burst_messages, self.num_messages + elapsed * limits.messages_per_s)
@@ -78,8 +79,8 @@ class PeerAllowance:
             self.over, self.dropped = False, 0
         return self.num_messages >= 0 and self.num_bytes >= 0
 
-    def give_back(self, num_bytes: int) -> None:
-        """Count a message as one that was dropped, not taken: who is over the limit stays at it and sinks no deeper."""
+    def refund(self, num_bytes: int) -> None:
+        """Count a message as dropped instead of accepted: a peer over its limit goes no further into debt."""
         self.num_messages += 1
         self.num_bytes += num_bytes
         self.over = True
@@ -88,23 +89,23 @@ class PeerAllowance:
 
 @dataclass(frozen=True)
 class RoleRules:
-    """What one role may say."""
+    """Messages that one role may send."""
 
     role: str
-    may_say: frozenset[type]
+    allowed: frozenset[type]
     max_bytes: int
 
     def oversize(self, size_bytes: int) -> WireError:
-        """Return the error of a message that is larger than any of this role."""
+        """Return the error for a message that is too large for this role."""
         reason = f"a message of {size_bytes} bytes is over the limit of {self.max_bytes} for the role {self.role}"
         return WireError(reason, "size")
 
     def check(self, name: str, message: messages.Up) -> None:
-        """Raise WireError when `name`, who has this role, may not say `message`."""
-        if type(message) not in self.may_say:
-            raise WireError(f"{name} may not say {type(message).__name__}: its role is {self.role}", "role")
+        """Raise WireError if `name`, which has this role, may not send `message`."""
+        if type(message) not in self.allowed:
+            raise WireError(f"{name} may not send {type(message).__name__}: its role is {self.role}", "role")
         if type(message) is messages.Hello and message.role != self.role:
-            raise WireError(f"{name} says that it is a {message.role}, and its name says {self.role}", "role")
+            raise WireError(f"{name} has the name of a {self.role}, but joins as a {message.role}", "role")
 
 
 RULES: Final = {
@@ -113,14 +114,14 @@ RULES: Final = {
 
 
 def role_of(name: str) -> str | None:
-    """Return the role that `name` stands for (``rollout`` for ``rollout-3``), or None when it is no name of ours."""
+    """Return the role of `name` (``rollout`` for ``rollout-3``), or None if it is malformed."""
     match = _NAME.fullmatch(name)
     return match[1] if match is not None else None
 
 
 def rules_of(name: str) -> RoleRules:
-    """Return the rules for `name`. Raises WireError when it is no name of ours."""
+    """Return the rules for `name`. Raises WireError if it is malformed."""
     role = role_of(name)
     if role is None:
-        raise WireError(f"{name!r} is no name: it must be {NAME_FORM}", "role")
+        raise WireError(f"{name!r} is not a valid name: it must be {NAME_FORM}", "role")
     return RULES[role]

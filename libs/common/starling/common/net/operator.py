@@ -1,4 +1,4 @@
-"""An operator's line to the controller: one question, one answer."""
+"""Client of an operator: sends a request to the controller and waits for the reply."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from starling.common.wire import codec
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, OperatorMessage, OperatorReply, Refused
 
 REPEAT_S: Final = 1.0
-"""A question without an answer is asked again: it, or the answer, may have gone down with a controller."""
+"""A request without a reply is sent again: it, or the reply, may have been lost with a controller."""
 PATIENCE_MS: Final = 100
-"""How long to wait for a message before the connection is looked at."""
+"""How long to wait for a message before the connection is checked."""
 
 
 class OperatorClient:
-    """DEALER of one operator. An operator is no member of the run: there is no `Hello`, and no heartbeat."""
+    """DEALER of one operator. An operator is no member of the run: it sends no `Hello` and no heartbeat."""
 
     def __init__(self, address: str, key_path: Path | None, run: str, name: str = "operator-0") -> None:
-        """Call the controller at `address` with the key in `key_path` (None: without CURVE).
+        """Connect to the controller at `address` with the key in `key_path` (None: without CURVE).
 
-        Raises ConfigError when the key cannot be used, UnreachableError when `address` is none.
+        Raises ConfigError if the key cannot be used, UnreachableError if `address` is malformed.
         """
         key = None if key_path is None else curve.load_key(key_path)
         if key is not None and key.name != name:
@@ -39,19 +39,19 @@ class OperatorClient:
         self._dealer.socket.rcvtimeo = PATIENCE_MS
 
     def ask(self, message: OperatorMessage, timeout_s: float) -> OperatorReply:
-        """Send `message` until the reply to its request comes, and return that.
+        """Send `message`, repeatedly, until the reply to its request arrives, and return the reply.
 
-        Raises RefusedError when the controller will not have this operator, UnreachableError without a reply within
+        Raises RefusedError if the controller refuses this operator, UnreachableError without a reply within
         `timeout_s`.
         """
         now = time.monotonic()
         deadline, ask_at = now + timeout_s, now if self._dealer.connected else float("inf")
         while now < deadline:
-            # Also at once over a new connection: what was said over the last one may be lost.
-            if self._dealer.look() or now >= ask_at:
+            # Also at once over a new connection: messages over the last one may be lost.
+            if self._dealer.reconnected() or now >= ask_at:
                 ask_at = now + REPEAT_S
-                self._say(message)
-            answer = self._hear()
+                self._send(message)
+            answer = self._receive()
             if isinstance(answer, Refused):
                 raise RefusedError(f"the controller refuses {self._name}: {answer.reason}")
             if answer is not None and answer.request == message.request:
@@ -60,7 +60,7 @@ class OperatorClient:
         raise UnreachableError(self._dealer.unreachable(f"no answer for {timeout_s:g} s"))
 
     def close(self) -> None:
-        """End the line."""
+        """Close the connection."""
         self._dealer.close()
 
     def __enter__(self) -> OperatorClient:
@@ -69,8 +69,8 @@ class OperatorClient:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _say(self, message: OperatorMessage) -> None:
-        # Each time as a new incarnation, so that two operators with one key take turns: the controller answers to the
+    def _send(self, message: OperatorMessage) -> None:
+        # Each time as a new incarnation, so that two operators with one key alternate: the controller answers the
         # newest, and the other one's next repetition is newer again.
         self._incarnation = max(make_incarnation(), self._incarnation + 1)
         envelope = Envelope(
@@ -79,10 +79,10 @@ class OperatorClient:
         try:
             self._dealer.send(codec.pack(envelope, message))
         except zmq.Again:
-            return  # it is asked again
+            return  # it is sent again
 
-    def _hear(self) -> OperatorReply | Refused | None:
-        """Return what an operator may hear, or None after a moment; all else is none of its business."""
+    def _receive(self) -> OperatorReply | Refused | None:
+        """Return the next message for an operator, or None after a moment; other messages are ignored."""
         received = receive(self._dealer.socket, 0)
         if received is None:
             return None

@@ -1,4 +1,4 @@
-"""Listens to a controller's telemetry."""
+"""Subscriber of a controller's telemetry."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from starling.common.wire.telemetry import RunSnapshot
 
 
 class TelemetrySubscriber:
-    """SUB to the controller's PUB. What it misses is gone; the next snapshot says it all again."""
+    """SUB socket to the controller's PUB. A missed snapshot is lost; the next one repeats the whole state."""
 
     def __init__(self, address: str, key: Path | None) -> None:
-        """Listen at `address` with the keys in `key` (None: without CURVE)."""
+        """Subscribe at `address` with the key file `key` (None: without CURVE)."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[Any] = self._context.socket(zmq.SUB)
         self._socket.linger = 0
@@ -35,6 +35,6 @@ class TelemetrySubscriber:
         return self._decoder.decode(newest) if newest is not None else None
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the socket."""
         self._socket.close()
         self._context.term()

@@ -1,1 +1,1 @@
-"""What a process shows of itself: logs, title, exit."""
+"""Logs, process title and exit of a service process."""

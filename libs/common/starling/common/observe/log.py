@@ -1,4 +1,4 @@
-"""Logging: one line an event, to stderr, readable by people and by `grep`; JSON where a file is wanted."""
+"""Logging: one line per event to stderr, as text or as JSON."""
 
 from __future__ import annotations
 

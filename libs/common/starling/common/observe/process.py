@@ -1,4 +1,4 @@
-"""The edge of a service process: title, death with its parent, signals, and errors as one sentence."""
+"""Entry and exit of a service process: title, signals, parent death, errors as one sentence."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from starling.common.errors import StarlingError
 from starling.common.observe import log
 
 PR_SET_PDEATHSIG = 1
-# Loaded before any fork: a child of a process with threads must not wait for the loader's lock.
+# Loaded before any fork: a child of a multithreaded process must not wait for the loader's lock.
 LIBC = ctypes.CDLL(None, use_errno=True)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 STOP_S = 25.0
-"""How long a replica may take to end in good order; less than the half minute after which clusters kill."""
+"""How long a replica may take to exit in good order; less than the half minute after which schedulers kill."""
 
 
 class StopRequested(BaseException):
-    """What was under way is broken off, as the process was told to end. No `Exception`: nobody takes it for theirs."""
+    """Interrupts the main thread when the process is asked to stop. No `Exception`, so that no handler swallows it."""
 
 
 class StopSignal:
-    """Set by SIGTERM or SIGINT; a second one ends the process at once.
+    """Set by SIGTERM or SIGINT; a second signal ends the process at once.
 
-    With a deadline the process ends so many seconds after the first, whatever it is stuck in; see `end_within`.
+    With a deadline the process ends that long after the first signal, even if it hangs; see `end_within`.
     """
 
     def __init__(self, deadline_s: float | None = None) -> None:
         self.event = threading.Event()
         self.name = ""
         self._deadline_s = deadline_s
-        self._breaks_off = False
+        self._interruptible = False
 
     def install(self, notify: Callable[[], None] = lambda: None) -> None:
         """Take over SIGTERM and SIGINT; `notify` is called from the signal handler."""
@@ -60,44 +60,44 @@ class StopSignal:
         if self._deadline_s is not None:
             end_within(self._deadline_s)
         self._notify()
-        if self._breaks_off:
-            self._breaks_off = False
+        if self._interruptible:
+            self._interruptible = False
             raise StopRequested(self.name)
 
     @contextmanager
-    def breaking_off(self) -> Iterator[None]:
-        """Break off what the main thread does here, which takes long and does not look at this signal meanwhile.
+    def interruptible(self) -> Iterator[None]:
+        """Let the signal interrupt the main thread in this block, which takes long and does not check the signal.
 
         Raises:
-            Stopped: wherever it was when the signal came; at the beginning, when that had come before.
+            StopRequested: anywhere in the block when the signal arrives; at its start if it has arrived before.
         """
-        self._breaks_off = True
+        self._interruptible = True
         try:
             if self:
                 raise StopRequested(self.name)
             yield
         finally:
-            self._breaks_off = False
+            self._interruptible = False
 
     def __bool__(self) -> bool:
         return self.event.is_set()
 
 
 def end_within(seconds: float) -> None:
-    """End this process with 1 after `seconds`, and say where each thread is, unless `run_service` has returned by then.
+    """Exit with 1 after `seconds`, with a traceback of each thread, unless `run_service` has returned by then.
 
-    A thread of C does so: it needs no interpreter, which whoever is stuck may hold.
+    A C thread does this: it does not need the interpreter lock, which the hanging thread may hold.
     """
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent goes, so that no run leaves anything behind."""
+    """Let the kernel kill this process when its parent dies, so that no run leaves processes behind."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_service(name: str, body: Callable[[], None]) -> int:
-    """Run `body` as the service `name`. Returns the exit code; an error of ours is one sentence on stderr."""
+    """Run `body` as the service `name`. Returns the exit code; a `StarlingError` is one sentence on stderr."""
     setproctitle.setproctitle(f"starling: {name}")
     log.configure(name)
     try:
@@ -117,10 +117,10 @@ def run_service(name: str, body: Callable[[], None]) -> int:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Start up without the garbage collector, and keep what came of it out of the collector's sight for good.
+    """Start up with garbage collection off, and freeze the objects that were made.
 
-    torch and transformers make hundreds of thousands of objects that live as long as the process; looking through
-    them again and again is a seventh of the time that their import takes, and part of every later collection.
+    torch and transformers make hundreds of thousands of objects that live as long as the process; scanning them again
+    and again is a seventh of their import time, and part of every later collection.
     """
     gc.disable()
     try:
@@ -131,19 +131,19 @@ def without_collection() -> Iterator[None]:
 
 
 def collect_seldom() -> None:
-    """Have the garbage collector look after ten thousand new objects, not after 700.
+    """Collect garbage after every 10,000 new objects instead of 700.
 
-    For a process that keeps many objects and makes few cycles: each look at the older ones goes through all of them,
-    and with thousands of replicas that was a quarter of the controller's time.
+    For a process that keeps many objects and makes few cycles: each collection of the older generations scans all of
+    them, and with thousands of replicas that was a quarter of the controller's time.
     """
     gc.set_threshold(10_000, 10, 10)
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once, with all that it said written out.
+    """Exit at once, after flushing the logs.
 
-    An interpreter that has imported torch takes a second to take itself apart, and frees nothing thereby that the
-    kernel does not; nor is a thread waited for that is stuck in a dead peer.
+    An interpreter that has imported torch takes a second to shut down, and frees nothing that the kernel does not free;
+    and threads that hang on a dead peer are not waited for.
     """
     logging.shutdown()
     sys.stdout.flush()

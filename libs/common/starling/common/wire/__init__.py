@@ -1,1 +1,1 @@
-"""The wire: every message that services exchange, its encoding, and its recorded schema."""
+"""Wire protocol: the messages between services, their encoding and their recorded schema."""

@@ -86,15 +86,15 @@ class SimulatedReplica:
         if not self.alive:
             return
         now = self.cluster.clock.now
-        if self.awake and self.membership.is_over(self.role, now):
+        if self.awake and self.membership.must_exit(self.role, now):
             self.die()
             self.cluster.restart_later(self)
             return
-        if self.awake and not self.is_in_step and not self.membership.holds(now):
+        if self.awake and not self.is_in_step and not self.membership.is_valid(now):
             # Without the controller it cannot know which side may use the shared devices now.
             self.awake = self.welcomed = False
             self.fall_asleep()
-        self.membership.says(self._seq + 1, now)
+        self.membership.sent(self._seq + 1, now)
         if self.welcomed:
             waits = tuple(self.current_waits())
             self.send(
@@ -136,7 +136,7 @@ class SimulatedReplica:
         match message:
             case wire.Welcome():
                 self.welcomed = True
-                self.membership.answered(envelope.cause, message, self.leases, self.cluster.clock.now)
+                self.membership.welcomed(envelope.cause, message, self.leases, self.cluster.clock.now)
             case wire.RequestHello():
                 self.welcomed = False
             case wire.Refused(reason=reason):

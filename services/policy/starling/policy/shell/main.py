@@ -163,7 +163,7 @@ class Shell:
                 if not (self._progress.asleep or self._link.fence.may_keep_devices):
                     self._sleep()
                     log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
-                    self._link.introduce()
+                    self._link.rejoin()
             reason = f"stopped by {stop.name}"
             if self._progress.asleep:
                 self._saving.finish()  # to save it would need the devices, which others have

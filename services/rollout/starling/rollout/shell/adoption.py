@@ -66,7 +66,7 @@ class Adoptions:
                 decode_plan(buffers[1]),
                 deadline_s=self._timeout_s,
                 cancelled=void.is_set,
-                progress=lambda progress: self._link.advance(message.lease, lease_progress(progress)),
+                progress=lambda progress: self._link.report_progress(message.lease, lease_progress(progress)),
                 in_place=order.in_place,
             )
 

@@ -51,7 +51,7 @@ class EngineFactory:
             self._count(error)
             log.warning("engine_made_again", reason=str(error), restarts=len(self._restarts))
             try:
-                with stop.breaking_off():
+                with stop.interruptible():
                     return make_engine(self.spec)
             except EngineLostError as again:
                 error = again

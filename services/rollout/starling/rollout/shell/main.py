@@ -374,7 +374,7 @@ class Shell:
             self._link.answer(order.lease, wire.Slept(lease=order.lease))
         else:
             log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
-            self._link.introduce()
+            self._link.rejoin()
         return []
 
     def _wake_up(self, order: core.WakeUp) -> list[core.Action]:
