@@ -112,7 +112,8 @@ def learn(checkpoint: Path, algorithm: str, staleness: int, seed: int, num_steps
     from starling.policy.train.model.load import load_model, version_tensors
     from starling.policy.train.rl import RlTrainer
     from starling.rollout.engine.embedded.engine import TransformersEngine
-    from starling.rollout.engine.embedded.model import build_model, end_token_ids
+    from starling.rollout.engine.embedded.model import build_model
+    from starling.rollout.engine.model_config import end_token_ids
 
     torch.set_num_threads(1)
     recipe = load_recipe([Path(__file__).resolve().parent.parent / "recipes" / "quickstart.toml"], [])

@@ -35,7 +35,8 @@ from starling.rollout.engine.base import (
     PartialCompletion,
     RequestError,
 )
-from starling.rollout.engine.embedded.model import build_model, context_length, live_tensors
+from starling.rollout.engine.embedded.model import build_model, live_tensors
+from starling.rollout.engine.model_config import context_length
 from starling.rollout.engine.validation import check_request
 from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.offer import Offer

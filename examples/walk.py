@@ -27,7 +27,8 @@ from starling.policy.train.rl import RlTrainer
 from starling.reward.score.scorers.registry import resolve_scorer
 from starling.rollout.engine.base import GroupRequest, GroupResult
 from starling.rollout.engine.embedded.engine import TransformersEngine
-from starling.rollout.engine.embedded.model import build_model, end_token_ids
+from starling.rollout.engine.embedded.model import build_model
+from starling.rollout.engine.model_config import end_token_ids
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

@@ -48,7 +48,7 @@ def test_adoptions_under_load(family: str, tp: int, pp: int, num_adoptions: int,
 def check_scores(engine: Held, model: Any) -> None:
     """Compare what is told of a prompt with a forward pass."""
     prompt = random_prompt(90, 4)
-    scores = engine.generate(prompt, 2, score_prompt=True, max_tokens=2).prompt_scores
+    scores = engine.generate(prompt, 2, score_prompt=True, max_tokens=2).prompt_logprobs
     assert scores is not None
     assert scores.version == engine.engine.version
     np.testing.assert_allclose(scores.logprobs, forward_logprobs(model, prompt[:1], prompt[1:]), atol=1e-4)

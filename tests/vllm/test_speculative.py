@@ -24,9 +24,9 @@ def test_log_probabilities_are_those_of_a_forward_pass(tmp_path: Path) -> None:
         asked: dict[str, Any] = {"max_tokens": 60, "score_prompt": True}
         results = [engine.generate(prompt, 3, **asked, **sampling) for sampling in samplings]
     for sampling, result in zip(samplings, results, strict=True):
-        assert result.prompt_scores is not None
+        assert result.prompt_logprobs is not None
         expected = forward_logprobs(model, prompt[:1], prompt[1:])
-        np.testing.assert_allclose(result.prompt_scores.logprobs, expected, atol=1e-5)
+        np.testing.assert_allclose(result.prompt_logprobs.logprobs, expected, atol=1e-5)
         for completion in result.completions:
             sampled = completion.token_ids.tolist()
             assert len(sampled) == len(completion.logprobs) == 60

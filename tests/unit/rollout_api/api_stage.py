@@ -20,7 +20,7 @@ from starling.common.wire import messages as wire
 from starling.rollout.api.model import served_model
 from starling.rollout.api.server import ApiServer
 from starling.rollout.engine.base import EngineSpec
-from starling.rollout.engine.embedded.model import end_token_ids
+from starling.rollout.engine.model_config import end_token_ids
 from starling.rollout.engine.registry import make_engine
 from starling.rollout.env.episodes.trajectory import PlayedGroup, Trajectory
 from starling.rollout.env.registry import make_environment

@@ -16,7 +16,7 @@ from starling.common.settings import load
 from starling.rollout.api.model import served_model
 from starling.rollout.api.server import ApiServer
 from starling.rollout.engine.base import EngineSpec
-from starling.rollout.engine.embedded.model import end_token_ids
+from starling.rollout.engine.model_config import end_token_ids
 from starling.rollout.engine.registry import make_engine
 from starling.rollout.settings import RolloutProcess
 from starling.rollout.shell.request_queue import EngineQueue

@@ -340,14 +340,14 @@ class EngineConformance:
         beside = rig.request(rig.prompt(9, 20), max_tokens=6)
         for _ in range(2):
             *results, plain = rig.run(*asked, beside)
-            assert plain.prompt_scores is None
+            assert plain.prompt_logprobs is None
             for one, result in zip(asked, results, strict=True):
                 rig.check(one, result)
                 self._check_scores(rig, one, result)
             rig.adopt("recompute")
 
     def _check_scores(self, rig: Rig, asked: GroupRequest, result: GroupResult) -> None:
-        scores = result.prompt_scores
+        scores = result.prompt_logprobs
         if not self.facts.scores_prompts:
             assert scores is None
             return

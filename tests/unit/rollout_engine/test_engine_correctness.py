@@ -246,12 +246,12 @@ def test_a_long_prompt_is_scored_in_parts(family: str, length: int, monkeypatch:
         engine.add(request("b", random_prompt(2, 3), max_tokens=5, temperature=0.0))
         found.append(drain(engine)["a"])
     whole, parts = found
-    assert whole.prompt_scores is not None
-    assert parts.prompt_scores is not None
-    assert len(parts.prompt_scores.logprobs) == length - 1
-    np.testing.assert_allclose(parts.prompt_scores.logprobs, whole.prompt_scores.logprobs, atol=1e-5)
-    np.testing.assert_allclose(parts.prompt_scores.top_logprobs, whole.prompt_scores.top_logprobs, atol=1e-5)
-    assert parts.prompt_scores.top_ids.tolist() == whole.prompt_scores.top_ids.tolist()
+    assert whole.prompt_logprobs is not None
+    assert parts.prompt_logprobs is not None
+    assert len(parts.prompt_logprobs.logprobs) == length - 1
+    np.testing.assert_allclose(parts.prompt_logprobs.logprobs, whole.prompt_logprobs.logprobs, atol=1e-5)
+    np.testing.assert_allclose(parts.prompt_logprobs.top_logprobs, whole.prompt_logprobs.top_logprobs, atol=1e-5)
+    assert parts.prompt_logprobs.top_ids.tolist() == whole.prompt_logprobs.top_ids.tolist()
     for one, other in zip(parts.completions, whole.completions, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

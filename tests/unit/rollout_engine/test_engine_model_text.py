@@ -15,7 +15,8 @@ from starling.algo.text import decode, encode_prompt
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt
 from starling.rollout.engine.embedded.engine import TransformersEngine
-from starling.rollout.engine.embedded.model import build_model, end_token_ids, live_tensors, max_trainable_length
+from starling.rollout.engine.embedded.model import build_model, live_tensors
+from starling.rollout.engine.model_config import end_token_ids, max_trainable_length
 
 torch.set_num_threads(1)
 CHAT = (

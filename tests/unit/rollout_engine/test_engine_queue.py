@@ -107,8 +107,8 @@ def test_a_prompt_is_scored_anew_by_the_next_engine() -> None:
     door.serve(other, admit=True)
     settle(door, other)
     result = future.result(0)
-    assert result.prompt_scores is not None
-    assert len(result.prompt_scores.logprobs) == 2
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs.logprobs) == 2
     assert [len(ids) for ids in tokens(result)] == [6, 6]
 
 
@@ -137,7 +137,7 @@ def test_what_is_said_twice_of_a_scored_prompt_is_told_once() -> None:
     (plain,) = [result for _ in range(6) for result in engine.step()]
     assert isinstance(plain, GroupResult)
     assert [one.text for one in found] == [decode(ids) for ids in tokens(plain)]
-    assert all(one.prompt_scores is not None for one in found)
+    assert all(one.prompt_logprobs is not None for one in found)
 
 
 def test_requests_wait_while_none_is_admitted() -> None:

@@ -31,7 +31,7 @@ FRAGILE = '''
 from pathlib import Path
 
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.engine.registry import embedded
+from starling.rollout.engine.embedded.engine import transformers_engine
 
 BREAK = Path(__file__).with_name("break")
 KILL = Path(__file__).with_name("kill")
@@ -41,7 +41,7 @@ class Fragile:
     """The embedded engine, which a file breaks while it runs something, and another one at any time. They go then."""
 
     def __init__(self, spec):
-        self._engine, self._lost = embedded(spec), False
+        self._engine, self._lost = transformers_engine(spec), False
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
@@ -69,14 +69,14 @@ class Fragile:
 STUCK = '''
 import threading
 
-from starling.rollout.engine.registry import embedded
+from starling.rollout.engine.embedded.engine import transformers_engine
 
 
 class Stuck:
     """The embedded engine, which cannot sleep."""
 
     def __init__(self, spec):
-        self._engine = embedded(spec)
+        self._engine = transformers_engine(spec)
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
@@ -89,7 +89,7 @@ import threading
 from pathlib import Path
 
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.engine.registry import embedded
+from starling.rollout.engine.embedded.engine import transformers_engine
 
 HERE = Path(__file__).parent
 
@@ -107,7 +107,7 @@ class Slow:
                 threading.Event().wait(600.0)
             finally:
                 (HERE / "ended").touch()
-        self._engine = embedded(spec)
+        self._engine = transformers_engine(spec)
 
     def __getattr__(self, name):
         return getattr(self._engine, name)

@@ -235,7 +235,7 @@ def test_a_model_of_text_takes_no_images(tmp_path: Path) -> None:
     # Without media the marker is text like any other.
     assert encoder.encode(ask("<image>"))[1] == {}
     engine = TransformersEngine(model.eval(), eos_token_ids=())
-    with pytest.raises(RequestError, match="has images or videos and the model takes text alone"):
+    with pytest.raises(RequestError, match="has images or videos, and the model takes text only"):
         engine.add(GroupRequest("g", [1, 2], 1, Sampling(max_tokens=1), {"image_grid_thw": np.ones((1, 3), np.int64)}))
 
 

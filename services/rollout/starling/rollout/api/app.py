@@ -135,7 +135,7 @@ class Endpoint:
             )
             if not ask.stream:
                 made = await attended(request, generation.all())
-                if score and any(one.prompt_scores is None for one in made):
+                if score and any(one.prompt_logprobs is None for one in made):
                     raise ApiError("this engine scores no prompts; leave out echo or logprobs", parameter="echo")
                 if ask.max_tokens == 0:
                     made = [without_tokens(one) for one in made]

@@ -43,7 +43,7 @@ class Choice:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: Finish
-    prompt_scores: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     """What the model makes of the prompt, where that was asked for."""
 
 
@@ -201,7 +201,7 @@ class Generation:
     def _made(self, number: int, result: GroupResult) -> list[Choice]:
         streams = self._groups[number].streams
         return [
-            replace(_whole(stream, completion), prompt_scores=result.prompt_scores)
+            replace(_whole(stream, completion), prompt_logprobs=result.prompt_logprobs)
             for stream, completion in zip(streams, result.completions, strict=True)
         ]
 

@@ -113,7 +113,7 @@ class ResponseBuilder:
         return self._chunk(piece.index, {"content": piece.text}, told)
 
     def _choice(self, index: int, made: Choice, prompt: Sequence[int]) -> Json:
-        told = self._told(index, made.token_ids, made.logprobs, prompt if self._echo else (), made.prompt_scores)
+        told = self._told(index, made.token_ids, made.logprobs, prompt if self._echo else (), made.prompt_logprobs)
         choice: Json = {"index": index, "logprobs": told, "finish_reason": made.finish, "starling": _provenance(made)}
         if self._kind == "text":
             return {**choice, "text": made.text if self._echo is None else self._echo(prompt) + made.text}
@@ -198,7 +198,7 @@ def _usage(made: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> Json:
 
 
 def _provenance(made: Choice) -> Json:
-    scored = {} if made.prompt_scores is None else {"prompt_version": made.prompt_scores.version}
+    scored = {} if made.prompt_logprobs is None else {"prompt_version": made.prompt_logprobs.version}
     return {"token_ids": list(made.token_ids), "versions": spans(made.versions), **scored}
 
 

@@ -1,1 +1,1 @@
-"""Generation: prompts go in, sampled tokens with their log-probabilities and weight versions come out."""
+"""Generation engines: prompts in, sampled tokens with their log-probabilities and weight versions out."""

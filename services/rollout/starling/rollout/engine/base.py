@@ -1,18 +1,18 @@
-"""What the rollout asks of a generation engine, and the words it is asked in.
+"""The interface of a generation engine: the `Engine` protocol, its requests and its results.
 
-Token ids go in and token ids come out; text is the affair of `starling.algo.text`. One thread holds an engine and
-calls it; only `pull` is called from another one, while generation goes on.
+Token ids go in and token ids come out; `starling.algo.text` converts from and to text. A single thread owns an engine
+and calls it; only `pull` is called from another thread, while generation continues.
 
     add ──> waiting ──> running ──step──> GroupResult | GroupFailed
                            │
-       pull (beside) ──> adopt (between two tokens) ──> the same sequences go on, with the new weights
+    pull (concurrently) ──> adopt (between two tokens) ──> the same sequences continue, with the new weights
 
-An engine may compute inside `step`, as the embedded one does, or by itself in other threads and processes, as vLLM
-does. `ready` tells the two apart for whoever holds it: while it is true, `step` is called again at once; otherwise the
-engine calls `EngineSpec.wake` when that changes.
+An engine may compute inside `step`, as the embedded one does, or in threads and processes of its own, as vLLM does.
+`ready` covers both: while it is true, the owner calls `step` again at once; otherwise the owner waits, and the engine
+calls `EngineSpec.wake` when `ready` becomes true.
 
-A weight version is pulled by the engine itself, straight into the memory of its workers: nothing of it passes through
-the thread that holds the engine. `adopt` then puts it in place. Tokens that were sampled before keep their version.
+The engine pulls a weight version straight into the memory of its workers: no weights pass through the owner's thread.
+`adopt` then puts the version in place. Tokens that were sampled before keep their version.
 """
 
 from __future__ import annotations
@@ -38,74 +38,74 @@ if TYPE_CHECKING:
     from starling.weightsync.puller.puller import PullReport
 
 CacheMode = Literal["keep", "recompute", "salt"]
-"""What becomes of keys and values that older weights computed, when new ones are adopted.
+"""What an adoption does with the KV cache that older weights computed.
 
-``keep``: they stay, and whatever shares a prefix with them uses them. ``recompute``: those of running sequences are
-computed anew, so that what is sampled next is sampled exactly as the new weights would have it. ``salt``: running
-sequences keep theirs, and no sequence that starts later shares any of them.
+``keep``: the cache stays, and later sequences may share it as a prefix. ``recompute``: the cache of running sequences
+is computed again, so that the next token is sampled exactly as the new weights would. ``salt``: running sequences keep
+their cache, and no sequence that starts later shares it.
 """
 
 TokenListener = Callable[[int, Sequence[int], Sequence[float]], None]
-"""Told of the tokens of a completion as they come: its index, token ids, log-probabilities."""
+"""Callback for new tokens of a completion: its index in the group, token ids, log-probabilities."""
 
 
 class RequestError(StarlingError, ValueError):
-    """One group cannot be generated as asked; the engine and its other groups are unaffected."""
+    """A group request is invalid; the engine and its other groups are unaffected."""
 
 
 class EngineLostError(StarlingError):
-    """The engine, or a process that it stands on, is gone: what it ran is lost but for what `interrupt` returns."""
+    """The engine, or one of its processes, has died: of its groups only what `interrupt` returns is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """What is there of a completion that was interrupted; the three arrays have one element per sampled token."""
+    """The sampled part of an interrupted completion; the three arrays have one element per sampled token."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     status: Status | None = None
-    """How it ended; None while it goes on."""
+    """How it ended; None if it has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What the model makes of a prompt: of each token but the first, behind those before it.
+    """Log-probabilities of a prompt's tokens, each given the tokens before it.
 
-    The three arrays have one element less than the prompt; probabilities are those of softmax(logits) over the whole
-    vocabulary.
+    The three arrays have one element less than the prompt, as the first token has no context; probabilities are those
+    of softmax(logits) over the whole vocabulary.
     """
 
     logprobs: npt.NDArray[np.float32]
     """Natural logarithm of each token's probability."""
     top_ids: npt.NDArray[np.int32]
-    """The likeliest token in its place."""
+    """The most likely token at each position."""
     top_logprobs: npt.NDArray[np.float32]
-    """That one's; the very same number as in `logprobs` where it is the token."""
+    """Its log-probability; bitwise equal to `logprobs` where the prompt has that token."""
     version: int
-    """The weight version that computed the prompt's end."""
+    """The weight version that computed the end of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Ask for `num_completions` completions of one prompt."""
+    """A request for `num_completions` completions of one prompt."""
 
     lease: str
-    """Names the request; unique among those that the engine holds."""
+    """Identifies the request; unique among those that the engine holds."""
     prompt_ids: list[int]
     """The prompt's token ids; at least one."""
     num_completions: int
     """Completions to sample; at most the engine's `max_rows`."""
     sampling: Sampling
     tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """What the model takes of the prompt's images and videos, and where its tokens stand, as `TrainGroup` names them;
-    empty for a prompt of text."""
+    """Pixels and grids of the prompt's images and videos, and the positions of its tokens, named as in `TrainGroup`;
+    empty for a text prompt."""
     partial: tuple[PartialCompletion, ...] = ()
-    """What is there already of each completion, to go on from; empty to begin. Each counts into `max_tokens`."""
+    """The sampled part of each completion to resume; empty for a new group. Its tokens count towards `max_tokens`."""
     listener: TokenListener | None = None
-    """Called as tokens come, by whichever thread they come from; it must not block."""
+    """Called with new tokens, from any thread; it must not block."""
     score_prompt: bool = False
-    """Tell what the model makes of the prompt; only of text, and of a group that begins."""
+    """Return `GroupResult.prompt_logprobs`; only for text prompts, and not with `partial`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +124,20 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """All completions of one group, in the order of their indices."""
+    """The completions of one group, in the order of their indices."""
 
     lease: str
     prompt_ids: npt.NDArray[np.int32]
     completions: tuple[Completion, ...]
     tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Those of the request."""
-    prompt_scores: PromptLogprobs | None = None
-    """Where they were asked for, of an engine that tells them."""
+    """`GroupRequest.tensors`."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Set if the request has `score_prompt` and the engine supports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFailed:
-    """A group that was accepted and could not be finished; `reason` is one sentence for people."""
+    """A group that was accepted and could not be finished; `reason` is one sentence for the user."""
 
     lease: str
     reason: str
@@ -145,20 +145,20 @@ class GroupFailed:
 
 @dataclass(frozen=True, slots=True)
 class AdoptionReport:
-    """What an adoption did."""
+    """The outcome of an adoption."""
 
     version: int
     proven: bool
-    """What the engine holds now was compared with what was published, and is the same, bit for bit."""
+    """Whether the weights in place are bitwise equal to the published ones, by their digests."""
     root: str
-    """Digest of what it holds."""
+    """Digest of the weights in place."""
     recomputed_tokens: int = 0
-    """Tokens whose keys and values were computed anew, or have to be before their sequences go on."""
+    """Tokens whose keys and values were computed again, or have to be before their sequences continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is made of: an engine of one's own is a class that takes one of these."""
+    """Everything that an engine is built from: a custom engine is a class whose constructor takes an `EngineSpec`."""
 
     path: Path
     """The model's folder."""
@@ -166,13 +166,13 @@ class EngineSpec:
     rollout: RolloutSettings
     weights: WeightsSettings
     name: str
-    """The replica's name, which its layout bears."""
+    """The replica's name, used in its layout."""
     eos_token_ids: tuple[int, ...]
     """The tokens that end every completion."""
     max_model_len: int | None
-    """Most tokens of a sequence; None for what the model declares."""
+    """Most tokens of a sequence; None for the model's context length."""
     wake: Callable[[], None]
-    """To be called, from any thread, when `ready` became true."""
+    """The engine calls this, from any thread, when `ready` becomes true."""
 
 
 class Engine(Protocol):
@@ -180,17 +180,17 @@ class Engine(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Sequences that are being extended; groups still waiting for room are not among them."""
+        """Sequences that are being decoded, without those of waiting groups."""
         ...
 
     @property
     def num_waiting(self) -> int:
-        """Groups that wait for room."""
+        """Groups that wait for a free row."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has sampled since it was made."""
+        """Tokens sampled since the engine was created."""
         ...
 
     @property
@@ -200,58 +200,58 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The weight version that samples the next token; -1 before there is one."""
+        """The weight version that samples the next token; -1 before the first adoption if no weights were loaded."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether `step` has something to do, or to return, or to raise, now; a paused engine has nothing to do."""
+        """Whether `step` has something to compute, to return or to raise now; a paused engine computes nothing."""
         ...
 
     @property
     def serves(self) -> bool:
-        """Whether `tensors` holds all of the weights, so that this replica can offer them to others."""
+        """Whether `tensors` returns all weights, so that this replica can serve them to others."""
         ...
 
     def add(self, request: GroupRequest) -> None:
-        """Queue a group; groups start in the order in which they came.
+        """Queue a group; groups start in first-in, first-out order.
 
         Raises:
             RequestError: the group cannot be generated (empty prompt, a token id outside the vocabulary, a prompt that
-                leaves no room in the context, images that its placeholders do not fit, impossible sampling, a lease
-                that the engine already holds).
+                fills the context, placeholder tokens that do not match the images, invalid sampling parameters, a
+                lease that the engine already holds).
         """
         ...
 
     def step(self) -> list[GroupResult | GroupFailed]:
-        """Go on where there is something to do, for one token at most, and return the groups that ended. Never waits.
+        """Decode at most one token per sequence, and return the groups that ended. Never blocks on other processes.
 
         Raises:
-            EngineLostError: it cannot go on, now or ever.
+            EngineLostError: the engine cannot continue.
         """
         ...
 
     def cancel(self, lease: str) -> bool:
-        """Forget a group and free its room at once; returns whether the engine held it."""
+        """Drop a group and free its rows at once; return whether the engine held it."""
         ...
 
     def interrupt(self, lease: str) -> tuple[PartialCompletion, ...] | None:
-        """Take a group out and return what is there of its completions, or None when the engine does not hold it.
+        """Remove a group and return its partial completions, or None if the engine does not hold it.
 
-        Works on an engine that is lost, too: no token that reached it is thrown away.
+        Works on a lost engine, too: every token that has arrived is returned.
         """
         ...
 
     def pause(self) -> None:
-        """Sample nothing more until `resume`; running sequences stay. A second call changes nothing."""
+        """Stop sampling until `resume`; running sequences stay. Idempotent."""
         ...
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         ...
 
     def layout(self) -> Layout:
-        """Return which shard of which tensor each of its workers holds: one rank of the layout for each."""
+        """Return the weights' layout: one rank per worker, with the shards that it holds."""
         ...
 
     def pull(
@@ -264,43 +264,43 @@ class Engine(Protocol):
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
     ) -> PullReport:
-        """Bring a version into the workers' staging areas, while generation goes on. Called from a thread of its own.
+        """Pull a version into the workers' staging buffers while generation continues. Called from another thread.
 
         Args:
             offer: the version, from all source ranks that the plan reads.
             plan: made from the source's layout and this engine's.
-            deadline_s: seconds from now by which it must be done.
-            cancelled: asked between any two steps; True ends the pull.
-            progress: told now and then how far it is, over all workers.
-            in_place: write into the live weights instead, of an engine that is paused: it needs no staging, and is torn
-                when it fails.
+            deadline_s: seconds from now until the pull fails.
+            cancelled: polled between any two steps; True ends the pull.
+            progress: called now and then with the progress over all workers.
+            in_place: write into the live weights of a paused engine instead: no staging buffers are needed, and a
+                failure leaves torn weights.
 
         Raises:
-            WeightsError: it failed; without `in_place` the engine keeps its version.
+            WeightsError: the pull failed; without `in_place` the engine keeps its version.
         """
         ...
 
     def adopt(self, mode: CacheMode) -> AdoptionReport:
-        """Put the version that was pulled last in place, between two tokens, and prove what the workers hold.
+        """Switch to the version that was pulled last, between two tokens, and verify the digests of what workers hold.
 
         Raises:
-            WeightsError: nothing is staged; then nothing was touched.
-            EngineLostError: a worker is gone.
+            WeightsError: nothing is staged; the engine is unchanged.
+            EngineLostError: a worker has died.
         """
         ...
 
     def sleep(self) -> None:
-        """Give the device memory of weights and cache to others until `wake_up`; what ran must be taken out before."""
+        """Free the device memory of weights and cache until `wake_up`; all groups must have been removed before."""
         ...
 
     def wake_up(self) -> None:
-        """Take the memory back. The weights are undefined unless the engine says otherwise: adopt some."""
+        """Allocate the memory again. The weights are undefined afterwards unless the engine documents otherwise."""
         ...
 
     def tensors(self) -> Mapping[str, Any]:
-        """Return the live weights by Hugging Face name, tied ones once, where `serves`; otherwise nothing."""
+        """Return the live weights by Hugging Face name, tied ones once, if `serves`; otherwise an empty mapping."""
         ...
 
     def close(self) -> None:
-        """End everything that it started. Waits for it, within a deadline."""
+        """Stop all threads and processes that the engine started, within a deadline."""
         ...

@@ -1,7 +1,7 @@
-"""How likely a model finds tokens that another one sampled: forward passes without a cache, batched by a token budget.
+"""Log-probabilities of given tokens under a teacher model (prefill only, batched by a token budget).
 
-Completions of one prompt are padded at their end to the longest of their batch. A causal model reads no token before it
-comes to it, so what stands behind a completion changes nothing in it, and no mask is needed.
+Completions of one prompt are padded at their end to the longest of their batch. Attention is causal, so the padding
+does not change the logits before it, and no mask is needed.
 """
 
 from __future__ import annotations
@@ -15,51 +15,50 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from starling.algo.architecture import remedy
 from starling.common.errors import ConfigError, StarlingError
-from starling.rollout.engine.embedded.model import context_length
+from starling.rollout.engine.model_config import context_length, read_config
 
 ROWS_AT_ONCE: Final = 1024
-"""Tokens whose logits are taken to float32 together: bounds the memory beside the logits themselves."""
+"""Tokens whose logits are converted to float32 together: bounds the memory beyond the logits themselves."""
 TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model")
-"""What the files of a tokenizer are called."""
+"""Name patterns of tokenizer files."""
 
 
 class TeacherRequestError(StarlingError, ValueError):
-    """These tokens cannot be scored by this model, nor by another one like it."""
+    """These tokens cannot be scored by this teacher, nor by another instance of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What a model makes of the T tokens of all completions of a group, in their order."""
+    """Log-probabilities of the T tokens of all completions of a group, in their order."""
 
     logprobs: npt.NDArray[np.float32]
     """[T]: natural logarithm of each token's probability under softmax(logits / temperature), over the whole
     vocabulary."""
     top_ids: npt.NDArray[np.int32]
-    """[T, k]: the likeliest tokens at each place, the likeliest first."""
+    """[T, k]: the k most likely tokens at each position, the most likely first."""
     top_logprobs: npt.NDArray[np.float32]
-    """[T, k]: theirs."""
+    """[T, k]: their log-probabilities."""
 
 
 class TokenScorer:
-    """A model that scores tokens. Not thread safe."""
+    """A teacher model that computes log-probabilities of given tokens. Not thread safe."""
 
     def __init__(
         self, model: PreTrainedModel, *, tokens_per_forward: int, top_k: int = 0, num_ids: int | None = None
     ) -> None:
-        """Take over a model.
+        """Create a scorer that owns `model`.
 
         Args:
-            model: in eval mode, without gradients (`build_model` makes such a one).
+            model: in eval mode, without gradients, as `build_model` returns it.
             tokens_per_forward: most tokens of one forward pass, padding included.
-            top_k: how many of the likeliest tokens to tell at each place.
-            num_ids: tell only tokens of ids below this, which the policy knows; None for all.
+            top_k: how many of the most likely tokens to return for each position.
+            num_ids: return only tokens with ids below this, which the policy shares; None for all.
 
         Raises:
-            ConfigError: there are not so many tokens to tell.
+            ConfigError: `top_k` is larger than the number of such tokens.
         """
         self._model, self._tokens_per_forward, self._top_k = model, tokens_per_forward, top_k
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
@@ -80,17 +79,17 @@ class TokenScorer:
         lengths: Sequence[int],
         temperature: float,
     ) -> TokenLogprobs:
-        """Score the completions of one prompt.
+        """Return the log-probabilities of the completions of one prompt.
 
         Args:
             prompt_ids: [prompt]; at least one.
-            token_ids: [sum of lengths]: the completions, one behind the other.
+            token_ids: [sum of lengths]: the concatenated completions.
             lengths: tokens of each completion.
-            temperature: divisor of the logits; 0 stands for 1, as where the likeliest token was taken.
+            temperature: divisor of the logits; 0 means 1, as for greedy sampling.
 
         Raises:
-            TokensError: an id is not in the vocabulary, the prompt is empty, the numbers do not agree, or a sequence is
-                longer than the model's context.
+            TeacherRequestError: an id is not in the vocabulary, the prompt is empty, the lengths do not add up, or a
+                sequence is longer than the model's context.
         """
         self._check(prompt_ids, token_ids, lengths)
         num, k = len(token_ids), self._top_k
@@ -108,10 +107,10 @@ class TokenScorer:
         self, prompt_ids: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], lengths: Sequence[int]
     ) -> None:
         if not len(prompt_ids):
-            raise TeacherRequestError("the prompt has no tokens, so nothing says what the first token follows")
+            raise TeacherRequestError("the prompt is empty; the first token needs at least one token before it")
         if sum(lengths) != len(token_ids) or any(length < 0 for length in lengths):
             raise TeacherRequestError(
-                f"completions of {list(lengths)} tokens were announced, and {len(token_ids)} tokens came"
+                f"completions of {list(lengths)} tokens were announced, but {len(token_ids)} tokens came"
             )
         ids = np.concatenate([prompt_ids, token_ids])
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
@@ -127,14 +126,14 @@ class TokenScorer:
             )
 
     def _logits(self, prompt_ids: npt.NDArray[np.int32], completions: Sequence[npt.NDArray[np.int32]]) -> torch.Tensor:
-        """Return the logits [rows, longest, vocab] of the tokens of each completion, each in its first places."""
+        """Return logits [completions, longest, vocab]: those of each completion's tokens come first in its row."""
         longest = max(len(tokens) for tokens in completions)
-        width = len(prompt_ids) + longest - 1  # nothing follows the last token
+        width = len(prompt_ids) + longest - 1  # the last token is predicted, never fed
         ids = np.zeros((len(completions), width), np.int64)
         ids[:, : len(prompt_ids)] = prompt_ids
         for row, tokens in zip(ids, completions, strict=True):
-            known = tokens[:-1]
-            row[len(prompt_ids) : len(prompt_ids) + len(known)] = known
+            fed = tokens[:-1]
+            row[len(prompt_ids) : len(prompt_ids) + len(fed)] = fed
         positions = torch.arange(width, device=self._device).expand(len(completions), width)
         keep = {"logits_to_keep": longest} if self._takes_logits_to_keep else {}
         output = self._model(
@@ -151,7 +150,7 @@ class TokenScorer:
         scores: TokenLogprobs,
         place: slice,
     ) -> None:
-        """Write what `logits` [tokens, vocab] say of `tokens` into `place` of `scores`."""
+        """Write the log-probabilities of `tokens` under `logits` [tokens, vocab] into `place` of `scores`."""
         for begin in range(0, len(tokens), ROWS_AT_ONCE):
             some = slice(begin, begin + ROWS_AT_ONCE)
             scaled = logits[some].float() / temperature
@@ -166,9 +165,9 @@ class TokenScorer:
 
 
 def batches_by_budget(lengths: Sequence[int], prompt_length: int, budget: int) -> list[list[int]]:
-    """Return which completions go through the model together: alike in length, within a budget of padded tokens.
+    """Return the batches of completion indices: sorted by length, each within a budget of padded tokens.
 
-    Empty completions, of which there is nothing to say, are in none; one that is beyond the budget is alone.
+    Empty completions are left out; a completion beyond the budget gets a batch of its own.
     """
     found: list[list[int]] = []
     for index in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: lengths[i], reverse=True):
@@ -181,39 +180,35 @@ def batches_by_budget(lengths: Sequence[int], prompt_length: int, budget: int) -
 
 
 def num_shared_token_ids(teacher: str | Path, model: str | Path, *, trust_remote_code: bool = False) -> int:
-    """Return how many token ids the model in folder `model` has, once it is known to read them as `teacher` does.
+    """Return the vocabulary size of the model in folder `model`, after checking that `teacher` has the same tokenizer.
 
     Args:
-        teacher: the teacher's folder; its own code is never run.
+        teacher: the teacher's folder; its code is never run.
         model: the policy's folder.
-        trust_remote_code: may the code in the policy's folder be run.
+        trust_remote_code: whether code in the policy's folder may be run.
 
     Raises:
-        ConfigError: the two folders hold other tokenizers, so that an id would mean another token to each, or one of
-            them cannot be read.
+        ConfigError: the two tokenizers differ, so that an id would mean another token to each, or a folder cannot be
+            read.
     """
     theirs, ours = _vocabulary(teacher), _vocabulary(model, trust_remote_code=trust_remote_code)
     if len(theirs) != len(ours):
         raise ConfigError(
-            f"the teacher's tokenizer in {teacher} knows {len(theirs)} tokens and the model's in {model} {len(ours)}: "
-            "what one samples the other must read; give a teacher of the same vocabulary"
+            f"the teacher's tokenizer in {teacher} has {len(theirs)} tokens and the model's in {model} {len(ours)}: "
+            "the teacher must read what the model samples; give a teacher of the same vocabulary"
         )
     other = next((token for token, id_ in ours.items() if theirs.get(token) != id_), None)
     if other is not None:
         raise ConfigError(
-            f"the teacher's tokenizer in {teacher} is another than the model's in {model}: token {other!r} has the id "
+            f"the teacher's tokenizer in {teacher} differs from the model's in {model}: token {other!r} has the id "
             f"{ours[other]} there and {theirs.get(other, 'none')} here; give a teacher of the same vocabulary"
         )
-    try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # as in `build_model`, the folder is the user's
-        reason = str(error).split("\n", 1)[0].rstrip(".") + remedy(Path(model), trust_remote_code)
-        raise ConfigError(f"model folder {str(model)!r} cannot be loaded: {reason}") from error
+    config = read_config(Path(model), trust_remote_code=trust_remote_code)
     return int(config.get_text_config().vocab_size)
 
 
 def _vocabulary(path: str | Path, *, trust_remote_code: bool = False) -> dict[str, int]:
-    # Of a folder without a tokenizer transformers makes one that knows next to nothing.
+    # For a folder without a tokenizer, transformers would return a nearly empty one.
     if not any(True for pattern in TOKENIZER_FILES for _ in Path(path).glob(pattern)):
         raise ConfigError(f"the model folder {path} has no tokenizer; add its tokenizer.json")
     try:

@@ -1,4 +1,4 @@
-"""Whether a group can be generated as asked."""
+"""Validation of group requests, shared by all engines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 from starling.rollout.engine.base import GroupRequest, RequestError
 
 MOST_TOP_K: Final = (1 << 31) - 1
-"""Engines keep it in 32 bits."""
+"""Engines store top_k in 32 bits."""
 
 
 def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, max_rows: int) -> None:
-    """Raise a `RequestError` that names what is wrong with `request`, if anything is."""
+    """Raise a `RequestError` if the prompt or the sampling parameters of `request` are invalid."""
     lease, prompt, sampling = request.lease, request.prompt_ids, request.sampling
     if not prompt:
         raise RequestError(f"{lease}: the prompt is empty; give at least one token")
@@ -33,7 +33,7 @@ def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, ma
             f"{lease}: num_completions is {request.num_completions}; give 1 to {max_rows}, or raise max_rows"
         )
     if request.score_prompt and (request.partial or request.tensors):
-        raise RequestError(f"{lease}: only prompts of text are scored, of groups that begin; leave score_prompt out")
+        raise RequestError(f"{lease}: score_prompt is for new groups with text prompts; leave score_prompt out")
     if sampling.max_tokens < 1:
         raise RequestError(f"{lease}: max_tokens is {sampling.max_tokens}; give at least 1")
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
@@ -53,7 +53,7 @@ def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, ma
 
 
 def check_partial(request: GroupRequest, vocab_size: int) -> None:
-    """Raise a `RequestError` unless what is there of the completions may be gone on from."""
+    """Raise a `RequestError` if the partial completions of `request` cannot be resumed."""
     if request.partial and len(request.partial) != request.num_completions:
         raise RequestError(
             f"{request.lease}: {len(request.partial)} partial completions for a group of {request.num_completions}; "
@@ -73,21 +73,21 @@ def check_partial(request: GroupRequest, vocab_size: int) -> None:
             )
 
 
-def check_tensors(request: GroupRequest, placeholders: Mapping[str, int], cells_per_token: int) -> None:
-    """Raise a `RequestError` unless the prompt has a placeholder token for each token's worth of its images.
+def check_tensors(request: GroupRequest, placeholders: Mapping[str, int], patches_per_token: int) -> None:
+    """Raise a `RequestError` unless the prompt has as many placeholder tokens as its images and videos need.
 
-    The model would refuse the whole batch otherwise, or put one prompt's images into another's.
+    Otherwise the model would reject the whole batch, or mix up the images of different prompts.
 
     Args:
         request: with the token ids and the grids.
-        placeholders: the token that stands for a part of what each grid describes; empty for a model of text.
-        cells_per_token: patches that the model merges into one token.
+        placeholders: the placeholder token, by the name of the grid it belongs to; empty for a text model.
+        patches_per_token: patches that the model merges into one token.
     """
     if request.tensors and not placeholders:
-        raise RequestError(f"{request.lease}: the prompt has images or videos and the model takes text alone")
+        raise RequestError(f"{request.lease}: the prompt has images or videos, and the model takes text only")
     for name, token in placeholders.items():
         grids = request.tensors.get(name)
-        wanted = 0 if grids is None else int(grids.prod(axis=1).sum()) // cells_per_token
+        wanted = 0 if grids is None else int(grids.prod(axis=1).sum()) // patches_per_token
         found = request.prompt_ids.count(token)
         if wanted != found:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""The weights of a model in this process: a version is pulled for them, put in place, and proven."""
+"""Weights of an engine whose only worker is this process: pulled, switched in place and verified by digest."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class LiveWeights:
-    """What `Engine` says of weights, for an engine whose only worker is this process.
+    """The weight methods of `Engine` for an engine whose only worker is this process.
 
     Args:
-        layout: of the tensors.
-        tensors: returns the live weights by the names of the layout.
-        digests: how what arrives is proven.
+        layout: the layout of the tensors.
+        tensors: returns the live weights by their names in the layout.
+        digests: how pulled tensors are verified.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LiveWeights:
         self._tensors = tensors
         self._puller = Puller(layout, digests=digests)
         self._pulled: tuple[Offer, bool] | None = None
-        """What was pulled last, and whether it is in place already."""
+        """The offer that was pulled last, and whether its weights are in place already."""
 
     def pull(
         self,
@@ -46,7 +46,7 @@ class LiveWeights:
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
     ) -> PullReport:
-        """As `Engine.pull`; from a thread of its own."""
+        """See `Engine.pull`; called from another thread than the rest."""
         self._pulled = None
         report = self._puller.pull(
             offer,
@@ -60,7 +60,7 @@ class LiveWeights:
         return report
 
     def switch(self) -> Offer:
-        """Put in place what was pulled last, and return what it is an offer of.
+        """Put the version that was pulled last in place; return its offer.
 
         Raises:
             WeightsError: nothing is staged.
@@ -74,9 +74,9 @@ class LiveWeights:
         return offer
 
     def attest(self, offer: Offer) -> str:
-        """Return the root of what the live weights hold of the version of `offer`, which was pulled last."""
+        """Return the root digest of the live weights, computed like that of `offer`, which was pulled last."""
         return self._puller.attest(self._tensors(), offer)
 
     def close(self) -> None:
-        """Close every connection; waits for a pull under way to end, which its deadline ensures."""
+        """Close all connections; waits for a running pull to end, at the latest by its deadline."""
         self._puller.close()

@@ -76,7 +76,7 @@ def make_spec(
     Raises:
         ConfigError: a longer sequence is wanted than the policy could train.
     """
-    from starling.rollout.engine.embedded.model import end_token_ids, max_trainable_length
+    from starling.rollout.engine.model_config import end_token_ids, max_trainable_length
 
     return EngineSpec(
         path=path,

@@ -54,7 +54,7 @@ class Shell:
         # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
-        from starling.rollout.engine.embedded.model import read_config
+        from starling.rollout.engine.model_config import read_config
 
         self._settings, self._arguments = settings, arguments
         trusted = settings.model.trust_remote_code

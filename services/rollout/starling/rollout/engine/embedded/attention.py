@@ -1,8 +1,8 @@
-"""One attention function for decoding with grouped keys and values, registered with transformers.
+"""Decode attention for grouped-query models, registered with transformers.
 
-With one query token per row, the query heads that share a key head can stand where query positions usually stand: the
-keys and values are then read as they lie in the cache. The stock function copies them once per query head instead,
-which for a small model costs more than everything else in its forward pass.
+With one query token per row, the query heads that share a key head take the place of query positions, so that keys and
+values are read from the cache in place. The stock function copies them once per query head instead, which for a small
+model costs more than the rest of its forward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def grouped_decode_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend from `query` [rows, heads, q, dim] to `key`, `value` [rows, kv_heads, k, dim].
 
-    Returns [rows, q, heads, dim], and None for the weights. Anything but one query token over shared key heads, with a
-    mask that is the same for all heads, is left to the stock function.
+    Returns [rows, q, heads, dim], and None for the attention weights. Calls with several query tokens, without shared
+    key heads, or with a mask per head go to the stock function.
     """
     rows, heads, q_len, dim = query.shape
     kv_heads = key.shape[1]
@@ -48,7 +48,7 @@ def grouped_decode_attention(
 
 
 def use_grouped_decode(model: PreTrainedModel) -> None:
-    """Let `model` decode with `grouped_decode_attention` where it uses the sdpa function now."""
+    """Make `model` use `grouped_decode_attention` if it uses sdpa attention."""
     AttentionInterface.register(GROUPED_DECODE, grouped_decode_attention)
     AttentionMaskInterface.register(GROUPED_DECODE, sdpa_mask)
     if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():

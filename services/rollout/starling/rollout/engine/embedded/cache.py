@@ -1,16 +1,16 @@
-"""The keys and values of all running rows, in one buffer per layer, whatever the rows' lengths.
+"""KV cache of all running rows, of any lengths, in one buffer per layer.
 
-Rows are aligned at their newest token. All rows write the next token into the same column, `cursor`; row r's oldest
-token lies in column `starts[r]`, and what lies left of it is masked. So one decoding step writes one column, reads the
-columns from the longest row's start on (no wider than the longest row), and the mask changes only when rows come or go.
+Rows are right-aligned at their newest token. All rows write the next token into the same column, `cursor`; the oldest
+token of row r is in column `starts[r]`, and the columns left of it are masked. So a decode step writes one column,
+reads the columns from the longest row's start on, and the mask changes only when rows join or leave.
 
     column     0  1  2  3  4  5  6  7  8
     row 0      .  .  a0 a1 a2 a3 a4 |        starts = 2
     row 1      .  .  .  .  b0 b1 b2 |        starts = 4
                      ^ left         ^ cursor, the next column to write
 
-Used under `torch.inference_mode` only. Everything in the buffers is a finite number, masked or not: a masked NaN
-would still poison its row.
+Used under `torch.inference_mode` only. All values in the buffers are finite, masked or not: a masked NaN would still
+make its row NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 HEADROOM_COLUMNS: Final = 64
-"""Columns to grow by at least (where the rows may still need them), so that moving the buffers stays rare."""
+"""Fewest columns to grow by, if the rows may still need them, so that the buffers are rarely moved."""
 
 
 @dataclass(slots=True)
@@ -40,10 +40,10 @@ class _Layer:
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """A key-value cache that rows join and leave between two decoding steps."""
+    """A KV cache that rows join and leave between decode steps."""
 
     def __init__(self, mask_dtype: torch.dtype, window: int | None = None) -> None:
-        """Make an empty cache; `window` is how many tokens sliding layers see, the present one included."""
+        """Create an empty cache; `window` is the size of the sliding window, the current token included."""
         super().__init__(layers=[])
         self.num_rows = 0
         self.cursor = 0
@@ -75,12 +75,12 @@ class RowCache(Cache):  # type: ignore[misc]
         """Return the columns in use (transformers asks for it by this name)."""
         return self.width
 
-    # --- one decoding step ---------------------------------------------------------------------------------------
+    # --- one decode step -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Point every layer at the column that this step writes, growing the buffers where they are full."""
+        """Set every layer's views for the column that this step writes; grow the buffers if they are full."""
         if self.cursor == self._capacity_columns:
-            self._relay(self.num_rows, self.width)
+            self._reallocate(self.num_rows, self.width)
         left, stop, rows = self.left, self.cursor + 1, self.num_rows
         for layer in self._buffers:
             keys, values = layer.keys[:rows], layer.values[:rows]
@@ -101,7 +101,7 @@ class RowCache(Cache):  # type: ignore[misc]
         return layer.key_view, layer.value_view
 
     def masks(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return this step's additive masks [rows, 1, 1, width + 1]: of full layers, and of sliding ones if any."""
+        """Return this step's additive masks [rows, 1, 1, width + 1] for full and for sliding layers, if any."""
         if self._mask is None:
             columns = torch.arange(self._capacity_columns, device=device)
             starts = torch.from_numpy(self._starts).to(device)
@@ -119,10 +119,10 @@ class RowCache(Cache):  # type: ignore[misc]
         return full, sliding
 
     def advance(self) -> None:
-        """Count the column that every layer has written."""
+        """Advance past the column that every layer has written."""
         self.cursor += 1
 
-    # --- rows come and go ----------------------------------------------------------------------------------------
+    # --- rows join and leave -------------------------------------------------------------------------------------
 
     def join(
         self,
@@ -134,10 +134,10 @@ class RowCache(Cache):  # type: ignore[misc]
         """Append rows that continue prefilled prompts.
 
         Args:
-            prefilled: the prompts' keys and values, aligned right, [prompts, heads, columns, dim] per layer.
+            prefilled: the prompts' keys and values, right-aligned, [prompts, heads, columns, dim] per layer.
             which: the prompt of each new row; rows of one group share one prefill.
-            lengths: the tokens of each new row's prompt.
-            limits: the most tokens that each new row may come to hold.
+            lengths: the number of tokens of each new row's prompt.
+            limits: the most tokens that each new row may ever hold.
         """
         columns = prefilled.layers[0].keys.shape[2]
         first, rows = self.num_rows, self.num_rows + len(which)
@@ -151,7 +151,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self._starts = np.concatenate((self._starts, shift))
         self._ends = np.concatenate((self._ends, shift + limits))
         if rows > self._capacity_rows or columns > self.cursor or self.cursor >= self._capacity_columns:
-            self._relay(rows, width)
+            self._reallocate(rows, width)
         self.num_rows = rows
         index = torch.from_numpy(which).to(self._buffers[0].keys.device)
         window = slice(self.cursor - columns, self.cursor)
@@ -161,7 +161,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self._forget_views()
 
     def keep(self, order: npt.NDArray[np.int64]) -> None:
-        """Let rows go: row i is from now on what row `order[i]` was, with `order[i] >= i` throughout."""
+        """Keep only the rows in `order`: row i becomes the former row `order[i]`, with `order[i] >= i` throughout."""
         self._starts, self._ends = self._starts[order], self._ends[order]
         if not len(order):
             self.num_rows = self.cursor = self._capacity_rows = self._capacity_columns = 0
@@ -179,11 +179,11 @@ class RowCache(Cache):  # type: ignore[misc]
                     used[target] = used[source]
         self.num_rows = len(order)
         if 2 * self.num_rows <= self._capacity_rows:
-            self._relay(self.num_rows, self.width)
+            self._reallocate(self.num_rows, self.width)
         self._forget_views()
 
-    def _relay(self, rows: int, width: int) -> None:
-        """Move what is in use into buffers of `rows` rows and `width` columns plus headroom, layer by layer."""
+    def _reallocate(self, rows: int, width: int) -> None:
+        """Move the used part into new buffers of `rows` rows and `width` columns plus headroom, layer by layer."""
         kept, left = self.num_rows, self._used_left()
         used = self.cursor - left
         still_needed = int(self._ends.max()) - self.cursor
@@ -201,7 +201,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self._forget_views()
 
     def _used_left(self) -> int:
-        """First column used by the rows that are in the buffers already (a joining row is not)."""
+        """First column used by the rows that are in the buffers already, joining rows excluded."""
         return int(self._starts[: self.num_rows].min()) if self.num_rows else self.cursor
 
     def _forget_views(self) -> None:

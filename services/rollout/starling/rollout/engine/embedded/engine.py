@@ -1,15 +1,15 @@
-"""The embedded engine: any Hugging Face causal language model that takes explicit positions, on any torch device.
+"""Embedded engine: any Hugging Face causal language model that takes explicit positions, on any torch device.
 
-Batching is continuous. A prompt is prefilled once per group and its keys and values are shared out to the group's
-rows; rows of different lengths then decode together, one token per step, and leave as soon as they end. What is there
-of a completion that was interrupted is prefilled with its prompt.
+Batching is continuous. A prompt is prefilled once per group and its KV cache is copied to the group's rows; rows of
+different lengths then decode together, one token per step, and leave as soon as they end. A partial completion is
+prefilled together with its prompt.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from starling.common.wire.messages import Status
 from starling.rollout.engine.base import (
     AdoptionReport,
     CacheMode,
+    EngineSpec,
     GroupFailed,
     GroupRequest,
     GroupResult,
@@ -30,11 +31,13 @@ from starling.rollout.engine.base import (
 from starling.rollout.engine.embedded.batch import EmbeddedGroup, PrefillSequence, RunningRows
 from starling.rollout.engine.embedded.forward import PREFILL_TOKENS, Forward
 from starling.rollout.engine.embedded.lora import cache_weight_norms
-from starling.rollout.engine.embedded.model import context_length, live_tensors
+from starling.rollout.engine.embedded.model import build_model, live_tensors
 from starling.rollout.engine.embedded.sampling import SamplingRows, draw, sampling_rows, uniforms
+from starling.rollout.engine.model_config import context_length
 from starling.rollout.engine.multimodal.prompts import patches_per_token, placeholders
 from starling.rollout.engine.validation import check_partial, check_request, check_tensors
 from starling.rollout.engine.weights import LiveWeights
+from starling.weightsync.tensors.adapters import base_digest
 from starling.weightsync.tensors.modules import layout_of
 
 if TYPE_CHECKING:
@@ -44,6 +47,35 @@ if TYPE_CHECKING:
     from starling.weightsync.plan.planner import Plan
     from starling.weightsync.puller.fetch import PullProgress
     from starling.weightsync.puller.puller import PullReport
+
+
+def transformers_engine(spec: EngineSpec) -> TransformersEngine:
+    """Build the embedded engine from `spec`.
+
+    Raises:
+        ConfigError: the model folder cannot be loaded, or the engine cannot decode its model.
+    """
+    settings, lora = spec.rollout, spec.model.lora
+    model: Any = build_model(
+        spec.path,
+        dtype=spec.model.dtype,
+        device=spec.model.device,
+        weights=settings.load_weights,
+        lora=lora,
+        quantise=spec.weights.quantise,
+        trust_remote_code=spec.model.trust_remote_code,
+    )
+    return TransformersEngine(
+        model,
+        eos_token_ids=spec.eos_token_ids,
+        max_rows=settings.max_rows,
+        max_model_len=spec.max_model_len,
+        exclusive=settings.exclusive,
+        version=0 if settings.load_weights else -1,
+        name=spec.name,
+        base=base_digest(model, lora),
+        digests=spec.weights.digests,
+    )
 
 
 class TransformersEngine:
@@ -64,22 +96,22 @@ class TransformersEngine:
         base: str = "",
         digests: DigestMode = "full",
     ) -> None:
-        """Make an engine without work.
+        """Create an engine without groups.
 
         Args:
-            model: in eval mode, without gradients (`build_model` makes such a one).
+            model: in eval mode, without gradients, as `build_model` returns it.
             eos_token_ids: the tokens that end every completion.
-            max_rows: most sequences that run at a time; groups wait until all their rows fit.
-            max_model_len: most tokens of a sequence; None takes what the model declares.
-            exclusive: generate each group in a batch of its own, so that its result depends, to the bit, on weights,
-                prompt and sampling alone, wherever it was interrupted.
-            version: of the weights that are in place.
-            name: the replica's, in its layout.
-            base: what adapters are on top of; from `base_of`.
-            digests: how versions that are pulled are proven.
+            max_rows: most sequences that run at a time; a group waits until all its rows fit.
+            max_model_len: most tokens of a sequence; None for the model's context length.
+            exclusive: generate each group in a batch of its own, so that its result depends bitwise only on weights,
+                prompt and sampling parameters, wherever it was interrupted.
+            version: the version of the weights in place.
+            name: the replica's name, for its layout.
+            base: digest of the weights below adapters, from `base_digest`.
+            digests: how pulled versions are verified.
 
         Raises:
-            ConfigError: the model cannot be decoded this way, or a setting is impossible.
+            ConfigError: the engine cannot decode this model, or a setting is invalid.
         """
         if max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; give at least 1")
@@ -90,14 +122,14 @@ class TransformersEngine:
         if length < 2:
             raise ConfigError(f"max_model_len is {length}; give at least 2, a prompt token and a sampled one")
         self._model = model
-        self._kept_lengths = cache_weight_norms(model)
+        self._weight_norms = cache_weight_norms(model)
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._eos_token_ids = tuple(int(token) for token in eos_token_ids)
         self._placeholders = placeholders(model.config)
-        self._cells_per_token = patches_per_token(model.config)
-        # A sampled placeholder would ask for an image that is not there, in the trainer if not here.
-        never = sorted(self._placeholders.values())
-        self._never = torch.tensor(never, device=self._forward.device) if never else None
+        self._patches_per_token = patches_per_token(model.config)
+        # A sampled placeholder token would need an image, at the latest in the trainer.
+        banned = sorted(self._placeholders.values())
+        self._banned_ids = torch.tensor(banned, device=self._forward.device) if banned else None
         self._max_rows, self._max_model_len = max_rows, length
         self._exclusive = exclusive
         self._version = version
@@ -112,17 +144,17 @@ class TransformersEngine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that the next `step` extends."""
+        """Sequences that the next `step` decodes."""
         return len(self._rows)
 
     @property
     def num_waiting(self) -> int:
-        """Groups that wait for room."""
+        """Groups that wait for free rows."""
         return len(self._waiting)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has sampled since it was made."""
+        """Tokens sampled since the engine was created."""
         return self._num_tokens
 
     @property
@@ -137,12 +169,12 @@ class TransformersEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether `step` has something to compute."""
         return not self._paused and bool(len(self._rows) or self._waiting)
 
     @property
     def cache_size_bytes(self) -> int:
-        """Bytes that the keys and values of the running rows occupy."""
+        """Bytes of the KV cache of the running rows."""
         return self._forward.cache.size_bytes
 
     # --- groups ----------------------------------------------------------------------------------------------------
@@ -155,7 +187,7 @@ class TransformersEngine:
         """
         check_request(request, self._vocab_size, self._max_model_len, self._max_rows)
         check_partial(request, self._vocab_size)
-        check_tensors(request, self._placeholders, self._cells_per_token)
+        check_tensors(request, self._placeholders, self._patches_per_token)
         if request.lease in self._leases:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
         budget = min(request.sampling.max_tokens, self._max_model_len - len(request.prompt_ids))
@@ -165,11 +197,11 @@ class TransformersEngine:
         self._num_added += 1
 
     def cancel(self, lease: str) -> bool:
-        """Forget a group and free its rows at once; returns whether the engine held it."""
+        """Drop a group and free its rows at once; return whether the engine held it."""
         return self.interrupt(lease) is not None
 
     def interrupt(self, lease: str) -> tuple[PartialCompletion, ...] | None:
-        """Take a group out and return what is there of its completions, or None when the engine does not hold it."""
+        """Remove a group and return its partial completions, or None if the engine does not hold it."""
         if lease not in self._leases:
             return None
         self._leases.remove(lease)
@@ -190,7 +222,7 @@ class TransformersEngine:
         return tuple(partials[index] for index in range(group.request.num_completions))
 
     def step(self) -> list[GroupResult | GroupFailed]:
-        """Start waiting groups where room allows, sample one token of every sequence, return the groups that ended."""
+        """Start waiting groups that fit, sample one token of every sequence, and return the groups that ended."""
         if self._paused:
             return []
         ended: list[GroupResult | GroupFailed] = []
@@ -200,59 +232,62 @@ class TransformersEngine:
                 parts.append(self._forward.decode(self._rows.table["last"], self._rows.table["position"]))
             joining = self._take_joining()
             ended += [self._end(group) for group in joining if not group.num_rows]
-            if lines := [line for group in joining for line in group.lines()]:
-                parts.append(self._join(lines))
+            if sequences := [sequence for group in joining for sequence in group.prefill_sequences()]:
+                parts.append(self._join(sequences))
             if parts:
                 ended += self._sample(parts[0] if len(parts) == 1 else torch.cat(parts))
         return ended
 
     def pause(self) -> None:
-        """Sample nothing more until `resume`; running sequences stay."""
+        """Stop sampling until `resume`; running sequences stay."""
         self._paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._paused = False
 
     def _take_joining(self) -> list[EmbeddedGroup]:
-        """Take the waiting groups, first come first, whose rows fit and whose prompts may be prefilled together."""
+        """Dequeue, in order, the waiting groups whose rows fit and whose prompts may be prefilled together."""
         joining: list[EmbeddedGroup] = []
         room = self._max_rows - len(self._rows)
-        longest = num_lines = 0
+        longest = num_sequences = 0
         while self._waiting and not (self._exclusive and (joining or len(self._rows))):
             group = self._waiting[0]
-            lines = group.lines()
-            longest, num_lines = max([longest, *(len(line.ids) for line in lines)]), num_lines + len(lines)
-            if group.num_rows > room or (joining and longest * num_lines > PREFILL_TOKENS):
+            sequences = group.prefill_sequences()
+            longest, num_sequences = (
+                max([longest, *(len(sequence.ids) for sequence in sequences)]),
+                num_sequences + len(sequences),
+            )
+            if group.num_rows > room or (joining and longest * num_sequences > PREFILL_TOKENS):
                 break
             room -= group.num_rows
             joining.append(self._waiting.popleft())
         return joining
 
-    def _join(self, lines: Sequence[PrefillSequence]) -> torch.Tensor:
-        """Compute `lines`, add their rows; return the logits of the rows' next tokens."""
-        logits = self._forward.prefill(lines, self._version)
-        self._rows.append(lines)
-        self._running.update((line.group.number, line.group) for line in lines)
+    def _join(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
+        """Prefill `sequences` and add their rows; return the logits of the rows' next tokens."""
+        logits = self._forward.prefill(sequences, self._version)
+        self._rows.append(sequences)
+        self._running.update((sequence.group.number, sequence.group) for sequence in sequences)
         self._sampling = None
         return logits
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
     def _sample(self, logits: torch.Tensor) -> list[GroupResult | GroupFailed]:
-        """Draw and record a token per row, and return the groups that ended with it."""
+        """Sample and record a token per row, and return the groups that ended with it."""
         table = self._rows.table
         if self._sampling is None:
             device = self._forward.device
             self._sampling = sampling_rows(table["temperature"], table["top_p"], table["top_k"], device)
         uniform = self._forward.to_device(uniforms(table["key"], table["length"]))
-        tokens, logprobs = draw(logits, self._sampling, uniform, self._never)
-        # One copy to the host is one wait for the device; float64 holds both exactly.
+        tokens, logprobs = draw(logits, self._sampling, uniform, self._banned_ids)
+        # A single copy to the host waits for the device once; float64 holds both exactly.
         host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
         token_ids, broken = host[0].astype(np.int64), ~np.isfinite(host[1])
         stopped, spent, sampled = self._rows.record(token_ids, host[1], self._version)
         self._num_tokens += int(sampled.sum())
-        self._tell(sampled & ~broken, token_ids, host[1])
+        self._call_listeners(sampled & ~broken, token_ids, host[1])
         ended: list[GroupResult | GroupFailed] = []
         gone = stopped | spent
         if broken.any():
@@ -261,31 +296,31 @@ class TransformersEngine:
             gone |= np.isin(table["group"], numbers)
         if gone.any():
             ended.extend(self._finish(gone, stopped))
-            # What a group replays of a completion that had ended goes with it.
+            # Rows that replay an ended completion leave with their group.
             gone |= ~np.isin(table["group"], list(self._running))
             self._remove_rows(gone)
         return ended
 
-    def _tell(
+    def _call_listeners(
         self, sampled: npt.NDArray[np.bool_], token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64]
     ) -> None:
-        """Tell the listeners of the tokens that their rows have sampled."""
-        heard = [number for number, group in self._running.items() if group.request.listener is not None]
-        if not heard:
+        """Pass the sampled tokens to the listeners of their groups."""
+        observed = [number for number, group in self._running.items() if group.request.listener is not None]
+        if not observed:
             return
         table = self._rows.table
-        for row in np.flatnonzero(sampled & np.isin(table["group"], heard)):
+        for row in np.flatnonzero(sampled & np.isin(table["group"], observed)):
             listener: Callable[..., None] | None = self._running[int(table["group"][row])].request.listener
             assert listener is not None
             listener(int(table["index"][row]), (int(token_ids[row]),), (float(logprobs[row]),))
 
     def _finish(self, gone: npt.NDArray[np.bool_], stopped: npt.NDArray[np.bool_]) -> list[GroupResult]:
-        """Keep the completions of the rows that end; return the groups of which none runs any longer."""
+        """Store the completions of the rows that end; return the groups whose completions have all ended."""
         results = []
         for row in np.flatnonzero(gone):
             record = self._rows.table[row]
             group = self._running.get(int(record["group"]))
-            if group is None:  # it failed in this very step
+            if group is None:  # it failed in this step
                 continue
             if int(record["index"]) not in group.done:
                 status = Status.OK if stopped[row] else Status.TRUNCATED
@@ -300,7 +335,7 @@ class TransformersEngine:
         return group.result()
 
     def _fail(self, number: int) -> GroupFailed:
-        """Give up a running group whose probabilities are not numbers."""
+        """Fail a running group that has non-finite log-probabilities."""
         group = self._running.pop(number)
         self._leases.remove(group.request.lease)
         reason = f"the model's logits are not finite at weight version {self._version}; check the weights"
@@ -313,7 +348,7 @@ class TransformersEngine:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """Return what this process, the only worker, holds."""
+        """Return the layout of this process, the only worker."""
         return self._weights.layout
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -330,15 +365,15 @@ class TransformersEngine:
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
     ) -> PullReport:
-        """Bring a version into staging, or into the live weights; see `Engine.pull`."""
+        """Pull a version into staging buffers, or into the live weights; see `Engine.pull`."""
         return self._weights.pull(
             offer, plan, deadline_s=deadline_s, cancelled=cancelled, progress=progress, in_place=in_place
         )
 
     def adopt(self, mode: CacheMode) -> AdoptionReport:
-        """Put the version that was pulled last in place, and prove it.
+        """Switch to the version that was pulled last, and verify its digests.
 
-        No group shares keys and values with one that came before it, so `salt` is `keep` here.
+        No group shares the KV cache of an earlier one, so `salt` equals `keep` here.
 
         Raises:
             WeightsError: nothing is staged.
@@ -350,36 +385,36 @@ class TransformersEngine:
         return AdoptionReport(offer.version, root == offer.root, root, recomputed)
 
     def set_version(self, version: int) -> None:
-        """Name the weights that are in place now; the cache is kept."""
+        """Set the version of the weights that are in place now; the KV cache is kept."""
         self._version = version
-        for kept in self._kept_lengths:
-            kept.forget()
+        for norms in self._weight_norms:
+            norms.forget()
 
     def _recompute(self) -> int:
-        """Compute the keys and values of the running rows with the weights of now; return of how many tokens."""
-        lines = []
+        """Recompute the KV cache of the running rows with the current weights; return the number of tokens."""
+        sequences = []
         for row, record in enumerate(self._rows.table):
             group = self._running[int(record["group"])]
             ids = [*group.request.prompt_ids, *self._rows.cached_ids(row)]
-            lines.append(PrefillSequence(group, (int(record["index"]),), ids))
-        if lines:
+            sequences.append(PrefillSequence(group, (int(record["index"]),), ids))
+        if sequences:
             with torch.inference_mode():
-                self._forward.recompute(lines, self._version)
-        return sum(len(line.ids) for line in lines)
+                self._forward.recompute(sequences, self._version)
+        return sum(len(sequence.ids) for sequence in sequences)
 
     # --- the device ------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Move the weights to the host's memory; what ran must be taken out before."""
-        assert not len(self._rows), "what runs is interrupted before the engine sleeps"
+        """Move the weights to host memory; all groups must have been removed before."""
+        assert not len(self._rows), "groups are interrupted before the engine sleeps"
         if self._forward.device.type == "cuda":
             self._model.to("cpu")
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
-        """Move the weights back; they are what they were."""
+        """Move the weights back, unchanged."""
         self._model.to(self._forward.device)
 
     def close(self) -> None:
-        """End the threads and connections of pulls."""
+        """Stop the threads and connections of pulls."""
         self._weights.close()

@@ -1,8 +1,7 @@
-"""Linear layers that hold codes and scales: what quantised weights are to the embedded engine.
+"""Weight-only quantised linear layers for the embedded engine.
 
-Such a layer is small at rest and computes with numbers: each forward pass makes the whole layer's weight of its codes,
-multiplies, and lets it go. That costs time, and the memory of one layer, and it is exact: the logits are those of a
-model that has the dequantised weights.
+A layer stores codes and scales; each forward pass dequantises the whole weight, multiplies and frees it. That costs
+time and the memory of one layer, and it is exact: the logits are those of a model with the dequantised weights.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from starling.weightsync.tensors.quantise import Quantised, dequantise, quantise
 
 
 class QuantisedLinear(torch.nn.Module):
-    """What a `torch.nn.Linear` computes, of weights in codes.
+    """A `torch.nn.Linear` whose weight is stored as codes and scales.
 
-    The buffers are what travels, by the same names: `weight` (codes), its scales beside it, and, where the format has
-    one, the scale of the tensor. An adoption writes them; nothing else has to be told.
+    The buffers are what weight sync transfers, under the same names: `weight` (codes), its scales and, if the format
+    has one, the scale of the tensor. An adoption only writes these buffers.
     """
 
     def __init__(self, linear: torch.nn.Linear, spec: QuantSpec) -> None:
         """Quantise `linear`.
 
         Args:
-            linear: its bias is taken over.
-            spec: of its weight.
+            linear: the layer to replace; its bias is kept.
+            spec: the quantisation of its weight.
 
         Raises:
             WeightsError: its weight has an infinite or NaN element.
@@ -49,25 +48,25 @@ class QuantisedLinear(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight_as(x.dtype), self.bias)
 
     def weight_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight that the codes stand for, [out_features, in_features]."""
+        """Return the dequantised weight, [out_features, in_features]."""
         data, scales, *rest = (self.get_buffer(name) for name in self._parts)
         return dequantise(Quantised(data, scales, rest[0] if rest else None), self._spec, dtype=dtype)
 
     def extra_repr(self) -> str:
-        """Describe it, for whoever prints the model."""
+        """Return the layer's parameters for `print(model)`."""
         return f"{self.in_features}, {self.out_features}, {self._spec.format.name}, bias={self.bias is not None}"
 
 
 def quantise_linears(model: torch.nn.Module, recipe: QuantRecipe) -> None:
-    """Let `model` hold what `recipe` quantises in codes, in place, one layer after the other.
+    """Replace the linear layers that `recipe` quantises, in place, one layer after the other.
 
     Raises:
-        ConfigError: the recipe quantises something that is no linear layer, or that has another name, too.
+        ConfigError: the recipe quantises a tensor that is not the weight of a linear layer, or a tied one.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     num_names = Counter(id(model.get_parameter(name)) for name in names)
     for name in names:
-        parameter = model.get_parameter(name)  # of no list: what a layer held before is let go at once
+        parameter = model.get_parameter(name)  # not from a list, so that a replaced weight is freed at once
         dtype = str(parameter.dtype).removeprefix("torch.")
         tensor = TensorSpec(name=name, shape=tuple(parameter.shape), dtype=dtype)
         form = recipe.format_of(tensor)

@@ -1,7 +1,8 @@
-"""Drawing tokens: a counter-based stream of uniforms per completion, and one vectorised draw for all rows of a batch.
+"""Vectorised sampling from logits, and log-probabilities of given prompt tokens.
 
-Nothing here depends on which rows share a batch: the uniform of a token is a function of the sampling seed, the
-completion's index and the token's position, and the distribution of a row is truncated and inverted by itself.
+A sampled token does not depend on which rows share its batch: its uniform is a function of the sampling seed, the
+completion's index and the token's position (a counter-based stream), and each row's distribution is truncated and
+inverted independently.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from starling.rollout.engine.base import PromptLogprobs
 GOLDEN_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2: Final = np.uint64(0x94D049BB133111EB)
+SCORED_ROWS_AT_ONCE: Final = 1024
+"""Prompt tokens whose logits are converted to float32 together: bounds the memory beyond the logits themselves."""
 
 
 def completion_key(seed: int, index: int) -> int:
@@ -31,7 +34,7 @@ def uniforms(keys: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> n
     """Return element `counters[i]` of stream `keys[i]`, for all i: numbers in [0, 1 - 2**-52].
 
     SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) read at a position:
-    its state is an arithmetic progression, so the t-th output needs no earlier one and nothing has to be stored.
+    its state is an arithmetic progression, so the t-th output can be computed without the earlier ones.
     """
     z = keys + (counters.astype(np.uint64) + np.uint64(1)) * GOLDEN_GAMMA
     z = (z ^ (z >> np.uint64(30))) * MIX_1
@@ -44,7 +47,7 @@ def uniforms(keys: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> n
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row of a batch is sampled, on the device; a None means that no row needs this treatment."""
+    """Sampling parameters of the rows of a batch, on the device; None if no row needs the parameter."""
 
     temperature: torch.Tensor | None
     """float32 [rows, 1]; 1 where a row is greedy."""
@@ -65,7 +68,7 @@ def sampling_rows(
     top_k: npt.NDArray[np.int64],
     device: torch.device,
 ) -> SamplingRows:
-    """Arrange the settings of all rows for `draw`; each argument has one element per row."""
+    """Build the sampling parameters for `draw`; each argument has one element per row."""
     greedy = temperature == 0.0
     divisor = np.where(greedy, 1.0, temperature)
     chosen = np.flatnonzero(~greedy & ((top_p < 1.0) | (top_k > 0)))
@@ -86,15 +89,15 @@ def sampling_rows(
 
 
 def draw(
-    logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor, never: torch.Tensor | None = None
+    logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor, banned_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row by inverting its distribution function.
+    """Draw one token per row by inverse transform sampling.
 
     Args:
         logits: [rows, vocabulary], any floating dtype.
-        rows: how each row is sampled.
+        rows: the sampling parameters of the rows.
         uniform: float64 [rows], in [0, 1).
-        never: int64 [tokens], which are not drawn, as if truncated.
+        banned_ids: int64 [tokens]: tokens that are never drawn, as if truncated.
 
     Returns:
         Token ids, int64 [rows], and log-probabilities over the whole (untruncated) vocabulary, float32 [rows].
@@ -103,21 +106,21 @@ def draw(
     if rows.temperature is not None:
         scaled = scaled / rows.temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
-    if never is not None and rows.greedy is not None:
-        logits = logits.index_fill(-1, never, -torch.inf)
+    if banned_ids is not None and rows.greedy is not None:
+        logits = logits.index_fill(-1, banned_ids, -torch.inf)
     if rows.all_greedy:
         tokens = logits.argmax(dim=-1)
     else:
         probs = logprobs.exp()
-        if never is not None:
-            probs.index_fill_(-1, never, 0.0)
+        if banned_ids is not None:
+            probs.index_fill_(-1, banned_ids, 0.0)
         if rows.truncated is not None:
             assert rows.top_p is not None
             assert rows.top_k is not None
             probs[rows.truncated] = truncate(probs[rows.truncated], rows.top_p, rows.top_k)
         cdf = probs.cumsum(dim=-1, dtype=torch.float64)
         target = uniform[:, None] * cdf[:, -1:]
-        # Only logits that are not numbers leave the vocabulary here; the caller sees them in the log-probability.
+        # Only non-finite logits can exceed the vocabulary here; the caller detects them by the log-probability.
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
         if rows.greedy is not None:
             tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)
@@ -125,9 +128,9 @@ def draw(
 
 
 def truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Zero what top-k, and then top-p over what top-k left, exclude; the rest keeps its proportions.
+    """Zero the probabilities that top-k, and then top-p over the rest, exclude; do not renormalise.
 
-    The result stays in vocabulary order, so that a row which truncates nothing gets the same token as on the fast path.
+    The result stays in vocabulary order, so that a row without truncation gets the same token as on the fast path.
 
     Args:
         probs: float32 [m, vocabulary]. `top_p`, `top_k`: [m, 1].
@@ -141,19 +144,13 @@ def truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> t
     return torch.zeros_like(probs).scatter_(-1, order, ordered)
 
 
-# JOINED from starling.rollout.engine.scores: What logits say of tokens that are there.
-
-SCORED_ROWS_AT_ONCE: Final = 1024
-"""Tokens whose logits are taken to float32 together: bounds the memory beside the logits themselves."""
-
-
 def score_prompt_tokens(logits: torch.Tensor, prompt_ids: list[int], version: int) -> PromptLogprobs:
-    """Return the scores of a prompt.
+    """Return the log-probabilities of a prompt's tokens.
 
     Args:
-        logits: [tokens - 1, vocabulary]: what is expected behind each token but the last.
+        logits: [tokens - 1, vocabulary]: the predictions after each token but the last.
         prompt_ids: the tokens; at least one.
-        version: of the weights that the logits are of.
+        version: the weight version that computed the logits.
     """
     wanted = torch.tensor(prompt_ids[1:], device=logits.device)[:, None]
     parts = []
@@ -162,17 +159,17 @@ def score_prompt_tokens(logits: torch.Tensor, prompt_ids: list[int], version: in
         scaled = logits[some].float()
         total = scaled.logsumexp(dim=-1, keepdim=True)
         best, ids = scaled.max(dim=-1, keepdim=True)
-        # One copy to the host is one wait for the device; float64 holds all three exactly.
+        # A single copy to the host waits for the device once; float64 holds all three exactly.
         columns = ((scaled.gather(-1, wanted[some]) - total).double(), ids.double(), (best - total).double())
         parts.append(torch.cat(columns, dim=-1).cpu().numpy())
-    told = np.concatenate(parts) if parts else np.zeros((0, 3))
+    found = np.concatenate(parts) if parts else np.zeros((0, 3))
     return PromptLogprobs(
-        told[:, 0].astype(np.float32), told[:, 1].astype(np.int32), told[:, 2].astype(np.float32), version
+        found[:, 0].astype(np.float32), found[:, 1].astype(np.int32), found[:, 2].astype(np.float32), version
     )
 
 
 def join_prompt_logprobs(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
-    """Return the scores of a prompt of which `parts` are those of its tokens in order."""
+    """Return the log-probabilities of a whole prompt from those of its consecutive parts."""
     return PromptLogprobs(
         np.concatenate([part.logprobs for part in parts]),
         np.concatenate([part.top_ids for part in parts]),

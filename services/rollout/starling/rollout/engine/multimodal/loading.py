@@ -1,4 +1,4 @@
-"""Opening the images and videos of a prompt: whatever their form, they become RGB frames."""
+"""Loading of a prompt's images and videos, from files or data URLs, as RGB frames."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ if TYPE_CHECKING:
 
 _SCHEME: Final = re.compile("[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 _SHOWN: Final = 80
-"""Characters of a URI in a message: one in base64 can have millions."""
+"""Characters of a URI in an error message: a base64 one can have millions."""
 _SHOWN_PATH: Final = 240
-"""Characters of a path in a message."""
+"""Characters of a path in an error message."""
 
 
 class MediaBudget:
-    """How many bytes the images and videos of one prompt may take: asked before they are made.
+    """Memory budget for the images and videos of one prompt, checked before anything is decoded or resized.
 
-    A file of a few kilobytes can hold an image of gigabytes, so nothing is decoded before its header has told its size.
+    A file of a few kilobytes can hold an image of gigabytes, so the size in its header counts before it is decoded.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        """`num_bytes`: `rollout.max_media_bytes`."""
-        self.num_bytes = num_bytes
+    def __init__(self, max_bytes: int) -> None:
+        """Create a budget of `max_bytes`, which is `rollout.max_media_bytes`."""
+        self.max_bytes = max_bytes
         self._decoded = 0
 
     def decode(self, width: int, height: int) -> None:
-        """Count a frame in RGB that is to be decoded. Raises RequestError when all of them are too much."""
+        """Add an RGB frame that is about to be decoded. Raises RequestError if all frames exceed the budget."""
         self._decoded += width * height * 3
         self.check(self._decoded)
 
     def check(self, size_bytes: int) -> None:
-        """Raise RequestError when `size_bytes` are too much."""
-        if size_bytes > self.num_bytes:
+        """Raise RequestError if `size_bytes` exceed the budget."""
+        if size_bytes > self.max_bytes:
             raise RequestError(
                 f"the images and videos of the prompt take {size_bytes} bytes or more and rollout.max_media_bytes is "
-                f"{self.num_bytes}: give smaller or fewer ones, or raise it"
+                f"{self.max_bytes}: give smaller or fewer ones, or raise it"
             )
 
 
-def open_image(media: Media, allowance: MediaBudget) -> Image.Image:
+def open_image(media: Media, budget: MediaBudget) -> Image.Image:
     """Return the image in RGB; of an animated one the first frame.
 
     Raises:
-        RequestError: there is no such file, it does not decode, or it is beyond the allowance.
+        RequestError: the file does not exist, does not decode, or exceeds the budget.
     """
-    return _frames(media, _source(media), allowance, most=1)[0]
+    return _frames(media, _source(media), budget, most=1)[0]
 
 
-def open_video(media: Media, allowance: MediaBudget) -> list[Image.Image]:
-    """Return the frames in RGB, all of one size: those of an animated image, or of a folder in the order of names.
+def open_video(media: Media, budget: MediaBudget) -> list[Image.Image]:
+    """Return the RGB frames, all of one size: those of an animated image, or the files of a folder in name order.
 
     Raises:
-        RequestError: as `open_image`, the folder is empty, or the frames differ in size.
+        RequestError: as for `open_image`; or the folder is empty, or the frames differ in size.
     """
     source = _source(media)
     if isinstance(source, Path) and source.is_dir():
         files = sorted(path for path in source.iterdir() if path.is_file())
-        frames = [frame for path in files for frame in _frames(media, path, allowance, most=1)]
+        frames = [frame for path in files for frame in _frames(media, path, budget, most=1)]
     else:
-        frames = _frames(media, source, allowance)
+        frames = _frames(media, source, budget)
     if not frames:
         raise RequestError(f"the video {_named(media)} is a folder without files: put its frames there as images")
     if len(sizes := {frame.size for frame in frames}) > 1:
@@ -81,7 +81,7 @@ def open_video(media: Media, allowance: MediaBudget) -> list[Image.Image]:
 
 
 def _source(media: Media) -> Path | bytes:
-    """Return where `media` is: a path, or its bytes where the URI holds them."""
+    """Return the path of `media`, or its bytes if the URI is a data URL."""
     uri = media.uri
     if uri.startswith("data:"):
         head, comma, body = uri.partition(",")
@@ -103,7 +103,7 @@ def _source(media: Media) -> Path | bytes:
     return Path(uri)
 
 
-def _frames(media: Media, source: Path | bytes, allowance: MediaBudget, most: int | None = None) -> list[Image.Image]:
+def _frames(media: Media, source: Path | bytes, budget: MediaBudget, most: int | None = None) -> list[Image.Image]:
     from PIL import Image, ImageSequence
 
     if isinstance(source, Path) and not source.exists():
@@ -112,12 +112,12 @@ def _frames(media: Media, source: Path | bytes, allowance: MediaBudget, most: in
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
             frames = []
             for frame in islice(ImageSequence.Iterator(opened), most):
-                allowance.decode(*frame.size)
+                budget.decode(*frame.size)
                 frames.append(frame.convert("RGB"))
             return frames
     except RequestError:
         raise
-    except Exception as error:  # Pillow's decoders raise whatever a damaged file makes them meet.
+    except Exception as error:  # Pillow's decoders raise almost anything on damaged files
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise RequestError(
             f"the {media.kind} {_named(media)} does not decode ({reason[0]:.120}): replace it"
@@ -131,5 +131,5 @@ def _named(media: Media) -> str:
 
 
 def _shown(path: str) -> str:
-    """Return a path for people, who know one by its end."""
+    """Return a path for an error message, shortened to its end."""
     return repr(path if len(path) <= _SHOWN_PATH else f"...{path[-_SHOWN_PATH:]}")

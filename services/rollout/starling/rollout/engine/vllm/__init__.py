@@ -1,1 +1,1 @@
-"""The engine `vllm`: AsyncLLM in a thread, and in each of its workers a destination of the weights."""
+"""The engine `vllm`: AsyncLLM in a thread of the rollout, and in `worker/` what runs inside vLLM's own processes."""

@@ -61,7 +61,7 @@ class VllmEngine:
         self._vocab_size = int(self._model_config.get_vocab_size())
         config = self._model_config.hf_config
         self._placeholders = placeholders(config) if self._model_config.supports_multimodal_inputs else {}
-        self._cells_per_token = patches_per_token(config)
+        self._patches_per_token = patches_per_token(config)
         self._groups: dict[str, VllmGroup] = {}
         self._num_added = self._num_pulls = 0
         self._paused = False
@@ -113,11 +113,11 @@ class VllmEngine:
 
         check_request(request, self._vocab_size, self.max_model_len, self._spec.rollout.max_rows)
         check_partial(request, self._vocab_size)
-        check_tensors(request, self._placeholders, self._cells_per_token)
+        check_tensors(request, self._placeholders, self._patches_per_token)
         check_temperature(request)
         if request.lease in self._groups:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
-        items = media.items_of(request, self._placeholders, self._cells_per_token)
+        items = media.items_of(request, self._placeholders, self._patches_per_token)
         group = VllmGroup(self._num_added, request, self.max_model_len, items)
         self._num_added += 1
         self._groups[request.lease] = group

@@ -170,13 +170,13 @@ class Item:
     """Of all that its keys and values depend on, beside the tokens before them."""
 
 
-def items_of(request: GroupRequest, tokens: Mapping[str, int], cells_per_token: int) -> tuple[Item, ...]:
+def items_of(request: GroupRequest, tokens: Mapping[str, int], patches_per_token: int) -> tuple[Item, ...]:
     """Return the images and videos of a prompt in their order.
 
     Args:
         request: whose placeholder tokens fit its grids.
         tokens: as `vision.placeholders`.
-        cells_per_token: patches that the model merges into one token.
+        patches_per_token: patches that the model merges into one token.
 
     Raises:
         RequestError: pixels or positions are missing, or are not as many as the grids or tokens.
@@ -194,15 +194,15 @@ def items_of(request: GroupRequest, tokens: Mapping[str, int], cells_per_token: 
     for grid_name in tokens.keys() & request.tensors.keys():
         standing = np.flatnonzero(ids == tokens[grid_name])
         taken = 0
-        for cells, grid in _split(request, grid_name):
-            stand = standing[taken : taken + len(cells) // cells_per_token]
+        for patches, grid in _split(request, grid_name):
+            stand = standing[taken : taken + len(patches) // patches_per_token]
             taken += len(stand)
-            found.append((stand, KINDS[grid_name], cells, grid))
+            found.append((stand, KINDS[grid_name], patches, grid))
     found.sort(key=lambda each: int(each[0][0]))
     ends = [*(int(stand[0]) for stand, *_ in found), len(ids)]
     return tuple(
-        _item(stand, kind, cells, grid, positions[:, start:end])
-        for (stand, kind, cells, grid), (start, end) in zip(found, pairwise(ends), strict=True)
+        _item(stand, kind, patches, grid, positions[:, start:end])
+        for (stand, kind, patches, grid), (start, end) in zip(found, pairwise(ends), strict=True)
     )
 
 
@@ -230,20 +230,20 @@ def engine_input(token_ids: list[int], items: Sequence[Item], salt: str) -> Any:
 def _split(request: GroupRequest, grid_name: str) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """Return patches and grid of each item that `grid_name` describes."""
     grids, name = request.tensors[grid_name], KINDS[grid_name][1]
-    cells = request.tensors.get(name)
+    patches = request.tensors.get(name)
     ends = np.cumsum(grids.prod(axis=1))
-    if cells is None or len(cells) != ends[-1]:
+    if patches is None or len(patches) != ends[-1]:
         raise RequestError(
-            f"{request.lease}: {name} has {0 if cells is None else len(cells)} patches where {grid_name} describes "
+            f"{request.lease}: {name} has {0 if patches is None else len(patches)} patches where {grid_name} describes "
             f"{ends[-1]}; give one for each cell of the grids"
         )
-    return list(zip(np.split(cells, ends[:-1]), grids, strict=True))
+    return list(zip(np.split(patches, ends[:-1]), grids, strict=True))
 
 
 def _item(
     stand: npt.NDArray[Any],
     kind: tuple[str, str],
-    cells: npt.NDArray[Any],
+    patches: npt.NDArray[Any],
     grid: npt.NDArray[Any],
     positions: npt.NDArray[Any],
 ) -> Item:
@@ -253,13 +253,15 @@ def _item(
     if length > len(stand):  # times in words stand between the frames
         held = torch.zeros(length, dtype=torch.bool)
         held[torch.from_numpy(stand - first)] = True
-    digest = hashlib.sha256(np.ascontiguousarray(cells).data)
+    digest = hashlib.sha256(np.ascontiguousarray(patches).data)
     digest.update(np.asarray(grid, np.int64).tobytes())
     digest.update(np.asarray(positions[:, :length] - positions[:, :1], np.int64).tobytes())
     small = MultiModalBatchedField(keep_on_cpu=True)
     tensors = MultiModalKwargsItem(
         {
-            pixels: MultiModalFieldElem(torch.tensor(cells), MultiModalFlatField(slices=[slice(0, len(cells))], dim=0)),
+            pixels: MultiModalFieldElem(
+                torch.tensor(patches), MultiModalFlatField(slices=[slice(0, len(patches))], dim=0)
+            ),
             f"{name}_grid_thw": MultiModalFieldElem(torch.tensor(grid, dtype=torch.int64), small),
             POSITIONS: MultiModalFieldElem(torch.tensor(positions, dtype=torch.int64), small),
         }

@@ -25,7 +25,7 @@ GREEDY_BELOW: Final = 1e-5
 class TemperedSampler(Sampler):  # type: ignore[misc]
     """Scales first, then samples."""
 
-    never: torch.Tensor | None = None
+    banned_ids: torch.Tensor | None = None
     """int64 [tokens], which are not drawn, as if truncated."""
 
     def forward(
@@ -36,8 +36,8 @@ class TemperedSampler(Sampler):  # type: ignore[misc]
         return super().forward(scaled, metadata, *arguments, **options)
 
     def apply_logits_processors(self, logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """Rule out what is never drawn; log-probabilities are taken before."""
-        return _without(super().apply_logits_processors(logits, *arguments), self.never)
+        """Mask the banned tokens; log-probabilities are computed before."""
+        return _without(super().apply_logits_processors(logits, *arguments), self.banned_ids)
 
 
 class TemperedRejectionSampler(RejectionSampler):  # type: ignore[misc]
@@ -52,20 +52,20 @@ class TemperedRejectionSampler(RejectionSampler):  # type: ignore[misc]
         return super().forward(metadata, draft_probs, scaled, sampling)
 
     def apply_logits_processors(self, logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """Rule out what is never drawn, drafted or not."""
-        return _without(super().apply_logits_processors(logits, *arguments), self.sampler.never)
+        """Mask the banned tokens, drafted or not."""
+        return _without(super().apply_logits_processors(logits, *arguments), self.sampler.banned_ids)
 
 
-def install(runner: Any, never: Sequence[int] = ()) -> None:
-    """Replace the samplers of a model runner by ones that draw any token but those of `never`."""
+def install(runner: Any, banned_ids: Sequence[int] = ()) -> None:
+    """Replace the samplers of a model runner by ones that draw any token but those of `banned_ids`."""
     runner.sampler = TemperedSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
-    runner.sampler.never = torch.tensor(never, device=runner.device) if never else None
+    runner.sampler.banned_ids = torch.tensor(banned_ids, device=runner.device) if banned_ids else None
     if getattr(runner, "rejection_sampler", None) is not None:
         runner.rejection_sampler = TemperedRejectionSampler(runner.sampler, runner.speculative_config, runner.device)
 
 
-def _without(logits: torch.Tensor, never: torch.Tensor | None) -> torch.Tensor:
-    return logits if never is None else logits.index_fill_(-1, never, -torch.inf)
+def _without(logits: torch.Tensor, banned_ids: torch.Tensor | None) -> torch.Tensor:
+    return logits if banned_ids is None else logits.index_fill_(-1, banned_ids, -torch.inf)
 
 
 def _scaled(

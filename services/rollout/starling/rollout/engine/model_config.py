@@ -1,0 +1,70 @@
+"""Configuration of a model folder in Hugging Face form: its end tokens, context length and trainable length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig
+
+from starling.algo.architecture import most_tokens, remedy
+from starling.common.errors import ConfigError
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of the model in `folder`, as transformers reads it.
+
+    Raises:
+        ConfigError: the folder or its configuration is missing or unreadable.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {str(folder)!r} does not exist; give a folder in Hugging Face form")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder {str(folder)!r} has no config.json; give a folder in Hugging Face form")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the user's folder: transformers and the folder's own code may raise anything
+        raise unloadable_folder(folder, error, trust_remote_code) from error
+
+
+def unloadable_folder(folder: Path, error: Exception, trust_remote_code: bool) -> ConfigError:
+    """Return the error for a folder whose loading raised `error`."""
+    reason = str(error).split("\n", 1)[0].rstrip(".") + remedy(folder, trust_remote_code)
+    return ConfigError(f"model folder {str(folder)!r} cannot be loaded: {reason}")
+
+
+def end_token_ids(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
+    """Return the ids that end a completion: the tokenizer's and those of `generation_config.json` in folder `path`.
+
+    The defaults of the model's configuration class are ignored: they name tokens of another vocabulary.
+    """
+    found: set[int] = set()
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    if (Path(path) / "generation_config.json").is_file():
+        declared = GenerationConfig.from_pretrained(str(path)).eos_token_id
+        found.update([declared] if isinstance(declared, int) else declared or [])
+    return tuple(sorted(found))
+
+
+def context_length(config: Any) -> int | None:
+    """Return the context length that the configuration declares, or None if it declares none."""
+    declared = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(declared) if declared else None
+
+
+def max_trainable_length(config: Any, wanted: int | None) -> int | None:
+    """Return the most tokens of a sequence for training: `wanted`, or the model's limit if that is None.
+
+    Raises:
+        ConfigError: `wanted` is more than the policy can train.
+    """
+    limit = most_tokens(config)
+    if wanted is None or limit is None:
+        return wanted or limit
+    if wanted > limit:
+        raise ConfigError(
+            f"rollout.max_model_len = {wanted} is more than the {limit} tokens of a sequence that the policy can train "
+            "(the model's context, or the window that its layers attend to): lower it"
+        )
+    return wanted
