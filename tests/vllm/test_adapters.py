@@ -34,8 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.settings import LoraSettings
-from starling.rollout.engine.vllm import adapters
-from starling.rollout.engine.vllm import launch as start
+from starling.rollout.engine.vllm import adapters, launch
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.engine.vllm.processes import engine_processes
 from starling.weightsync.plan.planner import make_plan
@@ -247,13 +246,13 @@ def test_layers_that_no_worker_has_adapters_on() -> None:
 
 def test_vllm_is_told_of_the_layers_that_there_are(tmp_path: Path) -> None:
     spec = spec_of(checkpoint(tmp_path, "llama", 0), lora=VARIED)
-    made = start.arguments(spec, adapters.read(spec), on_cpu=True)
+    made = launch.arguments(spec, adapters.read(spec), on_cpu=True)
     assert (made["load_format"], made["enable_lora"], made["max_loras"]) == ("auto", True, 1)
     assert made["max_lora_rank"] == 16  # the least of those that there are, for 12
     assert made["lora_target_modules"] == ["down_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     spec = spec_of(tmp_path, lora=VARIED, vllm={"engine_args": {"max_loras": 2}})
     with pytest.raises(ConfigError, match="'max_loras', which other settings decide"):
-        start.arguments(spec, adapters.read(spec), on_cpu=True)
+        launch.arguments(spec, adapters.read(spec), on_cpu=True)
 
 
 def test_a_run(tmp_path: Path) -> None:

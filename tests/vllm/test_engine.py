@@ -166,15 +166,15 @@ def test_what_vllm_gives_up_by_itself_fails(running: Held) -> None:
     assert isinstance(engine, VllmEngine)
     engine.add(request("given up", [1, 2, 3], 2, max_tokens=200))
     until_sampled(running, 10)
-    runner, row = engine._runner, engine._groups["given up"].rows[0]
-    runner.call(runner._llm.abort(row.collector.request_id, internal=True))
+    thread, completion = engine._llm_thread, engine._groups["given up"].completions[0]
+    thread.call(thread._llm.abort(completion.collector.request_id, internal=True))
     end = time.monotonic() + DEADLINE_S / 4
     while "given up" not in running.results:
         assert time.monotonic() < end, "nobody learns of it"
         running.step()
     failed = running.results.pop("given up")
     assert isinstance(failed, GroupFailed)
-    assert failed.reason == "vLLM gave a completion up before it was whole"
+    assert failed.reason == "vLLM aborted a completion"
     assert engine.num_running == 0
 
 
@@ -257,7 +257,7 @@ def test_a_call_says_so_before_anything_else_does(folders: list[Path]) -> None:
     with held(folders[0]) as one:
         engine = one.engine
         assert isinstance(engine, VllmEngine)
-        engine._runner._llm.engine_core.resources.engine_dead = True
+        engine._llm_thread._llm.engine_core.resources.engine_dead = True
         with pytest.raises(EngineLostError, match="process ended"):
             engine.pause()
         assert engine.ready
@@ -273,9 +273,9 @@ def test_a_call_that_is_not_answered_loses_the_engine_and_no_token(folders: list
         for process in ours:
             os.kill(process.pid, signal.SIGSTOP)
         assert isinstance(running.engine, VllmEngine)
-        runner = running.engine._runner
+        thread = running.engine._llm_thread
         with pytest.raises(EngineLostError, match="vLLM gave no answer for 1 s"):
-            runner.call(runner.pause(clear_cache=False), 1.0)
+            thread.call(thread.pause(clear_cache=False), 1.0)
         assert running.engine.ready
         partial = running.engine.interrupt("cut")
         assert partial is not None

@@ -232,5 +232,5 @@ def test_models_that_vllm_would_compute_otherwise_are_refused(tmp_path: Path) ->
 def test_experts_that_do_not_lie_as_they_are_published_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, sized("qwen3_vl_moe"), 0)
     publish_experts(tmp_path / "model.safetensors")  # once more, and so back again
-    with pytest.raises(ConfigError, match=r"gate_up_proj in .* lies as transformers writes it, \[4, 64, 128\]"):
+    with pytest.raises(ConfigError, match=r"gate_up_proj in .* has transformers' shape \[4, 64, 128\]"):
         VllmEngine(spec_of(tmp_path, load_weights=True))

@@ -18,20 +18,19 @@ from engines import DEADLINE_S, checkpoint, spec_of
 from starling.common.errors import ConfigError
 from starling.common.observe.process import StopRequested, StopSignal
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.engine.vllm import async_llm as runner
-from starling.rollout.engine.vllm import launch as start
+from starling.rollout.engine.vllm import async_llm, launch
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.engine.vllm.processes import engine_processes
 
 
 def test_the_version_is_one_that_this_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start.check_version().startswith("vllm")
-    monkeypatch.setattr(start, "TOO_NEW", (0, 32))
-    with pytest.raises(ConfigError, match=r"wants vllm >=0.32,<0.32, and vllm\S* 0.\d+.* is installed"):
-        start.check_version()
-    monkeypatch.setattr(start, "DISTRIBUTIONS", ("no-such-engine",))
-    with pytest.raises(ConfigError, match=r"there is none; install starling-rollout\[vllm\]"):
-        start.check_version()
+    assert launch.check_version().startswith("vllm")
+    monkeypatch.setattr(launch, "TOO_NEW", (0, 32))
+    with pytest.raises(ConfigError, match=r"needs vllm >=0.32,<0.32, and vllm\S* 0.\d+.* is installed"):
+        launch.check_version()
+    monkeypatch.setattr(launch, "DISTRIBUTIONS", ("no-such-engine",))
+    with pytest.raises(ConfigError, match=r"none is installed; install starling-rollout\[vllm\]"):
+        launch.check_version()
 
 
 @pytest.mark.parametrize(
@@ -40,21 +39,21 @@ def test_the_version_is_one_that_this_was_written_for(monkeypatch: pytest.Monkey
         ({"max_num_batch_tokens": 1}, "did you mean 'max_num_batched_tokens'"),
         ({"qqqq": 1}, "'qqqq', which vLLM does not know; remove it"),
         ({"tensor_parallel_size": 2}, "which other settings decide"),
-        ({"data_parallel_size": 2}, "data_parallel_size = 2: a version would be put in place in one engine of several"),
+        ({"data_parallel_size": 2}, "data_parallel_size = 2: a version would be adopted by one of several engines"),
         ({"enable_eplb": True}, "enable_eplb = True: experts that move between workers"),
         ({"enable_lora": True}, r"adapters are those of \[model.lora\]; remove it"),
-        ({"logprobs_mode": "processed_logprobs"}, "training wants those of softmax"),
+        ({"logprobs_mode": "processed_logprobs"}, "training needs those of softmax"),
     ],
 )
 def test_arguments_that_there_are_not(engine_args: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        start.arguments(spec_of(tmp_path, vllm={"engine_args": engine_args}), on_cpu=True)
+        launch.arguments(spec_of(tmp_path, vllm={"engine_args": engine_args}), on_cpu=True)
 
 
 def test_heads_that_the_build_for_cpus_cannot_compute(tmp_path: Path) -> None:
     config = transformers.Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=16, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="heads have 16 values, and vLLM's build for CPUs computes with 32, 64"):
+    with pytest.raises(ConfigError, match="heads have size 16, and vLLM's build for CPUs supports 32, 64"):
         VllmEngine(spec_of(tmp_path))
     assert not engine_processes()
 
@@ -63,35 +62,35 @@ def test_whole_experts_that_the_build_for_cpus_cannot_compute(tmp_path: Path) ->
     config = transformers.Qwen3MoeConfig(hidden_size=64, num_attention_heads=2, head_dim=32, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
     vllm = {"tensor_parallel_size": 2, "engine_args": {"enable_expert_parallel": True}}
-    with pytest.raises(ConfigError, match="enable_expert_parallel, and vLLM's build for CPUs cannot compute with some"):
+    with pytest.raises(ConfigError, match="enable_expert_parallel, which vLLM's build for CPUs does not support"):
         VllmEngine(spec_of(tmp_path, vllm=vllm))
     assert not engine_processes()
 
 
 def test_settings_become_arguments(tmp_path: Path) -> None:
     vllm = {"kv_cache_mb": 3, "engine_args": {"block_size": 64, "nnodes": 1}}
-    made = start.arguments(spec_of(tmp_path, max_rows=7, load_weights=True, vllm=vllm), on_cpu=True)
+    made = launch.arguments(spec_of(tmp_path, max_rows=7, load_weights=True, vllm=vllm), on_cpu=True)
     assert made["kv_cache_memory_bytes"] == 3 << 20
     assert (made["max_num_seqs"], made["load_format"], made["block_size"]) == (7, "auto", 64)
-    assert start.arguments(spec_of(tmp_path), on_cpu=True)["load_format"] == "dummy"
+    assert launch.arguments(spec_of(tmp_path), on_cpu=True)["load_format"] == "dummy"
 
 
 def test_only_gpus_are_told_to_sleep(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, vllm={"engine_args": {"enable_sleep_mode": True}})
-    assert start.arguments(spec, on_cpu=False)["enable_sleep_mode"] is True
-    assert "enable_sleep_mode" not in start.arguments(spec, on_cpu=True)
+    assert launch.arguments(spec, on_cpu=False)["enable_sleep_mode"] is True
+    assert "enable_sleep_mode" not in launch.arguments(spec, on_cpu=True)
 
 
 def test_codes_are_told_of_in_the_models_configuration(tmp_path: Path) -> None:
     spec = spec_of(checkpoint(tmp_path / "model", "qwen3", 0), quantise="mxfp4")
-    made = start.arguments(spec, on_cpu=True)
+    made = launch.arguments(spec, on_cpu=True)
     told = made["hf_overrides"]["quantization_config"]
     assert (told["quant_method"], told["format"]) == ("compressed-tensors", "mxfp4-pack-quantized")
     assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_norm"} <= {*told["ignore"]}
     assert not any("proj" in name for name in told["ignore"])
     spec = spec_of(spec.path, quantise="mxfp4", vllm={"engine_args": {"quantization": "fp8"}})
     with pytest.raises(ConfigError, match="'quantization', which other settings decide"):
-        start.arguments(spec, on_cpu=True)
+        launch.arguments(spec, on_cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_codes_are_told_of_in_the_models_configuration(tmp_path: Path) -> None:
     [
         ("qwen3", {"quantise": "fp8_row", "load_weights": True}, "those of model.path .rollout.load_weights.; leave"),
         ("qwen3", {"quantise": "nvfp4"}, "'nvfp4' on vllm computes in bfloat16 only; set model.dtype"),
-        ("qwen3_moe", {"quantise": "fp8_row"}, "build for CPUs computes with no routed experts in codes"),
+        ("qwen3_moe", {"quantise": "fp8_row"}, "build for CPUs has no kernel for quantised routed experts"),
         (
             "qwen3",
             {"quantise": "fp8_block"},
@@ -114,13 +113,13 @@ def test_codes_are_told_of_in_the_models_configuration(tmp_path: Path) -> None:
 )
 def test_codes_that_vllm_cannot_hold(family: str, changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        start.check_spec(spec_of(checkpoint(tmp_path / "model", family, 0), **changes))
+        launch.check_spec(spec_of(checkpoint(tmp_path / "model", family, 0), **changes))
 
 
 def test_codes_of_latent_attention_are_refused(tmp_path: Path) -> None:
     transformers.DeepseekV3Config(num_hidden_layers=1, hidden_size=128).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="makes further weights of those of latent attention"):
-        start.check_spec(spec_of(tmp_path, quantise="fp8_row"))
+    with pytest.raises(ConfigError, match="derives further weights from those of latent attention"):
+        launch.check_spec(spec_of(tmp_path, quantise="fp8_row"))
 
 
 @pytest.mark.parametrize(("form", "least"), [("fp8_row", 7.5), ("fp8_block", 7.5), ("mxfp4", 8.0), ("nvfp4", 7.5)])
@@ -136,14 +135,14 @@ def test_old_gpus_are_refused(form: str, least: float, tmp_path: Path, monkeypat
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(7, 0))
     with pytest.raises(ConfigError, match=f"needs a GPU of compute capability {least} for vllm, and this one has 7.0"):
-        start.check_spec(spec)
+        launch.check_spec(spec)
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: DeviceCapability(9, 0))
-    start.check_spec(spec)
+    launch.check_spec(spec)
 
 
 def test_the_environment_is_that_of_the_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARLING_TEST_GIVEN", "mine")
-    with start.with_environment({"STARLING_TEST_GIVEN": "ours", "STARLING_TEST_NEW": "ours"}):
+    with launch.with_environment({"STARLING_TEST_GIVEN": "ours", "STARLING_TEST_NEW": "ours"}):
         assert os.environ["STARLING_TEST_GIVEN"] == "mine"
         assert os.environ["STARLING_TEST_NEW"] == "ours"
         os.environ["STARLING_TEST_BY_VLLM"] = "x"
@@ -168,12 +167,12 @@ def stop() -> Iterator[StopSignal]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("look_every_s", [runner.LOOK_EVERY_S, DEADLINE_S])
+@pytest.mark.parametrize("look_every_s", [async_llm.LOOK_EVERY_S, DEADLINE_S])
 def test_a_start_that_is_broken_off_leaves_nothing(
     tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch, look_every_s: float
 ) -> None:
     """Whether it is found out while it starts, or has come up all the same before anybody looks."""
-    monkeypatch.setattr(runner, "LOOK_EVERY_S", look_every_s)
+    monkeypatch.setattr(async_llm, "LOOK_EVERY_S", look_every_s)
     folder, before = checkpoint(tmp_path / "model", "llama", 0), engine_processes()
 
     def terminate() -> None:

@@ -95,7 +95,7 @@ def test_without_the_likeliest_their_arrays_are_empty() -> None:
     [
         ([1], [2, VOCAB], (2,), f"token {VOCAB} is not in the teacher's vocabulary of {VOCAB}"),
         ([-1], [2], (1,), "token -1 is not in the teacher's vocabulary"),
-        ([], [2], (1,), "the prompt has no tokens"),
+        ([], [2], (1,), "the prompt is empty"),
         ([1], [2, 3], (1,), r"completions of \[1\] tokens were announced, but 2 tokens came"),
         ([1], [2] * CONTEXT, (CONTEXT,), f"has {CONTEXT + 1} tokens, and the teacher's context {CONTEXT}"),
     ],
@@ -134,7 +134,7 @@ def folder(path: Path, alphabet: str) -> Path:
 def test_teacher_and_policy_read_the_same_tokens(tmp_path: Path) -> None:
     mine = folder(tmp_path / "mine", "abc")
     assert num_shared_token_ids(folder(tmp_path / "same", "abc"), mine) > len("abc")
-    with pytest.raises(ConfigError, match=r"knows \d+ tokens and the model's in .* \d+: what one samples"):
+    with pytest.raises(ConfigError, match=r"has \d+ tokens and the model's in .* \d+: the teacher must read"):
         num_shared_token_ids(folder(tmp_path / "larger", "abcd"), mine)
     with pytest.raises(ConfigError, match=r"differs from the model's in .*: token '.' has the id"):
         num_shared_token_ids(folder(tmp_path / "other", "cba"), mine)

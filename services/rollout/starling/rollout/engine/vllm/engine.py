@@ -1,4 +1,4 @@
-"""vLLM as an engine: one thread calls it, another one runs AsyncLLM, and its own processes compute."""
+"""vLLM as an engine: one thread owns it, another one runs AsyncLLM, and vLLM's processes compute."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from starling.rollout.engine.base import (
 )
 from starling.rollout.engine.multimodal.prompts import patches_per_token, placeholders
 from starling.rollout.engine.validation import check_partial, check_request, check_tensors
-from starling.rollout.engine.vllm import adapters
-from starling.rollout.engine.vllm import launch as start
+from starling.rollout.engine.vllm import adapters, launch
 from starling.rollout.engine.vllm.async_llm import AsyncLlmThread
 from starling.rollout.engine.vllm.groups import VllmGroup, check_temperature
 from starling.rollout.engine.vllm.pull_progress import await_workers
@@ -30,33 +29,33 @@ from starling.weightsync.plan.planner import Plan
 from starling.weightsync.puller.fetch import PullProgress
 from starling.weightsync.puller.puller import PullReport
 
-SWITCH_S: Final = 600.0
-"""How long workers may take to put a version in place."""
+ADOPT_TIMEOUT_S: Final = 600.0
+"""How long workers may take to switch to a version."""
 
 
 class VllmEngine:
-    """An `Engine` (see `base`) over vLLM. `ready` says that something ended: it computes by itself."""
+    """An `Engine` (see `base`) over vLLM. It computes in its own processes; `ready` means that a group has ended."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Start vLLM, with weights at random unless `rollout.load_weights`, or below adapters.
+        """Start vLLM; with random weights, unless `rollout.load_weights` is set or the run trains adapters.
 
         Raises:
-            ConfigError: no vLLM that this was written for, or a setting that it does not take.
-            EngineLostError: it did not start.
+            ConfigError: no supported vLLM is installed, or vLLM does not support a setting.
+            EngineLostError: vLLM did not start.
         """
-        start.check_version()
-        start.check_spec(spec)
+        launch.check_version()
+        launch.check_spec(spec)
         self._spec = spec
-        self._runner = runner = AsyncLlmThread(spec, None if spec.model.lora is None else adapters.read(spec))
+        self._llm_thread = thread = AsyncLlmThread(spec, None if spec.model.lora is None else adapters.read(spec))
         try:
-            self._model_config = runner.model_config
-            self._layout = runner.call(runner.layout(), spec.rollout.vllm.start_timeout_s)
+            self._model_config = thread.model_config
+            self._layout = thread.call(thread.layout(), spec.rollout.vllm.start_timeout_s)
             self._version = -1
             if spec.rollout.load_weights:
-                runner.call(runner.set_version(0))
+                thread.call(thread.set_version(0))
                 self._version = 0
         except BaseException:
-            runner.close()
+            thread.close()
             raise
         self._vocab_size = int(self._model_config.get_vocab_size())
         config = self._model_config.hf_config
@@ -69,19 +68,19 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that are being extended."""
+        """Sequences that are being decoded."""
         submitted = sum(len(group.unfinished) for group in self._groups.values() if group.submitted)
         return min(submitted, self._spec.rollout.max_rows)
 
     @property
     def num_waiting(self) -> int:
-        """Groups that wait for room."""
+        """Groups that wait for free rows."""
         return sum(not group.submitted for group in self._groups.values())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has sampled since it was made."""
-        return self._runner.num_tokens
+        """Tokens sampled since the engine was created."""
+        return self._llm_thread.num_tokens
 
     @property
     def max_model_len(self) -> int:
@@ -90,17 +89,17 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        """The weight version that samples the next token; -1 before there is one."""
+        """The weight version that samples the next token; -1 before the first adoption if no weights were loaded."""
         return self._version
 
     @property
     def ready(self) -> bool:
-        """Whether a group ended, or the engine is lost."""
-        return bool(self._runner.ended or self._runner.loss)
+        """Whether a group has ended, or the engine is lost."""
+        return bool(self._llm_thread.ended or self._llm_thread.lost_reason)
 
     @property
     def serves(self) -> bool:
-        """Its weights are in other processes, and stay there."""
+        """False: its weights are in other processes."""
         return False
 
     def add(self, request: GroupRequest) -> None:
@@ -109,7 +108,7 @@ class VllmEngine:
         Raises:
             RequestError: the group cannot be generated as asked.
         """
-        from starling.rollout.engine.vllm import multimodal as media
+        from starling.rollout.engine.vllm import multimodal
 
         check_request(request, self._vocab_size, self.max_model_len, self._spec.rollout.max_rows)
         check_partial(request, self._vocab_size)
@@ -117,51 +116,51 @@ class VllmEngine:
         check_temperature(request)
         if request.lease in self._groups:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
-        items = media.items_of(request, self._placeholders, self._patches_per_token)
+        items = multimodal.items_of(request, self._placeholders, self._patches_per_token)
         group = VllmGroup(self._num_added, request, self.max_model_len, items)
         self._num_added += 1
         self._groups[request.lease] = group
-        self._runner.add(group)
+        self._llm_thread.add(group)
 
     def step(self) -> list[GroupResult | GroupFailed]:
-        """Return the groups that ended. Never waits.
+        """Return the groups that have ended. Never blocks.
 
         Raises:
-            EngineLostError: its processes are gone.
+            EngineLostError: vLLM's processes have died.
         """
         results = []
-        while self._runner.ended:
-            group = self._runner.ended.popleft()
+        while self._llm_thread.ended:
+            group = self._llm_thread.ended.popleft()
             if self._groups.get(group.request.lease) is group:  # else it was cancelled in the meantime
                 del self._groups[group.request.lease]
                 results.append(group.result())
-        if self._runner.loss and not results:
-            raise EngineLostError(f"vLLM is lost: {self._runner.loss}")
+        if self._llm_thread.lost_reason and not results:
+            raise EngineLostError(f"vLLM is lost: {self._llm_thread.lost_reason}")
         return results
 
     def cancel(self, lease: str) -> bool:
-        """Forget a group and free its room at once; returns whether the engine held it."""
+        """Drop a group and free its rows at once; return whether the engine held it."""
         return self.interrupt(lease) is not None
 
     def interrupt(self, lease: str) -> tuple[PartialCompletion, ...] | None:
-        """Take a group out and return what is there of its completions, or None when the engine does not hold it."""
+        """Remove a group and return its partial completions, or None if the engine does not hold it."""
         group = self._groups.pop(lease, None)
-        return None if group is None else self._runner.call(self._runner.drop(group))
+        return None if group is None else self._llm_thread.call(self._llm_thread.remove(group))
 
     def pause(self) -> None:
-        """Sample nothing more until `resume`; running sequences stay."""
+        """Stop sampling until `resume`; running sequences stay."""
         if not self._paused:
-            self._runner.call(self._runner.pause(clear_cache=False))
+            self._llm_thread.call(self._llm_thread.pause(clear_cache=False))
             self._paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         if self._paused:
-            self._runner.call(self._runner.resume())
+            self._llm_thread.call(self._llm_thread.resume())
             self._paused = False
 
     def layout(self) -> Layout:
-        """Return which shard of which tensor each worker holds."""
+        """Return the weights' layout, with one rank per worker."""
         return self._layout
 
     def pull(
@@ -174,83 +173,83 @@ class VllmEngine:
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
     ) -> PullReport:
-        """Have every worker bring its shards of a version into its staging area; see `base`.
+        """Make every worker pull its shards of a version into its staging buffers; see `Engine.pull`.
 
         Raises:
-            WeightsError: it failed in one of them.
+            WeightsError: the pull failed in one of them.
         """
-        runner = self._runner
+        thread = self._llm_thread
         self._staged = None
         self._num_pulls += 1
         arguments = (self._num_pulls, encode(offer), encode(plan), deadline_s, in_place)
         try:
-            runner.call(runner.ask_workers("starling_pull", *arguments))
+            thread.call(thread.call_workers("starling_pull", *arguments))
             report = await_workers(
-                runner.listener,
+                thread.pull_messages,
                 self._num_pulls,
                 len(self._layout.ranks),
                 deadline_s,
-                lambda: cancelled() or bool(runner.loss),
+                lambda: cancelled() or bool(thread.lost_reason),
                 progress,
             )
         except EngineLostError as error:
             raise WeightsError(f"Version {offer.version} was not pulled: {error}") from error
         except WeightsError:
-            if not runner.loss and not runner.closed:
-                runner.call(runner.ask_workers("starling_cancel"))
+            if not thread.lost_reason and not thread.closed:
+                thread.call(thread.call_workers("starling_cancel"))
             raise
         self._staged = offer
         return report
 
     def adopt(self, mode: CacheMode) -> AdoptionReport:
-        """Put the version that was pulled last in place, between two tokens, and prove what the workers hold.
+        """Switch to the version that was pulled last, between two tokens, and verify the digests of what workers hold.
 
         Raises:
-            WeightsError: nothing is staged; then nothing was touched.
-            EngineLostError: a worker is gone.
+            WeightsError: nothing is staged; the engine is unchanged.
+            EngineLostError: a worker has died.
         """
         offer, self._staged = self._staged, None
         if offer is None:
             raise WeightsError("There is no staged version to adopt: pull one first.")
-        adopted = self._runner.call(self._adopt(offer, mode), SWITCH_S)
+        adopted = self._llm_thread.call(self._adopt(offer, mode), ADOPT_TIMEOUT_S)
         self._version = offer.version
         return adopted
 
     async def _adopt(self, offer: Offer, mode: CacheMode) -> AdoptionReport:
-        """Runs in the engine's thread."""
-        runner = self._runner
-        await runner.pause(clear_cache=mode == "recompute")
+        """Run the adoption, in the engine's thread."""
+        thread = self._llm_thread
+        await thread.pause(clear_cache=mode == "recompute")
         cached = sum(group.num_cached for group in self._groups.values()) if mode == "recompute" else 0
         try:
-            roots = await runner.ask_workers("starling_adopt", offer.version)
-        except WeightsError as error:  # some may have switched, others not: nothing may be sampled with that
-            runner.lose(f"version {offer.version} was not put in place: {error}")
-            raise EngineLostError(runner.loss) from error
-        await runner.set_version(offer.version)
+            roots = await thread.call_workers("starling_adopt", offer.version)
+        except WeightsError as error:  # some workers may have switched, others not
+            thread.mark_lost(f"version {offer.version} was not adopted: {error}")
+            raise EngineLostError(thread.lost_reason) from error
+        await thread.set_version(offer.version)
         if mode == "salt":
-            runner.salt = f"version {offer.version}"
-            await runner.restart_unbegun()
+            thread.salt = f"version {offer.version}"
+            await thread.restart_unstarted()
         if not self._paused:
-            await runner.resume()
+            await thread.resume()
         root = joined_root(offer, roots)
         return AdoptionReport(version=offer.version, proven=root == offer.root, root=root, recomputed_tokens=cached)
 
     def sleep(self) -> None:
-        """Give the device memory of weights and cache to others until `wake_up`; that of CPUs it keeps.
+        """Free the device memory of weights and cache until `wake_up`; does nothing on CPUs.
 
         Raises:
-            ConfigError: vLLM was not started so that it can.
+            ConfigError: vLLM was started without sleep mode.
         """
-        if not self._model_config.enable_sleep_mode and not self._runner.on_cpu:
+        if not self._model_config.enable_sleep_mode and not self._llm_thread.on_cpu:
             raise ConfigError(
-                "vllm gives its memory away only with rollout.vllm.engine_args.enable_sleep_mode = true, which "
+                "vllm frees its memory only with rollout.vllm.engine_args.enable_sleep_mode = true, which "
                 "launch.colocate sets; set it, or launch.colocate = false"
             )
-        self._runner.call(self._runner.sleep())
+        self._llm_thread.call(self._llm_thread.sleep())
 
     def wake_up(self) -> None:
-        """Take the memory back. The weights are undefined: adopt some."""
-        self._runner.call(self._runner.wake_up())
+        """Allocate the memory again. The weights are undefined until the next adoption."""
+        self._llm_thread.call(self._llm_thread.wake_up())
         self._version = -1
 
     def tensors(self) -> Mapping[str, Any]:
@@ -258,5 +257,5 @@ class VllmEngine:
         return {}
 
     def close(self) -> None:
-        """End vLLM and its processes, within a deadline."""
-        self._runner.close()
+        """Stop vLLM and its processes, within a deadline."""
+        self._llm_thread.close()

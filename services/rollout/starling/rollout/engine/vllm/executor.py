@@ -1,7 +1,7 @@
-"""The process between the replica and several workers, where there is one: vLLM's scheduler lives in it.
+"""Executor class that brings Starling's multimodal processor into vLLM's scheduler process.
 
-vLLM asks there, too, how large media may be, and lets nobody in but by the class of its executor, which that process
-imports. For a single worker it is the worker's own process.
+vLLM's scheduler looks up the sizes of media, too. With several workers it runs in a process of its own, and the only
+code of ours that this process imports is the module of the executor class. With one worker it is the worker's process.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from starling.rollout.engine.vllm import multimodal as media
+from starling.rollout.engine.vllm import multimodal
 
-media.take_prepared_prompts()
+multimodal.take_prepared_prompts()
 
 
 class WorkerProcesses(MultiprocExecutor):  # type: ignore[misc]
-    """vLLM's own, by a name that brings this module along."""
+    """vLLM's executor for several workers, under a name whose import loads this module."""
 
 
 def executor_class(config: Any) -> type[Executor]:

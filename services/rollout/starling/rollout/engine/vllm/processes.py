@@ -1,4 +1,8 @@
-"""The processes of an engine, and what they leave behind."""
+"""Processes of a vLLM engine: finding and killing them, removing their shared memory, and ending them with the replica.
+
+vLLM's scheduler process is a child of the replica that runs no code of Starling, and it does not end by itself when the
+replica is killed. So each worker watches the replica, from before it loads anything, and kills that process as well.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,18 @@ import psutil  # which vLLM brings
 
 from starling.common.settings import environment_variable
 
-PYTHONS: Final = "psm_"
-OURS: Final = (PYTHONS, "vllm_")
-"""How the names of vLLM's begin; weights may be read from files of others."""
+SHARED_MEMORY: Final = Path("/dev/shm")
+REPLICA: Final = "STARLING_VLLM_REPLICA"
+"""Environment variable of the engine's processes: the process id of the replica."""
+PYTHON_PREFIX: Final = "psm_"
+VLLM_PREFIXES: Final = (PYTHON_PREFIX, "vllm_")
+"""Prefixes of vLLM's files in shared memory; other files there may be buffers of weight transports."""
 ENGINE_NAME: Final = "EngineCore"
-"""What vLLM calls the one process that is a child of ours."""
+"""vLLM's name for the child process that runs its scheduler."""
 
 
 def engine_processes() -> set[psutil.Process]:
-    """Return the processes of all engines that this process has started, those that they started included."""
+    """Return the processes of all engines that this process has started, with their descendants."""
     found: set[psutil.Process] = set()
     for child in multiprocessing.active_children():
         if child.name.startswith(ENGINE_NAME) and child.pid is not None:
@@ -37,9 +44,9 @@ def engine_processes() -> set[psutil.Process]:
 
 
 def kill_processes(processes: Iterable[psutil.Process], timeout_s: float) -> None:
-    """Kill what is left of `processes`, and wait for it, `timeout_s` at most.
+    """Kill those of `processes` that still run, and wait for them, `timeout_s` at most.
 
-    A process is known by its number and the time at which it began: another one with its number is left alone.
+    psutil identifies a process by its id and start time, so a reused process id is left alone.
     """
     left = [process for process in processes if process.is_running()]
     for process in left:
@@ -51,37 +58,27 @@ def kill_processes(processes: Iterable[psutil.Process], timeout_s: float) -> Non
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Return the files of shared memory by which these processes of vLLM's talk to each other."""
+    """Return the shared memory files through which these vLLM processes communicate."""
     found: set[Path] = set()
     for process in processes:
         try:
             found |= {Path(part.path) for part in process.memory_maps()}
         except psutil.NoSuchProcess:
             pass
-    return {file for file in found if file.parent == SHARED_MEMORY and file.name.startswith(OURS)}
+    return {file for file in found if file.parent == SHARED_MEMORY and file.name.startswith(VLLM_PREFIXES)}
 
 
 def remove_shared_memory(files: Iterable[Path]) -> None:
-    """Remove files that vLLM leaves when its processes are killed, and some of which it always leaves."""
+    """Remove the shared memory files that vLLM leaves behind, always or when its processes are killed."""
     for file in files:
         if file.exists():
             file.unlink()
-            if file.name.startswith(PYTHONS):  # else Python's tracker, which outlives them, would miss it at the end
+            if file.name.startswith(PYTHON_PREFIX):  # else Python's resource tracker reports it as leaked at exit
                 resource_tracker.unregister(f"/{file.name}", "shared_memory")
 
 
-# JOINED from starling.rollout.engine.vllm.watch: No process of an engine outlives its replica, however that
-# ends: vLLM's own process would wait for ever.  What it starts ends with it, but it is a child of the
-# replica's without any code of ours. So each worker watches the replica, from before it loads anything, and
-# ends the process above it, too.
-
-SHARED_MEMORY: Final = Path("/dev/shm")
-REPLICA: Final = "STARLING_VLLM_REPLICA"
-"""In the environment of the engine's processes: the process id of the replica."""
-
-
 def end_with_replica() -> None:
-    """Have a thread wait for the end of the replica; returns at once."""
+    """Start a thread that kills this worker and vLLM's scheduler process when the replica ends."""
     replica = environment_variable(REPLICA)
     if replica is not None:
         threading.Thread(target=_await_end, args=(int(replica), os.getppid()), name="watch", daemon=True).start()
@@ -90,11 +87,11 @@ def end_with_replica() -> None:
 def _await_end(replica: int, parent: int) -> None:
     try:
         handle = os.pidfd_open(replica)
-        select.select([handle], [], [])  # readable once it has ended
+        select.select([handle], [], [])  # readable once the replica has ended
     except ProcessLookupError:
         pass
-    meeting = environment_variable("VLLM_DIST_IDENT")  # by which workers on CPUs name the memory that they share
-    for file in SHARED_MEMORY.glob(f"{meeting}-*") if meeting else ():
+    group = environment_variable("VLLM_DIST_IDENT")  # prefix of the shared memory of workers on CPUs
+    for file in SHARED_MEMORY.glob(f"{group}-*") if group else ():
         file.unlink(missing_ok=True)
     if parent != replica and os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)

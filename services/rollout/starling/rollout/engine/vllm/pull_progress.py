@@ -1,6 +1,7 @@
-"""What a worker tells its replica of a pull, without being asked: an engine that answers cannot generate meanwhile.
+"""Pull messages from vLLM's workers to the replica: progress, and how each worker's pull ended.
 
-One datagram for each; the replica listens at a path, so all workers are on its host.
+Workers send them unasked, one datagram each, to a Unix socket of the replica: a worker that were polled over vLLM's RPC
+could not generate meanwhile. `await_workers` joins the messages of all workers into one pull.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from starling.common.errors import WeightsError
 from starling.weightsync.puller.fetch import PullProgress
 from starling.weightsync.puller.puller import PullReport
 
+CANCEL_CHECK_S: Final = 0.25
+"""Interval at which `cancelled` is polled."""
+GRACE_S: Final = 15.0
+"""Extra time after the deadline, which the workers themselves enforce."""
 SEND_S: Final = 10.0
-"""How long a worker tries to tell how a pull ended."""
-MOST_BYTES: Final = 1 << 16
+"""How long a worker tries to send the message that ends its pull."""
+MAX_MESSAGE_BYTES: Final = 1 << 16
 
 
 class PullMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the pull of one worker is, or how it ended."""
+    """Progress of the pull of one worker, or its end: `report` on success, `problem` on failure."""
 
     pull: int
     """Number of the pull."""
@@ -34,95 +39,85 @@ class PullMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullMessageSender:
-    """A worker's end."""
+    """The worker's side of the socket."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
-    def tell(self, news: PullMessage) -> None:
-        """Send `news`. Progress that nobody reads is dropped; an end is tried for a while."""
-        ends = news.progress is None
+    def send(self, message: PullMessage) -> None:
+        """Send `message`. Progress is dropped if the socket is full; the end of a pull is retried for `SEND_S`."""
+        ends = message.progress is None
         self._socket.settimeout(SEND_S if ends else 0.0)
         try:
-            self._socket.sendto(msgspec.msgpack.encode(news), self._path)
+            self._socket.sendto(msgspec.msgpack.encode(message), self._path)
         except OSError:
-            pass  # nobody listens any more: the replica has given the pull up
+            pass  # the replica has closed its socket, so it has given up the pull
 
     def close(self) -> None:
-        """Tell nothing more."""
+        """Close the socket."""
         self._socket.close()
 
 
 class PullMessageReceiver:
-    """The replica's end."""
+    """The replica's side of the socket."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = str(folder / "news")
+        self.path = str(folder / "pulls")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self.path)
         self._decoder = msgspec.msgpack.Decoder(PullMessage)
 
     def next(self, timeout_s: float) -> PullMessage | None:
-        """Return the next news, or None after `timeout_s`."""
+        """Return the next message, or None after `timeout_s`."""
         self._socket.settimeout(timeout_s)
         try:
-            return self._decoder.decode(self._socket.recv(MOST_BYTES))
+            return self._decoder.decode(self._socket.recv(MAX_MESSAGE_BYTES))
         except TimeoutError:
             return None
 
     def close(self) -> None:
-        """Hear nothing more."""
+        """Close the socket."""
         self._socket.close()
 
 
-# JOINED from starling.rollout.engine.vllm.pulls: The pull of one version by several workers, as one: how far
-# they are together, and what they did.
-
-
-CANCEL_CHECK_S: Final = 0.25
-"""How often it is asked whether to go on."""
-GRACE_S: Final = 15.0
-"""How long after the deadline, which they keep themselves, workers are waited for."""
-
-
 def await_workers(
-    listener: PullMessageReceiver,
+    receiver: PullMessageReceiver,
     number: int,
     num_workers: int,
     deadline_s: float,
     cancelled: Callable[[], bool],
     progress: Callable[[PullProgress], None],
 ) -> PullReport:
-    """Wait until all workers have ended pull `number`; return what they did together.
+    """Wait until all workers have ended pull `number`; return their joined report.
 
     Raises:
-        WeightsError: a worker failed, it was cancelled, or a worker said nothing until some time after the deadline.
+        WeightsError: a worker failed, the pull was cancelled, or a worker sent no end of it until after the deadline.
     """
     end = time.monotonic() + deadline_s + GRACE_S
     reports: dict[int, PullReport] = {}
-    under_way: dict[int, PullProgress] = {}
+    progress_by_rank: dict[int, PullProgress] = {}
     while len(reports) < num_workers:
         if cancelled():
             raise WeightsError("The pull was cancelled.")
         left = end - time.monotonic()
         if left <= 0:
-            raise WeightsError(f"{num_workers - len(reports)} workers said nothing of the pull for {deadline_s:g} s.")
-        news = listener.next(min(CANCEL_CHECK_S, left))
-        if news is None or news.pull != number:
+            raise WeightsError(f"{num_workers - len(reports)} workers did not end the pull within {deadline_s:g} s.")
+        message = receiver.next(min(CANCEL_CHECK_S, left))
+        if message is None or message.pull != number:
             continue
-        if news.problem:
-            raise WeightsError(f"Worker {news.rank}: {news.problem}")
-        if news.report is not None:
-            reports[news.rank] = news.report
-        elif news.progress is not None:
-            under_way[news.rank] = news.progress
-            progress(join_progress(list(under_way.values())))
+        if message.problem:
+            raise WeightsError(f"Worker {message.rank}: {message.problem}")
+        if message.report is not None:
+            reports[message.rank] = message.report
+        elif message.progress is not None:
+            progress_by_rank[message.rank] = message.progress
+            progress(join_progress(list(progress_by_rank.values())))
     return join_reports(list(reports.values()))
 
 
 def join_progress(parts: Sequence[PullProgress]) -> PullProgress:
-    """Return how far workers are together; those that have said nothing yet are not counted."""
+    """Return the progress over all workers that have sent some."""
     return PullProgress(
         bytes_done=sum(part.bytes_done for part in parts),
         bytes_total=sum(part.bytes_total for part in parts),
@@ -131,7 +126,7 @@ def join_progress(parts: Sequence[PullProgress]) -> PullProgress:
 
 
 def join_reports(reports: Sequence[PullReport]) -> PullReport:
-    """Return one report of workers that pulled side by side: sums, and the times of the slowest."""
+    """Return one report for workers that pulled in parallel: summed sizes, and the times of the slowest."""
     slowest = max(reports, key=lambda report: report.seconds)
     sent: dict[str, int] = {}
     for report in reports:

@@ -1,7 +1,7 @@
-"""How vLLM is told of quantised weights, and what it calls their parts.
+"""Quantisation configs for vLLM, and the parameter names that it uses.
 
-It reads of the model's configuration which layers are quantised and how, as if a checkpoint in that form were there.
-The names below are those of its parameters as it makes them, before it packs them for its kernels.
+vLLM learns from the `quantization_config` of the model's configuration which layers are quantised and how, as for a
+quantised checkpoint. The parameter names are those before vLLM packs the parameters for its kernels.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ ACTIVATIONS: Final = {"type": "float", "symmetric": True, "dynamic": True, "num_
 
 
 class VllmFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One value of `weights.quantise` in vLLM."""
+    """vLLM's description of one value of `weights.quantise`."""
 
     weights: dict[str, Any]
-    """What compressed-tensors says of the weights; empty where the form is one of ModelOpt's."""
+    """The weights in the terms of compressed-tensors; empty for formats of ModelOpt."""
     activations: dict[str, Any] | None = None
-    """The same of activations; None to multiply with those that there are."""
+    """The activations in the same terms; None if they are not quantised."""
     layout: str = ""
-    """compressed-tensors' name for how codes and scales are stored."""
+    """compressed-tensors' name of the storage format of codes and scales."""
     algorithm: str = ""
-    """ModelOpt's name for the form."""
+    """ModelOpt's name of the format."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Ends of names that travel, and what vLLM calls them."""
+    """Suffixes of transferred tensor names, and vLLM's suffixes for them."""
     scheme: str = ""
-    """vLLM's class that knows what GPUs it takes."""
+    """Import path of vLLM's class that states the required compute capability."""
 
-    def config(self, kept: Iterable[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of a checkpoint in this form; `kept` are modules that are not quantised."""
-        ignore = sorted(kept)
+    def config(self, unquantised: Iterable[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of a checkpoint in this format; `unquantised` are modules to leave out."""
+        ignore = sorted(unquantised)
         if self.algorithm:
             return {"quant_method": "modelopt", "quant_algo": self.algorithm, "group_size": 16, "ignore": ignore}
         group = {
@@ -63,7 +63,7 @@ class VllmFormat(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def parameter(self, name: str) -> str:
-        """Return vLLM's name for what travels as `name`."""
+        """Return vLLM's name of the transferred tensor `name`."""
         for end, instead in self.renamed:
             if name.endswith(end):
                 return name.removesuffix(end) + instead
@@ -97,58 +97,58 @@ VLLM_FORMATS: Final = {
         renamed=(("weight", "weight_packed"),),
         scheme=f"{_SCHEMES}:CompressedTensorsW4A4Mxfp4",
     ),
-    # ModelOpt's, as it multiplies with the tensor's scale: compressed-tensors divides by its inverse, which is rounded.
-    # Of four-bit activations nothing is said: theirs would need a scale that is measured beforehand.
+    # ModelOpt's format multiplies by the tensor's scale; compressed-tensors divides by its inverse, which is rounded.
+    # Activations stay unquantised: four-bit ones would need a calibrated scale.
     "nvfp4": VllmFormat(weights={}, algorithm="W4A16_NVFP4", scheme=f"{_LAYERS}.modelopt:ModelOptNvFp4Config"),
 }
-"""By `weights.quantise`. GPUs that have no FP8 multiply codes of eight bits by the kernels for weights alone."""
+"""By `weights.quantise`. On GPUs without FP8, vLLM uses weight-only kernels for eight-bit codes."""
 
 
-def recipe_of(form: str) -> QuantRecipe:
-    """Return what a policy does for `weights.quantise`, and what vLLM's workers receive."""
-    return linear_weights(form, FUSED_BY_VLLM)
+def recipe_of(format_name: str) -> QuantRecipe:
+    """Return the recipe by which the policy quantises and vLLM's workers receive, for `weights.quantise`."""
+    return linear_weights(format_name, FUSED_BY_VLLM)
 
 
 def overrides(spec: EngineSpec) -> dict[str, Any]:
-    """Return what vLLM is to read in place of the model's configuration; empty for weights as the policy has them.
+    """Return the overrides of the model's configuration for vLLM; empty if the weights are not quantised.
 
     Raises:
-        WeightsError: there is no table of the model's tensors.
+        WeightsError: the model family is not supported by weight sync.
     """
-    form = spec.weights.quantise
-    if not form:
+    format_name = spec.weights.quantise
+    if not format_name:
         return {}
-    recipe, model = recipe_of(form), model_of(_config(spec.path), spec.model.dtype)
+    recipe, model = recipe_of(format_name), model_of(_config(spec.path), spec.model.dtype)
     weights = [weight.spec for weight in model.weights if weight.spec.name.endswith(".weight")]
-    kept = {spec.name.removesuffix(".weight") for spec in weights if recipe.format_of(spec) is None}
-    return {"quantization_config": VLLM_FORMATS[form].config(kept)}
+    unquantised = {spec.name.removesuffix(".weight") for spec in weights if recipe.format_of(spec) is None}
+    return {"quantization_config": VLLM_FORMATS[format_name].config(unquantised)}
 
 
 def check_format(spec: EngineSpec) -> None:
-    """Check that vLLM can hold the weights as `weights.quantise` says.
+    """Check that vLLM supports `weights.quantise` for this model, device and parallelism.
 
     Raises:
-        ConfigError: naming the setting, and what does not fit.
-        WeightsError: there is no table of the model's tensors.
+        ConfigError: naming the setting, and the reason.
+        WeightsError: the model family is not supported by weight sync.
     """
-    form = spec.weights.quantise
+    format_name = spec.weights.quantise
     if spec.rollout.load_weights:
         raise ConfigError(
-            f"weights.quantise = {form!r} is for weights that a policy quantises, and vllm is to load those of "
+            f"weights.quantise = {format_name!r} is for weights that a policy quantises, and vllm would load those of "
             "model.path (rollout.load_weights); leave weights.quantise empty, or set rollout.engine = 'transformers'"
         )
     config = _config(spec.path)
     if "kv_lora_rank" in config:
         raise ConfigError(
-            f"weights.quantise = {form!r}: vllm makes further weights of those of latent attention when it loads them, "
-            "which an adoption in codes would not renew; leave weights.quantise empty, or set rollout.engine = "
-            "'transformers'"
+            f"weights.quantise = {format_name!r}: vllm derives further weights from those of latent attention when it "
+            "loads them, which an adoption of quantised weights would not update; leave weights.quantise empty, or set "
+            "rollout.engine = 'transformers'"
         )
-    _check_device(form, has_experts=model_of(config, spec.model.dtype).num_experts > 0)
-    if form == "nvfp4" and spec.model.dtype == "float32":
+    _check_device(format_name, has_experts=model_of(config, spec.model.dtype).num_experts > 0)
+    if format_name == "nvfp4" and spec.model.dtype == "float32":
         raise ConfigError(
             "weights.quantise = 'nvfp4' on vllm computes in bfloat16 only; set model.dtype = 'bfloat16', or "
-            "another form"
+            "another format"
         )
     settings = spec.rollout.vllm
     for rank in range(settings.tensor_parallel_size * settings.pipeline_parallel_size):
@@ -156,8 +156,8 @@ def check_format(spec: EngineSpec) -> None:
 
 
 def _check_groups(spec: EngineSpec, config: Config, rank: int) -> None:
-    """Check that no group of elements with one scale is cut, and that each of a fused parameter begins with one."""
-    settings, form = spec.rollout.vllm, spec.weights.quantise
+    """Check that no worker boundary or part of a fused parameter splits a group of elements that share a scale."""
+    settings, format_name = spec.rollout.vllm, spec.weights.quantise
     table = worker_table(
         config,
         rank,
@@ -166,7 +166,7 @@ def _check_groups(spec: EngineSpec, config: Config, rank: int) -> None:
         whole_experts=bool(settings.engine_args.get("enable_expert_parallel")) and settings.tensor_parallel_size > 1,
         dtype=spec.model.dtype,
     )
-    recipe, tensors = recipe_of(form), {tensor.name: tensor for tensor in table.tensors}
+    recipe, tensors = recipe_of(format_name), {tensor.name: tensor for tensor in table.tensors}
     for parameter in table.parameters:
         for part in parameter.parts:
             tensor = tensors[part.tensor]
@@ -174,37 +174,37 @@ def _check_groups(spec: EngineSpec, config: Config, rank: int) -> None:
             if found is None or _is_whole(part, tensor, found, fused=len(parameter.parts) > 1):
                 continue
             raise ConfigError(
-                f"weights.quantise = {form!r} has one scale of {found.rows} x {found.columns} elements, and worker "
-                f"{rank} of vllm would hold {' x '.join(map(str, part.box.size))} of {tensor.name}; choose another "
-                "form, or a smaller rollout.vllm.tensor_parallel_size"
+                f"weights.quantise = {format_name!r} has one scale of {found.rows} x {found.columns} elements, and "
+                f"worker {rank} of vllm would hold {' x '.join(map(str, part.box.size))} of {tensor.name}; choose "
+                "another format, or a smaller rollout.vllm.tensor_parallel_size"
             )
 
 
-def _is_whole(part: ParameterPart, tensor: TensorSpec, form: QuantFormat, *, fused: bool) -> bool:
-    """Return whether a part holds whole groups; the last rows of a tensor, with nothing behind them, may be fewer."""
+def _is_whole(part: ParameterPart, tensor: TensorSpec, quant_format: QuantFormat, *, fused: bool) -> bool:
+    """Return whether a part consists of whole scale groups; the last group of rows of a tensor may be smaller."""
     (row, column), (rows, columns) = part.box.offset[-2:], part.box.size[-2:]
     ends = not fused and row + rows == tensor.shape[-2]
-    step = form.columns or 1
-    return not (row % form.rows or (rows % form.rows and not ends) or column % step or columns % step)
+    step = quant_format.columns or 1
+    return not (row % quant_format.rows or (rows % quant_format.rows and not ends) or column % step or columns % step)
 
 
-def _check_device(form: str, *, has_experts: bool) -> None:
+def _check_device(format_name: str, *, has_experts: bool) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         if has_experts:
             raise ConfigError(
-                f"weights.quantise = {form!r}: vLLM's build for CPUs computes with no routed experts in codes; leave "
-                "weights.quantise empty, or set rollout.engine = 'transformers'"
+                f"weights.quantise = {format_name!r}: vLLM's build for CPUs has no kernel for quantised routed "
+                "experts; leave weights.quantise empty, or set rollout.engine = 'transformers'"
             )
         return
-    module, _, name = VLLM_FORMATS[form].scheme.partition(":")
+    module, _, name = VLLM_FORMATS[format_name].scheme.partition(":")
     least = int(getattr(import_module(module), name).get_min_capability())
     capability = current_platform.get_device_capability()
     if capability is not None and capability.to_int() < least:
         raise ConfigError(
-            f"weights.quantise = {form!r} needs a GPU of compute capability {least / 10} for vllm, and this one has "
-            f"{capability.to_int() / 10}; leave weights.quantise empty, or set rollout.engine = 'transformers'"
+            f"weights.quantise = {format_name!r} needs a GPU of compute capability {least / 10} for vllm, and this one "
+            f"has {capability.to_int() / 10}; leave weights.quantise empty, or set rollout.engine = 'transformers'"
         )
 
 

@@ -1,7 +1,7 @@
-"""Linear layers of quantised weights for vLLM's build for CPUs, which has none that every CPU can run.
+"""Kernels for quantised linear layers on vLLM's CPU build, which has none that runs on every CPU.
 
-They make numbers of the codes whenever they are used, as the embedded engine does, and multiply in the precision of the
-activations. So what an adoption puts in place can be seen in log-probabilities, on any machine.
+Like the embedded engine, they dequantise the weight in each call and multiply in the precision of the activations. They
+exist so that adoptions of quantised weights can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -17,64 +17,64 @@ from starling.weightsync.tensors.quantise import Quantised, dequantise
 
 
 class Dequantising:
-    """What vLLM asks of a kernel of any form; see its `model_executor/kernels/linear`."""
+    """vLLM's kernel interface for all formats; see its `model_executor/kernels/linear`."""
 
-    form: ClassVar[QuantFormat]
+    format: ClassVar[QuantFormat]
     supports_pre_processed_weights = False
 
     def __init__(self, config: Any, layer_param_names: Any = ()) -> None:
-        """Take what vLLM gives; the layer itself says the rest."""
+        """Accept vLLM's arguments; the layer has everything that is needed."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Return that it runs here."""
+        """Return that the kernel runs on this device."""
         return True, None
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """Return that it takes any layer."""
+        """Return that the kernel takes any layer."""
         return True, None
 
     def input_quant_key(self) -> None:
-        """Return that activations come as they are."""
+        """Return None: activations are not quantised."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leave the layer as its scheme made it."""
+        """Keep the layer as its scheme created it."""
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return `x` [..., in_features] times the transposed weight, plus the bias: [..., out_features]."""
         codes = layer.weight.data
-        if self.form is FP8_ROW:  # its scheme transposes it
+        if self.format is FP8_ROW:  # its scheme transposes the weight
             codes = codes.t()
-        scales = layer.weight_scale.data.view(getattr(torch, self.form.scale_dtype))
-        total = layer.weight_global_scale.data if self.form.two_level else None
-        shape = (codes.shape[0], codes.shape[1] * self.form.codes_per_byte)
-        spec = QuantSpec(tensor=TensorSpec(name="weight", shape=shape, dtype="float32"), format=self.form)
+        scales = layer.weight_scale.data.view(getattr(torch, self.format.scale_dtype))
+        total = layer.weight_global_scale.data if self.format.two_level else None
+        shape = (codes.shape[0], codes.shape[1] * self.format.codes_per_byte)
+        spec = QuantSpec(tensor=TensorSpec(name="weight", shape=shape, dtype="float32"), format=self.format)
         return torch.nn.functional.linear(x, dequantise(Quantised(codes, scales, total), spec, dtype=x.dtype), bias)
 
 
 class _Fp8Row(Dequantising):
-    form = FP8_ROW
+    format = FP8_ROW
 
 
 class _Fp8Block(Dequantising):
-    form = FP8_BLOCK
+    format = FP8_BLOCK
 
 
 class _Mxfp8(Dequantising):
-    form = MXFP8
+    format = MXFP8
 
 
 class _Mxfp4(Dequantising):
-    form = MXFP4
+    format = MXFP4
 
 
 class _Nvfp4(Dequantising):
-    form = NVFP4
+    format = NVFP4
 
 
 def install_kernels() -> None:
-    """Have vLLM choose them; to be called in a worker before it builds its model."""
+    """Make vLLM choose these kernels; call it in a worker before the model is built."""
     import vllm.model_executor.kernels.linear as linear
     from vllm.platforms import PlatformEnum
 
@@ -86,4 +86,4 @@ def install_kernels() -> None:
     ):
         table: Any = kernels
         table[PlatformEnum.CPU] = [ours]
-    linear.MarlinNvFp4LinearKernel = _Nvfp4  # the one that weights alone are multiplied by, without being asked
+    linear.MarlinNvFp4LinearKernel = _Nvfp4  # vLLM's only weight-only kernel for NVFP4, used without a selection

@@ -1,10 +1,10 @@
-"""Quantised weights in one worker: received as a checkpoint has them, computed with as vLLM's kernels want them.
+"""Adoption of quantised weights in one worker: received in checkpoint format, packed for vLLM's kernels.
 
-vLLM packs codes and scales when it loads them: transposed, permuted, folded together, as the kernel of this GPU wants
-it. So a version is not written into the parameters that there are. One layer after the other gets the parameters that
-it was made with, for a moment; they are filled, vLLM packs them as it does when it loads, and the result is copied into
-the memory that kernels and CUDA graphs know. vLLM's own way of reloading a checkpoint does the same, for whole tensors
-that pass through its loaders; what arrives here are the worker's own shards.
+vLLM packs codes and scales after loading (transposed, permuted, folded) as the kernel of the device needs them. So a
+version cannot be copied into the live parameters. Instead, each layer in turn temporarily gets the parameters that it
+was created with; they are filled, vLLM packs them as after loading, and the result is copied into the memory that
+kernels and CUDA graphs use. vLLM's layerwise reload does the same for whole tensors that pass through its weight
+loaders; here the worker receives its own shards.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from starling.weightsync.quantise.layouts import received_layout
 from starling.weightsync.tensors.modules import detect_place, plain_name
 
 UNUSED = ("input_scale", "w13_input_scale", "w2_input_scale")
-"""Parameters of layers whose activations are quantised by scales that a checkpoint has; vLLM drops them elsewhere."""
+"""Parameters for static activation scales from a checkpoint; vLLM drops them if there are none."""
 
 
-def packed_layout(model: torch.nn.Module, replica: str, table: Table, form: str) -> Layout:
-    """Describe what a worker with quantised weights receives.
+def packed_layout(model: torch.nn.Module, replica: str, table: Table, format_name: str) -> Layout:
+    """Return the layout of what a worker with quantised weights receives.
 
     Args:
-        model: its part, made by vLLM for this form.
-        replica: a name for messages.
-        table: its parameters as if nothing were quantised.
-        form: `weights.quantise`.
+        model: the worker's part of the model, built by vLLM for this format.
+        replica: name of the replica in the layout.
+        table: the worker's parameters as if nothing were quantised.
+        format_name: `weights.quantise`.
 
     Raises:
-        WeightsError: a recipe that does not fit the model's tensors.
+        WeightsError: the format does not fit the model's tensors.
     """
     place = detect_place(model.parameters())
     plain = layout_of_parameters(replica, table.tensors, [table.parameters], [place])
-    return received_layout(plain, recipe_of(form))
+    return received_layout(plain, recipe_of(format_name))
 
 
 class Packer:
-    """Where each storage of a worker's layout lies, and how a layer of them is packed."""
+    """Copies received quantised weights into the layers of one worker."""
 
-    def __init__(self, model: torch.nn.Module, layout: Layout, rank: int, form: str, config: VllmConfig) -> None:
-        """Find the parameters of each storage.
+    def __init__(self, model: torch.nn.Module, layout: Layout, rank: int, format_name: str, config: VllmConfig) -> None:
+        """Find the parameters of each storage of the layout.
 
         Args:
-            model: as in `packed_layout`, loaded.
-            layout: of all workers.
-            rank: of this one.
-            form: `weights.quantise`.
-            config: of the engine.
+            model: as for `packed_layout`, loaded.
+            layout: the layout of all workers.
+            rank: this worker's rank in it.
+            format_name: `weights.quantise`.
+            config: the engine's configuration.
 
         Raises:
-            WeightsError: vLLM made other parameters than the layout says.
+            WeightsError: vLLM's parameters differ from those of the layout.
         """
         self._config = config
         held = layout.ranks[rank].shards
@@ -73,7 +73,7 @@ class Packer:
         self._direct: dict[str, torch.Tensor] = {}
         self._layers: list[tuple[torch.nn.Module, dict[str, str]]] = []
         quantised = _quantised_layers(model)
-        places = dict(_places(quantised, sizes, VLLM_FORMATS[form]))
+        places = dict(_places(quantised, sizes, VLLM_FORMATS[format_name]))
         layers: dict[str, dict[str, str]] = {}
         for storage, size in sizes.items():
             if storage in places:
@@ -89,27 +89,29 @@ class Packer:
                     "quantises the same layers."
                 )
         self.layer_bytes = max((sum(map(sizes.__getitem__, names)) for names in layers.values()), default=0)
-        """Most memory of one layer as it is received: what packing takes beside the weights, at least."""
+        """Bytes of the largest layer as received: the least extra memory that packing needs."""
         for path, storages in layers.items():
             layer = quantised[path]
             _check_filled(path, layer, storages)
             self._layers.append((layer, storages))
-        # Random weights are drawn for the cache's scales, too, where a quantised checkpoint might have had some.
+        # Random initialisation also draws the scales of the KV cache, which a quantised checkpoint might contain.
         for module in model.modules():
             if isinstance(module, Attention):
                 set_default_quant_scales(module)
 
-    def turns(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Yield memory to be filled, by storage: what is used as it is, then layer after layer.
+    def layers_to_fill(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yield tensors to fill, by storage: first those that are not packed, then layer after layer.
 
-        What was yielded is packed when the next is asked for.
+        A layer is packed when the next one is requested.
         """
         yield self._direct
         for layer, storages in self._layers:
-            yield from self._turn(layer, storages)
+            yield from self._layer_to_fill(layer, storages)
 
     @torch.no_grad()
-    def _turn(self, layer: torch.nn.Module, storages: Mapping[str, str]) -> Iterator[Mapping[str, torch.Tensor]]:
+    def _layer_to_fill(
+        self, layer: torch.nn.Module, storages: Mapping[str, str]
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
         info = get_layerwise_info(layer)
         info.kernel_tensors = get_layer_params_buffers(layer)
         info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
@@ -117,17 +119,17 @@ class Packer:
         restore_layer_on_meta(layer, info)
         materialize_layer(layer, info)
         bias = layer._parameters.get("bias")
-        if bias is not None:  # of no quantised form, but some kernels permute it
+        if bias is not None:  # not quantised, but some kernels permute it
             layer.bias = torch.nn.Parameter(torch.empty_like(bias), requires_grad=False)
         for name, parameter in layer.named_parameters(recurse=False):
             if name in UNUSED:
-                parameter.fill_(float("nan"))  # as made: nothing was loaded
+                parameter.fill_(float("nan"))  # as created: nothing was loaded
         yield {name: layer.get_parameter(own).data.view(self._dtypes[name]) for name, own in storages.items()}
         method: Any = layer.quant_method
         with set_current_vllm_config(self._config):
             method.process_weights_after_loading(layer)
         _copy_and_restore_kernel_tensors(layer, info)
-        for name, value in others.items():  # work spaces, whose addresses CUDA graphs know
+        for name, value in others.items():  # workspaces, whose addresses are recorded in CUDA graphs
             made = getattr(layer, name, None)
             if isinstance(made, torch.Tensor) and made is not value and made.shape == value.shape:
                 value.copy_(made)
@@ -136,7 +138,7 @@ class Packer:
 
 
 def _quantised_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the layers that vLLM made for codes, by their names."""
+    """Return the layers with quantised weights, by name."""
     found: dict[str, torch.nn.Module] = {}
     for path, module in model.named_modules():
         if not isinstance(getattr(module, "quant_method", None), QuantizeMethodBase):
@@ -148,9 +150,9 @@ def _quantised_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _places(
-    layers: Mapping[str, torch.nn.Module], sizes: Mapping[str, int], form: VllmFormat
+    layers: Mapping[str, torch.nn.Module], sizes: Mapping[str, int], vllm_format: VllmFormat
 ) -> Iterator[tuple[str, tuple[str, str, int]]]:
-    """Yield the layer, the parameter and its bytes for each storage of a quantised layer."""
+    """Yield layer, parameter and size in bytes for each storage of a quantised layer."""
     made: dict[str, tuple[str, str, int]] = {}
     for path, layer in layers.items():
         tensors = dict(get_layerwise_info(layer).restore_metadata[0])
@@ -159,13 +161,13 @@ def _places(
         for own, tensor in tensors.items():
             made[plain_name(f"{path}.{own}")] = path, own, tensor.nbytes
     for storage in sizes:
-        place = made.get(plain_name(form.parameter(storage)))
+        place = made.get(plain_name(vllm_format.parameter(storage)))
         if place is not None:
             yield storage, place
 
 
 def _sizes(layout: Layout, rank: int) -> dict[str, int]:
-    """Return how many bytes a rank receives into each storage."""
+    """Return the bytes that a rank receives into each storage."""
     sizes: dict[str, int] = {}
     for shard in layout.ranks[rank].shards:
         spec = layout.tensors[shard.tensor]
@@ -176,4 +178,4 @@ def _sizes(layout: Layout, rank: int) -> dict[str, int]:
 def _check_filled(path: str, layer: torch.nn.Module, storages: Mapping[str, str]) -> None:
     made = {*get_layerwise_info(layer).restore_metadata[0]} - {*UNUSED}
     if missing := made - {*storages.values()}:
-        raise WeightsError(f"vLLM wants {', '.join(sorted(missing))} of layer {path}, which no version brings.")
+        raise WeightsError(f"Layer {path} in vLLM has {', '.join(sorted(missing))}, which no version contains.")

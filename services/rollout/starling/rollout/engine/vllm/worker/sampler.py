@@ -1,10 +1,10 @@
-"""Samplers whose log-probabilities are those of softmax(logits / temperature) over the whole vocabulary.
+"""Samplers that return log-probabilities under softmax(logits / temperature) over the whole vocabulary.
 
-vLLM offers the log-probabilities of the logits as they are, or of what top-p and top-k leave of them; training wants
-those in between. Logits that are divided by the temperature first, and then sampled at temperature 1, are sampled as
-before, and their raw log-probabilities are the ones wanted.
+vLLM returns log-probabilities either of the raw logits or after top-p and top-k; training needs those in between. These
+samplers divide the logits by the temperature first and then sample at temperature 1: the samples are the same, and the
+raw log-probabilities are the ones that training needs.
 
-Written for the first model runner of vLLM 0.32 and 0.33; `start` chooses it.
+Written for the first model runner of vLLM 0.32 and 0.33; `launch` selects it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 GREEDY_BELOW: Final = 1e-5
-"""vLLM takes the likeliest token at temperatures below this; their log-probabilities are those of softmax(logits)."""
+"""vLLM samples greedily at temperatures below this; the log-probabilities are then those of softmax(logits)."""
 
 
 class TemperedSampler(Sampler):  # type: ignore[misc]
-    """Scales first, then samples."""
+    """A sampler that divides the logits by the temperature before everything else."""
 
     banned_ids: torch.Tensor | None = None
-    """int64 [tokens], which are not drawn, as if truncated."""
+    """int64 [tokens]: tokens that are never drawn, as if truncated."""
 
     def forward(
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *arguments: Any, **options: Any
     ) -> Any:
-        """Sample a token for each row of `logits`, [rows, vocabulary]; see the class above."""
+        """Sample a token for each row of `logits`, [rows, vocabulary]."""
         scaled, metadata = _scaled(logits, sampling_metadata, None)
         return super().forward(scaled, metadata, *arguments, **options)
 
@@ -41,7 +41,7 @@ class TemperedSampler(Sampler):  # type: ignore[misc]
 
 
 class TemperedRejectionSampler(RejectionSampler):  # type: ignore[misc]
-    """The same for speculative decoding, where a sequence has a row for each drafted token and one more."""
+    """The same for speculative decoding, where a sequence has one row per drafted token and one more."""
 
     def forward(
         self, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: SamplingMetadata
@@ -57,7 +57,7 @@ class TemperedRejectionSampler(RejectionSampler):  # type: ignore[misc]
 
 
 def install(runner: Any, banned_ids: Sequence[int] = ()) -> None:
-    """Replace the samplers of a model runner by ones that draw any token but those of `banned_ids`."""
+    """Replace the samplers of a model runner; tokens in `banned_ids` are never drawn."""
     runner.sampler = TemperedSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
     runner.sampler.banned_ids = torch.tensor(banned_ids, device=runner.device) if banned_ids else None
     if getattr(runner, "rejection_sampler", None) is not None:
@@ -71,7 +71,7 @@ def _without(logits: torch.Tensor, banned_ids: torch.Tensor | None) -> torch.Ten
 def _scaled(
     logits: torch.Tensor, metadata: SamplingMetadata, rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, SamplingMetadata]:
-    """Return logits divided by each sequence's temperature, and the metadata that says temperature 1.
+    """Return logits divided by each sequence's temperature, and metadata with temperature 1.
 
     Args:
         logits: [rows, vocabulary].
