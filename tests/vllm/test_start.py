@@ -167,12 +167,12 @@ def stop() -> Iterator[StopSignal]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("look_every_s", [async_llm.LOOK_EVERY_S, DEADLINE_S])
+@pytest.mark.parametrize("poll_s", [async_llm.POLL_S, DEADLINE_S])
 def test_a_start_that_is_broken_off_leaves_nothing(
-    tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch, look_every_s: float
+    tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch, poll_s: float
 ) -> None:
     """Whether it is found out while it starts, or has come up all the same before anybody looks."""
-    monkeypatch.setattr(async_llm, "LOOK_EVERY_S", look_every_s)
+    monkeypatch.setattr(async_llm, "POLL_S", poll_s)
     folder, before = checkpoint(tmp_path / "model", "llama", 0), engine_processes()
 
     def terminate() -> None:
