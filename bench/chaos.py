@@ -21,8 +21,8 @@ from figure import machine, print_figure, progress, quantile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "system"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "system" / "chaos"))
+from chaos_run import chaos_run, finish
 from faults import Kill, Recovery, SetClock
-from ordeal import finish, ordeal
 
 QUICK_FAULTS = 12
 FAULTS = 50
@@ -48,29 +48,29 @@ def main(argv: Sequence[str]) -> int:
 def measure(seed: int, num: int, only: str | None) -> int:
     """Strike `num` faults at one run. Returns 1 when a promise was broken."""
     with tempfile.TemporaryDirectory() as folder:
-        with ordeal(Path(folder)) as run:
+        with chaos_run(Path(folder)) as run:
             faults = [Kill(only)] * num if only else run.faults(random.Random(seed), num)
             for number, fault in enumerate(faults, start=1):
                 recovery = run.strike(fault)
                 progress(f"{number:3} of {num}: {fault}: whole again after {recovery.seconds:.2f} s")
-            story, found = finish(run)
+            history, found = finish(run)
         num_left = len(run.command.family())
     for sentence in found:
         progress(f"broken: {sentence}")
     detail = {
         "seed": seed,
         "num_faults": len(run.recoveries),
-        "num_steps": len(story.committed),
-        "num_prompts": len(story.trained),
-        "num_incarnations": len(story.incarnations),
+        "num_steps": len(history.committed),
+        "num_prompts": len(history.trained),
+        "num_incarnations": len(history.incarnations),
         "broken": found,
         **machine(),
     }
-    last = max(story.trained, default=-1)
+    last = max(history.trained, default=-1)
     counts = {
         "broken_promises": len(found),
-        "prompts_lost": sum(position < last for position in story.lost),
-        "prompts_trained_twice": len(story.twice),
+        "prompts_lost": sum(position < last for position in history.lost),
+        "prompts_trained_twice": len(history.trained_twice),
         "processes_left": num_left,
     }
     for figure, value in counts.items():

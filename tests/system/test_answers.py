@@ -54,7 +54,7 @@ def evaluation(folder: Path, model: Path, num: int, out: str) -> tuple[str, ...]
     return (*words, "--num-gpus", str(num), "--out", out, *shown)
 
 
-def test_any_number_of_instances_and_deaths_lead_to_the_same_answers(tmp_path: Path, model: Path) -> None:
+def test_evaluate_result_is_independent_of_instances_and_failures(tmp_path: Path, model: Path) -> None:
     """One instance alone; and three, all of whose processes are killed on the way."""
 
     def alone() -> None:
@@ -92,7 +92,7 @@ def test_any_number_of_instances_and_deaths_lead_to_the_same_answers(tmp_path: P
     assert all(line["completions"][0]["scores"].keys() == {f"{line['task']}/prefix_match"} for line in lines)
 
 
-def test_prompts_are_answered_and_one_that_cannot_be_says_why(tmp_path: Path, model: Path) -> None:
+def test_infer_answers_prompts_and_reports_the_one_that_fails(tmp_path: Path, model: Path) -> None:
     rows = [{"text": "ab>"}, {"text": LONG}, {"text": "cd>"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--max-tokens", "4", "--num-completions", "2", "--temperature", "1", "--launch.screen", "plain")
@@ -111,7 +111,7 @@ def test_prompts_are_answered_and_one_that_cannot_be_says_why(tmp_path: Path, mo
     assert sentence(again).startswith("answers.jsonl exists; give another --out")
 
 
-def test_a_model_is_served_to_an_openai_client_until_it_is_stopped(tmp_path: Path, model: Path) -> None:
+def test_serve_answers_an_openai_client_until_stopped(tmp_path: Path, model: Path) -> None:
     with started(tmp_path, "serve", "--model", str(model), "--launch.screen", "plain") as command:
         told = tmp_path / "runs/serve/attempt-1/api/rollout-0.json"
         command.until(told.exists, "an endpoint")
@@ -132,7 +132,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(attempt(folder) / "checkpoints" / step / "model.safetensors")
 
 
-def test_a_replay_makes_the_weights_of_the_run_that_was_recorded(tmp_path: Path) -> None:
+def test_replay_reproduces_the_weights_of_the_recorded_run(tmp_path: Path) -> None:
     """To the bit: a synchronous run trains its groups in order, by the same versions and draws."""
     first, second = tmp_path / "first", tmp_path / "second"
     with run(workplace(first, **SYNCHRONOUS, logging={"trajectories": True})) as command:
@@ -152,7 +152,7 @@ def test_a_replay_makes_the_weights_of_the_run_that_was_recorded(tmp_path: Path)
     assert [line["staleness_max"] for line in metrics(second, "step")] == [0, 0, 0]
 
 
-def test_trajectories_are_generated_without_a_policy_and_trained_without_rollouts(tmp_path: Path, model: Path) -> None:
+def test_generate_then_replay_trains_without_rollouts(tmp_path: Path, model: Path) -> None:
     generated, trained = tmp_path / "generated", tmp_path / "trained"
     changes: dict[str, Any] = {**SYNCHRONOUS, "model": {"path": str(model)}}
     workplace(generated, **changes)

@@ -87,7 +87,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence(
+def test_bad_recipe_is_refused_in_one_sentence(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace(tmp_path))
@@ -97,7 +97,7 @@ def test_a_mistake_is_one_sentence(
 
 
 @pytest.mark.parametrize("mistake", MODEL_MISTAKES)
-def test_a_model_that_cannot_be_used(
+def test_unusable_model_is_refused_in_one_sentence(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace(tmp_path, model={}))
@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_used(
     assert all(part in said for part in wanted), said
 
 
-def test_misspelt_keys_in_a_file_and_in_the_environment(
+def test_misspelt_keys_of_file_and_environment_name_the_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace(tmp_path, rl={"grop_size": 4}))
@@ -131,7 +131,7 @@ def fails(folder: Path, wanted: tuple[str, ...], *flags: str) -> None:
 
 
 @pytest.mark.system
-def test_what_the_started_processes_refuse(tmp_path: Path) -> None:
+def test_services_refuse_bad_settings_in_one_sentence(tmp_path: Path) -> None:
     """One sentence that names process, value and remedy; no process and no shared memory is left."""
     (tmp_path / "nothing.jsonl").write_text("")
     (tmp_path / "gap.jsonl").write_text('{"question": "abc", "answer": "cba"}\n{"question": null, "answer": "cba"}\n')
@@ -164,7 +164,7 @@ def test_what_the_started_processes_refuse(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_service_that_finds_nobody_says_so(tmp_path: Path) -> None:
+def test_service_without_controller_exits_with_the_reason(tmp_path: Path) -> None:
     folder = workplace(tmp_path, network={"connect_s": 0.5, "curve": False})
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = "tcp://{}:{}".format(*nobody.getsockname())

@@ -21,7 +21,7 @@ def lines(folder: Path, kind: str) -> dict[int, list[str]]:
     return {line["step"]: line.get("prompts", []) for line in told if line["kind"] == kind}
 
 
-def test_a_run_goes_on_from_a_state_of_another(tmp_path: Path) -> None:
+def test_run_starts_from_a_state_of_another_run(tmp_path: Path) -> None:
     with run(workplace(tmp_path / "one", **QUIET, rl={"num_steps": 5})) as command:
         assert command.wait() == 0, command.story()
     one = attempt(tmp_path / "one")

@@ -41,7 +41,7 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def test_a_run_by_hand_and_strangers(tmp_path: Path) -> None:
+def test_services_started_by_hand_train_and_refuse_unknown_keys(tmp_path: Path) -> None:
     folder, config = prepared(tmp_path), ["--config", "tiny.toml", "--policy.init", "random", "--dir", "run"]
     own = json.loads((folder / "run/keys/rollout-1.json").read_text())
     stranger = folder / "others/keys/rollout-1.json"
@@ -116,7 +116,7 @@ def test_the_reward_service_runs_without_torch(tmp_path: Path) -> None:
     assert done.stdout == "1 []\n"
 
 
-def test_dry_run_does_the_arithmetic_and_starts_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_the_arithmetic_and_starts_nothing(tmp_path: Path) -> None:
     said = starling(workplace(tmp_path), "run", "tiny.toml", "--dry-run", "--rl.max-staleness", "2")
     for line in (
         "# supervised: 3 steps x 4 examples = 12 examples",

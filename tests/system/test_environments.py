@@ -207,7 +207,7 @@ def bad_settings_are_refused(folder: Path) -> None:
     assert "rollout.environment.kind is 'tool': did you mean 'tools'" in command.output + command.errors
 
 
-def test_environments(tmp_path: Path) -> None:
+def test_environments_train_and_recover(tmp_path: Path) -> None:
     scenarios = (
         an_environment_of_ones_own,
         tools,

@@ -12,8 +12,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("transport", ["ucx", "tcp", "local"])
-def test_weights_go_from_one_process_to_the_other(transport: str) -> None:
+@pytest.mark.parametrize("transport", ["ucx", "local", pytest.param("tcp", marks=pytest.mark.campaign)])
+def test_example_moves_weights_between_two_processes(transport: str) -> None:
     example = EXAMPLES / "weightsync_two_processes.py"
     assert len(example.read_text().splitlines()) <= 60
     done = subprocess.run(

@@ -88,7 +88,8 @@ def score(model: Any, prompt: list[int], more: list[int]) -> tuple[float, bool]:
     return float(found.sum()), bool((logits.argmax(-1) == wanted).all())
 
 
-def test_lm_eval_finds_what_a_forward_pass_says(tmp_path: Path, model: Path) -> None:
+@pytest.mark.campaign
+def test_lm_eval_agrees_with_a_forward_pass(tmp_path: Path, model: Path) -> None:
     tasks = "lm-eval:choose.yaml,lm-eval:say.yaml"
     words = ("evaluate", "--model", str(model), "--tasks", tasks, "--out", "out", "--launch.screen", "plain")
     with started(tmp_path, *words, environment=place(tmp_path)) as command:
@@ -124,7 +125,8 @@ def test_lm_eval_finds_what_a_forward_pass_says(tmp_path: Path, model: Path) -> 
     assert "choose" in command.output
 
 
-def test_a_task_that_there_is_not_fails_the_run(tmp_path: Path, model: Path) -> None:
+@pytest.mark.campaign
+def test_unknown_task_fails_the_run(tmp_path: Path, model: Path) -> None:
     words = ("evaluate", "--model", str(model), "--tasks", "lm-eval:no_such_task", "--launch.screen", "plain")
     command = Command(tmp_path, *words, environment=place(tmp_path))
     assert command.wait(240) == 1

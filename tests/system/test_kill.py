@@ -139,15 +139,15 @@ def of(folder: Path, kind: str, replica: str) -> list[dict[str, object]]:
     return [line for line in metrics(folder, kind) if line["replica"] == replica]
 
 
-def test_the_run_goes_on_without_one_rollout(tmp_path: Path) -> None:
+def test_run_continues_without_one_rollout(tmp_path: Path) -> None:
     scenarios = [a_rollout_that_stands_still, one_of_two_rollouts]
     together(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios), at_once=2)
 
 
-def test_what_dies_is_started_again(tmp_path: Path) -> None:
+def test_killed_services_are_restarted(tmp_path: Path) -> None:
     each_role_in_turn(tmp_path)
 
 
-def test_the_run_fails_when_restarts_are_used_up(tmp_path: Path) -> None:
+def test_run_fails_when_restarts_are_exhausted(tmp_path: Path) -> None:
     scenarios = [the_supervisor, the_only_rollout_again_and_again, the_policy, the_reward, the_controller]
     together(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))

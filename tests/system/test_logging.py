@@ -97,6 +97,6 @@ def the_controller_is_killed(folder: Path) -> None:
 STORIES = (one_logger_hangs, the_controller_is_killed, an_alarm_ends_the_run, a_logger_is_not_installed)
 
 
-def test_logging(tmp_path: Path) -> None:
+def test_loggers_record_every_step_over_restarts(tmp_path: Path) -> None:
     """Runs side by side."""
     together(*(partial(story, tmp_path / story.__name__) for story in STORIES))

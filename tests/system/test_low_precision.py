@@ -47,7 +47,7 @@ def quantised(folder: Path, form: str, least: float, most: float) -> None:
 
 
 @pytest.mark.system
-def test_only_codes_and_scales_travel(tmp_path: Path) -> None:
+def test_quantised_run_transfers_only_codes_and_scales(tmp_path: Path) -> None:
     together(
         partial(quantised, tmp_path / "eight", "fp8_row", 0.25, 0.32),
         partial(quantised, tmp_path / "four", "mxfp4", 0.13, 0.2),

@@ -56,7 +56,7 @@ def exact(folder: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def test_an_agent_is_trained_by_exchanging_its_address(tmp_path: Path) -> None:
+def test_openai_agent_is_trained_by_changing_its_base_url(tmp_path: Path) -> None:
     page: dict[str, Any] = tomllib.loads(shown("speller.toml"))
     page["rollout"]["api"] = {"enabled": True, "key": "mine"}
     place(tmp_path, **page)
@@ -113,7 +113,7 @@ def nag():
 """
 
 
-def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
+def test_verifiers_environment_is_trained(tmp_path: Path) -> None:
     environment = {"kind": "verifiers", "options": {"environment": "nagging.py:nag"}, "turn_max_tokens": 5}
     place(tmp_path, rollout={"environment": environment}, reward={"scorers": [{"name": "environment"}]})
     (tmp_path / "nagging.py").write_text(VERIFIERS)

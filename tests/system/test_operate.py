@@ -38,7 +38,7 @@ def told(folder: Path, *arguments: str) -> dict[str, object]:
     return answer
 
 
-def test_an_operator_asks_and_changes_and_stops(tmp_path: Path) -> None:
+def test_operator_queries_changes_and_stops_a_run(tmp_path: Path) -> None:
     folder = workplace(tmp_path, rl={"num_steps": ENDLESS})
     with run(folder) as command:
         command.until(lambda: trained(folder), "a step of reinforcement")
@@ -69,7 +69,7 @@ def test_an_operator_asks_and_changes_and_stops(tmp_path: Path) -> None:
     assert f"the run in {attempt(folder)} is over; `starling run --resume {attempt(folder)}`" in sentence(over)
 
 
-def test_an_operator_is_told_what_is_wrong(tmp_path: Path) -> None:
+def test_operator_commands_report_errors(tmp_path: Path) -> None:
     workplace(tmp_path)
     assert "there is no run in runs; give the folder of one" in sentence(asked(tmp_path, "status", code=2))
     assert "give --controller and --run together" in sentence(asked(tmp_path, "why", "--run", "x", code=2))
@@ -78,7 +78,7 @@ def test_an_operator_is_told_what_is_wrong(tmp_path: Path) -> None:
     assert "no answer for 0.3 s" in sentence(asked(tmp_path, "status", *nobody, code=1))
 
 
-def test_a_run_whose_machine_went_down_is_taken_up_again(tmp_path: Path) -> None:
+def test_run_resumes_after_a_crash_of_the_machine(tmp_path: Path) -> None:
     """Everything dies at once, as when the power fails, and a second `starling run` goes on where it was."""
     folder = workplace(tmp_path, rl={"num_steps": 150})
     with run(folder) as command:

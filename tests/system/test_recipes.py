@@ -38,7 +38,8 @@ def test_every_recipe_resolves(tmp_path: Path) -> None:
         assert load_recipe([path], flags).run.name == path.stem
 
 
-def test_the_quickstart_leaves_what_it_promises(tmp_path: Path) -> None:
+@pytest.mark.campaign
+def test_quickstart_writes_its_results(tmp_path: Path) -> None:
     command = Command(tmp_path, "run", str(RECIPES / "quickstart.toml"), "--rl.num-steps", "60")
     assert command.wait(170) == 0, command.story()
     attempt = tmp_path / "runs/quickstart/attempt-1"
@@ -67,7 +68,8 @@ def test_the_quickstart_leaves_what_it_promises(tmp_path: Path) -> None:
     assert len(text) > len("cat>")
 
 
-def test_supervised_fine_tuning_is_a_run_like_any_other(tmp_path: Path) -> None:
+@pytest.mark.campaign
+def test_supervised_recipes_run_stop_and_resume(tmp_path: Path) -> None:
     command = Command(tmp_path, "run", str(RECIPES / "sft.toml"), "--sft.num-steps", "80")
     assert command.wait() == 0, command.story()
     attempt = tmp_path / "runs/sft/attempt-1"
@@ -149,7 +151,7 @@ def adapters_learn_on_top_of(pretrained: Path, folder: Path) -> None:
     assert not (attempt / "checkpoints/step-12/model.safetensors").exists()
 
 
-def test_smoke_keeps_its_promises(tmp_path: Path) -> None:
+def test_smoke_passes(tmp_path: Path) -> None:
     command = Command(tmp_path, "smoke")
     assert command.wait() == 0, command.story()
     assert command.output.count("ok: ") == 5

@@ -130,7 +130,7 @@ def an_example_is_longer_than_the_context(folder: Path) -> None:
     assert checkpoints(folder) == []
 
 
-def test_misbehaving_scorers_and_prompts(tmp_path: Path) -> None:
+def test_misbehaving_scorers_fail_only_their_groups(tmp_path: Path) -> None:
     scenarios = [
         some_prompts_are_impossible,
         rewards_are_no_numbers,

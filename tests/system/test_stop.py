@@ -136,15 +136,18 @@ def at_a_random_moment(folder: Path) -> None:
         assert num_steps(folder) == 0
 
 
-def test_ctrl_c_at_any_moment(tmp_path: Path) -> None:
+def test_ctrl_c_saves_or_says_that_there_is_nothing_to_save(tmp_path: Path) -> None:
+    moments = [during_reinforcement, during_imports, twice]
+    together(*(partial(moment, tmp_path / moment.__name__) for moment in moments))
+
+
+@pytest.mark.campaign
+def test_ctrl_c_stops_in_order_at_any_moment(tmp_path: Path) -> None:
     moments = [
         during_the_last_evaluation,
         during_the_drain,
-        during_reinforcement,
         during_supervised_steps,
-        during_imports,
         before_the_controller_listens,
-        twice,
         at_a_random_moment,
     ]
     together(*(partial(moment, tmp_path / moment.__name__) for moment in moments))

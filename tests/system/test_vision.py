@@ -12,8 +12,11 @@ from tiny_vision import ask, image, make_encoder, make_model, picture, write_fol
 pytestmark = pytest.mark.system
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe"])
-def test_a_run_with_images(tmp_path: Path, family: str) -> None:
+OTHER_FAMILIES = [pytest.param(name, marks=pytest.mark.campaign) for name in ("qwen2_5_vl", "qwen3_vl_moe")]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", *OTHER_FAMILIES])
+def test_run_with_images_trains(tmp_path: Path, family: str) -> None:
     # Any number that differs from completion to completion: there must be something to train.
     (tmp_path / "scorer.py").write_text("def score(completion, *_):\n    return sum(map(ord, completion)) % 97\n")
     folder = workplace(

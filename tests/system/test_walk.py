@@ -28,7 +28,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.system
-def test_synchronous_training_equals_the_walk_to_the_bit(tmp_path: Path) -> None:
+def test_synchronous_run_equals_the_walk_bitwise(tmp_path: Path) -> None:
     run("examples/walk.py", str(RECIPE), str(tmp_path / "walk"))
     run(
         *("-m", "starling.cli.main", "run", str(RECIPE), "--run.folder", str(tmp_path / "runs")),
@@ -42,7 +42,7 @@ def test_synchronous_training_equals_the_walk_to_the_bit(tmp_path: Path) -> None
 
 
 @pytest.mark.system
-def test_taking_turns_on_the_same_devices_changes_nothing(tmp_path: Path) -> None:
+def test_colocated_run_equals_the_walk_bitwise(tmp_path: Path) -> None:
     run("examples/walk.py", str(RECIPE), str(tmp_path / "walk"))
     run(
         *("-m", "starling.cli.main", "run", str(RECIPE), "--run.folder", str(tmp_path / "runs")),
@@ -56,7 +56,7 @@ def test_taking_turns_on_the_same_devices_changes_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.system
-def test_deltas_change_nothing_but_what_travels(tmp_path: Path) -> None:
+def test_run_with_deltas_equals_the_walk_bitwise(tmp_path: Path) -> None:
     """bf16 at a small learning rate: most elements keep their bits, and the same run comes out."""
     flags = ("--model.dtype", "bfloat16", "--policy.optimizer.learning-rate", "0.00005")
     run("examples/walk.py", str(RECIPE), str(tmp_path / "walk"), *flags)

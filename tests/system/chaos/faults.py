@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from host_faults import HOUR_S, Disk, WallClock
 from observation import Observation
-from surroundings import HOUR_S, Disk, WallClock
 from system_runs import Command
 
 RECOVERY_S = 60.0

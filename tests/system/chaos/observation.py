@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from promises import Story, story_of
+from guarantees import JournalHistory, read_history
 
 from starling.cli.run.attempt import Attempt, read_metrics
 from starling.common.net.telemetry import TelemetrySubscriber
@@ -70,10 +70,10 @@ class Observation:
         """Steps made; -1 when the controller has not told."""
         return -1 if self.snapshot is None else self.snapshot.version
 
-    def story(self, num_supervised_steps: int) -> Story:
+    def history(self, num_supervised_steps: int) -> JournalHistory:
         """Read the journal, as far as it is durable."""
         records = (kept.record for kept in read_journal(self.attempt.folder / "journal.sqlite"))
-        return story_of(records, num_supervised_steps)
+        return read_history(records, num_supervised_steps)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return all lines of the metrics."""

@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from guarantees import contradictions, violations
+from host_faults import network
 from observation import Observation
-from promises import broken, disagreements
-from surroundings import network
 from system_runs import END_S, Command, started, workplace
 
 from starling.cli.run.attempt import Attempt
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.campaign]
 
 LEASE_S = 2.0
 PROMPTS_PER_STEP = 4
@@ -45,7 +45,7 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def test_rollouts_behind_a_cut_cable_are_missed_and_come_back(tmp_path: Path) -> None:
+def test_partitioned_rollouts_are_evicted_and_rejoin(tmp_path: Path) -> None:
     folder, config = prepared(tmp_path), ["--config", "tiny.toml", "--dir", "run"]
     attempt = Attempt(folder / "run")
     with network() as cable, ExitStack() as stack:
@@ -74,14 +74,16 @@ def test_rollouts_behind_a_cut_cable_are_missed_and_come_back(tmp_path: Path) ->
         until("left", "the end of its lease", of_far)
         version = max(line["step"] for line in observation.metrics() if line["kind"] == "step")
         until("step", "steps without it", lambda line: line["step"] > version + 5)
-        cable.mend()
+        cable.restore()
         until("joined", "its return", of_far, num=2)
         version = max(line["step"] for line in observation.metrics() if line["kind"] == "step")
         until("adopted", "its next version", lambda line: of_far(line) and line["version"] > version)
         controller.interrupt()
-        assert controller.wait() == 0, controller.story()
+        assert controller.wait() == 0, controller.history()
         assert [service.wait() for service in services] == [0] * len(services)
-    story = observation.story(SFT_STEPS)
-    found = broken(story, complete=False, num_slots=2 * PROMPTS_PER_STEP) + disagreements(story, observation.metrics())
+    history = observation.history(SFT_STEPS)
+    found = violations(history, complete=False, num_slots=2 * PROMPTS_PER_STEP) + contradictions(
+        history, observation.metrics()
+    )
     assert not found, "\n".join(found)
-    assert len(story.committed) > SFT_STEPS
+    assert len(history.committed) > SFT_STEPS

@@ -1,4 +1,4 @@
-"""What a run stands on, and what can happen to that: a disk fills up, a clock is set, a network is cut."""
+"""Faults of the host: a full disk, a clock that jumps, a network that is cut."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HOUR_S = 3600.0
 
 
 class WallClock:
-    """The time of day as the processes of a run read it; the machine's clock is left alone."""
+    """Wall clock of the processes of a run, by LD_PRELOAD; the clock of the machine does not change."""
 
     def __init__(self, folder: Path) -> None:
-        """Make what the run has to preload in `folder`. Skips the test where there is no C compiler."""
+        """Compile the library to preload into `folder`. Skips the test without a C compiler."""
         compiler = shutil.which("cc")
         if compiler is None:
             pytest.skip("no C compiler: a clock cannot be made to jump")
@@ -32,11 +32,11 @@ class WallClock:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the run's processes need in their environment."""
+        """Environment variables for the processes of the run."""
         return {"LD_PRELOAD": str(self._library), "WALL_CLOCK_OFFSET": str(self._offset)}
 
     def jump(self, seconds: float) -> None:
-        """Set the clock that many seconds from where it is now; negative for back."""
+        """Move the clock by `seconds`; negative values move it back."""
         with self._offset.open("r+b") as file:
             (offset,) = struct.unpack("q", file.read(8))
             file.seek(0)
@@ -51,7 +51,7 @@ class Disk:
         self._ballast = folder / "ballast"
 
     def fill(self) -> None:
-        """Leave no room."""
+        """Fill it completely."""
         with self._ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(b"\0" * 65536)
@@ -60,13 +60,13 @@ class Disk:
                 file.write(b"\0")
 
     def free(self) -> None:
-        """Give the room back."""
+        """Free the space."""
         self._ballast.unlink(missing_ok=True)
 
 
 @contextmanager
 def disk(folder: Path, size_mb: int) -> Iterator[Disk]:
-    """Mount a file system of `size_mb` at `folder`. Skips the test where that is not allowed."""
+    """Mount a file system of `size_mb` at `folder`. Skips the test without permission."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True, timeout=60, check=False)
@@ -85,21 +85,21 @@ class Network:
         self.near, self.far = near, far
 
     def within(self, namespace: str) -> tuple[str, ...]:
-        """Return what has to stand before a command that is to run in `namespace`."""
+        """Return the prefix of a command that runs in `namespace`."""
         return ("ip", "netns", "exec", namespace)
 
     def cut(self) -> None:
-        """Pull the cable: what `near` sends is lost, and `far` finds the network unreachable."""
+        """Cut the link: packets of `near` are lost, and `far` finds the network unreachable."""
         _ip("-n", self.far, "link", "set", "cable", "down")
 
-    def mend(self) -> None:
-        """Put it back."""
+    def restore(self) -> None:
+        """Restore the link."""
         _ip("-n", self.far, "link", "set", "cable", "up")
 
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """Make two joined network namespaces. Skips the test where that is not allowed."""
+    """Create two connected network namespaces. Skips the test without permission."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need `ip` and root")
     made = Network(f"starling-near-{os.getpid()}", f"starling-far-{os.getpid()}")

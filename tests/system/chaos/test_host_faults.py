@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from surroundings import HOUR_S, Network, WallClock, disk, network
+from host_faults import HOUR_S, Network, WallClock, disk, network
 
 pytestmark = pytest.mark.system
 
@@ -23,7 +23,7 @@ print(line.connect_ex(("10.213.0.2", 9)))
 """
 
 
-def test_the_wall_clock_jumps_for_who_preloads_it_alone(tmp_path: Path) -> None:
+def test_wall_clock_changes_only_for_preloading_process(tmp_path: Path) -> None:
     clock = WallClock(tmp_path)
     environment = {**os.environ, **clock.environment}
     with subprocess.Popen(
@@ -41,7 +41,7 @@ def test_the_wall_clock_jumps_for_who_preloads_it_alone(tmp_path: Path) -> None:
         process.stdin.close()
 
 
-def test_a_disk_is_full_until_it_is_freed(tmp_path: Path) -> None:
+def test_full_disk_is_full_until_freed(tmp_path: Path) -> None:
     with disk(tmp_path / "small", size_mb=2) as small:
         small.fill()
         with pytest.raises(OSError, match="No space left on device") as error:
@@ -60,11 +60,11 @@ def connects(cable: Network) -> bool:
     return int(done.stdout) == errno.ECONNREFUSED
 
 
-def test_a_network_is_cut_and_mended() -> None:
+def test_network_is_cut_and_restored() -> None:
     with network() as cable:
         assert connects(cable)
         cable.cut()
         assert not connects(cable)
-        cable.mend()
+        cable.restore()
         assert connects(cable)
     assert cable.near not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""A real run of the smoke recipe that has to live through faults, and the verdict on it."""
+"""A real run of the smoke recipe under injected faults, and the check of its guarantees."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from faults import Target
+from guarantees import JournalHistory, contradictions, violations
+from host_faults import WallClock, disk
 from observation import Observation
-from promises import Story, broken, disagreements
-from surroundings import WallClock, disk
 from system_runs import Command, started
 
 import starling.cli
@@ -22,22 +22,25 @@ ENDLESS = 100_000
 LEASE_S = 2.0
 DISK_MB = 256
 RUN_S = 60.0
-"""Within this a run begins, and ends when it is told to."""
+"""Deadline for the start of the run, and for its end after `starling stop`."""
 FLAGS = {
     "sft.num-steps": 10,
     "rl.num-steps": ENDLESS,
     "data.held-out": 8,
     "network.heartbeat-s": 0.3,
     "network.lease-s": LEASE_S,
-    # Each process dies again and again here, and always for the first time.
+    # Each process is killed many times; the window forgets the earlier times.
     "launch.max-restarts": 1000,
     "launch.restart-window-s": 1.0,
 }
 
 
 @contextmanager
-def ordeal(folder: Path) -> Iterator[Target]:
-    """Start the run on a disk and by a clock of its own, wait until it is whole, and see that it leaves nothing."""
+def chaos_run(folder: Path) -> Iterator[Target]:
+    """Start the run on a disk and with a clock of its own, and wait until it is complete.
+
+    Leaves no process behind, which `started` asserts.
+    """
     clock = WallClock(folder)
     with disk(folder / "runs", DISK_MB) as small:
         flags = [part for key, value in FLAGS.items() for part in (f"--{key}", str(value))]
@@ -46,14 +49,14 @@ def ordeal(folder: Path) -> Iterator[Target]:
             observation, recipe = Observation(attempt), load_recipe([RECIPE], flags)
             target = Target(command, observation, replicas_of(recipe), 1.5 * LEASE_S, clock, small)
             try:
-                target.until_whole("the beginning of the run")
+                target.until_whole("the start of the run")
                 yield target
             finally:
                 observation.close()
 
 
-def finish(target: Target) -> tuple[Story, list[str]]:
-    """Have it evaluated and stopped by an operator. Returns what its journal says, and every promise that it broke."""
+def finish(target: Target) -> tuple[JournalHistory, list[str]]:
+    """Evaluate and stop it as an operator. Returns its journal and one sentence per violated guarantee."""
     command, attempt = target.command, target.observation.attempt
     said = [operator(command, "evaluate", str(attempt.folder))]
     evaluated = lambda: any(line["kind"] == "evaluation" for line in target.observation.metrics())  # noqa: E731
@@ -61,13 +64,13 @@ def finish(target: Target) -> tuple[Story, list[str]]:
     said.append(operator(command, "stop", str(attempt.folder)))
     assert command.wait(RUN_S) == 0, command.story()
     recipe = load_recipe([attempt.recipe], [])
-    story = target.observation.story(recipe.sft.num_steps)
+    history = target.observation.history(recipe.sft.num_steps)
     slots = num_slots(recipe.rl.prompts_per_step, recipe.rl.max_staleness)
-    found = broken(story, complete=False, num_slots=slots)
-    found += disagreements(story, target.observation.metrics())
-    if set(story.evaluations_opened) != set(story.evaluations_closed):
-        found.append(f"evaluations {story.evaluations_opened} were begun, and {story.evaluations_closed} finished")
-    return story, found
+    found = violations(history, complete=False, num_slots=slots)
+    found += contradictions(history, target.observation.metrics())
+    if set(history.evaluations_opened) != set(history.evaluations_closed):
+        found.append(f"evaluations {history.evaluations_opened} were opened, and {history.evaluations_closed} finished")
+    return history, found
 
 
 def replicas_of(recipe: Recipe) -> frozenset[str]:
@@ -77,7 +80,7 @@ def replicas_of(recipe: Recipe) -> frozenset[str]:
 
 
 def operator(command: Command, *arguments: str) -> str:
-    """Run an operator's command against the run, and return its answer."""
+    """Run an operator command, and return its output."""
     with started(command.folder, *arguments, name=arguments[0]) as asked:
         assert asked.wait() == 0, asked.story()
     return asked.output

@@ -1,11 +1,11 @@
-"""The judge is judged: a story that keeps every promise passes, and each way to break one is seen."""
+"""The judge is judged: a history that satisfies every guarantee passes, and each way to break one is seen."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from promises import broken, disagreements, story_of
+from guarantees import contradictions, read_history, violations
 
 from starling.controller.core import records as rec
 
@@ -65,51 +65,51 @@ BAD: dict[str, tuple[list[rec.Record], str]] = {
         after(OPENED, rec.StepFrozen(step=9, ordinals=(), prompts=("a2",))),
         r"prompts \['a2'\] are in two steps",
     ),
-    "sealed twice": (after(SEALED[0], rec.StepFrozen(step=2, ordinals=(), prompts=())), r"steps \[2\] were sealed"),
-    "never opened": (without(OPENED), r"groups \[0, 1, 2, 3\] were sealed and never opened"),
-    "given up and trained": (after(OPENED, rec.GroupDiscarded(key="t1", prompt="", reason="")), "sealed and given up"),
+    "frozen twice": (after(SEALED[0], rec.StepFrozen(step=2, ordinals=(), prompts=())), r"steps \[2\] were frozen"),
+    "never opened": (without(OPENED), r"groups \[0, 1, 2, 3\] were frozen and never opened"),
+    "dropped and trained": (after(OPENED, rec.GroupDiscarded(key="t1", prompt="", reason="")), "frozen and dropped"),
     "generated again": (after(SCORED[1], GENERATED[1]), r"groups \['t1'\] were generated again"),
-    "not scored": (without(SCORED[3]), r"groups \['t3'\] were sealed without rewards"),
-    "thrown away, and sealed": (after(SCORED[3], rec.GroupRequeued(key="t3", tries=2)), "sealed without rewards"),
-    "not sealed": (without(SEALED[1]), r"steps \[3\] were committed and not sealed before"),
-    "committed twice": (after(COMMITTED[1], COMMITTED[1]), "committed once each and in order"),
+    "not scored": (without(SCORED[3]), r"groups \['t3'\] were frozen without rewards"),
+    "thrown away, and frozen": (after(SCORED[3], rec.GroupRequeued(key="t3", tries=2)), "frozen without rewards"),
+    "not frozen": (without(SEALED[1]), r"steps \[3\] were committed and not frozen before"),
+    "committed trained_twice": (after(COMMITTED[1], COMMITTED[1]), "committed once each and in order"),
     "a step left out": (without(COMMITTED[1]), "committed once each and in order"),
     "an incarnation again": (after(COMMITTED[1], rec.ControllerStarted(incarnation=2)), "counted one by one"),
-    "evaluated twice": (after(EVALUATED[1], EVALUATED[1]), r"evaluations \[0\] were begun or finished twice"),
-    "lost": (after(OPENED, rec.GroupsOpened(first=4, num=1)), r"positions \[4\] were neither trained nor given up"),
-    "sealed in vain": (without(COMMITTED[2]), r"steps \[3\] were sealed and never committed"),
-    "evaluation open": (without(EVALUATED[1]), r"evaluations \[0\] were begun and never finished"),
+    "evaluated trained_twice": (after(EVALUATED[1], EVALUATED[1]), r"evaluations \[0\] were opened or finished twice"),
+    "lost": (after(OPENED, rec.GroupsOpened(first=4, num=1)), r"positions \[4\] were neither trained nor dropped"),
+    "frozen in vain": (without(COMMITTED[2]), r"steps \[3\] were frozen and never committed"),
+    "evaluation open": (without(EVALUATED[1]), r"evaluations \[0\] were opened and never closed"),
     "no end": (without(GOOD[-1]), "the end of the run is not in the journal"),
 }
 
 
-def test_a_good_story_keeps_every_promise() -> None:
-    story = story_of(GOOD, num_supervised_steps=1)
-    assert broken(story, complete=True) == []
-    assert (story.lost, story.twice, story.trained) == ([], [], [0, 1, 2, 3])
-    assert disagreements(story, LINES) == []
+def test_valid_history_satisfies_every_guarantee() -> None:
+    history = read_history(GOOD, num_supervised_steps=1)
+    assert violations(history, complete=True) == []
+    assert (history.lost, history.trained_twice, history.trained) == ([], [], [0, 1, 2, 3])
+    assert contradictions(history, LINES) == []
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_broken_promise_is_seen(name: str) -> None:
+def test_violated_guarantee_is_reported(name: str) -> None:
     records, wanted = BAD[name]
-    found = broken(story_of(records, num_supervised_steps=1), complete=True)
+    found = violations(read_history(records, num_supervised_steps=1), complete=True)
     assert any(re.search(wanted, sentence) for sentence in found), found
 
 
-def test_what_is_still_open_is_no_loss_before_the_end() -> None:
-    story = story_of(GOOD[:11], num_supervised_steps=1)
-    assert broken(story, complete=False, num_slots=2) == []
-    assert broken(story, complete=False, num_slots=1) == ["positions [2] were passed over"]
-    assert len(broken(story, complete=True)) == 2
+def test_open_prompts_are_not_lost_before_the_end() -> None:
+    history = read_history(GOOD[:11], num_supervised_steps=1)
+    assert violations(history, complete=False, num_slots=2) == []
+    assert violations(history, complete=False, num_slots=1) == ["positions [2] were passed over"]
+    assert len(violations(history, complete=True)) == 2
 
 
-def test_metrics_that_tell_another_story_are_seen() -> None:
-    story = story_of(GOOD, num_supervised_steps=1)
+def test_metrics_that_contradict_the_journal_are_reported() -> None:
+    history = read_history(GOOD, num_supervised_steps=1)
     for lines, wanted in (
-        ([*LINES, LINES[0]], "step: the metrics tell of steps [1] twice"),
+        ([*LINES, LINES[0]], "step: the metrics tell of steps [1] trained_twice"),
         ([*LINES, {"kind": "step", "step": 4}], "step: the metrics tell of steps [4], which were never committed"),
         ([LINES[0], *LINES[2:]], "step: steps [2, 3] are not in the metrics"),
         ([*LINES[:2], {**LINES[2], "prompts": ["a2", "a3"]}, LINES[3]], "step 2 trained ['a2', 'a3']"),
     ):
-        assert any(found.startswith(wanted) for found in disagreements(story, lines)), wanted
+        assert any(found.startswith(wanted) for found in contradictions(history, lines)), wanted
