@@ -107,7 +107,7 @@ def test_open_prompts_are_not_lost_before_the_end() -> None:
 def test_metrics_that_contradict_the_journal_are_reported() -> None:
     history = read_history(GOOD, num_supervised_steps=1)
     for lines, wanted in (
-        ([*LINES, LINES[0]], "step: the metrics tell of steps [1] trained_twice"),
+        ([*LINES, LINES[0]], "step: the metrics tell of steps [1] twice"),
         ([*LINES, {"kind": "step", "step": 4}], "step: the metrics tell of steps [4], which were never committed"),
         ([LINES[0], *LINES[2:]], "step: steps [2, 3] are not in the metrics"),
         ([*LINES[:2], {**LINES[2], "prompts": ["a2", "a3"]}, LINES[3]], "step 2 trained ['a2', 'a3']"),
