@@ -41,8 +41,8 @@ from starling.rollout.engine.validation import check_request
 from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.offer import Offer
 from starling.weightsync.plan.planner import Plan
-from starling.weightsync.puller.fetch import PullProgress
-from starling.weightsync.puller.puller import Puller, PullReport
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.puller.report import PullProgress, PullReport
 from starling.weightsync.tensors.modules import layout_of
 
 PROFILE: Final = "sleepy.json"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from starling.common.wire.messages import GenerateGroup, LeaseProgress, Prompt, Sampling, Status
 from starling.rollout.engine.base import PartialCompletion, RequestError
 from starling.rollout.shell.results import interrupted_message, lease_progress, read_partials
-from starling.weightsync.puller.fetch import PullProgress
+from starling.weightsync.puller.report import PullProgress
 
 
 def test_a_time_left_that_nobody_knows_is_not_told() -> None:

@@ -22,8 +22,7 @@ from starling.rollout.engine.vllm.pull_progress import (
     PullMessageSender,
     await_workers,
 )
-from starling.weightsync.puller.fetch import PullProgress
-from starling.weightsync.puller.puller import PullReport
+from starling.weightsync.puller.report import PullProgress, PullReport
 
 
 @dataclass
@@ -123,7 +122,7 @@ def test_sampling_arguments_list_every_stop_token() -> None:
 
 def report(seconds: float, size: int, address: str) -> PullReport:
     rest = dict.fromkeys(("prepare_s", "read_s", "unpack_s", "digest_s", "wait_s", "confirm_s"), 0.0)
-    counts: dict[str, Any] = {"num_buckets": 1, "num_retries": 0, "num_deltas": 0, "scratch_bytes": 5}
+    counts: dict[str, Any] = {"num_buckets": 1, "num_retries": 0, "num_deltas": 0, "buffer_bytes": 5}
     return PullReport(
         version=1,
         transport="tcp",

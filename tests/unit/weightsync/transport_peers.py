@@ -20,15 +20,15 @@ from starling.weightsync.memory.arrays import Array, packed_arrays
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.plan.layout import ITEM_BYTES, Box, ShardPiece
 from starling.weightsync.plan.offer import RankOffer, Transport
-from starling.weightsync.transports.base import AnswerReceived, Event, ReadTarget, TransportClient
+from starling.weightsync.transports.base import AnswerReceived, Event, ReadTarget, TransportClient, TransportServer
 from starling.weightsync.transports.local import LocalClient
 from starling.weightsync.transports.messages import OpenSnapshot, ReadBoxes, ReleaseSnapshot, Request, SourceAnswer
 from starling.weightsync.transports.nixl.agent import has_nixl
 from starling.weightsync.transports.nixl.client import NixlClient
-from starling.weightsync.transports.registry import TransportServer, serve
+from starling.weightsync.transports.registry import serve
 from starling.weightsync.transports.source import SnapshotSource
 from starling.weightsync.transports.tcp import tcp_client
-from starling.weightsync.transports.ucx.server import UcxClient
+from starling.weightsync.transports.ucx.client import UcxClient
 from starling.weightsync.transports.ucx.worker import has_ucx
 
 ANSWER_S = 20.0

@@ -52,7 +52,7 @@ def check_peaks(source: Layout, destination: Layout, bucket_bytes: int, *, in_pl
     plan = make_plan(source, destination, bucket_bytes=bucket_bytes)
     stages = [stage_of(plan, destination, rank, in_place) for rank in range(len(destination.ranks))]
     for rank, stage in enumerate(stages):
-        rooms = sorted((read.scratch_bytes(scatters=False) for read in stage.reads), reverse=True)
+        rooms = sorted((read.buffer_bytes(scatters=False) for read in stage.reads), reverse=True)
         peak = destination_peak(plan.of_rank(rank), destination, rank, "tcp", in_place=in_place)
         assert peak.scratch_bytes == sum(rooms[: plan.buckets_in_flight]) <= plan.peak_bytes(rank, in_place=True)
         assert peak.staging_bytes == (0 if in_place else plan.staging_bytes[rank])
@@ -167,14 +167,14 @@ def test_rooms_are_never_more_than_were_taken_at_once(steps: list[int | None]) -
     for size in steps:
         if size is None:
             if held:
-                rooms.give(held.pop(0)[1])
-        elif (block := rooms.take(size)) is not None:
+                rooms.release(held.pop(0)[1])
+        elif (block := rooms.acquire(size)) is not None:
             assert block.nbytes >= size
             held.append((size, block))
         elif held:
-            rooms.give(held.pop()[1])
+            rooms.release(held.pop()[1])
         most, largest = max(most, len(held)), max(largest, size or 0)
-        there = rooms.kept_bytes + sum(block.nbytes for _, block in held)
+        there = rooms.free_bytes + sum(block.nbytes for _, block in held)
         assert there <= min(most * largest, 12_000)
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from starling.common.errors import WeightsError
+from starling.common.offers import OFFER_TIMEOUT_S, OfferSender
 from starling.common.wire import messages as wire
 from starling.weightsync.plan.offer import RankOffer, attested_root, decode_offer, joined_root, make_offer
-from starling.weightsync.publisher.offers import OFFER_TIMEOUT_S, OfferSender
 from starling.weightsync.publisher.publisher import PublishedSnapshot, Publisher
 from starling.weightsync.tensors.modules import layout_of
 
@@ -71,17 +71,17 @@ def test_nobody_waits_for_digests_but_the_offer(heard: Heard) -> None:
 def test_the_newest_offer_is_made_again_to_whoever_asks(heard: Heard) -> None:
     tensors = {"w": torch.arange(12.0)}
     with Publisher(layout_of(tensors, "policy-0"), transport="local") as publisher:
-        assert not heard.offers.again("publish:0:0", 0)
+        assert not heard.offers.resend("publish:0:0", 0)
         encoded = {}
         for version in (0, 1):
             heard.offers.send(f"publish:{version}:0", publisher.snapshot(version, tensors))
             _, _, (encoded[version],) = heard.next()
-            assert heard.offers.again(f"publish:{version}:1", version)
+            assert heard.offers.resend(f"publish:{version}:1", version)
             lease, message, buffers = heard.next()
             assert (lease, message.lease, message.version) == (f"publish:{version}:1", lease, version)
             assert buffers == (encoded[version],)
-        assert not heard.offers.again("publish:0:2", 0), "only the newest stands for sure"
-        assert not heard.offers.again("publish:2:0", 2)
+        assert not heard.offers.resend("publish:0:2", 0), "only the newest stands for sure"
+        assert not heard.offers.resend("publish:2:0", 2)
     assert heard.answers.empty()
 
 

@@ -109,7 +109,7 @@ def test_a_lease_keeps_its_snapshot_until_the_writer_has_waited() -> None:
     third, _ = arena.commit(arena.claim(0.0))  # the newer slot: the older one is being read
     assert second & 1 == third & 1 != first & 1
     assert reader.valid()
-    with pytest.raises(WeightsError, match="not to be had"):
+    with pytest.raises(WeightsError, match="is gone"):
         other.open(second, token)
     arena.claim(0.0)
     assert reader.valid()

@@ -21,7 +21,8 @@ from starling.weightsync.plan.offer import Offer, Transport
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.delta_history import MIN_PART_BYTES, DeltaHistory, DeltaPart, DeltaStep, parts_of
 from starling.weightsync.publisher.publisher import Publisher
-from starling.weightsync.puller.puller import Puller, PullReport
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.puller.report import PullReport
 from starling.weightsync.transports.messages import MeasureDeltas, ReadBoxes, decode_request, with_checksum
 
 torch.set_num_threads(1)
@@ -90,7 +91,7 @@ def test_the_first_version_travels_whole_and_the_next_as_what_changed(world: Wor
         assert report.size_bytes == first.size_bytes
         assert travelled(report) < report.size_bytes / 3
         assert report.num_retries == 0
-        assert report.scratch_bytes <= world.plan.peak_bytes(0, in_place=True)
+        assert report.buffer_bytes <= world.plan.peak_bytes(0, in_place=True)
 
 
 def test_who_missed_a_version_gets_the_chain_and_who_missed_more_gets_everything(world: World) -> None:
@@ -155,8 +156,8 @@ def test_boxes_that_need_no_scratch_themselves_have_it_for_their_deltas(transpor
             offer = publish(made, layout, version, full)
             report = puller.pull(offer, plan, deadline_s=DEADLINE_S, into=live if in_place else None)
             assert report.num_deltas == 4 * version
-            assert report.scratch_bytes <= plan.peak_bytes(0, in_place=True)
-            assert report.scratch_bytes == 0 or version
+            assert report.buffer_bytes <= plan.peak_bytes(0, in_place=True)
+            assert report.buffer_bytes == 0 or version
         if not in_place:
             puller.switch(live)
         assert equal(live, full)
@@ -333,12 +334,12 @@ def test_a_history_knows_so_many_versions() -> None:
     assert history.bases(5) == (1, 2, 3)
     assert history.bases(4) == (1, 2)
     assert history.bases(1) == ()  # a snapshot that is gone
-    found = [history.of(5, 0, PIECE.box, base) for base in range(5)]
+    found = [history.delta(5, 0, PIECE.box, base) for base in range(5)]
     assert [data is not None for data in found] == [False, True, True, True, False]
     sizes = [data.nbytes for data in found if data is not None]
     assert sizes == sorted(sizes, reverse=True)
-    assert history.known(5, 0, PIECE.box, 3) is found[3]
-    assert history.known(5, 0, Box(offset=(0,), size=(5,)), 3) is None
+    assert history.cached_delta(5, 0, PIECE.box, 3) is found[3]
+    assert history.cached_delta(5, 0, Box(offset=(0,), size=(5,)), 3) is None
 
 
 def test_a_history_keeps_to_its_memory() -> None:
@@ -352,7 +353,7 @@ def test_a_step_that_is_missing_ends_the_chain() -> None:
     assert history.bases(6) == (1, 2, 3, 4)
     assert history.compare([arrays[4]], [arrays[4]], lambda: True, lambda: None) is None
     assert history.bases(6) == ()
-    assert history.of(6, 0, PIECE.box, 4) is None
+    assert history.delta(6, 0, PIECE.box, 4) is None
 
 
 ROWS = ShardPiece(names=("m",), dtype="uint16", box=Box(offset=(2, 3), size=(8, MIN_PART_BYTES)))
@@ -389,9 +390,9 @@ def test_what_has_been_compared_is_known_before_the_rest() -> None:
     first, second = rows(2, 4), rows(6, 4)
     step = DeltaStep(0, 1, [[first, second]])
     step.add(0, DeltaPart(first, None, None))
-    assert [step.knows(0, box) for box in (first, rows(3, 2), second, ROWS.box)] == [True, True, False, False]
+    assert [step.is_compared(0, box) for box in (first, rows(3, 2), second, ROWS.box)] == [True, True, False, False]
     step.add(0, DeltaPart(second, None, None))
-    assert step.knows(0, ROWS.box)
+    assert step.is_compared(0, ROWS.box)
     assert step.part(0, ROWS.box) is None
 
 
@@ -410,10 +411,10 @@ def test_the_parts_that_were_asked_for_are_compared_next_and_boxes_across_them_g
         total = history.compare([arrays[-2]], [new], lambda: False, lambda: None)
         assert total is not None
         assert sum(total.num_pieces.values()) == version
-        assert all(history.of(version + 1, 0, half, version - 1) is not None for half in halves)
-    assert history.of(3, 0, ROWS.box, 1) is None
+        assert all(history.delta(version + 1, 0, half, version - 1) is not None for half in halves)
+    assert history.delta(3, 0, ROWS.box, 1) is None
     for half, begin in zip(halves, (0, 4), strict=True):
-        data = history.of(3, 0, half, 0)  # a chain of a part that is cut and of one that is not
+        data = history.delta(3, 0, half, 0)  # a chain of a part that is cut and of one that is not
         assert data is not None
         held = arrays[0][begin : begin + 4].copy()
         apply_box(data, held)

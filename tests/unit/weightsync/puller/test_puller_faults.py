@@ -23,8 +23,8 @@ from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.offer import Offer, Transport
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
-from starling.weightsync.puller.fetch import PullProgress
-from starling.weightsync.puller.puller import Puller, PullReport
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.puller.report import PullProgress, PullReport
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
@@ -190,8 +190,8 @@ def test_progress_grows_to_the_whole(world: World) -> None:
 def test_too_little_scratch_is_refused() -> None:
     world = World("tcp")
     try:
-        puller = Puller(world.destination, scratch_bytes=64)
-        with pytest.raises(WeightsError, match="64 bytes of scratch are too few"):
+        puller = Puller(world.destination, buffer_bytes=64)
+        with pytest.raises(WeightsError, match="pool of 64 bytes is too small"):
             puller.pull(world.publish(0), world.plan, deadline_s=DEADLINE_S)
         puller.close()
     finally:
@@ -340,9 +340,9 @@ def test_scratch_is_never_more_than_there_is() -> None:
     held: list[np.ndarray] = []
     for _ in range(2000):
         size = draw.randint(0, 1500)
-        block = scratch.take(size)
+        block = scratch.acquire(size)
         if block is None:
-            scratch.give(held.pop(draw.randrange(len(held))))
+            scratch.release(held.pop(draw.randrange(len(held))))
             continue
         assert block.nbytes >= size
         block[:] = len(held)
@@ -351,9 +351,9 @@ def test_scratch_is_never_more_than_there_is() -> None:
         assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
         assert sum(n for _, n in spans) <= scratch.size_bytes == 4096
     for block in held:
-        scratch.give(block)
-    assert scratch.take(4096) is not None
-    assert scratch.take(1) is None
+        scratch.release(block)
+    assert scratch.acquire(4096) is not None
+    assert scratch.acquire(1) is None
 
 
 def _end_in_the_midst_of_a_pull() -> None:
@@ -381,29 +381,29 @@ def test_scratch_that_is_not_to_be_had_is_not_taken() -> None:
     scratch = BufferPool(TOO_MUCH)
     for _ in range(2):
         with pytest.raises(WeightsError, match=f"No {TOO_MUCH} bytes of memory"):
-            scratch.take(TOO_MUCH)
+            scratch.acquire(TOO_MUCH)
 
 
 def test_room_that_is_not_to_be_had_is_not_taken() -> None:
     rooms = GrowingBufferPool(1000)
     with pytest.raises(WeightsError, match=f"No {TOO_MUCH} bytes of memory"):
-        rooms.take(TOO_MUCH)
-    assert rooms.take(1000) is not None
+        rooms.acquire(TOO_MUCH)
+    assert rooms.acquire(1000) is not None
 
 
 def test_rooms_are_used_again_and_limited() -> None:
     rooms = GrowingBufferPool(1000)
-    first = rooms.take(600)
+    first = rooms.acquire(600)
     assert first is not None
-    assert rooms.take(600) is None
-    second = rooms.take(400)
+    assert rooms.acquire(600) is None
+    second = rooms.acquire(400)
     assert second is not None
-    rooms.give(first)
-    again = rooms.take(500)
+    rooms.release(first)
+    again = rooms.acquire(500)
     assert again is first
-    rooms.give(first)
-    rooms.give(second)
-    large = rooms.take(5000)
+    rooms.release(first)
+    rooms.release(second)
+    large = rooms.acquire(5000)
     assert large is not None
     assert large.nbytes == 5000
-    assert rooms.take(1) is None
+    assert rooms.acquire(1) is None

@@ -54,7 +54,7 @@ def test_any_layout_reaches_any_other(
                     assert report.size_bytes == sum(bucket.size_bytes for bucket in plan.of_destination(rank))
                     assert sum(report.bytes_by_source.values()) == report.size_bytes
                     peak = destination_peak(plan, destination, rank, asked(offer, plan, rank), in_place=in_place)
-                    assert report.scratch_bytes == peak.scratch_bytes <= plan.peak_bytes(rank, in_place=True)
+                    assert report.buffer_bytes == peak.scratch_bytes <= plan.peak_bytes(rank, in_place=True)
                     assert report.num_retries == 0
                     flip(draw, live)
                     assert not any(x.numel() for x in live.values()) or puller.attest(live, offer) != offer.root

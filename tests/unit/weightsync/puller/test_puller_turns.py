@@ -55,7 +55,7 @@ def test_every_turn_is_filled_and_attested(per_turn: int) -> None:
     ):
         for version in range(3):
             offer = staged(puller, publisher, version)
-            assert puller.switch_in_turns(engine.turns(), offer) == offer.root
+            assert puller.switch_in_parts(engine.turns(), offer) == offer.root
             assert (puller.version, puller.state) == (version, "current")
             assert same(engine.packed, weights(version))
 
@@ -68,7 +68,7 @@ def test_a_bit_that_differs_is_not_attested() -> None:
         offer = staged(puller, publisher, 0)
         assert puller._staging is not None
         puller._staging[0] ^= 1
-        assert puller.switch_in_turns(Engine(2).turns(), offer) != offer.root
+        assert puller.switch_in_parts(Engine(2).turns(), offer) != offer.root
 
 
 def test_a_turn_that_never_comes_leaves_it_torn() -> None:
@@ -79,8 +79,8 @@ def test_a_turn_that_never_comes_leaves_it_torn() -> None:
     ):
         offer = staged(puller, publisher, 0)
         with pytest.raises(WeightsError, match=f"Nothing was given for {name} of rollout-0"):
-            puller.switch_in_turns(Engine(2).turns(but=name), offer)
+            puller.switch_in_parts(Engine(2).turns(but=name), offer)
         assert (puller.version, puller.state) == (-1, "torn")
-        assert puller.switch_in_turns(Engine(2).turns(), offer) == offer.root  # what is staged is still there
+        assert puller.switch_in_parts(Engine(2).turns(), offer) == offer.root  # what is staged is still there
         with pytest.raises(WeightsError, match="no staged version"):
-            puller.switch_in_turns(Engine(2).turns(), offer)
+            puller.switch_in_parts(Engine(2).turns(), offer)

@@ -36,11 +36,11 @@ from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layouts.fused import contiguous
-from starling.weightsync.memory.arena import ArenaMapping
+from starling.weightsync.memory.arena import ArenaMapping, SnapshotsBusyError
 from starling.weightsync.plan.layout import Box, Layout, Shard, TensorSpec, check_layout, decode_layout, encode
 from starling.weightsync.plan.offer import Offer, decode_offer, make_offer
 from starling.weightsync.plan.planner import make_plan
-from starling.weightsync.publisher.publisher import Publisher, SnapshotsBusyError
+from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.quantise.formats import FP8_BLOCK, FP8_ROW, NVFP4
 from starling.weightsync.quantise.layouts import received_layout

@@ -28,12 +28,13 @@ from starling.weightsync.transports.collective import (
     _READER,
     _SECRET,
     _SOURCE,
+    _ChannelStore,
     _Gloo,
-    _Meeting,
     _Pair,
     _tensor,
     collective_client,
 )
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, split_address
 from starling.weightsync.transports.messages import (
     ANSWER_BYTES,
     REQUEST_BYTES,
@@ -45,7 +46,7 @@ from starling.weightsync.transports.messages import (
     decode_request,
 )
 from starling.weightsync.transports.registry import serve
-from starling.weightsync.transports.sockets.channel import IDLE_TIMEOUT_S, Channel, framed, split_address
+from starling.weightsync.transports.sockets.channel import Channel, framed
 from starling.weightsync.transports.source import SnapshotSource
 
 torch.set_num_threads(1)
@@ -186,12 +187,12 @@ def say_nonsense(channel: Channel, _: _Pair) -> None:
 
 
 def show_another_secret(channel: Channel, pair: _Pair) -> None:
-    meeting = _Meeting(channel)
-    pair._group = pair._backend.form(meeting, _READER, channel.host)
-    pair._meeting = meeting
-    assert len(meeting.get(_SECRET)) == 32
+    store = _ChannelStore(channel)
+    pair._group = pair._backend.form(store, _READER, channel.host)
+    pair._store = store
+    assert len(store.get(_SECRET)) == 32
     pair._exchange(pair._backend.send, bytearray(32))
-    meeting.part()
+    store.detach()
 
 
 @pytest.mark.parametrize("act", [leave, say_nonsense, show_another_secret])

@@ -27,6 +27,7 @@ from starling.weightsync.memory.arrays import allocate
 from starling.weightsync.plan.layout import ShardPiece
 from starling.weightsync.plan.offer import RankOffer
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
+from starling.weightsync.transports.endpoints import split_address
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     OpenSnapshot,
@@ -39,16 +40,8 @@ from starling.weightsync.transports.messages import (
 )
 from starling.weightsync.transports.nixl import server as nixl_server
 from starling.weightsync.transports.nixl.agent import SUPPORTED, NixlAgent, has_nixl
-from starling.weightsync.transports.nixl.client import (
-    ANSWER,
-    NUMBER,
-    PLACE,
-    REQUEST,
-    TAKEN,
-    NixlClient,
-    PayloadLocation,
-)
-from starling.weightsync.transports.sockets.channel import split_address
+from starling.weightsync.transports.nixl.client import NixlClient
+from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATION, NUMBER, REQUEST, PayloadLocation
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 
 needs_nixl = pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed")
@@ -124,7 +117,7 @@ class Two:
         self.near, self.far = NixlAgent(loopback=True), NixlAgent(loopback=True)
         self.source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         self.far.register([self.source])
-        self.name = self.near.learn(self.far.metadata())
+        self.name = self.near.add_remote(self.far.metadata())
 
     def read(self, target: np.ndarray, begin: int = 0) -> None:
         reading = self.near.read(self.name, [(target, self.source.ctypes.data + begin)])
@@ -188,7 +181,7 @@ def test_what_is_not_registered_is_not_read(two: Two, begin: int) -> None:
 def test_the_tokens_of_snapshots_cannot_be_read() -> None:
     with held("nixl", [PIECE]) as made:
         agent = NixlAgent(loopback=True)
-        name = agent.learn(made.server.agent.metadata())  # type: ignore[union-attr]
+        name = agent.add_remote(made.server.agent.metadata())  # type: ignore[union-attr]
         slot = made.arena.slots[0].ctypes.data
         agent.read(name, [(allocate(1000), slot)]).release()
         with pytest.raises(WeightsError, match="NOT_FOUND"):
@@ -243,7 +236,7 @@ def wait_until_read(made: Reader, name: str) -> None:
     """Wait until a source has told where its payload lies, and the read has begun."""
     assert isinstance(made.wire, NixlClient)
     end = time.monotonic() + ANSWER_S
-    while not any(ticket.reading for ticket in made.wire._peers[name].tickets.values()):
+    while not any(item.read for item in made.wire._connections[name].sent.values()):
         assert time.monotonic() < end
         assert not made.wire.poll(0.0)
 
@@ -356,7 +349,7 @@ def test_how_memory_is_read_is_told_to_nobody_without_a_token(served: Held) -> N
         one.open()
         one.say(read_of(PIECE, number=5))
         kind, body = one.hear()
-        assert kind == PLACE
+        assert kind == LOCATION
         assert msgspec.msgpack.decode(body[8:], type=PayloadLocation).metadata
 
 
@@ -368,8 +361,8 @@ def test_how_memory_is_read_is_told_to_nobody_without_a_token(served: Held) -> N
         (ANSWER, encode_message(SourceAnswer(number=1))),
         (REQUEST, b"nonsense"),
         (REQUEST, b""),
-        (TAKEN, b"\1"),
-        (TAKEN, NUMBER.pack(77)),
+        (FETCHED, b"\1"),
+        (FETCHED, NUMBER.pack(77)),
     ],
 )
 def test_who_talks_nonsense_is_left(served: Held, kind: int, body: bytes) -> None:
@@ -406,7 +399,7 @@ def test_who_asks_again_without_taking_is_left(served: Held) -> None:
 
 @needs_nixl
 def test_who_never_takes_is_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_server, "TAKE_S", 0.05)
+    monkeypatch.setattr(nixl_server, "FETCH_TIMEOUT_S", 0.05)
     with held("nixl", [PIECE, WIDE]) as made, stranger(made) as one:
         one.open()
         one.say(read_of(PART))
@@ -420,14 +413,14 @@ def test_packing_memory_is_not_used_again_before_it_is_taken(monkeypatch: pytest
     with held("nixl", [PIECE, WIDE]) as made, stranger(made) as one:
         one.open()
         one.say(read_of(piece("w", "uint8", (0, 3), (0, 3)), number=2))
-        assert [one.hear()[0] for _ in range(2)] == [PLACE, ANSWER]
+        assert [one.hear()[0] for _ in range(2)] == [LOCATION, ANSWER]
         one.say(read_of(PART, number=3))
         for number in range(4, 54):  # answers to others come meanwhile, and no place
             one.say(read_of(piece("nowhere", "uint8", (0, 1)), number=number))
             assert one.answer().number == number
-        one.line.send(TAKEN, NUMBER.pack(2))
+        one.line.send(FETCHED, NUMBER.pack(2))
         kind, body = one.hear()
-        assert (kind, msgspec.msgpack.decode(body[8:], type=PayloadLocation).number) == (PLACE, 3)
+        assert (kind, msgspec.msgpack.decode(body[8:], type=PayloadLocation).number) == (LOCATION, 3)
 
 
 @needs_nixl
@@ -498,12 +491,12 @@ def placed(number: int = 2, size: int = 1000, address: int = 4096, metadata: byt
         lambda line: line.send(ANSWER, b"nonsense"),
         lambda line: line.send(ANSWER, encode_message(SourceAnswer(number=3))),
         lambda line: line.send(ANSWER, encode_message(SourceAnswer(number=2, digests=b"d" * 16))),
-        lambda line: line.send(PLACE, placed()[8:]),
-        lambda line: line.send(PLACE, placed(number=1)),
-        lambda line: line.send(PLACE, placed(number=3)),
-        lambda line: line.send(PLACE, placed(size=1001)),
-        lambda line: line.send(PLACE, placed()),
-        lambda line: line.send(PLACE, placed(metadata=b"nonsense")),
+        lambda line: line.send(LOCATION, placed()[8:]),
+        lambda line: line.send(LOCATION, placed(number=1)),
+        lambda line: line.send(LOCATION, placed(number=3)),
+        lambda line: line.send(LOCATION, placed(size=1001)),
+        lambda line: line.send(LOCATION, placed()),
+        lambda line: line.send(LOCATION, placed(metadata=b"nonsense")),
         lambda line: line.close(),
     ],
 )
@@ -525,7 +518,7 @@ def test_metadata_may_be_anything(two: Two) -> None:
     true = two.far.metadata()
     for broken in (b"", b"x", true[: len(true) // 2], true[::-1], bytes(len(true))):
         with pytest.raises(WeightsError):
-            two.near.learn(broken)
+            two.near.add_remote(broken)
     two.read(np.zeros(100, np.uint8))
 
 

@@ -16,10 +16,11 @@ import pytest
 from transport_peers import held, landing, piece, reader
 
 from starling.common.errors import WeightsError
-from starling.weightsync.publisher.delta_history import NoDeltas
 from starling.weightsync.transports.base import ConnectionLost
+from starling.weightsync.transports.endpoints import is_loopback
 from starling.weightsync.transports.messages import OpenSnapshot
-from starling.weightsync.transports.ucx.worker import OPTIONS, SUPPORTED, UcxRequest, UcxWorker, has_ucx, is_loopback
+from starling.weightsync.transports.source import NoDeltas
+from starling.weightsync.transports.ucx.worker import OPTIONS, SUPPORTED, UcxRequest, UcxWorker, has_ucx
 
 pytestmark = pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
 WAIT_S = 20.0

@@ -1,15 +1,15 @@
-"""The arena: snapshots in anonymous shared memory, and the leases on them.
+"""Arena: snapshots in anonymous shared memory, and the leases on them.
 
 An arena is a memfd: it has no name, so nothing stays behind however its process ends, and other processes of the same
-user map it through ``/proc/<pid>/fd/<n>``. A page of header, the slots, and a list of what lies in each slot. Per slot
-the header has the id of the snapshot in it (0 while it is written), the snapshot's token, and whether the digests of
-its pieces, which follow the pieces, are there yet.
+user map it through ``/proc/<pid>/fd/<n>``. It has a page of header, the slots, and a list of the pieces in each slot.
+Per slot the header has the id of the snapshot in it (0 while it is written), the snapshot's token, and whether the
+digests of its pieces, which follow the pieces, are there yet.
 
 A lease is a shared lock (open file description lock) on the byte numbered like the snapshot, far beyond the arena's
-end. The kernel drops it when its holder dies, it cannot be forgotten, and a lease on a revoked snapshot hinders
-nobody. A writer takes the exclusive lock before it sets a snapshot's id to 0, so whoever holds a lease and has seen the
-id *after* taking it holds a valid one. A writer that has waited long enough may set the id to 0 without the lock:
-readers look at it again after they have read, and the digests catch whatever a reordering of memory accesses hides.
+end. The kernel drops it when its holder dies, and a lease on a revoked snapshot blocks no one. A writer takes the
+exclusive lock before it sets a snapshot's id to 0, so a reader that has seen the id *after* taking its lease holds a
+valid one. A writer that has waited long enough may set the id to 0 without the lock: readers check the id again after
+they have read, and the digests catch what a reordering of memory accesses hides.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from starling.weightsync.plan.estimate import NUM_SNAPSHOTS, PAGE_BYTES, slot_by
 from starling.weightsync.plan.layout import ShardPiece, packed_offsets
 
 WhenBusy = Literal["revoke", "wait", "skip"]
-"""What a writer does when every slot is being read: wait and then revoke the oldest snapshot, wait and then give up,
-or give up at once."""
+"""What a writer does when every slot is being read: wait and then revoke the oldest snapshot, wait and then fail, or
+fail at once."""
 
 MAGIC: Final = int.from_bytes(b"STARARN2", "little")
 TOKEN_BYTES: Final = 16
@@ -52,11 +52,11 @@ log = logging.getLogger(__name__)
 
 
 class SnapshotsBusyError(WeightsError):
-    """Every snapshot is being read, and the rule says not to take one away."""
+    """Every snapshot is being read, and `when_busy` forbids to revoke one."""
 
 
 def _lock(fd: int, kind: int, snapshot: int) -> bool:
-    """Try to set a lock of `kind` on the byte of `snapshot`; the answer is whether it is set."""
+    """Try to set a lock of `kind` on the byte of `snapshot`; return whether it is set."""
     request = struct.pack("hhqqi4x", kind, os.SEEK_SET, _LOCKS_AT + snapshot, 1, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
@@ -66,7 +66,7 @@ def _lock(fd: int, kind: int, snapshot: int) -> bool:
 
 
 class ArenaMapping:
-    """An arena of this or another process, mapped for reading. One lease at a time."""
+    """An arena of this or another process, mapped for reading, with one lease at a time."""
 
     def __init__(self, address: str) -> None:
         if not _ADDRESS.fullmatch(address):
@@ -90,7 +90,7 @@ class ArenaMapping:
             raise
         self._header: npt.NDArray[np.uint64] | None = memory[:PAGE_BYTES].view(np.uint64)
         self._bytes: Memory | None = memory
-        self._held = self._slot = 0
+        self._leased = self._slot = 0  # id of the leased snapshot, 0 for none, and its slot
         self._num_slots, self._extent, list_bytes = (int(self._header[at]) for at in (1, 2, 3))
         end = PAGE_BYTES + self._num_slots * self._extent + list_bytes
         if int(self._header[0]) != MAGIC or not 0 < self._num_slots <= MAX_SLOTS or end > size:
@@ -99,7 +99,7 @@ class ArenaMapping:
         self._list = (end - list_bytes, end)
 
     def pieces(self) -> tuple[ShardPiece, ...]:
-        """Return what lies in each slot."""
+        """Return the pieces in each slot."""
         assert self._bytes is not None
         begin, end = self._list
         pieces: tuple[ShardPiece, ...] = msgspec.msgpack.decode(
@@ -111,16 +111,16 @@ class ArenaMapping:
         """Take a lease on `snapshot` and return its memory.
 
         Raises:
-            WeightsError: another token, or the snapshot is gone.
+            WeightsError: the token is wrong, or the snapshot is gone.
         """
         assert self._bytes is not None
         self.release()
         if snapshot <= 0 or not _lock(self._fd, fcntl.F_RDLCK, snapshot):
-            raise WeightsError(f"Snapshot {snapshot} is not to be had any more; pull a newer version.")
-        self._held, self._slot = snapshot, snapshot % self._num_slots
+            raise WeightsError(f"Snapshot {snapshot} is gone; pull a newer version.")
+        self._leased, self._slot = snapshot, snapshot % self._num_slots
         if not self.valid():
             self.release()
-            raise WeightsError(f"Snapshot {snapshot} is not to be had any more; pull a newer version.")
+            raise WeightsError(f"Snapshot {snapshot} is gone; pull a newer version.")
         begin = _TOKENS_AT + self._slot * TOKEN_BYTES
         if not hmac.compare_digest(self._bytes[begin : begin + TOKEN_BYTES].tobytes().hex().encode(), token.encode()):
             self.release()
@@ -128,31 +128,33 @@ class ArenaMapping:
         return self._bytes[PAGE_BYTES + self._slot * self._extent :][: self._extent]
 
     def valid(self) -> bool:
-        """Whether the snapshot last opened still stands."""
-        return self._header is not None and self._held > 0 and int(self._header[_IDS_AT + self._slot]) == self._held
+        """Return whether the snapshot opened last is still readable."""
+        return self._header is not None and self._leased > 0 and int(self._header[_IDS_AT + self._slot]) == self._leased
 
     def digested(self) -> bool:
-        """Whether the digests of the opened snapshot's pieces are there."""
+        """Return whether the opened snapshot has the digests of its pieces yet."""
         return (
-            self._header is not None and self._held > 0 and int(self._header[_DIGESTED_AT + self._slot]) == self._held
+            self._header is not None
+            and self._leased > 0
+            and int(self._header[_DIGESTED_AT + self._slot]) == self._leased
         )
 
     def release(self) -> None:
         """Give the lease back, if there is one."""
-        if self._held:
-            _lock(self._fd, fcntl.F_UNLCK, self._held)
-            self._held = 0
+        if self._leased:
+            _lock(self._fd, fcntl.F_UNLCK, self._leased)
+            self._leased = 0
 
     def close(self) -> None:
-        """Release and unmap; the memory goes when the last view of it does."""
+        """Release and unmap; the memory is freed with the last view of it."""
         if self._header is not None:
-            self._held = 0
+            self._leased = 0
             self._header = self._bytes = None
             os.close(self._fd)
 
 
 class Arena:
-    """Slots that each have room for `pieces` and their digests, written by this process."""
+    """Slots for `pieces` and their digests, written by this process."""
 
     def __init__(self, pieces: Sequence[ShardPiece], *, num_slots: int = NUM_SNAPSHOTS) -> None:
         _, self.extent_bytes = packed_offsets(piece.size_bytes for piece in pieces)
@@ -162,7 +164,7 @@ class Arena:
         end = PAGE_BYTES + num_slots * extent
         self._fd = os.memfd_create("starling-snapshots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self._fd, 0, end + len(listed))  # no memory is an error here, and not a SIGBUS later
+            os.posix_fallocate(self._fd, 0, end + len(listed))  # out of memory is an error here, and not a SIGBUS later
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._bytes: Memory = map_shared(self._fd, end + len(listed), writable=True)
         except OSError as error:
@@ -180,21 +182,21 @@ class Arena:
 
     @property
     def address(self) -> str:
-        """Where other processes of this user find the arena."""
+        """Path by which other processes of this user map the arena."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def collapse(self, stopped: Callable[[], bool]) -> None:
-        """Ask for huge pages, for readers that read through the kernel. Any thread may do it, until `stopped`."""
+        """Collapse the arena into huge pages, for reads through the kernel, until `stopped`. Thread-safe."""
         size = collapse(self._bytes, stopped)
         log.debug("%d of %d bytes of snapshots are in huge pages", size, self._bytes.nbytes)
 
     def claim(self, timeout_s: float, when_busy: WhenBusy = "revoke") -> int:
-        """Take a slot that nobody reads, the oldest first, and return its index.
+        """Claim a slot that is not being read, the oldest first, and return its index.
 
-        When all are being read for `timeout_s`, `when_busy` says what happens; with ``skip`` there is no wait.
+        When all are being read for `timeout_s`, `when_busy` decides; with ``skip`` there is no wait.
 
         Raises:
-            SnapshotsBusyError: the rule is ``wait`` or ``skip`` and no slot is free.
+            SnapshotsBusyError: `when_busy` is ``wait`` or ``skip`` and no slot is free.
         """
         end = time.monotonic() + (0.0 if when_busy == "skip" else timeout_s)
         slots = sorted(range(self._num_slots), key=lambda slot: self._snapshots[slot])
@@ -208,11 +210,11 @@ class Arena:
         if when_busy != "revoke":
             waited = "" if when_busy == "skip" else f" after {timeout_s:g} s"
             raise SnapshotsBusyError(f"Every snapshot is still being read{waited}: this version is not published.")
-        self._void(slots[0])
+        self._revoke(slots[0])
         return slots[0]
 
     def commit(self, slot: int) -> tuple[int, str]:
-        """Let the claimed slot be read. Return the new snapshot's id and token."""
+        """Make the claimed slot readable. Return the new snapshot's id and token."""
         self._count += 1
         snapshot = self._num_slots * self._count + slot
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -230,32 +232,32 @@ class Arena:
             self.slots[slot][self.extent_bytes : self.extent_bytes + table.nbytes] = table
             self._header[_DIGESTED_AT + slot] = snapshot
 
-    def stands(self, snapshot: int) -> bool:
-        """Whether the snapshot can still be read."""
+    def is_readable(self, snapshot: int) -> bool:
+        """Return whether the snapshot can still be read."""
         return self._snapshots[snapshot % self._num_slots] == snapshot
 
-    def void(self) -> None:
-        """Let no snapshot be read any more, whoever reads it."""
+    def revoke_all(self) -> None:
+        """Revoke every snapshot."""
         for slot in range(self._num_slots):
-            self._void(slot)
+            self._revoke(slot)
 
     def close(self) -> None:
-        """Void the snapshots and close the arena, once; its memory goes when the last view of it does."""
-        self.void()
+        """Revoke the snapshots and close the arena, once; its memory is freed with the last view of it."""
+        self.revoke_all()
         descriptor, self._fd = self._fd, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def _retire(self, slot: int) -> bool:
-        """Void the slot's snapshot unless somebody holds a lease on it."""
+        """Revoke the slot's snapshot unless a reader holds a lease on it."""
         snapshot = self._snapshots[slot]
         if snapshot and not _lock(self._fd, fcntl.F_WRLCK, snapshot):
             return False
-        self._void(slot)
+        self._revoke(slot)
         if snapshot:
             _lock(self._fd, fcntl.F_UNLCK, snapshot)
         return True
 
-    def _void(self, slot: int) -> None:
+    def _revoke(self, slot: int) -> None:
         self._header[_IDS_AT + slot] = 0
         self._snapshots[slot] = 0

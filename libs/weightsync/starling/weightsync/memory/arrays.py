@@ -1,4 +1,4 @@
-"""Flat memory and arrays in it: what every transport moves, without a word of torch.
+"""Flat memory and arrays in it, without torch: the data that every transport moves.
 
 An element is an unsigned integer of its size: only bits travel. Where several boxes travel as one payload they lie
 row-major, each at a multiple of `ALIGNMENT`.
@@ -25,14 +25,14 @@ Array = npt.NDArray[Any]
 T = TypeVar("T")
 
 CHUNK_BYTES: Final = 1 << 20
-"""Work on memory goes by chunks of this size, which stay in a core's cache from one step to the next."""
+"""Chunk size for copies and digests: a chunk stays in a core's cache from one step to the next."""
 
 
 def allocate(size_bytes: int) -> Memory:
-    """Return private memory that is really there: no page of it is first touched in a transfer.
+    """Return private memory whose pages are all present: none is first touched during a transfer.
 
     Raises:
-        WeightsError: there is none.
+        WeightsError: it cannot be allocated.
     """
     if not size_bytes:
         return np.empty(0, np.uint8)
@@ -62,12 +62,12 @@ def packed_arrays(pieces: Sequence[ShardPiece], memory: Memory) -> tuple[Array, 
     )
 
 
-def lie_alike(some: Sequence[Array | None], others: Sequence[Array | None]) -> bool:
-    """Whether arrays are, one by one, the same elements in the same memory."""
-    return len(some) == len(others) and all(map(_lie_alike, some, others))
+def same_arrays(some: Sequence[Array | None], others: Sequence[Array | None]) -> bool:
+    """Return whether arrays are, one by one, the same elements in the same memory."""
+    return len(some) == len(others) and all(map(_same_array, some, others))
 
 
-def _lie_alike(one: Array | None, other: Array | None) -> bool:
+def _same_array(one: Array | None, other: Array | None) -> bool:
     if one is None or other is None:
         return one is other
     if one.dtype != other.dtype or one.shape != other.shape or one.strides != other.strides:
@@ -101,7 +101,7 @@ def blocks_of(payload: Memory, arrays: Sequence[Array]) -> Iterator[tuple[Array,
 
 
 def grouped(items: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
-    """Cut `items` into runs of so many each."""
+    """Cut `items` into runs of these lengths."""
     groups: list[Sequence[T]] = []
     first = 0
     for count in counts:
@@ -111,14 +111,14 @@ def grouped(items: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
 
 
 def is_direct(group: Sequence[Array]) -> bool:
-    """Whether a segment is one contiguous box, which needs no packing."""
+    """Return whether a segment is one contiguous box, which needs no packing."""
     return len(group) == 1 and group[0].flags.c_contiguous
 
 
-def packing_bytes(groups: Sequence[Sequence[Array]], lies_ready: Callable[[Sequence[Array]], bool] = is_direct) -> int:
-    """Return the room needed to pack those segments that do not lie ready."""
+def packing_bytes(groups: Sequence[Sequence[Array]], is_in_place: Callable[[Sequence[Array]], bool] = is_direct) -> int:
+    """Return the buffer size needed to pack the segments that cannot be sent from where they are."""
     sizes = [array.nbytes for group in groups for array in group]
-    return packed_bytes(sizes, [len(group) for group in groups], [lies_ready(group) for group in groups])
+    return packed_bytes(sizes, [len(group) for group in groups], [is_in_place(group) for group in groups])
 
 
 def _copy(_index: int, place: Array, array: Array) -> None:
@@ -127,23 +127,23 @@ def _copy(_index: int, place: Array, array: Array) -> None:
 
 def pack(
     groups: Sequence[Sequence[Array]],
-    room: Memory,
-    lies_ready: Callable[[Sequence[Array]], bool] = is_direct,
+    buffer: Memory,
+    is_in_place: Callable[[Sequence[Array]], bool] = is_direct,
     copy: Callable[[int, Array, Array], None] = _copy,
 ) -> list[Memory]:
-    """Return each segment as flat memory: where it lies, or packed into `room`.
+    """Return each segment as flat memory: in place, or packed into `buffer`.
 
-    `copy` takes the index of a box among all, its place, and the box.
+    `copy` is called with the index of a box among all, its place in the buffer, and the box.
     """
     segments: list[Memory] = []
     begin = first = 0
     for group in groups:
         first += len(group)
-        if lies_ready(group):
+        if is_in_place(group):
             segments.append(flat_bytes(group[0]))
             continue
         size = payload_bytes([array.nbytes for array in group])
-        segments.append(room[begin : begin + size])
+        segments.append(buffer[begin : begin + size])
         for index, (array, place) in enumerate(blocks_of(segments[-1], group), first - len(group)):
             copy(index, place, array)
         begin += aligned(size)
@@ -158,8 +158,8 @@ def chunks_of(array: Array, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[An
     row_bytes = array.nbytes // array.shape[0]
     if row_bytes > chunk_bytes and array.ndim > 1:
         for index in range(array.shape[0]):
-            for rest in chunks_of(array[index], chunk_bytes):
-                yield (index, *rest)
+            for inner in chunks_of(array[index], chunk_bytes):
+                yield (index, *inner)
         return
     rows = max(1, chunk_bytes // row_bytes)
     for begin in range(0, array.shape[0], rows):

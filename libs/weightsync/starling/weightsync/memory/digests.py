@@ -1,7 +1,7 @@
-"""Digests of boxes: which bytes count, over which memory, and who has computed them before.
+"""Digests of boxes (xxh3-128), in three modes.
 
 `full` covers every byte of a box, row-major. `sampled` covers one stretch in `SAMPLE_EVERY`, another one with each
-salt (the version), so that a difference that stays is found after so many versions. `off` covers nothing.
+salt (the version), so that a lasting difference is found within that many versions. `off` covers nothing.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ SAMPLE_EVERY: Final = 16
 _SAMPLE_BYTES: Final = 4096
 
 DigestKey = tuple[str, Box, DigestMode, int]
-"""Tensor, box, which bytes count, salt."""
+"""Tensor name, box, mode, salt."""
 
 
 class Hasher:
-    """The digest of one box that passes by in chunks, row-major."""
+    """Incremental digest of one box, chunk by chunk in row-major order."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
 
     def update(self, chunk: Array) -> None:
-        """Take the next chunk; one that is not contiguous is copied first. Releases the interpreter lock."""
+        """Add the next chunk; one that is not contiguous is copied first. Releases the interpreter lock."""
         self._state.update(flat_bytes(np.ascontiguousarray(chunk)).data)
 
     def digest(self) -> bytes:
-        """Return the digest of what has passed."""
+        """Return the digest of the chunks so far."""
         return self._state.digest()
 
 
@@ -49,7 +49,7 @@ def sample_of(array: Array, salt: int) -> Array:
             return np.ascontiguousarray(array).reshape(-1)
         if array.flags.c_contiguous:
             return array.reshape(-1)[: whole * run].reshape(whole, run)[salt % SAMPLE_EVERY :: SAMPLE_EVERY]
-        # Only what is sampled is copied: the whole box may be as large as a bucket.
+        # Copies the sample only: the whole box may be as large as a bucket.
         return np.stack(
             [array.flat[at * run : (at + 1) * run] for at in range(salt % SAMPLE_EVERY, whole, SAMPLE_EVERY)]
         )
@@ -57,7 +57,7 @@ def sample_of(array: Array, salt: int) -> Array:
 
 
 def digest_of_array(array: Array, digests: DigestMode = "full", salt: int = 0) -> bytes:
-    """Return the digest of a box that lies anywhere with any strides; empty for `off`."""
+    """Return the digest of a box with any strides; empty for `off`."""
     if digests == "off":
         return b""
     if digests == "sampled":
@@ -71,7 +71,7 @@ def digest_of_array(array: Array, digests: DigestMode = "full", salt: int = 0) -
 
 
 def digest_of_copy(destination: Array, source: Array) -> bytes:
-    """Copy a box to where it is contiguous, and return its digest: each chunk is digested while it is in the cache."""
+    """Copy a box into contiguous memory, and return its digest: each chunk is digested while it is in the cache."""
     hasher = Hasher()
     for index in chunks_of(destination):
         np.copyto(destination[index], source[index])

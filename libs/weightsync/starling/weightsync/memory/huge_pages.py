@@ -1,8 +1,8 @@
-"""Shared memory in huge pages: what another process reads through the kernel, it reads twice as fast.
+"""Shared memory in huge pages, which another process reads through the kernel twice as fast.
 
 The kernel looks up every page of memory that it copies from another process (CMA), and for pages of 4 KiB that takes
-longer than the copy. Most systems never give shared memory huge pages by themselves, but do on request, page by page,
-if the mapping begins where a huge page may.
+longer than the copy. Most systems give shared memory huge pages only on request, page by page, and only if the mapping
+is aligned to the size of a huge page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starling.weightsync.memory.arrays import Memory
 
 HUGE_BYTES: Final = 2 << 20
 CHUNK_BYTES: Final = 32 << 20
-"""So much is asked for at a time: some tens of milliseconds."""
+"""Bytes collapsed per call: some tens of milliseconds."""
 _MAP_FIXED, _MAP_NORESERVE, _MADV_COLLAPSE = 0x10, 0x4000, 25
 _FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -30,7 +30,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class _Mapped:
-    """A mapping that lasts as long as anything looks into it."""
+    """A mapping that lives as long as the last array over it."""
 
     def __init__(self, address: int, size_bytes: int, *, writable: bool) -> None:
         self._address, self._size_bytes = address, size_bytes
@@ -47,12 +47,12 @@ class _Mapped:
 
 
 def map_shared(descriptor: int, size_bytes: int, *, writable: bool) -> Memory:
-    """Map a file of memory at an address where huge pages may begin: a mapping elsewhere sees their small parts only.
+    """Map a memory file at an address that is aligned for huge pages; elsewhere it would be mapped in small pages.
 
-    One that is `writable` has every page present; any other meets pages when it reads them.
+    A `writable` mapping is populated at once, a read-only one on first access.
 
     Raises:
-        OSError: there is no room.
+        OSError: it cannot be mapped.
     """
     reserved = _map(None, size_bytes + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     address = -(-reserved // HUGE_BYTES) * HUGE_BYTES
@@ -67,13 +67,13 @@ def map_shared(descriptor: int, size_bytes: int, *, writable: bool) -> Memory:
 
 
 def collapse(memory: Memory, stopped: Callable[[], bool]) -> int:
-    """Ask the kernel to keep memory of `map_shared` in huge pages, and return how many bytes it agreed to.
+    """Collapse memory of `map_shared` into huge pages, and return how many bytes the kernel collapsed.
 
     The memory may be in use meanwhile. A kernel that cannot (before 6.1, or without free huge pages) changes nothing.
 
     Args:
-        memory: all of it.
-        stopped: asked after every few milliseconds; True ends it.
+        memory: a whole mapping.
+        stopped: checked before each `CHUNK_BYTES`; True ends it.
     """
     address, done = memory.ctypes.data, 0
     for begin in range(0, memory.nbytes - HUGE_BYTES + 1, CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""The publisher: copies a rank's shards into a snapshot, and lets others read it while training goes on."""
+"""The publisher of one rank: copies its shards into a snapshot, which readers pull while training goes on."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ import torch
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.format import DeltaTotal
-from starling.weightsync.memory.arena import Arena, SnapshotsBusyError, WhenBusy
+from starling.weightsync.memory.arena import Arena, WhenBusy
 from starling.weightsync.memory.arrays import Array, packed_arrays
 from starling.weightsync.memory.digests import DigestMode, digest_of_array
-from starling.weightsync.plan.layout import Layout, check_layout, pieces_of
+from starling.weightsync.plan.layout import Layout, check_layout, encode, pieces_of
 from starling.weightsync.plan.offer import Offer, RankOffer, Transport, digest_of, holds_of, make_offer, root_of
 from starling.weightsync.publisher.delta_history import DeltaHistory
 from starling.weightsync.quantise.recipe import QuantRecipe
 from starling.weightsync.tensors.quantiser import MaximaExchange, Quantiser
 from starling.weightsync.tensors.views import live_views, packed_views
-from starling.weightsync.transports.registry import TransportServer, serve
+from starling.weightsync.transports.base import TransportServer
+from starling.weightsync.transports.endpoints import is_loopback
+from starling.weightsync.transports.registry import serve
 from starling.weightsync.transports.source import SnapshotSource
-from starling.weightsync.transports.ucx.worker import is_loopback
 
-CLOSE_S: Final = 5.0
+CLOSE_TIMEOUT_S: Final = 5.0
 DELTA_VERSIONS: Final = 2
-DIGEST_S: Final = 600.0
-"""By then the digests of a snapshot are there, or something is wrong."""
+DIGEST_TIMEOUT_S: Final = 600.0
+"""Longest wait for the digests of a snapshot."""
 
 
 class PublishedSnapshot:
-    """One version in a snapshot: it stands, and its digests are being computed."""
+    """One version in a snapshot, whose digests are being computed in another thread."""
 
     def __init__(
         self, version: int, stall_s: float, rank: Future[RankOffer], changes: Future[DeltaTotal | None] | None = None
     ) -> None:
         self.version = version
         self.stall_s = stall_s
-        """Seconds that the snapshot took: all that training waits for."""
+        """Seconds that the snapshot took: the only part of publishing that blocks training."""
         self._rank, self._changes = rank, changes
 
-    def offer(self, timeout_s: float = DIGEST_S) -> Offer:
+    def offer(self, timeout_s: float = DIGEST_TIMEOUT_S) -> Offer:
         """Return the offer, once the root of the version is known.
 
         Raises:
@@ -56,10 +57,15 @@ class PublishedSnapshot:
         except TimeoutError as error:
             raise WeightsError(f"Version {self.version} was not digested within {timeout_s:g} s.") from error
         except CancelledError as error:
-            raise WeightsError(f"Version {self.version} is not to be had any more.") from error
+            raise WeightsError(f"Version {self.version} is gone: its publisher was closed.") from error
 
-    def changes(self, timeout_s: float = DIGEST_S) -> DeltaTotal | None:
-        """Return what changed since the version before; None where nobody compared, or was interrupted by the next.
+    def encoded_offer(self, timeout_s: float = DIGEST_TIMEOUT_S) -> bytes:
+        """Return the offer as it travels. Raises WeightsError as `offer` does."""
+        return encode(self.offer(timeout_s))
+
+    def changes(self, timeout_s: float = DIGEST_TIMEOUT_S) -> DeltaTotal | None:
+        """Return how much changed since the previous version; None where it was not compared, or the next snapshot
+        interrupted the comparison.
 
         Raises:
             WeightsError: not known within `timeout_s`.
@@ -73,34 +79,33 @@ class PublishedSnapshot:
 
 
 class Publisher:
-    """Offers the shards of one rank, version by version, from two snapshots in turn.
+    """Offers the shards of one rank, version by version, from two alternating snapshots.
 
-    The local copy into a snapshot is all that training waits for, unless both snapshots are being read. Then
-    `when_busy` rules: ``revoke`` waits for a reader to finish, at most `read_timeout_s`, and then takes the older
-    snapshot away, whose readers get a `WeightsError` and keep the version that they have; ``wait`` waits as long and
-    then raises `SnapshotsBusyError`; ``skip`` raises it at once. Whichever is raised, nothing has changed.
+    Training waits for the local copy into a snapshot only, unless both snapshots are being read. Then `when_busy`
+    decides: ``revoke`` waits for a reader to finish, at most `read_timeout_s`, and then revokes the older snapshot,
+    whose readers get a `WeightsError` and keep the version that they have; ``wait`` waits as long and then raises
+    `SnapshotsBusyError`; ``skip`` raises it at once. When it is raised, nothing has changed.
 
     Args:
         layout: what the replica holds.
-        transport: ``ucx`` and ``tcp`` serve readers on any host from threads of their own; ``local`` only on this
-            host, by memory.
+        transport: ``ucx``, ``nixl``, ``nccl``, ``gloo`` and ``tcp`` serve readers on any host from threads of their
+            own; ``local`` only on this host, by shared memory.
         rank: which rank of the layout this process is.
         host: the address that readers connect to; a loopback address keeps UCX off the network devices.
         read_timeout_s: how long a snapshot waits for readers.
-        when_busy: what happens then.
+        when_busy: see above.
         digests: ``full`` covers every byte of the version's root, ``sampled`` a sixteenth, another one each version;
-            ``off`` makes a root that only says the version.
-        delta_versions: for so many versions back what has changed since is known, so that a destination that still
-            holds one of them need not be sent everything; 0 compares nothing. By default 2, but none where readers are
-            on this host: there it takes longer to find what changed than to send everything. What is known takes at
-            most as much memory as one snapshot.
-        quantise: which tensors are published quantised, and how; by default all as they are.
-        exchange: how the ranks tell each other maxima of scale groups that are cut between them; every rank then takes
+            ``off`` makes a root that covers only the version's number.
+        delta_versions: how many versions back deltas are kept, for destinations that still hold one of them; 0 compares
+            nothing. By default 2, but 0 where readers are on this host: there comparing takes longer than sending
+            everything. Deltas take at most as much memory as one snapshot.
+        quantise: which tensors are published quantised, and how; by default none.
+        exchange: how the ranks exchange the maxima of scale groups that are cut between them; every rank then takes
             the snapshots of the same versions in the same order, and `layout` is that of all ranks.
 
     Raises:
-        WeightsError: a layout that is not consistent, not enough memory for two snapshots, no such transport here, or
-            a recipe that does not fit the layout.
+        WeightsError: an inconsistent layout, not enough memory for two snapshots, a transport that is not available,
+            or a recipe that does not fit the layout.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class Publisher:
         self._read_timeout_s, self._when_busy, self._digests = read_timeout_s, when_busy, digests
         self._quantiser = Quantiser(layout, rank, quantise, exchange) if quantise else None
         self.layout = layout = self._quantiser.layout if self._quantiser else layout
-        """What is published: the source of plans."""
+        """Layout of what is published: the source of plans."""
         self._pieces = pieces_of(layout, rank)
         self._holds = holds_of(self._pieces)
         self._version = -1
@@ -138,7 +143,9 @@ class Publisher:
         if delta_versions is None:
             delta_versions = 0 if transport == "local" or is_loopback(host) else DELTA_VERSIONS
         if delta_versions > 0:
-            self._history = DeltaHistory(self._pieces, delta_versions, self._arena.extent_bytes, self._arena.stands)
+            self._history = DeltaHistory(
+                self._pieces, delta_versions, self._arena.extent_bytes, self._arena.is_readable
+            )
             self._source.deltas = self._history
         self._server: TransportServer | None = None
         try:
@@ -148,7 +155,8 @@ class Publisher:
             raise
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-digest")
         self._closing = threading.Event()
-        # Servers see to it themselves. Not in the pool: the first digests would wait, a second for each few GiB.
+        # The servers of other transports do this themselves. It does not run in the pool: the first digests would wait
+        # for it, a second for each few GiB.
         self._pages = threading.Thread(
             target=self._arena.collapse, args=(self._closing.is_set,), name="weightsync-pages", daemon=True
         )
@@ -172,7 +180,7 @@ class Publisher:
             tensors: the storages of the layout by name, for plain modules the mapping given to `layout_of`.
 
         Raises:
-            SnapshotsBusyError: both snapshots are being read, and the rule says not to take one away.
+            SnapshotsBusyError: both snapshots are being read, and `when_busy` forbids to revoke one.
             WeightsError: the version does not grow, the tensors do not fit the layout or cannot be quantised, another
                 rank did not exchange its maxima, or serving has failed.
         """
@@ -180,11 +188,11 @@ class Publisher:
         if self._arena is None:
             raise WeightsError("The publisher is closed.")
         if self._server is not None and self._server.failure:
-            raise WeightsError(f"Weights are served no longer: {self._server.failure}.")
+            raise WeightsError(f"Serving weights has failed: {self._server.failure}.")
         if version <= self._version:
             raise WeightsError(f"Version {version} cannot follow version {self._version}: versions grow from 0.")
         sources = live_views(self._layout, self._rank, tensors)
-        # Before a snapshot is taken: where that fails on one rank, no other waits for its maxima.
+        # Before a slot is claimed: where claiming fails on one rank, the others do not wait for its maxima.
         fill = self._quantiser.measured(sources) if self._quantiser else partial(_copy, sources)
         slot = self._arena.claim(self._read_timeout_s, self._when_busy)
         self._await_digests(slot)
@@ -203,7 +211,7 @@ class Publisher:
             self._comparing = self._pool.submit(self._compare, before, slot)
         return PublishedSnapshot(version, time.perf_counter() - begin, future, self._comparing)
 
-    def close(self, deadline_s: float = CLOSE_S) -> None:
+    def close(self, deadline_s: float = CLOSE_TIMEOUT_S) -> None:
         """End serving and free the snapshots. May be called twice.
 
         Raises:
@@ -228,13 +236,13 @@ class Publisher:
             arena.close()
 
     def _await_digests(self, slot: int) -> None:
-        """Wait until nobody digests what is about to be overwritten."""
+        """Wait until the digesting thread no longer reads the slot."""
         future = self._digesting.pop(slot, None)
         if future is not None and not future.cancel():
-            future.exception(DIGEST_S)
+            future.exception(DIGEST_TIMEOUT_S)
 
     def _end_comparing(self) -> None:
-        """See that nobody compares what is about to be overwritten: publishing does not wait for deltas."""
+        """Interrupt the comparison, which reads the slot to be overwritten: publishing does not wait for deltas."""
         future, self._comparing = self._comparing, None
         if future is None:
             return
@@ -243,35 +251,34 @@ class Publisher:
             assert self._history is not None
             self._history.end(None)
         elif not future.cancelled():
-            future.exception(DIGEST_S)  # it ends after some milliseconds
+            future.exception(DIGEST_TIMEOUT_S)  # it ends after some milliseconds
 
     def _compare(self, before: int, slot: int) -> DeltaTotal | None:
-        """Runs in the digesting thread, after the digests."""
+        """Run the comparison, in the digesting thread, after the digests."""
         assert self._history is not None
         try:
             arrays = self._arrays
-            return self._history.compare(arrays[before], arrays[slot], self._stop_comparing.is_set, self._tell)
+            return self._history.compare(arrays[before], arrays[slot], self._stop_comparing.is_set, self._wake_server)
         finally:
-            self._tell()
+            self._wake_server()
 
-    def _tell(self) -> None:
-        """Let readers who wait for deltas look again."""
+    def _wake_server(self) -> None:
         server = self._server
         if server is not None:
             server.wake()
 
     def _digest(self, version: int, snapshot: int, token: str, arrays: tuple[Array, ...]) -> RankOffer:
-        """Runs in the digesting thread."""
+        """Digest a snapshot, in the digesting thread."""
         cache = self._source.cache(snapshot)
-        found: list[bytes] = []
+        digests: list[bytes] = []
         salt = version if self._digests == "sampled" else 0
         if self._digests != "off":
             for piece, array in zip(self._pieces, arrays, strict=True):
                 key = (piece.names[0], piece.box, self._digests, salt)
-                found.append(cache.of(key, partial(digest_of_array, array, self._digests, salt)))
+                digests.append(cache.get_or_compute(key, partial(digest_of_array, array, self._digests, salt)))
         if self._digests == "full" and self._arena is not None:
-            self._arena.set_digests(snapshot, found)
-        proofs = ((piece.names[0], piece.box, digest) for piece, digest in zip(self._pieces, found, strict=False))
+            self._arena.set_digests(snapshot, digests)
+        proofs = ((piece.names[0], piece.box, digest) for piece, digest in zip(self._pieces, digests, strict=False))
         return RankOffer(
             rank=self._rank,
             transport=self._transport,
@@ -294,6 +301,3 @@ class Publisher:
 def _copy(sources: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
     for view, source in zip(views, sources, strict=True):
         view.copy_(source)
-
-
-__all__ = ["PublishedSnapshot", "Publisher", "SnapshotsBusyError"]

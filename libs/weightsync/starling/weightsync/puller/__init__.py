@@ -1,1 +1,1 @@
-"""Puller."""
+"""Pulling: reading a version from its sources, switching to it, attesting it, relaying it."""

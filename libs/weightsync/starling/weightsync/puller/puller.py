@@ -1,12 +1,12 @@
-"""The puller: brings a version into staging while the engine works, switches to it, and proves what the engine holds.
+"""The puller of one rank: brings a version into staging while the engine works, switches to it, and attests it.
 
     stale ──pull──> pulling ──> staged ──switch──> current ──pull──> pulling ...
       ^                │           │
       └── any failure ─┘           └── a switch that breaks off ──> torn
 
 A failed pull leaves the live tensors alone: the replica keeps its version. A pull `into` the live tensors needs no
-staging, but it is torn while it runs and stays so when it fails. A torn replica holds parts of two versions and must
-not generate before it has switched, or pulled in place, successfully.
+staging, but the replica is torn while it runs and stays so when it fails. A torn replica holds parts of two versions
+and must not generate before it has switched, or pulled in place, successfully.
 """
 
 from __future__ import annotations
@@ -19,76 +19,44 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final, Literal
 
-import msgspec
 import torch
 
 from starling.common.errors import WeightsError
-from starling.weightsync.memory.arrays import Array, Memory, allocate, lie_alike, packed_arrays
+from starling.weightsync.memory.arrays import Array, Memory, allocate, packed_arrays, same_arrays
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.memory.pools import BufferPool
 from starling.weightsync.plan.buckets import most_at_once
 from starling.weightsync.plan.layout import Layout, check_layout, packed_offsets, pieces_of
 from starling.weightsync.plan.offer import Offer, RankOffer, Transport, check_offer
 from starling.weightsync.plan.planner import Plan
-from starling.weightsync.puller.attestation import Attestation, cut_digests
-from starling.weightsync.puller.fetch import BucketFetcher, FetchOptions, PullProgress, ReceivedDelta
+from starling.weightsync.puller.attestation import Attestation, split_digests
+from starling.weightsync.puller.deadline import Deadline, never
+from starling.weightsync.puller.fetch import BucketFetcher, FetchOptions, ReceivedDelta
 from starling.weightsync.puller.relay import Relay
+from starling.weightsync.puller.report import PullProgress, PullReport
 from starling.weightsync.puller.schedule import BucketRead, ReadSchedule, make_schedule
-from starling.weightsync.puller.sources import SourceConnections
+from starling.weightsync.puller.sources import SourceConnection, SourceConnections
 from starling.weightsync.tensors.views import array_of, live_view, live_views, packed_views, place_array, tensor_part
-from starling.weightsync.transports.base import SourceConnection
-from starling.weightsync.transports.deadline import Deadline, never
 
-State = Literal["stale", "pulling", "staged", "current", "torn"]
+PullerState = Literal["stale", "pulling", "staged", "current", "torn"]
 
 MAX_THREADS: Final = 4
 """Most threads that copy, unpack and digest."""
 
 
-class PullReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pull did. `prepare_s`, `read_s` and `confirm_s` sum to `seconds`; the further seconds lie within
-    `read_s`, and those of several threads may overlap."""
-
-    version: int
-    transport: str
-    """Transports of the sources, joined by ``+`` where they differ."""
-    lanes: tuple[str, ...]
-    """Over what the bytes really went, for example ``cma/memory``."""
-    num_buckets: int
-    num_retries: int
-    num_deltas: int
-    """Boxes of which only what changed was sent."""
-    size_bytes: int
-    """What was brought up to date."""
-    scratch_bytes: int
-    """Memory that was there beside staging or the live tensors, for what must be unpacked."""
-    bytes_by_source: dict[str, int]
-    """What travelled, by the address that it came from."""
-    seconds: float
-    prepare_s: float
-    """Checking plan and offer, and making ready."""
-    read_s: float
-    """Connecting, reading, unpacking and digesting."""
-    unpack_s: float
-    digest_s: float
-    wait_s: float
-    """Of `read_s`: nothing to do but wait for sources and threads."""
-    confirm_s: float
-    """Making sure that the snapshots stood still."""
-
-
 class Puller:
-    """The destination of one rank. `pull` runs in a thread of the caller's.
+    """The destination of one rank. Call `pull` in a thread of your own.
 
     Args:
         layout: what the replica holds.
         rank: which rank of the layout this process is.
-        digests: how arrivals and the attestation are proven. ``off`` proves nothing: every attestation succeeds.
-        relay: also offer what is being pulled to other replicas, over this transport.
+        digests: which bytes arrivals and the attestation are verified by. ``off`` verifies nothing: every attestation
+            succeeds.
+        relay: also offer the version being pulled to other replicas, over this transport.
         host: the address that they connect to.
-        stall_s: how long a source may owe an answer before another one is tried, if there is another.
-        scratch_bytes: memory for what must be unpacked; by default what the buckets under way need at most, see
-            `peaks.destination_peak`.
+        stall_s: how long a source may owe an answer before a fallback source is tried, if there is one.
+        buffer_bytes: size of the buffer pool for what must be unpacked; by default what the buckets in flight need at
+            most, see `estimate.destination_peak`.
     """
 
     def __init__(
@@ -100,7 +68,7 @@ class Puller:
         relay: Transport | None = None,
         host: str = "127.0.0.1",
         stall_s: float = 10.0,
-        scratch_bytes: int | None = None,
+        buffer_bytes: int | None = None,
     ) -> None:
         check_layout(layout)
         self._layout, self._rank, self._digests, self._stall_s = layout, rank, digests, stall_s
@@ -108,22 +76,24 @@ class Puller:
         _, self._extent_bytes = packed_offsets(piece.size_bytes for piece in self._pieces)
         self._relay = None if relay is None else Relay(self._pieces, rank, relay, host)
         self._staging: Memory | None = None if self._relay is None else self._relay.memory
-        self._scratch_bytes = scratch_bytes
-        self._scratch: BufferPool | None = None
+        self._buffer_bytes = buffer_bytes
+        self._buffers: BufferPool | None = None
         threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weightsync-copy")
-        self._wires = SourceConnections(self._pool)
-        self._stage: ReadSchedule | None = None
+        self._connections = SourceConnections(self._pool)
+        self._schedule: ReadSchedule | None = None
         self._targets: tuple[Array | None, ...] = ()
-        """What the stage fills."""
-        self._held: dict[bool, tuple[Plan | None, list[int]]] = {}  # versions in staging, and in place (True)
+        """The arrays that the schedule fills."""
+        self._read_versions: dict[bool, tuple[Plan | None, list[int]]] = {}
+        """For staging (False) and in place (True): the version that the boxes of each read of a plan hold."""
         self._offer: Offer | None = None
         self._sent: dict[int, bytes] = {}
+        """For each read of the last pull the digests that its source sent."""
         self._busy = threading.Lock()
         self._staged_version = -1
         self.version = -1
         """The version that the live tensors hold, -1 before the first switch and while torn."""
-        self.state: State = "stale"
+        self.state: PullerState = "stale"
 
     def pull(
         self,
@@ -138,25 +108,25 @@ class Puller:
         progress: Callable[[PullProgress], None] | None = None,
         announce: Callable[[Offer], None] | None = None,
     ) -> PullReport:
-        """Bring the offered version into staging, or into live tensors, and prove what arrives.
+        """Bring the offered version into staging, or into live tensors, and verify what arrives.
 
         Args:
             offer: the version, from all source ranks that the plan reads.
             plan: made from the source's layout and this one.
             deadline_s: seconds from now by which it must be done.
-            cancelled: asked between any two steps; True ends the pull.
+            cancelled: checked every few milliseconds; True ends the pull.
             into: the live tensors, of an engine that is paused, to be written in place.
-            relays: the same version offered by other replicas: they are asked for what its sources fail to deliver.
-            relays_first: ask them before the sources.
-            progress: told at most ten times a second how far the pull is.
-            announce: given this replica's own offer as a relay, before the first byte has arrived.
+            relays: offers of the same version by other replicas: fallback sources.
+            relays_first: prefer them to the sources.
+            progress: called at most ten times a second.
+            announce: called with this replica's own offer as a relay, before the first byte has arrived.
 
         Raises:
-            WeightsError: not done by the deadline, cancelled, refused, revoked, a peer lost, a digest that differs, a
-                plan that does not fit, or another pull under way. With staging the live tensors keep their version.
+            WeightsError: not done by the deadline, cancelled, refused, revoked, a connection lost, a wrong digest, a
+                plan that does not fit, or another pull in progress. With staging the live tensors keep their version.
         """
         if not self._busy.acquire(blocking=False):
-            raise WeightsError("Another pull is under way.")
+            raise WeightsError("Another pull is in progress.")
         before = self.state
         try:
             check_offer(offer)
@@ -167,18 +137,19 @@ class Puller:
             if before != "torn":
                 self.state = "pulling"
             deadline = Deadline(deadline_s, cancelled)
-            report = self._pull(offer, plan, deadline, into, _stand_ins(relays), relays_first, progress, announce)
+            fallbacks = [rank for relay in relays for rank in relay.ranks]
+            report = self._pull(offer, plan, deadline, into, fallbacks, relays_first, progress, announce)
             if into is None:
                 self._staged_version, self.state = offer.version, "staged"
             else:
                 self.version, self.state = offer.version, "current"
             return report
-        except BaseException:  # whatever ends a pull: its connections and its relay end too, and it is raised again
+        except BaseException:  # whatever it is: end the pull's connections and its relay, and re-raise
             if self.state == "pulling":
                 self.state = "stale"
             if self._relay is not None:
-                self._relay.void()
-            self._wires.drop_all()
+                self._relay.revoke()
+            self._connections.drop_all()
             raise
         finally:
             self._busy.release()
@@ -187,64 +158,64 @@ class Puller:
         """Copy the staged version into the live tensors, in place. Return the version.
 
         Raises:
-            WeightsError: nothing is staged, a pull is under way, or the tensors do not fit the layout; then nothing
-                was touched.
+            WeightsError: nothing is staged, a pull is in progress, or the tensors do not fit the layout; then nothing
+                was written.
         """
         with self._switching() as staged:
             live = live_views(self._layout, self._rank, tensors)
-            self._tear()
+            self._mark_torn()
             for destination, source in zip(live, staged, strict=True):
                 destination.copy_(source)
         return self.version
 
-    def switch_in_turns(self, turns: Iterable[Mapping[str, torch.Tensor]], offer: Offer) -> str:
-        """Switch where what the layout describes is there only for a moment, and attest it: an engine repacks it.
+    def switch_in_parts(self, parts: Iterable[Mapping[str, torch.Tensor]], offer: Offer) -> str:
+        """Switch and attest part by part, for an engine that repacks each part after it was filled.
 
         Args:
-            turns: tensors by the names of storages, each storage once; those of a turn have been filled, and what they
-                hold been digested, when the next is asked for.
+            parts: tensors by the names of storages, each storage once; the tensors of a part have been filled and
+                digested when the next part is requested.
             offer: the version that is staged.
 
         Returns: as `attest`.
 
         Raises:
-            WeightsError: as `switch` and `attest`, or a storage that came in no turn; then it is torn.
+            WeightsError: as `switch` and `attest`, or a storage that was in no part; then the replica is torn.
         """
         with self._switching() as staged:
             attestation = self._attestation(offer)
             storages = [shard.storage for shard in self._layout.ranks[self._rank].shards]
             left = set(range(len(storages)))
-            for tensors in turns:
-                self._tear()
+            for tensors in parts:
+                self._mark_torn()
                 mine = [index for index in left if storages[index] in tensors]
                 live = {index: live_view(self._layout, self._rank, index, tensors) for index in mine}
                 for index, destination in live.items():
                     destination.copy_(staged[index])
-                attestation.take_shards(live)
+                attestation.add_shards(live)
                 left.difference_update(mine)
             if left:
                 raise WeightsError(f"Nothing was given for {storages[min(left)]} of {self._layout.replica}.")
-            sent = self._sent  # the next pull may begin at once, and has another
+            sent = self._sent  # the next pull, which may begin at once, replaces it
         return attestation.root(sent)
 
     def attest(self, tensors: Mapping[str, torch.Tensor], offer: Offer) -> str:
         """Return the root of what the live tensors really hold of the version of `offer`.
 
-        It equals `offer.root` exactly when every box that the plan brings is, bit for bit, what its source sent.
+        It equals `offer.root` exactly when every box that the plan delivers is, bit for bit, what its source sent.
 
         Raises:
             WeightsError: that version is not the one pulled last.
         """
         attestation = self._attestation(offer)
         live = live_views(self._layout, self._rank, tensors)
-        list(self._pool.map(lambda index: attestation.take_bucket(index, live), range(len(self._sent))))
+        list(self._pool.map(lambda index: attestation.add_bucket(index, live), range(len(self._sent))))
         return attestation.root(self._sent)
 
     @contextmanager
     def _switching(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Hold what is staged, to be put into the live tensors within."""
+        """Yield the staged tensors, to be copied into the live ones within the context."""
         if not self._busy.acquire(blocking=False):  # waiting would pause the engine for the length of a pull
-            raise WeightsError("There is no staged version to switch to: a pull is under way.")
+            raise WeightsError("There is no staged version to switch to: a pull is in progress.")
         try:
             if self._staged_version < 0 or self._staging is None:
                 raise WeightsError("There is no staged version to switch to: pull first.")
@@ -255,24 +226,24 @@ class Puller:
         finally:
             self._busy.release()
 
-    def _tear(self) -> None:
-        """From here on live tensors are written to."""
+    def _mark_torn(self) -> None:
+        """Record that live tensors are written from now on."""
         self.state, self.version = "torn", -1
-        self._held.pop(True, None)
+        self._read_versions.pop(True, None)
 
     def _attestation(self, offer: Offer) -> Attestation:
-        stage = self._stage
-        if stage is None or self._offer != offer or len(self._sent) != len(stage.reads):
+        schedule = self._schedule
+        if schedule is None or self._offer != offer or len(self._sent) != len(schedule.reads):
             raise WeightsError(f"Version {offer.version} is not the one pulled last: there is nothing to attest.")
-        return Attestation(stage, self._pieces, self._digests, offer)
+        return Attestation(schedule, self._pieces, self._digests, offer)
 
     def close(self) -> None:
-        """Close every connection; waits for a pull under way to end, which its deadline ensures."""
+        """Close every connection; waits for a pull in progress to end, which its deadline ensures."""
         with self._busy:
             self._pool.shutdown(wait=True, cancel_futures=True)
-            self._wires.close()
+            self._connections.close()
             if self._relay is not None:
-                self._staging, self._targets, self._stage = None, (), None
+                self._staging, self._targets, self._schedule = None, (), None
                 self._relay.close()
 
     def _pull(
@@ -281,20 +252,20 @@ class Puller:
         plan: Plan,
         deadline: Deadline,
         into: Mapping[str, torch.Tensor] | None,
-        stand_ins: Sequence[RankOffer],
-        stand_ins_first: bool,
+        fallbacks: Sequence[RankOffer],
+        fallbacks_first: bool,
         progress: Callable[[PullProgress], None] | None,
         announce: Callable[[Offer], None] | None,
     ) -> PullReport:
         begin = time.perf_counter()
         live = None if into is None else live_views(self._layout, self._rank, into)
-        stage = self._make_stage(plan, live)
-        peers = self._peers(stage, offer, stand_ins, stand_ins_first)
+        schedule = self._make_schedule(plan, live)
+        sources = self._sources(schedule, offer, fallbacks, fallbacks_first)
         self._offer, self._sent = offer, {}
-        bases = self._bases_of(stage, in_place=into is not None)
+        bases = self._bases_of(schedule, in_place=into is not None)
         relay = self._relay if into is None else None
         if relay is not None:
-            relay.begin(offer, stage, self._digests, deadline, announce, bases)
+            relay.begin(offer, schedule, self._digests, deadline, announce, bases)
 
         def place(read: BucketRead, index: int, array: Array) -> None:
             assert live is not None
@@ -304,12 +275,13 @@ class Puller:
         def arrived(index: int, digests: bytes, deltas: Sequence[ReceivedDelta]) -> None:
             self._sent[index] = digests
             if relay is not None:
-                relay.arrived(stage.reads[index], cut_digests(digests, len(stage.reads[index].boxes)), deltas)
+                read = schedule.reads[index]
+                relay.arrived(read, split_digests(digests, len(read.boxes)), deltas)
 
         if live is not None:
             self.state, self.version = "torn", -1
-        scratch = self._make_scratch(stage, peers)
-        terms = FetchOptions(
+        buffers = self._make_buffers(schedule, sources)
+        options = FetchOptions(
             digests=self._digests,
             version=offer.version,
             stall_s=self._stall_s,
@@ -318,87 +290,86 @@ class Puller:
             delta_bytes=plan.peak_bytes(self._rank, in_place=True),
             report=progress,
         )
-        transfer = BucketFetcher(stage, peers, scratch, self._pool, terms, self._wires.numbers, bases)
+        fetcher = BucketFetcher(schedule, sources, buffers, self._pool, options, self._connections.numbers, bases)
         prepared = time.perf_counter()
-        transfer.run(deadline)
+        fetcher.run(deadline)
         end = time.perf_counter()
-        work = transfer.work
-        addresses = {peer.key: peer.offer for group in peers.values() for peer in group}
+        stats = fetcher.stats
+        offers = {source.key: source.offer for group in sources.values() for source in group}
         return PullReport(
             version=offer.version,
-            transport="+".join(sorted({addresses[key].transport for key in work.bytes_by_source})),
-            lanes=tuple(sorted({lane for lanes in work.lanes.values() for lane in lanes})),
-            num_buckets=len(stage.reads),
-            num_retries=work.num_retries,
-            num_deltas=work.num_deltas,
-            size_bytes=stage.total_bytes,
-            scratch_bytes=scratch.size_bytes,
-            bytes_by_source={addresses[key].address: size for key, size in work.bytes_by_source.items()},
+            transport="+".join(sorted({offers[key].transport for key in stats.bytes_by_source})),
+            lanes=tuple(sorted({lane for lanes in stats.lanes.values() for lane in lanes})),
+            num_buckets=len(schedule.reads),
+            num_retries=stats.num_retries,
+            num_deltas=stats.num_deltas,
+            size_bytes=schedule.total_bytes,
+            buffer_bytes=buffers.size_bytes,
+            bytes_by_source={offers[key].address: size for key, size in stats.bytes_by_source.items()},
             seconds=end - begin,
             prepare_s=prepared - begin,
-            read_s=end - prepared - work.confirm_s,
-            unpack_s=work.unpack_s,
-            digest_s=work.digest_s,
-            wait_s=work.wait_s,
-            confirm_s=work.confirm_s,
+            read_s=end - prepared - stats.confirm_s,
+            unpack_s=stats.unpack_s,
+            digest_s=stats.digest_s,
+            wait_s=stats.wait_s,
+            confirm_s=stats.confirm_s,
         )
 
-    def _bases_of(self, stage: ReadSchedule, *, in_place: bool) -> list[int]:
-        """Return the version that each read's boxes hold; the transfer keeps it up to date."""
-        plan, versions = self._held.get(in_place, (None, [self.version if in_place else -1]))
-        if plan != stage.plan:  # cut in another way: still known if everything is of one version
+    def _bases_of(self, schedule: ReadSchedule, *, in_place: bool) -> list[int]:
+        """Return the version that each read's boxes hold; the fetcher keeps the list up to date."""
+        plan, versions = self._read_versions.get(in_place, (None, [self.version if in_place else -1]))
+        if plan != schedule.plan:  # other buckets: their version is known only if all old ones have the same
             version = versions[0] if len(set(versions)) == 1 else -1
-            versions = [version] * len(stage.reads)
-        self._held[in_place] = (stage.plan, versions)
+            versions = [version] * len(schedule.reads)
+        self._read_versions[in_place] = (schedule.plan, versions)
         return versions
 
-    def _make_stage(self, plan: Plan, live: Sequence[torch.Tensor] | None) -> ReadSchedule:
-        """Return what is to be done: the same as for the pull before, unless the plan or the tensors are others."""
+    def _make_schedule(self, plan: Plan, live: Sequence[torch.Tensor] | None) -> ReadSchedule:
+        """Return the schedule of the previous pull, or a new one if the plan or the destination's memory is another."""
         targets: tuple[Array | None, ...]
         if live is not None:
             targets = tuple(array_of(tensor) for tensor in live)
             if self._relay is None:
-                self._held.pop(False, None)
+                self._read_versions.pop(False, None)
                 self._staging = None  # a replica whose engine is paused for its pulls needs none
         else:
             if self._staging is None:
                 self._staging = allocate(self._extent_bytes)
             targets = packed_arrays(self._pieces, self._staging)
-        stage = self._stage
-        if stage is None or (stage.plan is not plan and stage.plan != plan) or not lie_alike(targets, self._targets):
-            stage = make_schedule(plan, self._layout, self._rank, targets)
-            self._stage, self._targets = stage, targets
-        return stage
+        schedule = self._schedule
+        same_plan = schedule is not None and (schedule.plan is plan or schedule.plan == plan)
+        if schedule is None or not same_plan or not same_arrays(targets, self._targets):
+            schedule = make_schedule(plan, self._layout, self._rank, targets)
+            self._schedule, self._targets = schedule, targets
+        return schedule
 
-    def _make_scratch(self, stage: ReadSchedule, peers: Mapping[int, Sequence[SourceConnection]]) -> BufferPool:
-        scatters = all(peer.wire.scatters for group in peers.values() for peer in group)
-        rooms = [read.scratch_bytes(scatters=scatters) for read in stage.reads]
-        wanted, largest = most_at_once(rooms, stage.plan.buckets_in_flight), max(rooms, default=0)
-        if self._scratch_bytes is not None:
-            wanted = self._scratch_bytes
+    def _make_buffers(self, schedule: ReadSchedule, sources: Mapping[int, Sequence[SourceConnection]]) -> BufferPool:
+        scatters = all(source.client.scatters for group in sources.values() for source in group)
+        sizes = [read.buffer_bytes(scatters=scatters) for read in schedule.reads]
+        wanted, largest = most_at_once(sizes, schedule.plan.buckets_in_flight), max(sizes, default=0)
+        if self._buffer_bytes is not None:
+            wanted = self._buffer_bytes
         if wanted < largest:
-            raise WeightsError(f"{wanted} bytes of scratch are too few: a bucket of this plan needs {largest}.")
-        if self._scratch is None or self._scratch.size_bytes != wanted:
-            self._scratch = None  # the old memory goes before the new comes
-            self._scratch = BufferPool(wanted)
-        self._scratch.clear()
-        return self._scratch
+            raise WeightsError(f"A buffer pool of {wanted} bytes is too small: a bucket of this plan needs {largest}.")
+        if self._buffers is None or self._buffers.size_bytes != wanted:
+            self._buffers = None  # free the old memory before the new one is allocated
+            self._buffers = BufferPool(wanted)
+        self._buffers.clear()
+        return self._buffers
 
-    def _peers(
-        self, stage: ReadSchedule, offer: Offer, stand_ins: Sequence[RankOffer], stand_ins_first: bool
+    def _sources(
+        self, schedule: ReadSchedule, offer: Offer, fallbacks: Sequence[RankOffer], fallbacks_first: bool
     ) -> dict[int, list[SourceConnection]]:
-        """Return whom to ask for the boxes of each source rank: it, its twins, and relays."""
+        """Return the connections for the boxes of each source rank: to it, to ranks with the same boxes, to relays."""
         ranks = {rank.rank: rank for rank in offer.ranks}
         groups: dict[int, list[RankOffer]] = {}
-        for number in stage.source_ranks:
+        for number in schedule.source_ranks:
             planned = ranks.get(number)
             if planned is None:
-                raise WeightsError(f"The plan reads from rank {number} of {stage.plan.source}, which offers nothing.")
-            twins = [rank for rank in offer.ranks if rank is not planned and rank.holds == planned.holds]
-            own = [planned, *twins]
-            groups[number] = [*stand_ins, *own] if stand_ins_first else [*own, *stand_ins]
-        return self._wires.peers(groups)
-
-
-def _stand_ins(relays: Sequence[Offer]) -> list[RankOffer]:
-    return [rank for relay in relays for rank in relay.ranks]
+                raise WeightsError(
+                    f"The plan reads from rank {number} of {schedule.plan.source}, which offers nothing."
+                )
+            copies = [rank for rank in offer.ranks if rank is not planned and rank.holds == planned.holds]
+            own = [planned, *copies]
+            groups[number] = [*fallbacks, *own] if fallbacks_first else [*own, *fallbacks]
+        return self._connections.connections(groups)

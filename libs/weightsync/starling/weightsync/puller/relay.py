@@ -1,12 +1,14 @@
-"""A relay: a destination that lets other replicas read what it is pulling, while it still arrives.
+"""Relay: lets other replicas read the version that a puller receives, while it still arrives.
 
-Its staging is an arena of one slot. A reader that asks for a box that is not there yet waits for it; when the pull
-fails the snapshot is void, and readers turn to somebody else. The digests that it gives are those of its own sources.
+The puller's staging is an arena of one slot. A reader that requests a box which has not arrived yet waits for it; when
+the pull fails the snapshot is revoked, and readers turn to another source. The relay forwards the digests of its own
+sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Memory
@@ -14,13 +16,13 @@ from starling.weightsync.memory.digests import DigestCache, DigestMode
 from starling.weightsync.plan.layout import ShardPiece
 from starling.weightsync.plan.offer import Offer, RankOffer, Transport, holds_of, make_offer
 from starling.weightsync.publisher.delta_history import ForwardedDeltas
+from starling.weightsync.puller.deadline import Deadline
 from starling.weightsync.puller.fetch import ReceivedDelta
 from starling.weightsync.puller.schedule import BucketRead, ReadSchedule
-from starling.weightsync.transports.deadline import Deadline
 from starling.weightsync.transports.registry import serve
 from starling.weightsync.transports.source import PendingBoxes, SnapshotSource
 
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Relay:
@@ -37,28 +39,28 @@ class Relay:
         self._salt = 0
         try:
             self._server, self._transport, self._address = serve(self._source, transport, host)
-        except BaseException:  # raised again, without leaving the arena behind
+        except BaseException:  # whatever it is: free the arena, and re-raise
             self._arena.close()
             raise
 
     @property
     def memory(self) -> Memory:
-        """The staging."""
+        """The staging memory."""
         return self._arena.slots[0]
 
     def begin(
         self,
         offer: Offer,
-        stage: ReadSchedule,
+        schedule: ReadSchedule,
         digests: DigestMode,
         deadline: Deadline,
         announce: Callable[[Offer], None] | None,
         bases: Sequence[int],
     ) -> None:
-        """Take the staging from earlier readers, and offer what will come."""
+        """Revoke the last version, and offer the one that will arrive."""
         slot = self._arena.claim(deadline.check("waiting for readers of the last version"), "revoke")
-        self._source.arrivals = PendingBoxes(
-            (shard, box.box) for read in stage.reads for shard, box in zip(read.shards, read.boxes, strict=True)
+        self._source.pending = PendingBoxes(
+            (shard, box.box) for read in schedule.reads for shard, box in zip(read.shards, read.boxes, strict=True)
         )
         snapshot, token = self._arena.commit(slot)
         self._cache = self._source.cache(snapshot)
@@ -77,24 +79,24 @@ class Relay:
             announce(make_offer(offer.version, [rank]))
 
     def arrived(self, read: BucketRead, digests: Sequence[bytes], deltas: Sequence[ReceivedDelta]) -> None:
-        """Let a bucket be read that is there, with the digests and the deltas that came with it."""
+        """Make a bucket that has arrived readable, with its digests and deltas."""
         for index, base, data in deltas:
             self._deltas.put(read.shards[index], read.boxes[index].box, base, data)
         for shard, box, digest in zip(read.shards, read.boxes, digests, strict=True):
             if digest:
                 self._cache.put((self._pieces[shard].names[0], box.box, self._digests, self._salt), digest)
-            self._source.arrivals.arrived(shard, box.box)
+            self._source.pending.arrived(shard, box.box)
         if self._server is not None:
             self._server.wake()
 
-    def void(self) -> None:
-        """Let nobody read what a failed pull has left."""
-        self._arena.void()
+    def revoke(self) -> None:
+        """Revoke the snapshot of a failed pull."""
+        self._arena.revoke_all()
 
     def close(self) -> None:
         """End serving. Raises WeightsError when a thread does not end."""
         try:
             if self._server is not None:
-                self._server.close(CLOSE_S)
+                self._server.close(CLOSE_TIMEOUT_S)
         finally:
             self._arena.close()

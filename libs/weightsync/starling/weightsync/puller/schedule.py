@@ -1,4 +1,4 @@
-"""From a plan to what one destination rank does: which boxes to ask for, how they travel, and where they go."""
+"""Read schedule of one destination rank: the boxes to request for a plan, how they travel, and where they go."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class BucketRead:
 
     source_rank: int
     boxes: tuple[ShardPiece, ...]
-    """What to ask for."""
+    """The boxes to request."""
     shards: tuple[int, ...]
     """The destination shard of each box."""
     arrays: tuple[Array | None, ...]
-    """Where each box goes; None where only torch can write, on a device."""
+    """The array that each box fills; None where only torch can write, on a device."""
     segments: tuple[int, ...]
     direct: tuple[bool, ...]
-    """For each segment, whether it is received where it belongs."""
+    """For each segment, whether it is received in place."""
     size_bytes: int
 
-    def scratch_bytes(self, *, scatters: bool) -> int:
-        """Return the room that the bucket needs beside its destination, with a transport that `scatters` or not."""
+    def buffer_bytes(self, *, scatters: bool) -> int:
+        """Return the size of the buffer that the bucket needs, with a transport that `scatters` or not."""
         sizes = [box.size_bytes for box in self.boxes]
         if scatters:
             return sum(aligned(size) for size, array in zip(sizes, self.arrays, strict=True) if array is None)
@@ -40,7 +40,7 @@ class BucketRead:
 
 @dataclass(frozen=True)
 class ReadSchedule:
-    """What one destination rank does for any version of the same layout."""
+    """The reads of one destination rank for any version of the same layout."""
 
     plan: Plan
     reads: tuple[BucketRead, ...]
@@ -53,10 +53,10 @@ class ReadSchedule:
 
 
 def make_schedule(plan: Plan, layout: Layout, rank: int, arrays: Sequence[Array | None]) -> ReadSchedule:
-    """Work out the reads of destination rank `rank`, which fill `arrays`, one for each of its shards.
+    """Return the reads of destination rank `rank`, which fill `arrays`, one for each of its shards.
 
     Raises:
-        WeightsError: the plan does not bring every element of every shard exactly once.
+        WeightsError: the plan does not deliver every element of every shard exactly once.
     """
     wanted = pieces_of(layout, rank)
     buckets = plan.of_destination(rank)
@@ -72,7 +72,7 @@ def _check_delivery(plan: Plan, buckets: Sequence[Bucket], wanted: Sequence[Shar
             shard = transfer.destination_shard
             if not 0 <= shard < len(wanted) or not contains(wanted[shard].box, transfer.box):
                 raise WeightsError(
-                    f"The plan brings {transfer.box} to shard {shard}, which {plan.destination} does not have; "
+                    f"The plan delivers {transfer.box} to shard {shard}, which {plan.destination} does not have; "
                     "plan again."
                 )
             delivered[shard].append(transfer.box)
@@ -90,9 +90,9 @@ def _check_cover(name: str, box: Box, covers: Sequence[Box]) -> None:
 
 
 def with_deltas(read: BucketRead, sizes: Sequence[int]) -> BucketRead:
-    """Return how a bucket travels when deltas of these bytes stand for some of its boxes; 0 where the box itself does.
+    """Return the bucket with some boxes replaced by their deltas of these sizes; 0 where the box itself travels.
 
-    A delta arrives in scratch, as a box of bytes.
+    A delta arrives in a buffer, as a box of bytes.
     """
     deltas = (Box(offset=(0,), size=(size,)) for size in sizes)
     boxes = [
@@ -105,28 +105,28 @@ def with_deltas(read: BucketRead, sizes: Sequence[int]) -> BucketRead:
 
 def _read(bucket: Bucket, wanted: Sequence[ShardPiece], arrays: Sequence[Array | None]) -> BucketRead:
     boxes: list[ShardPiece] = []
-    places: list[Array | None] = []
+    targets: list[Array | None] = []
     for transfer in bucket.transfers:
         shard = wanted[transfer.destination_shard]
         array = arrays[transfer.destination_shard]
         boxes.append(ShardPiece(names=shard.names, dtype=shard.dtype, box=transfer.box))
-        places.append(None if array is None else part_of(array, shard.box, transfer.box))
+        targets.append(None if array is None else part_of(array, shard.box, transfer.box))
     shards = tuple(transfer.destination_shard for transfer in bucket.transfers)
-    return _arrange(bucket.source_rank, boxes, shards, places)
+    return _arrange(bucket.source_rank, boxes, shards, targets)
 
 
 def _arrange(
-    source_rank: int, boxes: Sequence[ShardPiece], shards: tuple[int, ...], places: Sequence[Array | None]
+    source_rank: int, boxes: Sequence[ShardPiece], shards: tuple[int, ...], targets: Sequence[Array | None]
 ) -> BucketRead:
-    segments, kinds = cut_segments(
-        [place is not None and place.nbytes >= DIRECT_BYTES and place.flags.c_contiguous for place in places]
+    segments, direct = cut_segments(
+        [target is not None and target.nbytes >= DIRECT_BYTES and target.flags.c_contiguous for target in targets]
     )
     return BucketRead(
         source_rank=source_rank,
         boxes=tuple(boxes),
         shards=shards,
-        arrays=tuple(places),
+        arrays=tuple(targets),
         segments=segments,
-        direct=kinds,
+        direct=direct,
         size_bytes=sum(box.size_bytes for box in boxes),
     )

@@ -1,39 +1,76 @@
-"""The transports of one puller: each is set up when it is first needed, and its connections last over many pulls."""
+"""Connections of one puller to its sources: created when first needed, and kept open over many pulls."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
 
-from starling.weightsync.plan.offer import RankOffer, Transport
-from starling.weightsync.transports.base import SourceConnection, TransportClient
-from starling.weightsync.transports.local import LocalClient
-from starling.weightsync.transports.nixl.client import NixlClient
-from starling.weightsync.transports.tcp import tcp_client
-from starling.weightsync.transports.ucx.server import UcxClient
-from starling.weightsync.transports.ucx.worker import is_loopback
+from starling.weightsync.plan.offer import RankOffer
+from starling.weightsync.transports.base import ReadTarget, TransportClient
+from starling.weightsync.transports.endpoints import is_loopback
+from starling.weightsync.transports.messages import Request
+from starling.weightsync.transports.registry import make_client
+
+ConnectionState = Literal["new", "connected", "opening", "open", "dead"]
+
+
+@dataclass
+class SourceConnection:
+    """A source that can be asked: its offer, its transport, and its outstanding requests."""
+
+    key: str
+    offer: RankOffer
+    client: TransportClient
+    state: ConnectionState = "new"
+    reason: str = ""
+    """Why it is dead."""
+    bases: tuple[int, ...] = ()
+    """Versions against which it may have deltas."""
+    in_flight: int = 0
+    """Buckets requested and not yet answered."""
+    num_outstanding: int = 0
+    """Requests not yet answered."""
+    last_answer_at: float = 0.0
+    """Monotonic time of its last answer, or of the first request after it had answered all."""
+
+    def ask(self, request: Request, target: ReadTarget) -> None:
+        """Send a request."""
+        if not self.num_outstanding:
+            self.last_answer_at = time.monotonic()
+        self.num_outstanding += 1
+        self.client.ask(self.key, request, target)
+
+    def answered(self) -> None:
+        """Record an answer."""
+        self.num_outstanding -= 1
+        self.last_answer_at = time.monotonic()
 
 
 class SourceConnections:
-    """Finds the transport for an offer, and keeps connections while they are of use."""
+    """The transport clients of a puller, and the connections that a later pull can reuse."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
-        self._wires: dict[str, TransportClient] = {}
+        self._clients: dict[str, TransportClient] = {}
         self._connected: dict[str, SourceConnection] = {}
         self._next_number = 1
 
     def numbers(self, num: int) -> int:
-        """Take `num` numbers that were never used here, and return the first: late messages must not be mistaken."""
+        """Reserve `num` request numbers and return the first. None is reused, so that late messages are recognised."""
         first = self._next_number
         self._next_number += num
         return first
 
-    def peers(self, groups: Mapping[int, Sequence[RankOffer]]) -> dict[int, list[SourceConnection]]:
-        """Return the peers that stand for offers, connected already where an earlier pull left them so.
+    def connections(self, groups: Mapping[int, Sequence[RankOffer]]) -> dict[int, list[SourceConnection]]:
+        """Return a connection for each offer, the one of an earlier pull where it is still connected.
+
+        Connections that are not among them are closed.
 
         Raises:
-            WeightsError: a transport that cannot be used here.
+            WeightsError: a transport is not available here.
         """
         fresh: dict[str, SourceConnection] = {}
         for offer in (offer for group in groups.values() for offer in group):
@@ -41,48 +78,31 @@ class SourceConnections:
             if key not in fresh:
                 old = self._connected.pop(key, None)
                 state = old.state if old is not None and old.state == "connected" else "new"
-                fresh[key] = SourceConnection(key, offer, self._wire(offer), state)
-        for key, peer in self._connected.items():
-            peer.wire.drop(key)
+                fresh[key] = SourceConnection(key, offer, self._client(offer), state)
+        for key, connection in self._connected.items():
+            connection.client.drop(key)
         self._connected = fresh
         return {rank: [fresh[_key(offer)] for offer in group] for rank, group in groups.items()}
 
     def drop_all(self) -> None:
-        """Hang up on every source."""
-        for key, peer in self._connected.items():
-            peer.wire.drop(key)
+        """Close every connection."""
+        for key, connection in self._connected.items():
+            connection.client.drop(key)
         self._connected = {}
 
     def close(self) -> None:
-        """Hang up, and let go of every transport."""
+        """Close every connection and every transport client."""
         self.drop_all()
-        for wire in self._wires.values():
-            wire.close()
-        self._wires = {}
+        for client in self._clients.values():
+            client.close()
+        self._clients = {}
 
-    def _wire(self, offer: RankOffer) -> TransportClient:
-        name: str = offer.transport
+    def _client(self, offer: RankOffer) -> TransportClient:
         loopback = is_loopback(offer.address.rpartition(":")[0])
-        if name in ("ucx", "nixl") and loopback:
-            name = f"{name} on this host"
-        if name not in self._wires:
-            self._wires[name] = self._make(offer.transport, loopback=loopback)
-        return self._wires[name]
-
-    def _make(self, transport: Transport, *, loopback: bool) -> TransportClient:
-        match transport:
-            case "local":
-                return LocalClient(self._pool)
-            case "tcp":
-                return tcp_client()
-            case "ucx":
-                return UcxClient(loopback=loopback)
-            case "nccl" | "gloo":
-                from starling.weightsync.transports.collective import collective_client  # imports torch: see `serve`
-
-                return collective_client(transport)
-            case "nixl":
-                return NixlClient(loopback=loopback)
+        key = f"{offer.transport} on this host" if offer.transport in ("ucx", "nixl") and loopback else offer.transport
+        if key not in self._clients:
+            self._clients[key] = make_client(offer.transport, self._pool, loopback=loopback)
+        return self._clients[key]
 
 
 def _key(offer: RankOffer) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -16,7 +16,6 @@ import xxhash
 from torch import Tensor
 
 from starling.common.errors import ConfigError
-from starling.common.settings import LoraSettings
 
 ADAPTER: Final = "default"
 """The name that peft gives an adapter which is the only one."""
@@ -24,7 +23,37 @@ _INIT: Final[dict[str, bool | str]] = {"kaiming": True, "gaussian": "gaussian", 
 _SCALING: Final = {"rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "dora"}
 
 
-def add_adapters(model: torch.nn.Module, settings: LoraSettings, *, seed: int) -> None:
+class AdapterSpec(Protocol):
+    """The layers of a model that get adapters, and their form; names and values as in peft's `LoraConfig`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def targets(self) -> str | tuple[str, ...]: ...
+    @property
+    def exclude(self) -> str | tuple[str, ...]: ...
+    @property
+    def parameters(self) -> tuple[str, ...]: ...
+    @property
+    def rank_pattern(self) -> Mapping[str, int]: ...
+    @property
+    def alpha_pattern(self) -> Mapping[str, float]: ...
+    @property
+    def rslora(self) -> bool: ...
+    @property
+    def dora(self) -> bool: ...
+    @property
+    def modules_to_save(self) -> tuple[str, ...]: ...
+    @property
+    def init(self) -> str: ...
+
+    def model_dump_json(self, *, include: set[str]) -> str:
+        """Return the fields in `include` as JSON, in the order above."""
+
+
+def add_adapters(model: torch.nn.Module, spec: AdapterSpec, *, seed: int) -> None:
     """Put new adapters into `model`, in place. They add nothing yet, and nothing but them requires gradients.
 
     The adapters are float32, whatever the weights below: they are small, and steps of bfloat16 would be lost. `model`
@@ -32,18 +61,18 @@ def add_adapters(model: torch.nn.Module, settings: LoraSettings, *, seed: int) -
 
     Args:
         model: a transformers model on the CPU, so that every device gets the same adapters.
-        settings: which layers, and how.
+        spec: which layers, and how.
         seed: decides the adapters, whatever was drawn before; the global generator is left as it was.
 
     Raises:
-        ConfigError: `settings` name a layer that is not there, or one that can have no adapter.
+        ConfigError: `spec` names a layer that is not there, or one that can have no adapter.
     """
     from peft import LoraConfig, get_peft_model
 
     tied = _tied_embeddings(model)
     names = [name for name, _ in model.named_modules()]
     weights = [name for name, _ in model.named_parameters()]
-    config = LoraConfig(**_arguments(settings))
+    config = LoraConfig(**_arguments(spec))
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="peft")  # of what is refused below, or what peft did by itself
@@ -52,8 +81,8 @@ def add_adapters(model: torch.nn.Module, settings: LoraSettings, *, seed: int) -
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ConfigError(f"[model.lora] does not fit the model: {reason}; correct its targets") from error
-    _check_named(settings, config, names, weights)
-    _check_patterns(settings, model)
+    _check_named(spec, config, names, weights)
+    _check_patterns(spec, model)
     _check_embeddings(model, tied=tied)
 
 
@@ -73,14 +102,14 @@ def published_tensors(model: torch.nn.Module, named: Mapping[str, Tensor]) -> di
     return {name: tensor for name, tensor in named.items() if not adapted or is_adapter(name)}
 
 
-def base_digest(model: torch.nn.Module, settings: LoraSettings | None) -> str:
+def base_digest(model: torch.nn.Module, spec: AdapterSpec | None) -> str:
     """Return the digest of what `model` has below its adapters and of how these are scaled; empty without adapters.
 
     It reads all weights once, a tensor at a time, through the host's memory.
     """
-    if settings is None:
+    if spec is None:
         return ""
-    state = xxhash.xxh3_128(settings.model_dump_json(include=_SCALING).encode())
+    state = xxhash.xxh3_128(spec.model_dump_json(include=_SCALING).encode())
     for name, tensor in sorted(model.state_dict().items()):
         if not is_adapter(name):
             whole = tensor.detach().cpu().contiguous()
@@ -109,20 +138,20 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _arguments(settings: LoraSettings) -> dict[str, Any]:
+def _arguments(spec: AdapterSpec) -> dict[str, Any]:
     """Return the arguments of peft's configuration."""
     return {
-        "r": settings.rank,
-        "lora_alpha": settings.alpha,
-        "target_modules": _as_peft(settings.targets),
-        "exclude_modules": _as_peft(settings.exclude) or None,
-        "target_parameters": list(settings.parameters) or None,
-        "rank_pattern": dict(settings.rank_pattern),
-        "alpha_pattern": dict(settings.alpha_pattern),
-        "use_rslora": settings.rslora,
-        "use_dora": settings.dora,
-        "modules_to_save": list(settings.modules_to_save) or None,
-        "init_lora_weights": _INIT[settings.init],
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "target_modules": _as_peft(spec.targets),
+        "exclude_modules": _as_peft(spec.exclude) or None,
+        "target_parameters": list(spec.parameters) or None,
+        "rank_pattern": dict(spec.rank_pattern),
+        "alpha_pattern": dict(spec.alpha_pattern),
+        "use_rslora": spec.rslora,
+        "use_dora": spec.dora,
+        "modules_to_save": list(spec.modules_to_save) or None,
+        "init_lora_weights": _INIT[spec.init],
     }
 
 
@@ -130,19 +159,19 @@ def _as_peft(targets: str | tuple[str, ...]) -> str | list[str]:
     return targets if isinstance(targets, str) else list(targets)
 
 
-def _check_named(settings: LoraSettings, config: Any, modules: list[str], weights: list[str]) -> None:
+def _check_named(spec: AdapterSpec, config: Any, modules: list[str], weights: list[str]) -> None:
     """Check that each ending that was listed is that of a name: peft is content when any of them is.
 
     Endings that peft has turned into others (as those of experts that were layers once) it has checked itself.
     """
-    targets = () if isinstance(settings.targets, str) else settings.targets
+    targets = () if isinstance(spec.targets, str) else spec.targets
     kept = [ending for ending in targets if ending in (config.target_modules or ())]
-    excluded = () if isinstance(settings.exclude, str) else settings.exclude
+    excluded = () if isinstance(spec.exclude, str) else spec.exclude
     listed = (
         ("targets", kept, modules),
         ("exclude", excluded, modules),
-        ("modules_to_save", settings.modules_to_save, modules),
-        ("parameters", settings.parameters, weights),
+        ("modules_to_save", spec.modules_to_save, modules),
+        ("parameters", spec.parameters, weights),
     )
     for key, endings, names in listed:
         for ending in endings:
@@ -153,7 +182,7 @@ def _check_named(settings: LoraSettings, config: Any, modules: list[str], weight
                 )
 
 
-def _check_patterns(settings: LoraSettings, model: torch.nn.Module) -> None:
+def _check_patterns(spec: AdapterSpec, model: torch.nn.Module) -> None:
     """Check that each pattern is for some layer with an adapter."""
     from peft.utils.other import get_pattern_key
 
@@ -164,7 +193,7 @@ def _check_patterns(settings: LoraSettings, model: torch.nn.Module) -> None:
         if hasattr(layer, "parameter_name")
     }
     for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(settings, key):
+        for pattern in getattr(spec, key):
             if all(get_pattern_key([pattern], name) != pattern for name in names):
                 raise ConfigError(
                     f"model.lora.{key} has {pattern!r}, which matches the end of no adapted layer's name; "

@@ -1,4 +1,4 @@
-"""Shards as torch tensors: the only place that turns a layout's strides into views of live memory."""
+"""Views of live tensors and of flat memory as the shards of a layout."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def live_views(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -
 
 
 def live_view(layout: Layout, rank: int, index: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return one shard of `rank`; as `live_views`."""
+    """Return one shard of `rank` as a view. Raises WeightsError as `live_views`."""
     shard = layout.ranks[rank].shards[index]
     spec = layout.tensors[shard.tensor]
     tensor = tensors.get(shard.storage)
     if tensor is None:
         raise WeightsError(f"Tensor {shard.storage} of {layout.replica} is in the layout but was not given.")
     tensor, offset_bytes = tensor.detach(), shard.offset_bytes
-    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and spec.dtype != "uint8":  # a file of tensors, or an arena
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and spec.dtype != "uint8":  # a memory-mapped file, or an arena
         extent = sum((n - 1) * stride for n, stride in zip(shard.box.size, shard.strides, strict=True)) + 1
         end = offset_bytes + extent * item_bytes(spec) if shard.box.volume else offset_bytes
         try:

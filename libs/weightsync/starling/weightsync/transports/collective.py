@@ -1,16 +1,16 @@
 """Pair groups of torch.distributed: NCCL between GPUs where NCCL is what is tuned, gloo between CPUs.
 
-Requests and answers go over a socket, as with plain TCP. The payload of a granted `Read` is sent and received within a
-process group of two ranks, source and reader, that belongs to this one connection. It is built after the token was
-presented and aborted with the connection; no other group is touched, and there need be none. Why pairs, and not one
-group of all: docs/decisions/0007-nccl-groups-of-two.md.
+Requests and answers go over a socket, as with plain TCP. The payload of a granted `ReadBoxes` is sent and received
+within a process group of two ranks, source and reader, that belongs to this one connection. It is formed after the
+token was presented and aborted with the connection; no other group is touched, and none need exist. Why pairs, and not
+one group of all: docs/decisions/0007-nccl-groups-of-two.md.
 
 Both ends must post the same operations in the same order. They do because both follow the answers: one operation for
-each segment of a granted `Read` that is not empty, none for one that was refused. Lengths are not told, they follow
-from the request; gloo ends the process of whoever is sent more than it asked for.
+each segment of a granted `ReadBoxes` that is not empty, none for a refused one. Lengths are not sent, they follow from
+the request; gloo aborts a process that is sent more than it posted a receive for.
 
-gloo listens on a port that knows no tokens. So nothing is sent over a group before the reader has shown in it a secret
-that it was told over the socket.
+gloo listens on a port that knows no tokens. So nothing is sent over a group before the reader has proven in it that it
+knows a secret which it was sent over the socket.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ import torch.distributed
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S
 from starling.weightsync.transports.messages import ANSWER_BYTES, StoreEntry, decode_store_entry
-from starling.weightsync.transports.sockets.channel import IDLE_TIMEOUT_S, Channel, ChannelStopped, framed
-from starling.weightsync.transports.sockets.server import SocketClient, SocketServer
+from starling.weightsync.transports.sockets.channel import Channel, ChannelStopped, framed
+from starling.weightsync.transports.sockets.client import SocketClient
+from starling.weightsync.transports.sockets.server import SocketServer
 from starling.weightsync.transports.source import SnapshotSource
 
 Kind = Literal["nccl", "gloo"]
 
 SLOWEST_BYTES_PER_S: Final = 10e6
-"""A payload may take `IDLE_TIMEOUT_S`, and longer by this rate."""
+"""Lowest rate: a payload may take `IDLE_TIMEOUT_S`, and in addition its size at this rate."""
 CONNECT_S: Final = 0.6
-"""How long gloo tries to connect; it tries five times, and cannot be interrupted."""
+"""How long gloo tries to connect; it makes five attempts, which cannot be interrupted."""
 MAX_CTAS: Final = 4
-"""Most thread blocks of one group: a GPU must have room for all its groups at once, or they could wait in a circle."""
+"""Most thread blocks of one group: all groups of a GPU must be able to run at once, or they could deadlock."""
 _SOURCE, _READER = 0, 1
 _SECRET: Final = "secret"
 _SECRET_BYTES: Final = 32
@@ -62,13 +64,13 @@ def collective_server(source: SnapshotSource, kind: Kind, *, host: str) -> Socke
     """Serve a source over pair groups of the calling thread's current device.
 
     Raises:
-        WeightsError: nobody can be served at `host`, or torch has no such groups here.
+        WeightsError: `host` cannot be listened on, or torch has no such groups here.
     """
     return SocketServer(source, partial(_Pair, _backend(kind), _SOURCE), host=host)
 
 
 def collective_client(kind: Kind) -> SocketClient:
-    """Make a `Wire` over pair groups of the calling thread's current device.
+    """Make a `TransportClient` over pair groups of the calling thread's current device.
 
     Raises:
         WeightsError: torch has no such groups here.
@@ -77,33 +79,33 @@ def collective_client(kind: Kind) -> SocketClient:
 
 
 class _Backend(Protocol):
-    """What differs between gloo and NCCL."""
+    """The interface that gloo and NCCL implement."""
 
     device: torch.device
-    """Where payloads must lie to be sent and received."""
+    """Device on which payloads must lie to be sent and received."""
 
-    def form(self, store: _Meeting, rank: int, host: str) -> Any:
-        """Form a group of two; `host` is the address of this machine that the other rank is connected to."""
+    def form(self, store: _ChannelStore, rank: int, host: str) -> Any:
+        """Form a group of two; `host` is this end's address of the connection to the other rank."""
 
-    def send(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+    def send(self, group: Any, blocks: Sequence[torch.Tensor], timeout: timedelta) -> None:
         """Send blocks to the other rank. Raises RuntimeError when that breaks, is aborted, or takes too long."""
 
-    def receive(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
-        """Fill blocks with what the other rank sends. Raises as `send` does; NCCL may return when it is aborted."""
+    def receive(self, group: Any, blocks: Sequence[torch.Tensor], timeout: timedelta) -> None:
+        """Fill blocks with the payload of the other rank. Raises as `send` does; NCCL may return when it is aborted."""
 
     def abort(self, group: Any) -> None:
-        """End every wait in a group, and let it touch no payload any more. Any thread may do it."""
+        """End every wait in a group; after it returns no payload is read or written. Thread-safe."""
 
-    def working(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep what is done on the device in this context apart from what others do on it."""
+    def isolated(self) -> contextlib.AbstractContextManager[Any]:
+        """Isolate the context's operations on the device from those of other threads."""
 
 
 class _Gloo:
     """Groups over TCP between CPUs, each with a listener and a thread of its own at either end.
 
-    When a connection breaks or is closed, gloo wakes who waits for a message to begin, but not who waits for the rest
-    of one. So nobody here waits for a payload. Its receiver waits for an empty message that follows it, which is there
-    all at once, and its sender waits for another one in return.
+    When a connection breaks or is closed, gloo wakes a wait for the beginning of a message, but not a wait for the rest
+    of one. So a payload is never waited for itself: its receiver waits for an empty message that follows it, and its
+    sender waits for another one in return.
     """
 
     device = torch.device("cpu")
@@ -112,38 +114,38 @@ class _Gloo:
         if not _dist.is_gloo_available():
             raise WeightsError("Transport 'gloo' needs a torch that has gloo: choose 'tcp' or 'ucx'.")
 
-    def form(self, store: _Meeting, rank: int, host: str) -> Any:
+    def form(self, store: _ChannelStore, rank: int, host: str) -> Any:
         """See `_Backend.form`."""
         options = _dist.ProcessGroupGloo._Options()
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
-        options._threads = 0  # they would run collectives
+        options._threads = 0  # they would run collectives, which are not used
         options._timeout = timedelta(seconds=CONNECT_S)
         return _dist.ProcessGroupGloo(store, rank, 2, options)
 
-    def send(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+    def send(self, group: Any, blocks: Sequence[torch.Tensor], timeout: timedelta) -> None:
         """See `_Backend.send`."""
         other = _other(group)
-        taken = group.recv([_nothing()], other, 0)
+        acknowledged = group.recv([_nothing()], other, 0)
         works = [group.send([block], other, 0) for block in (*blocks, _nothing())]
-        taken.wait(patience)
+        acknowledged.wait(timeout)
         for work in works:
-            work.wait(patience)  # is done, or it would not have been taken
+            work.wait(timeout)  # has ended: it was acknowledged
 
-    def receive(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+    def receive(self, group: Any, blocks: Sequence[torch.Tensor], timeout: timedelta) -> None:
         """See `_Backend.receive`."""
         other = _other(group)
         works = [group.recv([block], other, 0) for block in (*blocks, _nothing())]
-        for work in reversed(works):  # with the last they are all there
-            work.wait(patience)
-        group.send([_nothing()], other, 0).wait(patience)
+        for work in reversed(works):  # the last one completes after all others
+            work.wait(timeout)
+        group.send([_nothing()], other, 0).wait(timeout)
 
     def abort(self, group: Any) -> None:
-        """See `_Backend.abort`: gloo's own leaves those waiting who wait; a wait in vain closes all connections."""
+        """See `_Backend.abort`: gloo's own does not end waits; a wait that times out closes all connections."""
         with contextlib.suppress(RuntimeError):
             group.recv([_nothing()], _other(group), _UNUSED_TAG).wait(_AT_ONCE)
 
-    def working(self) -> contextlib.AbstractContextManager[Any]:
-        """See `_Backend.working`."""
+    def isolated(self) -> contextlib.AbstractContextManager[Any]:
+        """See `_Backend.isolated`."""
         return contextlib.nullcontext()
 
 
@@ -155,38 +157,38 @@ class _Nccl:
             raise WeightsError("Transport 'nccl' needs CUDA, and there is none here: choose 'gloo', 'tcp' or 'ucx'.")
         self.device = torch.device("cuda", torch.cuda.current_device())
 
-    def form(self, store: _Meeting, rank: int, host: str) -> Any:
-        """See `_Backend.form`. The communicator comes with the first operation."""
+    def form(self, store: _ChannelStore, rank: int, host: str) -> Any:
+        """See `_Backend.form`. The communicator is created by the first operation."""
         options = _dist.ProcessGroupNCCL.Options()
-        options.config.blocking = 0  # else nothing could end the wait for a peer that does not come
+        options.config.blocking = 0  # else nothing could end the wait for a missing peer
         options.config.max_ctas = MAX_CTAS
-        with _survivable():
+        with _surviving_peers():
             return _dist.ProcessGroupNCCL(store, rank, 2, options)
 
-    def send(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+    def send(self, group: Any, blocks: Sequence[torch.Tensor], timeout: timedelta) -> None:
         """See `_Backend.send`."""
-        self._move(group, group.send, blocks, patience)
+        self._move(group, group.send, blocks, timeout)
 
-    def receive(self, group: Any, blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+    def receive(self, group: Any, blocks: Sequence[torch.Tensor], timeout: timedelta) -> None:
         """See `_Backend.receive`."""
-        self._move(group, group.recv, blocks, patience)
+        self._move(group, group.recv, blocks, timeout)
 
     def abort(self, group: Any) -> None:
         """See `_Backend.abort`."""
         group.abort()
 
-    def working(self) -> contextlib.AbstractContextManager[Any]:
-        """See `_Backend.working`: on the default stream a transfer would wait for the engine's work, and it for us."""
+    def isolated(self) -> contextlib.AbstractContextManager[Any]:
+        """See `_Backend.isolated`: on the default stream, transfers and the engine would wait for each other."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(stream)
 
     @staticmethod
-    def _move(group: Any, operation: Callable[..., Any], blocks: Sequence[torch.Tensor], patience: timedelta) -> None:
+    def _move(group: Any, operation: Callable[..., Any], blocks: Sequence[torch.Tensor], timeout: timedelta) -> None:
         """Post all operations as one, and wait for it."""
         group._start_coalescing()
         for block in blocks:
             operation([block], _other(group), 0)
-        group._end_coalescing().wait(patience)
+        group._end_coalescing().wait(timeout)
 
 
 def _backend(kind: Kind) -> _Backend:
@@ -202,12 +204,12 @@ def _other(group: Any) -> int:
 
 
 @contextlib.contextmanager
-def _survivable() -> Iterator[None]:
-    """Let the groups that are made here abort when a peer dies, where torch's default ends the process."""
+def _surviving_peers() -> Iterator[None]:
+    """Make groups that are formed in the context abort when a peer dies, where torch's default ends the process."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     with _environment:
         before = os.environ.get(name)
-        os.environ[name] = "2"  # CleanUpOnly; read when a group is made, and only from the environment
+        os.environ[name] = "2"  # CleanUpOnly; read when a group is formed, and only from the environment
         try:
             yield
         finally:
@@ -217,32 +219,32 @@ def _survivable() -> Iterator[None]:
                 os.environ[name] = before
 
 
-class _Meeting(_dist.Store):  # type: ignore[misc]
-    """A store of two, over the channel that they have already: what one sets, the other gets.
+class _ChannelStore(_dist.Store):  # type: ignore[misc]
+    """A key-value store of two processes, over the channel that they already have.
 
-    There is no server, no port and nothing to clean up. It ends with `part`; what torch sets later stays here.
+    There is no server, no port and nothing to clean up. `detach` ends it; entries that torch sets later are not sent.
     """
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
         self._channel = channel
-        self._known: dict[str, bytes] = {}
-        self._parted = False
+        self._entries: dict[str, bytes] = {}
+        self._detached = False
 
     def set(self, key: str, value: bytes) -> None:
-        """Tell the other end."""
-        self._known[key] = bytes(value)
-        if not self._parted:
+        """Set an entry at both ends."""
+        self._entries[key] = bytes(value)
+        if not self._detached:
             self._channel.send([framed(StoreEntry(key=key, value=bytes(value)))])
 
     def get(self, key: str) -> bytes:
-        """Return what either end has set, waiting for it. Raises Stopped, OSError, WeightsError."""
+        """Return the value that either end has set, waiting for it. Raises ChannelStopped, OSError, WeightsError."""
         end = time.monotonic() + IDLE_TIMEOUT_S
-        while key not in self._known:
-            if self._parted:
-                raise WeightsError(f"The peer has parted without a word about {key!r}.")
-            self._take(end)
-        return self._known[key]
+        while key not in self._entries:
+            if self._detached:
+                raise WeightsError(f"The peer has ended the store without setting {key!r}.")
+            self._receive_entry(end)
+        return self._entries[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until keys are set."""
@@ -250,43 +252,43 @@ class _Meeting(_dist.Store):  # type: ignore[misc]
             self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether keys are known to be set."""
-        return all(key in self._known for key in keys)
+        """Return whether keys are known to be set."""
+        return all(key in self._entries for key in keys)
 
     def has_extended_api(self) -> bool:
-        """There is nothing but this."""
+        """Return False: the extended methods of a store are missing."""
         return False
 
-    def part(self) -> None:
-        """Wait until neither end has anything to say: the channel is free for requests again."""
+    def detach(self) -> None:
+        """Wait until both ends have detached: the channel is free for requests again."""
         self._channel.send([framed(StoreEntry(key="", value=b""))])
         end = time.monotonic() + IDLE_TIMEOUT_S
-        while not self._parted:
-            self._take(end)
+        while not self._detached:
+            self._receive_entry(end)
 
-    def _take(self, end: float) -> None:
-        word = decode_store_entry(self._channel.receive_message(ANSWER_BYTES, end))
-        self._known[word.key] = word.value
-        self._parted = not word.key
+    def _receive_entry(self, end: float) -> None:
+        entry = decode_store_entry(self._channel.receive_message(ANSWER_BYTES, end))
+        self._entries[entry.key] = entry.value
+        self._detached = not entry.key
 
 
 class _Pair:
-    """A `Carrier` over a group of two."""
+    """A `PayloadCarrier` over a group of two."""
 
     def __init__(self, backend: _Backend, rank: int, channel: Channel) -> None:
         self._backend, self._rank, self._channel = backend, rank, channel
         self._lock = threading.Lock()
         self._closed = False
         self._group: Any = None
-        self._meeting: _Meeting | None = None  # the group refers to it, but does not keep it
+        self._store: _ChannelStore | None = None  # the group uses it, but holds no reference
 
     def opened(self) -> None:
-        """See `Carrier.opened`: form the group, once for all snapshots that are opened."""
+        """See `PayloadCarrier.opened`: form the group, once for all snapshots that are opened."""
         if self._group is not None:
             return
-        meeting = self._meeting = _Meeting(self._channel)
+        store = self._store = _ChannelStore(self._channel)
         with self._working("form a group"):
-            group = self._backend.form(meeting, self._rank, self._channel.host)
+            group = self._backend.form(store, self._rank, self._channel.host)
         with self._lock:
             self._group = group
             if self._closed:
@@ -295,70 +297,70 @@ class _Pair:
         timer = threading.Timer(IDLE_TIMEOUT_S, self.close)
         timer.start()
         try:
-            self._greet(meeting)
+            self._authenticate(store)
         finally:
             timer.cancel()
-        meeting.part()
+        store.detach()
 
     def send(self, answer: memoryview, segments: Sequence[Memory]) -> None:
-        """See `Carrier.send`."""
+        """See `PayloadCarrier.send`."""
         self._channel.send([answer])
         with self._working("send a payload"):
             self._move(self._backend.send, [_tensor(each).to(self._backend.device) for each in segments if each.nbytes])
 
     def receive(self, buffers: Sequence[Memory]) -> None:
-        """See `Carrier.receive`."""
+        """See `PayloadCarrier.receive`."""
         device = self._backend.device
         wanted = [_tensor(each) for each in buffers if each.nbytes]
         with self._working("receive a payload"):
-            landed = [each if each.device == device else torch.empty_like(each, device=device) for each in wanted]
-            self._move(self._backend.receive, landed)
-            for here, there in zip(wanted, landed, strict=True):
+            arrived = [each if each.device == device else torch.empty_like(each, device=device) for each in wanted]
+            self._move(self._backend.receive, arrived)
+            for here, there in zip(wanted, arrived, strict=True):
                 if there is not here:
                     here.copy_(there)
 
     def close(self) -> None:
-        """See `Carrier.close`."""
+        """See `PayloadCarrier.close`."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 if self._group is not None:
                     self._backend.abort(self._group)
 
-    def _greet(self, meeting: _Meeting) -> None:
-        """Make sure that the other rank of the group is who the channel leads to."""
+    def _authenticate(self, store: _ChannelStore) -> None:
+        """Verify that the other rank of the group is the peer of the channel."""
         if self._rank == _READER:
-            shown = bytearray(meeting.get(_SECRET))
+            shown = bytearray(store.get(_SECRET))
             self._exchange(self._backend.send, shown)
             return
         secret, shown = secrets.token_bytes(_SECRET_BYTES), bytearray(_SECRET_BYTES)
-        meeting.set(_SECRET, secret)
+        store.set(_SECRET, secret)
         self._exchange(self._backend.receive, shown)
         if not hmac.compare_digest(shown, secret):
-            raise WeightsError("Somebody else has joined the group of a reader.")
+            raise WeightsError("Another process has joined the group of a reader.")
 
     def _exchange(self, operation: _Operation, block: bytearray) -> None:
         here = torch.frombuffer(block, dtype=torch.uint8)
-        with self._working("greet"):
+        with self._working("authenticate"):
             there = here.to(self._backend.device)
             self._move(operation, [there])
             if there is not here:
                 here.copy_(there)
 
     def _move(self, operation: _Operation, blocks: Sequence[torch.Tensor]) -> None:
-        """Send or receive blocks, and wait until all are through. Raises RuntimeError when they do not come."""
+        """Send or receive blocks, and wait until all are transferred. Raises RuntimeError when they are not."""
         if not blocks:
             return
-        patience = timedelta(seconds=IDLE_TIMEOUT_S + sum(block.nbytes for block in blocks) / SLOWEST_BYTES_PER_S)
-        operation(self._group, blocks, patience)
+        timeout = timedelta(seconds=IDLE_TIMEOUT_S + sum(block.nbytes for block in blocks) / SLOWEST_BYTES_PER_S)
+        operation(self._group, blocks, timeout)
         if self._closed:
             raise RuntimeError("the group was aborted")
 
     @contextlib.contextmanager
     def _working(self, doing: str) -> Iterator[None]:
-        """Work on the device, and raise what torch raises as what it means: Stopped when we are to end, or OSError."""
+        """Isolate work on the device; turn torch's errors into ChannelStopped or ConnectionError."""
         try:
-            with self._backend.working():
+            with self._backend.isolated():
                 yield
         except RuntimeError as error:
             if self._channel.stop.is_set():

@@ -1,8 +1,8 @@
-"""Reading from the same host: map the source's arena and copy each box from where it lies to where it belongs.
+"""Shared memory: the reader maps the source's arena and copies each box in place.
 
-One copy, whatever the strides, and no work for the source: one that dies or stops meanwhile disturbs nobody. The digest
-of a box is taken over the source's memory as it passes, while it is in the cache; where a box is a whole piece it must
-be the digest that the publisher put beside it.
+One copy, whatever the strides, and no work for the source: whether it dies or stops meanwhile does not matter. The
+digest of a box is computed over the source's memory during the copy, while it is in the cache; where a box is a whole
+piece it must equal the digest that the publisher stored with the piece.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from starling.weightsync.transports.source import NOT_OPENED, REVOKED, PiecesByN
 @dataclass
 class _Connection:
     mapping: ArenaMapping
-    holding: PiecesByName
+    pieces: PiecesByName
     memory: Memory | None = None
     arrays: tuple[Array, ...] = ()
     jobs: set[Future[SourceAnswer]] = field(default_factory=set)
@@ -41,7 +41,7 @@ class _Connection:
 
 
 class LocalClient:
-    """A `Wire` through shared memory. Copies run in the threads of `pool`."""
+    """A `TransportClient` through shared memory. Copies run in the threads of `pool`."""
 
     scatters = True
 
@@ -51,57 +51,57 @@ class LocalClient:
         self._events = EventQueue()
 
     def connect(self, source: str, offer: RankOffer) -> None:
-        """See `Wire.connect`."""
+        """See `TransportClient.connect`."""
         mapping = ArenaMapping(offer.address)
         self._connections[source] = _Connection(mapping, PiecesByName(mapping.pieces()))
 
-    def ask(self, source: str, request: Request, landing: ReadTarget) -> None:
-        """See `Wire.ask`."""
+    def ask(self, source: str, request: Request, target: ReadTarget) -> None:
+        """See `TransportClient.ask`."""
         connection = self._connections[source]
         if isinstance(request, ReadBoxes):
-            job = self._pool.submit(_read, connection, request, landing)
+            job = self._pool.submit(_read, connection, request, target)
             connection.jobs.add(job)
             job.add_done_callback(lambda done: self._done(source, connection, request.number, done))
             return
         try:
             if isinstance(request, OpenSnapshot):
                 connection.memory = connection.mapping.open(request.snapshot, request.token)
-                connection.arrays = packed_arrays(connection.holding.pieces, connection.memory)
+                connection.arrays = packed_arrays(connection.pieces.pieces, connection.memory)
             elif isinstance(request, ReleaseSnapshot):
                 _check(connection)
-                _forget(connection)
+                _release(connection)
         except WeightsError as error:
-            _forget(connection)
+            _release(connection)
             self._events.put(AnswerReceived(source, refusal(request.number, str(error))), connection.dropped)
         else:
             self._events.put(AnswerReceived(source, SourceAnswer(number=request.number)), connection.dropped)
 
     def poll(self, wait_s: float) -> list[Event]:
-        """See `Wire.poll`."""
+        """See `TransportClient.poll`."""
         return self._events.poll(wait_s)
 
     def wake(self) -> None:
-        """See `Wire.wake`."""
+        """See `TransportClient.wake`."""
         self._events.wake()
 
     def lanes(self, source: str) -> tuple[str, ...]:
-        """See `Wire.lanes`."""
+        """See `TransportClient.lanes`."""
         return ("shared memory",)
 
     def drop(self, source: str) -> None:
-        """See `Wire.drop`."""
+        """See `TransportClient.drop`."""
         connection = self._connections.pop(source, None)
         if connection is None:
             return
         connection.dropped.set()
         for job in list(connection.jobs):
             if not job.cancel():
-                job.exception()  # it ends after the chunk in hand
-        _forget(connection)
+                job.exception()  # it ends after the current chunk
+        _release(connection)
         connection.mapping.close()
 
     def close(self) -> None:
-        """See `Wire.close`."""
+        """See `TransportClient.close`."""
         for source in list(self._connections):
             self.drop(source)
 
@@ -121,48 +121,48 @@ def _check(connection: _Connection) -> None:
         raise WeightsError(REVOKED)
 
 
-def _forget(connection: _Connection) -> None:
+def _release(connection: _Connection) -> None:
     connection.memory, connection.arrays = None, ()
     connection.mapping.release()
 
 
-def _read(connection: _Connection, request: ReadBoxes, landing: ReadTarget) -> SourceAnswer:
+def _read(connection: _Connection, request: ReadBoxes, target: ReadTarget) -> SourceAnswer:
     _check(connection)
     memory = connection.memory
     assert memory is not None
-    found: list[bytes] = []
-    for box, target in zip(request.boxes, landing.arrays, strict=True):
-        index = connection.holding.find(box)
-        piece = connection.holding.pieces[index]
+    digests: list[bytes] = []
+    for box, array in zip(request.boxes, target.arrays, strict=True):
+        index = connection.pieces.find(box)
+        piece = connection.pieces.pieces[index]
         source = part_of(connection.arrays[index], piece.box, box.box)
         if request.digests == "full":
-            digest = _copy(connection, source, target, digest=True)
+            digest = _copy(connection, source, array, digest=True)
             if box.box == piece.box and connection.mapping.digested():
-                _compare(connection.holding, memory, index, digest)
-            found.append(digest)
+                _check_digest(connection.pieces, memory, index, digest)
+            digests.append(digest)
         else:
-            _copy(connection, source, target, digest=False)
-            found.append(digest_of_array(source, request.digests, request.salt))
+            _copy(connection, source, array, digest=False)
+            digests.append(digest_of_array(source, request.digests, request.salt))
     _check(connection)
-    return SourceAnswer(number=request.number, digests=b"".join(found))
+    return SourceAnswer(number=request.number, digests=b"".join(digests))
 
 
 def _copy(connection: _Connection, source: Array, target: Array, *, digest: bool) -> bytes:
-    """Copy a box chunk by chunk, and digest each chunk while it is in the cache."""
+    """Copy a box chunk by chunk, digesting each chunk while it is in the cache."""
     hasher = Hasher()
     for index in chunks_of(source):
         if connection.dropped.is_set():
             raise WeightsError("The connection was dropped.")
-        taken, filled = source[index], target[index]
-        np.copyto(filled, taken)
+        read, filled = source[index], target[index]
+        np.copyto(filled, read)
         if digest:
-            hasher.update(taken if taken.flags.c_contiguous else filled)
+            hasher.update(read if read.flags.c_contiguous else filled)
     return hasher.digest() if digest else b""
 
 
-def _compare(holding: PiecesByName, memory: Memory, index: int, digest: bytes) -> None:
-    """Raise unless the digest is the one that the publisher put beside the piece."""
-    begin = holding.extent_bytes + index * DIGEST_BYTES
+def _check_digest(held: PiecesByName, memory: Memory, index: int, digest: bytes) -> None:
+    """Raise unless the digest equals the one that the publisher stored with the piece."""
+    begin = held.extent_bytes + index * DIGEST_BYTES
     if memory[begin : begin + DIGEST_BYTES].tobytes() != digest:
-        piece = holding.pieces[index]
+        piece = held.pieces[index]
         raise WeightsError(f"Box {piece.box} of {piece.names[0]} has another digest than when it was published.")

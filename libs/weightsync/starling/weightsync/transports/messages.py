@@ -1,13 +1,12 @@
-"""What a reader and a source say to each other, over whatever transport.
+"""Messages between a reader and a source, the same over every transport.
 
-A reader may have several requests under way on one connection. Each has a number of the reader's choice, which comes
-back in the answer. What is asked for are boxes of tensors, by name: the source alone knows where in its snapshot they
-lie, so nobody can ask for memory that is not a weight, and whoever holds the box can answer.
+A reader may have several requests under way on one connection. Each has a number of the reader's choice, which the
+answer repeats. A request names boxes of tensors: only the source knows where in its snapshot they lie, so a reader
+cannot ask for memory that is not a weight, and any source that holds the box can answer.
 
-The payload of a `ReadBoxes` is cut into segments, runs of its boxes in order. Within a segment the boxes lie
-row-major, each
-at a multiple of `ALIGNMENT`. A segment of one box that is contiguous on both sides is sent from where it is to where it
-belongs; a transport may use that, and need not.
+The payload of a `ReadBoxes` is cut into segments, runs of its boxes in order. Within a segment the boxes lie row-major,
+each at a multiple of `ALIGNMENT`. A segment of one box that is contiguous at both ends is sent from its place in the
+snapshot to its place at the destination; a transport may use that, and need not.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from starling.weightsync.plan.planner import MAX_BUCKET_BYTES
 REQUEST_BYTES: Final = 1 << 20
 """Longest request."""
 ANSWER_BYTES: Final = 20 << 10
-"""Longest answer or word."""
+"""Longest answer or store entry."""
 _CHECK_BYTES: Final = xxhash.xxh3_64().digest_size
 LENGTH: Final = struct.Struct("<I")
-"""Goes before a message where the transport does not say how long it is."""
+"""Length prefix of a message, where the transport does not deliver the length."""
 _REASON_CHARACTERS: Final = 1000
 
 T = TypeVar("T")
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
-"""What a stranger may put where a number goes."""
+"""A number that a peer may send; bounded, because peers are not trusted."""
 
 
 class OpenSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
@@ -47,7 +46,7 @@ class OpenSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
 
 class ReadBoxes(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
-    """Send these boxes of the opened snapshot."""
+    """Request the content of boxes of the opened snapshot."""
 
     number: Number
     tag: Number
@@ -59,12 +58,12 @@ class ReadBoxes(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
     salt: Number
     base: Number = 0
     encoded: tuple[Number, ...] = ()
-    """For each box the bytes of its delta against version `base`, as a `MeasureDeltas` has found, or 0 where the box
-    itself shall be sent; empty when all of them shall."""
+    """For each box the size in bytes of its delta against version `base`, as answered to a `MeasureDeltas`, or 0 to get
+    the box itself; empty to get all boxes themselves."""
 
 
 class MeasureDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
-    """Say how large the deltas of these boxes against version `base` are. A `ReadBoxes` may then ask for them."""
+    """Request the sizes of the deltas of boxes against version `base`. A `ReadBoxes` may then ask for the deltas."""
 
     number: Number
     base: Number
@@ -72,7 +71,7 @@ class MeasureDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
 
 
 class ReleaseSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """Give the lease back. Granted only if the snapshot has stood still until now."""
+    """Give the lease back. Granted only if the snapshot was not revoked until now."""
 
     number: Number
 
@@ -81,13 +80,13 @@ Request = OpenSnapshot | ReadBoxes | MeasureDeltas | ReleaseSnapshot
 
 
 class SourceAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a request was granted."""
+    """The grant or refusal of a request."""
 
     number: int
     reason: str = ""
-    """A sentence that says why not; empty when granted. The segments of a refused `ReadBoxes` are empty."""
+    """Why the request was refused; empty when granted. The segments of a refused `ReadBoxes` are empty."""
     digests: bytes = b""
-    """Of the boxes of a `ReadBoxes`, one after the other."""
+    """Digests of the boxes of a `ReadBoxes`, concatenated."""
     bases: tuple[int, ...] = ()
     """To an `OpenSnapshot`: versions against which there may be deltas."""
     sizes: tuple[int, ...] = ()
@@ -95,10 +94,10 @@ class SourceAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What the two ends of a connection tell each other so that they also find one another elsewhere."""
+    """An entry of the store by which the two ends of a connection form a process group."""
 
     key: str
-    """Empty in the last word."""
+    """Empty in the last entry."""
     value: bytes
 
 
@@ -106,31 +105,31 @@ Message = Request | SourceAnswer | StoreEntry
 
 _requests: Final = msgspec.msgpack.Decoder[Request](Request)
 _answers: Final = msgspec.msgpack.Decoder(SourceAnswer)
-_words: Final = msgspec.msgpack.Decoder(StoreEntry)
+_store_entries: Final = msgspec.msgpack.Decoder(StoreEntry)
 
 
 def refusal(number: int, reason: str) -> SourceAnswer:
-    """Refuse for `reason`, cut so that it fits an answer."""
+    """Return a refusal; `reason` is cut so that it fits an answer."""
     return SourceAnswer(number=number, reason=reason[:_REASON_CHARACTERS])
 
 
 def with_length(message: Message) -> bytes:
-    """Write a message after its length."""
+    """Encode a message with a length prefix."""
     data = encode_message(message)
     return LENGTH.pack(len(data)) + data
 
 
 def without_length(data: memoryview) -> memoryview:
-    """Return the message in a buffer that may be longer; what is no message stays none."""
+    """Return the message at the start of a longer buffer; whether it is valid is for its decoder to check."""
     (length,) = LENGTH.unpack_from(data)
     return data[LENGTH.size : LENGTH.size + length]
 
 
 def encode_message(message: Message) -> bytes:
-    """Write a message.
+    """Encode a message.
 
     Raises:
-        WeightsError: it is longer than its receiver takes.
+        WeightsError: it is longer than its receiver accepts.
     """
     data = with_checksum(msgspec.msgpack.encode(message))
     longest = REQUEST_BYTES if isinstance(message, Request) else ANSWER_BYTES
@@ -140,18 +139,18 @@ def encode_message(message: Message) -> bytes:
 
 
 def with_checksum(body: bytes) -> bytes:
-    """Put the xxh3-64 of a message before it.
+    """Prefix a message with its xxh3-64.
 
-    A request whose bits changed on the way would fetch another box, with true digests of that other box.
+    A request with bits flipped on the way would fetch another box, with the correct digests of that other box.
     """
     return xxhash.xxh3_64_digest(body) + body
 
 
 def decode_request(data: bytes | bytearray | memoryview) -> Request:
-    """Read a request.
+    """Decode a request.
 
     Raises:
-        WeightsError: it is none, or it asks for too much at once.
+        WeightsError: it is malformed, or requests too much at once.
     """
     request: Request = decode_checked(_requests, data, "A peer sent a malformed request")
     if isinstance(request, ReadBoxes):
@@ -163,32 +162,32 @@ def decode_request(data: bytes | bytearray | memoryview) -> Request:
 
 
 def decode_answer(data: bytes | bytearray | memoryview) -> SourceAnswer:
-    """Read an answer.
+    """Decode an answer.
 
     Raises:
-        WeightsError: it is none.
+        WeightsError: it is malformed.
     """
     return decode_checked(_answers, data, "The source sent a malformed answer")
 
 
 def decode_store_entry(data: bytes | bytearray | memoryview) -> StoreEntry:
-    """Read a word.
+    """Decode a store entry.
 
     Raises:
-        WeightsError: it is none.
+        WeightsError: it is malformed.
     """
-    return decode_checked(_words, data, "The peer sent a malformed word")
+    return decode_checked(_store_entries, data, "The peer sent a malformed store entry")
 
 
 def decode_checked(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray | memoryview, complaint: str) -> T:
-    """Read a message that was `sealed`.
+    """Decode a message that `with_checksum` encoded.
 
     Raises:
-        WeightsError: it is not what it was, or none that the decoder knows; the sentence begins with `complaint`.
+        WeightsError: the checksum differs, or the decoder rejects it; the message begins with `complaint`.
     """
     check, body = bytes(data[:_CHECK_BYTES]), memoryview(data)[_CHECK_BYTES:]
     if check != xxhash.xxh3_64_digest(body):
-        raise WeightsError(f"{complaint}: its bits have changed on the way.")
+        raise WeightsError(f"{complaint}: its checksum is wrong.")
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -197,7 +196,7 @@ def decode_checked(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray 
 
 def _check_boxes(boxes: tuple[ShardPiece, ...]) -> None:
     if not 0 < len(boxes) <= MAX_TRANSFERS:
-        raise WeightsError(f"Refused to read {len(boxes)} boxes at once; 1 to {MAX_TRANSFERS} may be asked for.")
+        raise WeightsError(f"Refused to read {len(boxes)} boxes at once; 1 to {MAX_TRANSFERS} may be requested.")
     for box in boxes:
         if not box.names or box.dtype not in ITEM_BYTES or min((*box.box.offset, *box.box.size), default=0) < 0:
             raise WeightsError(f"Refused to read the malformed box {box}.")

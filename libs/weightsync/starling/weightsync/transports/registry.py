@@ -1,47 +1,36 @@
-"""Which server makes a source readable over a transport."""
+"""Transports by name: the server and the client of each."""
 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.offer import Transport
+from starling.weightsync.transports.base import TransportClient, TransportServer
+from starling.weightsync.transports.local import LocalClient
+from starling.weightsync.transports.nixl.client import NixlClient
 from starling.weightsync.transports.nixl.server import NixlServer
 from starling.weightsync.transports.source import SnapshotSource
-from starling.weightsync.transports.tcp import tcp_server
+from starling.weightsync.transports.tcp import tcp_client, tcp_server
+from starling.weightsync.transports.ucx.client import UcxClient
 from starling.weightsync.transports.ucx.server import UcxServer
 from starling.weightsync.transports.ucx.worker import load_ucxx
 
 log = logging.getLogger(__name__)
 
 
-class TransportServer(Protocol):
-    """Serves a source from threads of its own until closed."""
-
-    address: str
-    """Where readers connect."""
-    failure: str
-    """Why serving has ended, if it did by itself."""
-
-    def wake(self) -> None:
-        """Look whether what a reader waits for has arrived."""
-
-    def close(self, deadline_s: float) -> None:
-        """End serving. Raises WeightsError when that takes longer than `deadline_s`."""
-
-
 def serve(source: SnapshotSource, transport: Transport, host: str) -> tuple[TransportServer | None, Transport, str]:
     """Make a source readable.
 
-    Where UCX is asked for and is not to be had, plain sockets serve instead, and a warning says so. NIXL is asked for
-    because of what it makes of a network: without it there is no server.
+    Where UCX is requested but not installed, plain sockets serve instead, with a warning. There is no such fallback for
+    NIXL: it is chosen for its RDMA.
 
     Returns:
-        The server, if the transport has one; the transport that is used, and the address to be offered.
+        The server, if the transport has one; the transport that is used; and the address to offer.
 
     Raises:
-        WeightsError: nobody can be served at `host`, or not over this transport.
+        WeightsError: `host` cannot be listened on, or this transport is not available.
     """
     if transport == "local":
         return None, transport, source.address
@@ -51,17 +40,41 @@ def serve(source: SnapshotSource, transport: Transport, host: str) -> tuple[Tran
         except WeightsError as error:
             log.warning("weights travel over plain sockets, several times slower: %s", error)
             transport = "tcp"
-    server = _server(source, transport, host)
+    server = _make_server(source, transport, host)
     return server, transport, server.address
 
 
-def _server(source: SnapshotSource, transport: Transport, host: str) -> TransportServer:
+def make_client(transport: Transport, pool: ThreadPoolExecutor, *, loopback: bool) -> TransportClient:
+    """Return a client of `transport`.
+
+    Args:
+        transport: which one.
+        pool: threads for a transport that copies by itself.
+        loopback: keep off the network devices, where the transport distinguishes.
+
+    Raises:
+        WeightsError: this transport is not available.
+    """
+    match transport:
+        case "local":
+            return LocalClient(pool)
+        case "tcp":
+            return tcp_client()
+        case "ucx":
+            return UcxClient(loopback=loopback)
+        case "nccl" | "gloo":
+            from starling.weightsync.transports.collective import collective_client  # imports torch
+
+            return collective_client(transport)
+        case "nixl":
+            return NixlClient(loopback=loopback)
+
+
+def _make_server(source: SnapshotSource, transport: Transport, host: str) -> TransportServer:
     if transport == "ucx":
         return UcxServer(source, host=host)
     if transport == "nccl" or transport == "gloo":
-        from starling.weightsync.transports.collective import (
-            collective_server,  # imports torch, which others do without
-        )
+        from starling.weightsync.transports.collective import collective_server  # imports torch
 
         return collective_server(source, transport, host=host)
     if transport == "nixl":

@@ -1,8 +1,7 @@
-"""What one rank lets others read: its snapshots, found by name and box, and their digests.
+"""The snapshots that one rank offers, and the session of one reader; shared by the servers of all transports.
 
-A `SnapshotSource` belongs to the process that holds the weights and is shared by all its servers; a `ReaderSession`
-is one reader's
-connection, whatever the transport. A session holds a lease on one snapshot at a time, and only for who has its token.
+A `SnapshotSource` belongs to the process that holds the weights. A `ReaderSession` is one reader's connection: it holds
+a lease on at most one snapshot at a time, granted for that snapshot's token.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from starling.weightsync.memory.arrays import Array, Memory, is_direct, pack, pa
 from starling.weightsync.memory.digests import DigestCache, DigestKey, digest_of_array, digest_of_copy
 from starling.weightsync.plan.boxes import contains, intersection
 from starling.weightsync.plan.layout import Box, ShardPiece, packed_offsets
-from starling.weightsync.publisher.delta_history import DeltaSource, NoDeltas
 from starling.weightsync.transports.messages import (
     MeasureDeltas,
     OpenSnapshot,
@@ -35,13 +33,52 @@ NOT_OPENED: Final = "Refused: open a snapshot with its token first."
 REVOKED: Final = "The snapshot was revoked while it was read: too slow; pull a newer version."
 
 
+class DeltaSource(Protocol):
+    """The deltas that a source can send instead of whole boxes. Thread-safe.
+
+    Bases are named by version alone: the digest of the result proves that it was the right one.
+    """
+
+    def bases(self, snapshot: int) -> tuple[int, ...]:
+        """Return the versions against which there may be deltas of a snapshot."""
+
+    def ready(self, snapshot: int, boxes: Sequence[tuple[int, Box]]) -> bool:
+        """Return whether `delta` can answer for these boxes of pieces, or whether a comparison is still running."""
+
+    def delta(self, snapshot: int, index: int, box: Box, base: int) -> Memory | None:
+        """Return the delta of a box of a piece against version `base`, or None where the whole box must be sent."""
+
+    def cached_delta(self, snapshot: int, index: int, box: Box, base: int) -> Memory | None:
+        """Return a delta that `delta` has returned before."""
+
+
+class NoDeltas:
+    """The `DeltaSource` of a source that always sends whole boxes."""
+
+    def bases(self, snapshot: int) -> tuple[int, ...]:
+        """See `DeltaSource.bases`."""
+        return ()
+
+    def ready(self, snapshot: int, boxes: Sequence[tuple[int, Box]]) -> bool:
+        """See `DeltaSource.ready`."""
+        return True
+
+    def delta(self, snapshot: int, index: int, box: Box, base: int) -> Memory | None:
+        """See `DeltaSource.delta`."""
+        return None
+
+    def cached_delta(self, snapshot: int, index: int, box: Box, base: int) -> Memory | None:
+        """See `DeltaSource.cached_delta`."""
+        return None
+
+
 class PiecesByName:
-    """The pieces of one rank, by name."""
+    """The pieces of one rank, found by tensor name."""
 
     def __init__(self, pieces: Sequence[ShardPiece]) -> None:
         self.pieces = tuple(pieces)
         _, self.extent_bytes = packed_offsets(piece.size_bytes for piece in self.pieces)
-        """Room that the pieces take in a snapshot; their digests follow."""
+        """Size of the pieces in a snapshot; their digests follow."""
         self._by_name: dict[str, list[int]] = {}
         for index, piece in enumerate(self.pieces):
             for name in piece.names:
@@ -62,7 +99,7 @@ class PiecesByName:
 
 
 class PendingBoxes:
-    """Which boxes of a relay's snapshot are still to come. Thread-safe."""
+    """The boxes of a relay's snapshot that have not arrived yet. Thread-safe."""
 
     def __init__(self, missing: Iterable[tuple[int, Box]]) -> None:
         self._lock = threading.Lock()
@@ -71,33 +108,33 @@ class PendingBoxes:
             self._missing.setdefault(index, set()).add(box)
 
     def arrived(self, index: int, box: Box) -> None:
-        """Note that a box of a piece is there."""
+        """Record that a box of a piece has arrived."""
         with self._lock:
             self._missing[index].discard(box)
 
     def has(self, index: int, box: Box) -> bool:
-        """Whether all of `box`, a part of a piece, is there."""
+        """Return whether all of `box`, a part of a piece, has arrived."""
         with self._lock:
             return all(intersection(box, missing) is None for missing in self._missing.get(index, ()))
 
 
 class SnapshotSource:
-    """Everything that one rank offers. Thread-safe, but for one writer of the arena."""
+    """Everything that one rank offers. Thread-safe, with a single writer of the arena."""
 
     def __init__(self, arena: Arena, pieces: Sequence[ShardPiece]) -> None:
         self.arena = arena
-        self.arrivals = PendingBoxes(())
-        """What the present snapshot still lacks: a relay serves while it pulls."""
+        self.pending = PendingBoxes(())
+        """Boxes that the present snapshot still lacks: a relay serves while it pulls."""
         self.deltas: DeltaSource = NoDeltas()
         self.address = arena.address
-        self.holding = PiecesByName(pieces)
+        self.pieces = PiecesByName(pieces)
         self._lock = threading.Lock()
         self._caches: dict[int, DigestCache] = {}
 
     def cache(self, snapshot: int) -> DigestCache:
-        """Return the digests of a snapshot; those of snapshots that are gone are forgotten."""
+        """Return the digest cache of a snapshot. Caches of snapshots that are gone are deleted."""
         with self._lock:
-            for old in [old for old in self._caches if not self.arena.stands(old)]:
+            for old in [old for old in self._caches if not self.arena.is_readable(old)]:
                 del self._caches[old]
             return self._caches.setdefault(snapshot, DigestCache())
 
@@ -106,34 +143,34 @@ def _always() -> bool:
     return True
 
 
-def _nothing() -> tuple[int, ...]:
+def _no_sizes() -> tuple[int, ...]:
     return ()
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What a request was granted."""
+    """The result of a granted request."""
 
     payload: tuple[Array, ...] = ()
-    """Of a `ReadBoxes`: for each box its elements as they lie in the snapshot, or its delta."""
+    """For a `ReadBoxes`: for each box its elements as they lie in the snapshot, or its delta."""
     boxes: tuple[Array, ...] = ()
-    """The boxes whose digests are sent with it."""
+    """The boxes whose digests are part of the answer."""
     keys: tuple[DigestKey, ...] = ()
     cache: DigestCache | None = None
     bases: tuple[int, ...] = ()
-    sizes: Callable[[], tuple[int, ...]] = _nothing
-    """Finds out how large deltas are."""
+    sizes: Callable[[], tuple[int, ...]] = _no_sizes
+    """Computes the sizes of deltas."""
     ready: Callable[[], bool] = _always
-    """Whether all boxes are there. Raises WeightsError when they will never be."""
+    """Returns whether all boxes are there. Raises WeightsError when they will never be."""
 
     def pack(
         self,
         groups: Sequence[Sequence[Array]],
-        room: Memory,
-        lies_ready: Callable[[Sequence[Array]], bool] = is_direct,
+        buffer: Memory,
+        is_in_place: Callable[[Sequence[Array]], bool] = is_direct,
     ) -> list[Memory]:
-        """As `memory.pack`, of all of the payload. What is packed is digested as it passes, still in the cache."""
-        return pack(groups, room, lies_ready, self._copy)
+        """Pack all of the payload as `memory.arrays.pack` does. Boxes are digested as they are copied, in the cache."""
+        return pack(groups, buffer, is_in_place, self._copy)
 
     def _copy(self, index: int, place: Array, array: Array) -> None:
         copied = False
@@ -144,12 +181,12 @@ class Grant:
             return digest_of_copy(place, array)
 
         if self.cache is not None and array is self.boxes[index] and self.keys[index][2] == "full":
-            self.cache.of(self.keys[index], copy)
+            self.cache.get_or_compute(self.keys[index], copy)
         if not copied:
             np.copyto(place, array)
 
     def answer(self, number: int) -> SourceAnswer:
-        """Say what was asked, computing what is not known yet: best after `pack`. Any thread may do it, once it is
+        """Return the answer, computing the digests that are not cached: call it after `pack`. Thread-safe once it is
         `ready`."""
         return SourceAnswer(number=number, digests=self._digests(), bases=self.bases, sizes=self.sizes())
 
@@ -157,13 +194,13 @@ class Grant:
         if self.cache is None:
             return b""
         return b"".join(
-            b"" if key[2] == "off" else self.cache.of(key, partial(digest_of_array, array, key[2], key[3]))
+            b"" if key[2] == "off" else self.cache.get_or_compute(key, partial(digest_of_array, array, key[2], key[3]))
             for key, array in zip(self.keys, self.boxes, strict=True)
         )
 
 
 class ReaderSession:
-    """What one connection may do. Used by one thread at a time."""
+    """The lease of one connection, and the grants under it. Used by one thread at a time."""
 
     def __init__(self, source: SnapshotSource) -> None:
         self._source = source
@@ -171,7 +208,7 @@ class ReaderSession:
         self._arrays: tuple[Array, ...] = ()
         self._snapshot = 0
         self.memory: Memory = np.empty(0, np.uint8)
-        """The opened snapshot, where the arena has it: this is the mapping that is registered, and in huge pages."""
+        """The opened snapshot in the arena's own mapping, which is the one that is registered and in huge pages."""
 
     @property
     def opened(self) -> bool:
@@ -182,44 +219,44 @@ class ReaderSession:
         """Carry out a request.
 
         Raises:
-            WeightsError: refused; the sentence is for the reader.
+            WeightsError: refused; the message is for the reader.
         """
         if isinstance(request, OpenSnapshot):
             self._open(request)
             return Grant(bases=self._source.deltas.bases(self._snapshot))
         if self._lease is None or not self._snapshot:
             raise WeightsError(NOT_OPENED)
-        stands = self._lease.valid()
+        valid = self._lease.valid()
         if isinstance(request, ReleaseSnapshot):
             self.release()
-        if not stands:
+        if not valid:
             raise WeightsError(REVOKED)
         if isinstance(request, ReleaseSnapshot):
             return Grant()
-        found = [(self._source.holding.find(box), box.box) for box in request.boxes]
+        boxes = [(self._source.pieces.find(box), box.box) for box in request.boxes]
         if isinstance(request, MeasureDeltas):
-            return self._compare(request, found)
-        return self._read(request, found)
+            return self._measure_deltas(request, boxes)
+        return self._read(request, boxes)
 
-    def _read(self, request: ReadBoxes, found: Sequence[tuple[int, Box]]) -> Grant:
-        holding = self._source.holding
-        boxes = tuple(part_of(self._arrays[index], holding.pieces[index].box, box) for index, box in found)
+    def _read(self, request: ReadBoxes, boxes: Sequence[tuple[int, Box]]) -> Grant:
+        pieces = self._source.pieces.pieces
+        arrays = tuple(part_of(self._arrays[index], pieces[index].box, box) for index, box in boxes)
         salt = request.salt if request.digests == "sampled" else 0
         return Grant(
-            payload=self._encoded(request, found, boxes) if request.encoded else boxes,
-            boxes=boxes,
-            keys=tuple((holding.pieces[index].names[0], box, request.digests, salt) for index, box in found),
+            payload=self._with_deltas(request, boxes, arrays) if request.encoded else arrays,
+            boxes=arrays,
+            keys=tuple((pieces[index].names[0], box, request.digests, salt) for index, box in boxes),
             cache=self._source.cache(self._snapshot),
-            ready=self._arrived(found),
+            ready=self._arrival_check(boxes),
         )
 
-    def _encoded(
-        self, request: ReadBoxes, found: Sequence[tuple[int, Box]], boxes: Sequence[Array]
+    def _with_deltas(
+        self, request: ReadBoxes, boxes: Sequence[tuple[int, Box]], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
         payload: list[Array] = []
-        for (index, box), array, size in zip(found, boxes, request.encoded, strict=True):
+        for (index, box), array, size in zip(boxes, arrays, request.encoded, strict=True):
             if size:
-                data = self._source.deltas.known(self._snapshot, index, box, request.base)
+                data = self._source.deltas.cached_delta(self._snapshot, index, box, request.base)
                 if data is None or data.nbytes != size:
                     raise WeightsError(
                         f"Refused a delta of {size} bytes against version {request.base}: ask for its size first."
@@ -229,24 +266,24 @@ class ReaderSession:
                 payload.append(array)
         return tuple(payload)
 
-    def _compare(self, request: MeasureDeltas, found: Sequence[tuple[int, Box]]) -> Grant:
+    def _measure_deltas(self, request: MeasureDeltas, boxes: Sequence[tuple[int, Box]]) -> Grant:
         deltas, snapshot, base = self._source.deltas, self._snapshot, request.base
-        arrived = self._arrived(found)
+        arrived = self._arrival_check(boxes)
 
         def sizes() -> tuple[int, ...]:
-            data = (deltas.of(snapshot, index, box, base) for index, box in found)
+            data = (deltas.delta(snapshot, index, box, base) for index, box in boxes)
             return tuple(0 if delta is None else delta.nbytes for delta in data)
 
-        return Grant(sizes=sizes, ready=lambda: deltas.ready(snapshot, found) and arrived())
+        return Grant(sizes=sizes, ready=lambda: deltas.ready(snapshot, boxes) and arrived())
 
-    def _arrived(self, found: Sequence[tuple[int, Box]]) -> Callable[[], bool]:
-        lease, arrivals = self._lease, self._source.arrivals
+    def _arrival_check(self, boxes: Sequence[tuple[int, Box]]) -> Callable[[], bool]:
+        lease, pending = self._lease, self._source.pending
         assert lease is not None
 
         def ready() -> bool:
             if not lease.valid():
                 raise WeightsError(REVOKED)
-            return all(arrivals.has(index, box) for index, box in found)
+            return all(pending.has(index, box) for index, box in boxes)
 
         return ready
 
@@ -270,5 +307,5 @@ class ReaderSession:
         self._lease.open(request.snapshot, request.token)
         slots = self._source.arena.slots
         self.memory = slots[request.snapshot % len(slots)]
-        self._arrays = packed_arrays(self._source.holding.pieces, self.memory)
+        self._arrays = packed_arrays(self._source.pieces.pieces, self.memory)
         self._snapshot = request.snapshot

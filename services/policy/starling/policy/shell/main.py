@@ -1,7 +1,7 @@
 """The policy process: takes steps from the controller, one at a time, and publishes versions.
 
 Publishing a version stops it for the copy into a snapshot; the offer follows from another thread (see
-`starling.weightsync.publisher.offers`). What it needs to go on after a crash it saves when it is told to.
+`starling.common.offers`). What it needs to go on after a crash it saves when it is told to.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pydantic import model_validator
 from starling.common.errors import ConfigError, StarlingError, WeightsError
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
+from starling.common.offers import OfferSender, lease_failure
 from starling.common.service import (
     ServiceArguments,
     check_model_folder,
@@ -34,7 +35,6 @@ from starling.common.wire import messages as wire
 from starling.policy.core.admission import PolicyCommand, PolicyState
 from starling.policy.settings.policy import PolicySettings, check_adapters
 from starling.policy.train.errors import StepBrokenError
-from starling.weightsync.publisher.offers import OfferSender, lease_failure
 
 if TYPE_CHECKING:  # they import torch, see `Shell`
     from starling.policy.shell.saving import PolicySaver
@@ -285,7 +285,7 @@ class Shell:
         )
 
     def _publish(self, message: wire.PublishWeights) -> None:
-        if self._offers.again(message.lease, message.version):
+        if self._offers.resend(message.lease, message.version):
             return
         self._learner.check_whole()
         self._copying_since = time.monotonic()

@@ -18,6 +18,7 @@ from types import FrameType
 import structlog
 
 from starling.common.errors import ConfigError, StarlingError
+from starling.common.offers import AnswerLease, lease_failure
 from starling.common.wire import messages as wire
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.train.checkpoint.header import STATES, find_state, newest_state
@@ -26,7 +27,6 @@ from starling.policy.train.checkpoint.state import SavedState, StateStore
 from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.checkpoint.writer import BackgroundWriter, WriteOutcome
 from starling.policy.train.learner import Learner
-from starling.weightsync.publisher.offers import AnswerLease, lease_failure
 
 log = structlog.get_logger(__name__)
 

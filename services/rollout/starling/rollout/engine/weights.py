@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from starling.common.errors import WeightsError
-from starling.weightsync.puller.puller import Puller, PullReport
+from starling.weightsync.puller.puller import Puller
+from starling.weightsync.puller.report import PullReport
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.plan.offer import Offer
     from starling.weightsync.plan.planner import Plan
-    from starling.weightsync.puller.fetch import PullProgress
+    from starling.weightsync.puller.report import PullProgress
 
 
 class LiveWeights:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from starling.common.net.link import ControllerLink
     from starling.rollout.core.machine import Action, AdoptionMode, PullWeights, RolloutMachine, SwitchWeights
     from starling.rollout.engine.base import AdoptionReport, Engine
-    from starling.weightsync.puller.puller import PullReport
+    from starling.weightsync.puller.report import PullReport
 
 SPLIT = ("prepare_s", "read_s", "unpack_s", "digest_s", "confirm_s")
 """What is told of a pull beside its length."""

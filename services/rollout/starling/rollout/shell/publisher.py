@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from starling.common.offers import AnswerLease, OfferSender
 from starling.common.wire.messages import PublishWeights, Wait
-from starling.weightsync.publisher.offers import AnswerLease, OfferSender
 
 if TYPE_CHECKING:
     from starling.rollout.settings import RolloutProcess
@@ -53,7 +53,7 @@ class RolloutPublisher:
         Raises:
             WeightsError: no memory for snapshots, no such transport here, or both snapshots are being read.
         """
-        if self._offers.again(message.lease, message.version):
+        if self._offers.resend(message.lease, message.version):
             return
         if self._publisher is None:
             self._publisher = self._make()

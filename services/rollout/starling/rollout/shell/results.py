@@ -22,7 +22,7 @@ from starling.common.wire.messages import (
 if TYPE_CHECKING:
     from starling.rollout.engine.base import GroupResult, PartialCompletion
     from starling.rollout.env.episodes.trajectory import PlayedGroup, Trajectory
-    from starling.weightsync.puller.fetch import PullProgress
+    from starling.weightsync.puller.report import PullProgress
 
 Named = list[tuple[str, npt.NDArray[Any]]]
 DTYPES: tuple[np.dtype[Any], ...] = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i4"))

@@ -1,1 +1,1 @@
-"""Nixl."""
+"""The NIXL transport: one-sided reads, for networks with RDMA."""

@@ -1,20 +1,20 @@
-"""NIXL: one agent with UCX below it, driven by the thread that owns it, and the memory that it knows.
+"""NIXL agent: one agent with UCX below it, driven by the thread that owns it, and its registered memory.
 
-Measured, and the reasons for what is done here:
+Measured, and the reasons for this design:
 
-- NIXL has nothing to wait on, and its own progress thread spins, which delays everything else where cores are few. So
-  it stays off, and who has reads under way looks at them again and again. So must the source let NIXL work: where UCX
-  has no memory access in hardware, the source's own processor answers the read.
-- Giving up a read, or the peer, does not stop the read: a source that was stopped goes on filling memory minutes
-  later. Only the end of the agent does.
+- NIXL offers nothing to wait on, and its own progress thread spins, which delays everything else where cores are few.
+  So it stays off, and the reader polls its reads. The source must drive NIXL too: where UCX has no memory access in
+  hardware, the source's own processor answers the read.
+- Releasing a read, or removing the peer, does not stop the read: a source that was stopped goes on filling memory
+  minutes later. Only closing the agent does.
 - Removing a peer leaves its connection open at both ends, and adding it again opens another one. So no peer is removed;
-  UCX lets go of those that have ended, when it is let work.
-- Two copies of UCX cannot both hook the process's memory calls: beside NIXL's, UCXX's would lose its cache of
-  registrations, and crash when it closes a connection with sends under way. So NIXL's hooks nothing.
+  UCX frees those that have ended when it is driven.
+- Two copies of UCX cannot both hook the process's memory calls: beside NIXL's, UCXX's would lose its registration
+  cache, and crash when it closes a connection with sends under way. So NIXL's copy hooks nothing.
 - UCXX sets a threshold for the whole process, and its children, with which reads within one host go over TCP, at a
-  tenth of the rate. It is kept from NIXL.
-- Memory that is registered within memory that is registered hides the outer one. So memory of our own mapping
-  (staging, scratch) is registered whole, once, for as long as it lives; any other just for a read, exactly.
+  tenth of the rate. It is hidden from NIXL.
+- Memory that is registered within memory that is registered hides the outer one. So memory of our own mappings
+  (staging, buffer pools) is registered whole, once, for as long as it lives; any other just for a read, exactly.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory
-from starling.weightsync.transports.versions import Supported
+from starling.weightsync.transports.versions import SupportedVersions
 
-SUPPORTED: Final = Supported("NIXL", (1, 5), (1, 6), "nixl")
+SUPPORTED: Final = SupportedVersions("NIXL", (1, 5), (1, 6), "nixl")
 OPTIONS: Final = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
-"""For NIXL's own UCX: what is not set in the environment, there with ``UCX_`` before it."""
+"""Defaults for NIXL's own UCX: a variable of the environment, with the prefix ``UCX_``, takes precedence."""
 TICK_S: Final = 0.0002
-"""Time between two looks at reads under way, to begin with."""
+"""First interval at which reads under way are polled."""
 LONGEST_TICK_S: Final = 0.002
-"""That time when reads take long: each look doubles it. A socket's buffer lasts as long at gigabytes per second."""
+"""Longest such interval: each poll doubles it. A socket's buffer lasts as long at gigabytes per second."""
 _BACKEND: Final = "UCX"
 _HOOKS: Final = "UCX_MEM_MMAP_HOOK_MODE"
 _THRESHOLD: Final = "UCX_RNDV_THRESH"
@@ -77,7 +77,7 @@ def load_nixl() -> Any:
 
 
 def has_nixl() -> bool:
-    """Whether NIXL can be used here."""
+    """Return whether NIXL is available here."""
     try:
         load_nixl()
     except WeightsError:
@@ -87,9 +87,9 @@ def has_nixl() -> bool:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Change the environment while NIXL's UCX reads it, as UCXX needs and not as it has left it; `OPTIONS` has no say.
+    """Change the environment while NIXL's UCX reads it: no memory hooks, and without the threshold that UCXX sets.
 
-    A user's own choice stands, except for a threshold that is UCXX's.
+    These two can be set by the environment only. A user's own choice is kept, except for a threshold equal to UCXX's.
     """
     before = {name: os.environ.get(name) for name in (_HOOKS, _THRESHOLD)}
     os.environ.setdefault(_HOOKS, "none")
@@ -105,25 +105,25 @@ def _environment() -> Iterator[None]:
 
 
 class NixlRead:
-    """A read under way, with the memory that it fills. `release` it when it is done, or is not wanted any more."""
+    """A read under way, with the memory that it fills. `release` it when it is done or abandoned."""
 
     def __init__(self, agent: NixlAgent, handle: Any, memory: Sequence[Memory], region: Any) -> None:
         self._agent, self._handle, self._memory, self._region = agent, handle, memory, region
         self._fault = ""
 
     def begin(self) -> None:
-        """Begin, once. That it has failed is for `done` to say: a part may be under way."""
+        """Begin, once. A failure is raised by `done`: parts of the read may be under way."""
         try:
             if self._agent.call("transfer", self._handle) == "ERR":
-                self._fault = "NIXL could not begin to read."
+                self._fault = "NIXL could not begin a read."
         except WeightsError as error:
             self._fault = str(error)
 
     def done(self) -> bool:
-        """Look, and let NIXL work meanwhile.
+        """Poll the read, which also drives NIXL.
 
         Raises:
-            WeightsError: the read has failed; parts of it may still run.
+            WeightsError: the read has failed; parts of it may still be under way.
         """
         state = self._agent.call("check_xfer_state", self._handle) if not self._fault else "ERR"
         if state == "ERR":
@@ -131,35 +131,35 @@ class NixlRead:
         return bool(state == "DONE")
 
     def release(self) -> None:
-        """Give the read up. Where it was not done, only the end of its agent makes it stop."""
+        """Free the read. One that is not done is stopped only by closing the agent."""
         handle, region = self._handle, self._region
         self._handle, self._region, self._memory = None, None, ()
-        with contextlib.suppress(WeightsError):  # NIXL may refuse while the read runs; its agent's end frees it then
+        with contextlib.suppress(WeightsError):  # NIXL may refuse while the read runs; closing the agent frees it then
             if handle is not None:
                 self._agent.call("release_xfer_handle", handle)
             self._agent.deregister(region)
 
 
 class NixlAgent:
-    """A NIXL agent. Used by one thread at a time; the memory that it was given must outlive it or its registration.
+    """A NIXL agent. Used by one thread at a time; registered memory must outlive the agent or its registration.
 
-    `loopback` keeps off the network devices.
+    `loopback` keeps UCX off the network devices.
     """
 
     def __init__(self, *, loopback: bool) -> None:
         api = load_nixl()
         bindings = api.nixlBind
-        found: list[type[Exception]] = [value for name, value in vars(bindings).items() if name.endswith("Error")]
-        self._errors: tuple[type[Exception], ...] = (RuntimeError, *found)
+        errors: list[type[Exception]] = [value for name, value in vars(bindings).items() if name.endswith("Error")]
+        self._errors: tuple[type[Exception], ...] = (RuntimeError, *errors)
         options = {**OPTIONS, **({"NET_DEVICES": "lo"} if loopback else {})}
         settings = ",".join(f"{name}={value}" for name, value in options.items() if f"UCX_{name}" not in os.environ)
         self.name = secrets.token_hex(8)
-        """By which other agents know this one."""
+        """Name by which other agents know this one."""
         self.generation = 1
-        """Grows with what others may read."""
+        """Grows with each registration: the metadata has changed."""
         self._process = os.getpid()
         self._regions: dict[int, tuple[weakref.ref[Memory], Any]] = {}
-        self._gone: list[int] = []
+        self._freed: list[int] = []
         try:
             self._agent: Any = api.nixl_agent(self.name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
             with _environment():
@@ -193,17 +193,17 @@ class NixlAgent:
         return self.call("register_memory", regions, "DRAM")
 
     def deregister(self, region: Any) -> None:
-        """Undo a registration; None is nothing to undo."""
+        """Undo a registration; None is ignored."""
         if region is not None:
             self.call("deregister_memory", region)
 
     def metadata(self) -> bytes:
-        """Return what others need to read the memory that is registered. Whoever has it can read all of it."""
+        """Return the metadata by which others read all of the registered memory."""
         metadata: bytes = self.call("get_agent_metadata")
         return metadata
 
-    def learn(self, metadata: bytes) -> str:
-        """Take another agent's metadata, again when it has changed. Return the other's name."""
+    def add_remote(self, metadata: bytes) -> str:
+        """Add another agent's metadata, again when it has changed. Return that agent's name."""
         name = self.call("add_remote_agent", metadata)
         return str(name.decode("ascii", "replace") if isinstance(name, bytes) else name)
 
@@ -211,7 +211,7 @@ class NixlAgent:
         """Begin to fill each block of memory from an address of the agent `name`.
 
         Raises:
-            WeightsError: the other agent has not registered what lies there, or is gone.
+            WeightsError: the other agent has not registered that memory, or is gone.
         """
         memory = [block for block, _ in blocks]
         region = self.register([block for block in memory if not self._covers(block)])
@@ -228,20 +228,22 @@ class NixlAgent:
         return reading
 
     def progress(self) -> None:
-        """Let NIXL work: for others' reads of this agent's memory, and to see who is gone."""
+        """Drive NIXL: it serves others' reads of this agent's memory, and notices lost peers."""
         self.call("get_new_notifs")
 
     def close(self) -> None:
-        """End the agent: nothing is read any more. Each `NixlRead` must have been released. May be called twice."""
+        """Close the agent, which ends all reads. Each `NixlRead` must have been released. May be called twice."""
         if self._agent is not None:
-            self._agent.agent = None  # whoever still has the Python object, as a traceback may, does not keep NIXL's
+            self._agent.agent = (
+                None  # so that a reference to the Python object, in a traceback for example, does not keep NIXL's
+            )
         self._agent = None
         self._regions = {}
 
     def _covers(self, block: Memory) -> bool:
-        """Whether a block lies in a mapping of our own, which then is registered as a whole."""
-        while self._gone:
-            _, region = self._regions.pop(self._gone.pop())
+        """Return whether a block lies in a mapping of our own, which then is registered as a whole."""
+        while self._freed:
+            _, region = self._regions.pop(self._freed.pop())
             self.deregister(region)
         root = block
         while isinstance(root.base, np.ndarray):
@@ -251,5 +253,5 @@ class NixlAgent:
         key = id(root)
         if key not in self._regions:
             region = self.register([root])
-            self._regions[key] = weakref.ref(root, lambda _: self._gone.append(key)), region
+            self._regions[key] = weakref.ref(root, lambda _: self._freed.append(key)), region
         return True

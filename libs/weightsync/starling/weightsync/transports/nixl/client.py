@@ -1,22 +1,20 @@
-"""NIXL: one-sided reads, for networks with RDMA; its wheels bring a UCX that has InfiniBand and EFA.
+"""NIXL client: one-sided reads of what a source has granted.
 
-Requests and answers go over a socket. A source that grants a `ReadBoxes` says where its segments lie, contiguous
-boxes in
-the snapshot itself and the others packed, and the reader fetches them without the source's help, straight to where they
-belong. Then it says so, and the source uses the packing memory again. What a source registers is its snapshots and its
-packing memory, never its other memory. It tells nobody how to read it before a token was presented and granted.
+Requests and answers go over a socket. A source that grants a `ReadBoxes` answers with the location of its segments,
+contiguous boxes in the snapshot itself and the others packed, and the reader fetches them into place without the
+source's help. Then the reader confirms it, and the source reuses the packing buffer. A source registers its snapshots
+and its packing buffer, no other memory, and sends the metadata to read them only after it has granted a read.
 
-The reader reads, and not the source writes, because only so the reader decides what happens to its memory: a source
-that was stopped, and is dropped for it, cannot write later what nobody wants any more. The price: the key that comes
-with the first read that is granted opens all snapshots of that source for as long as it serves, whatever their tokens.
-Over TCP UCX asks for no key at all. Readers and sources must trust each other.
+The reader reads, rather than the source writing, because only then the reader controls its own memory: a source that
+was stopped and therefore dropped cannot write into it later. The price: the key that comes with the first granted read
+opens all snapshots of that source for as long as it serves, whatever their tokens. Over TCP UCX needs no key at all.
+Readers and sources must trust each other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import select
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,9 +27,9 @@ from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.plan.offer import RankOffer
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, ReadTarget
+from starling.weightsync.transports.endpoints import split_address
 from starling.weightsync.transports.messages import (
     ANSWER_BYTES,
-    Number,
     ReadBoxes,
     Request,
     SourceAnswer,
@@ -40,88 +38,78 @@ from starling.weightsync.transports.messages import (
     encode_message,
 )
 from starling.weightsync.transports.nixl.agent import LONGEST_TICK_S, TICK_S, NixlAgent, NixlRead
-from starling.weightsync.transports.sockets.channel import split_address
+from starling.weightsync.transports.nixl.protocol import (
+    ANSWER,
+    FETCHED,
+    LOCATION,
+    LOCATION_BYTES,
+    NUMBER,
+    REQUEST,
+    PayloadLocation,
+)
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 
 DRAIN_S: Final = 0.25
-"""Reads that are not wanted any more may take so long to end before their agent is ended."""
-PLACE_BYTES: Final = 1 << 20
-"""Longest `PayloadLocation`."""
-REQUEST, TAKEN, ANSWER, PLACE = range(1, 5)
-"""Kinds of messages. The reader's: a request, and the number of one that it has taken. The source's: the others."""
-NUMBER: Final = struct.Struct("<Q")
-"""What a message of the kind `TAKEN` is."""
+"""How long reads of a dropped connection may take to end before their agent is closed."""
 
-
-class PayloadLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a source has put what it was asked for."""
-
-    number: Number
-    """The request's."""
-    metadata: bytes = b""
-    """How to read its memory, when that is new to this reader."""
-    segments: tuple[tuple[Number, Number], ...] = ()
-    """Address and bytes of each segment of a `ReadBoxes`."""
-
-
-_places: Final = msgspec.msgpack.Decoder(PayloadLocation)
+_locations: Final = msgspec.msgpack.Decoder(PayloadLocation)
 
 
 @dataclass
-class _Ticket:
-    """A request of the destination under way."""
+class _SentRequest:
+    """A request that is not answered yet."""
 
     request: Request
-    landing: ReadTarget
+    target: ReadTarget
     blocks: tuple[tuple[Memory, int], ...] | None = None
-    """Where each segment goes and at which address it lies, once the source has told."""
-    reading: NixlRead | None = None
+    """For each segment the memory that it fills and its address at the source, once that is known."""
+    read: NixlRead | None = None
     answer: SourceAnswer | None = None
 
 
 @dataclass
-class _Peer:
-    """One source at the destination."""
+class _Connection:
+    """One source."""
 
-    line: NonBlockingChannel
+    channel: NonBlockingChannel
     agent: str = ""
-    """Its name, once it has told how its memory is read."""
+    """Name of its agent, once its metadata is known."""
     metadata: bytes = b""
-    tickets: dict[int, _Ticket] = field(default_factory=dict)
+    sent: dict[int, _SentRequest] = field(default_factory=dict)
     fault: str = ""
-    """Why it cannot be read any more, when that was not met in its turn."""
+    """Why it cannot be read any more, to be reported by the next `poll`."""
     broken: bool = False
     """Whether its loss was reported."""
 
 
 class NixlClient:
-    """A `Wire` over NIXL: one agent for all sources, which is replaced when a source does not let go of it."""
+    """A `TransportClient` over NIXL: one agent for all sources, replaced when reads of a dropped source go on."""
 
     scatters = False
 
     def __init__(self, *, loopback: bool) -> None:
         self._loopback = loopback
         self._agent: NixlAgent | None = NixlAgent(loopback=loopback)
-        self._peers: dict[str, _Peer] = {}
+        self._connections: dict[str, _Connection] = {}
         self._wakeup = Wakeup()
         self._woken = False
-        self._tick_s = TICK_S
+        self._poll_interval_s = TICK_S
 
     def connect(self, source: str, offer: RankOffer) -> None:
-        """See `Wire.connect`."""
-        self._peers[source] = _Peer(
-            NonBlockingChannel.dial(split_address(offer.address), max(ANSWER_BYTES, PLACE_BYTES))
+        """See `TransportClient.connect`."""
+        self._connections[source] = _Connection(
+            NonBlockingChannel.dial(split_address(offer.address), max(ANSWER_BYTES, LOCATION_BYTES))
         )
 
-    def ask(self, source: str, request: Request, landing: ReadTarget) -> None:
-        """See `Wire.ask`."""
-        peer = self._peers[source]
-        peer.tickets[request.number] = _Ticket(request, landing)
-        with contextlib.suppress(OSError):  # `poll` meets it again, and reports it
-            peer.line.send(REQUEST, encode_message(request))
+    def ask(self, source: str, request: Request, target: ReadTarget) -> None:
+        """See `TransportClient.ask`."""
+        connection = self._connections[source]
+        connection.sent[request.number] = _SentRequest(request, target)
+        with contextlib.suppress(OSError):  # `poll` runs into it again, and reports it
+            connection.channel.send(REQUEST, encode_message(request))
 
     def poll(self, wait_s: float) -> list[Event]:
-        """See `Wire.poll`."""
+        """See `TransportClient.poll`."""
         assert self._agent is not None
         end = time.monotonic() + wait_s
         self._agent.progress()
@@ -133,154 +121,155 @@ class NixlClient:
         return events
 
     def wake(self) -> None:
-        """See `Wire.wake`."""
+        """See `TransportClient.wake`."""
         self._wakeup.set()
 
     def lanes(self, source: str) -> tuple[str, ...]:
-        """See `Wire.lanes`. NIXL does not tell which lanes its UCX takes."""
+        """See `TransportClient.lanes`. NIXL does not expose the lanes of its UCX."""
         return ("nixl/UCX",)
 
     def drop(self, source: str) -> None:
-        """See `Wire.drop`."""
-        peer = self._peers.pop(source, None)
-        if peer is None or self._agent is None:
+        """See `TransportClient.drop`."""
+        connection = self._connections.pop(source, None)
+        if connection is None or self._agent is None:
             return
-        peer.line.close()
-        under_way = [ticket.reading for ticket in peer.tickets.values() if ticket.reading is not None]
-        ended = self._drain(under_way)
-        for reading in under_way:
-            reading.release()
+        connection.channel.close()
+        reads = [item.read for item in connection.sent.values() if item.read is not None]
+        ended = self._drain(reads)
+        for read in reads:
+            read.release()
         if not ended:
             self._renew()
 
     def close(self) -> None:
-        """See `Wire.close`."""
+        """See `TransportClient.close`."""
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        for peer in self._peers.values():
-            peer.line.close()
-            for ticket in peer.tickets.values():
-                if ticket.reading is not None:
-                    ticket.reading.release()
-        self._peers = {}
-        agent.close()  # ends reads that were under way
+        for connection in self._connections.values():
+            connection.channel.close()
+            for item in connection.sent.values():
+                if item.read is not None:
+                    item.read.release()
+        self._connections = {}
+        agent.close()  # ends the reads under way
         self._wakeup.close()
 
     def _wait(self, wait_s: float) -> None:
-        """Wait for sources and `wake`; where reads are under way, not for long."""
+        """Wait for sources and `wake`; only for the poll interval while reads are under way."""
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
-        for peer in self._peers.values():
-            if not peer.broken:
-                poller.register(peer.line, peer.line.events)
-        if any(ticket.reading is not None for peer in self._peers.values() for ticket in peer.tickets.values()):
-            time.sleep(min(wait_s, self._tick_s))
-            self._tick_s = min(2 * self._tick_s, LONGEST_TICK_S)
+        for connection in self._connections.values():
+            if not connection.broken:
+                poller.register(connection.channel, connection.channel.events)
+        sent = (item for connection in self._connections.values() for item in connection.sent.values())
+        if any(item.read is not None for item in sent):
+            time.sleep(min(wait_s, self._poll_interval_s))
+            self._poll_interval_s = min(2 * self._poll_interval_s, LONGEST_TICK_S)
             wait_s = 0.0
         poller.poll(wait_s * 1000)
         self._woken |= self._wakeup.clear()
 
     def _events(self) -> list[Event]:
         events: list[Event] = []
-        for source, peer in self._peers.items():
-            if peer.broken:
+        for source, connection in self._connections.items():
+            if connection.broken:
                 continue
             try:
-                events += [AnswerReceived(source, answer) for answer in self._advance(peer)]
+                events += [AnswerReceived(source, answer) for answer in self._advance(connection)]
             except (WeightsError, OSError) as error:
-                peer.broken = True
+                connection.broken = True
                 events.append(ConnectionLost(source, f"{type(error).__name__}: {error}"))
         return events
 
-    def _advance(self, peer: _Peer) -> list[SourceAnswer]:
+    def _advance(self, connection: _Connection) -> list[SourceAnswer]:
         """Return the answers that are complete. Raises WeightsError and OSError when the connection broke."""
-        if peer.fault:
-            raise WeightsError(peer.fault)
-        peer.line.flush()
-        for kind, body in peer.line.receive():
-            self._hear(peer, kind, body)
+        if connection.fault:
+            raise WeightsError(connection.fault)
+        connection.channel.flush()
+        for kind, body in connection.channel.receive():
+            self._handle(connection, kind, body)
         done: list[SourceAnswer] = []
-        for number, ticket in list(peer.tickets.items()):
-            if ticket.reading is not None and ticket.reading.done():
-                ticket.reading.release()
-                ticket.reading = None
-                self._tick_s = TICK_S
-                peer.line.send(TAKEN, NUMBER.pack(number))
-            if ticket.answer is not None and ticket.reading is None:
-                del peer.tickets[number]
-                done.append(ticket.answer)
+        for number, item in list(connection.sent.items()):
+            if item.read is not None and item.read.done():
+                item.read.release()
+                item.read = None
+                self._poll_interval_s = TICK_S
+                connection.channel.send(FETCHED, NUMBER.pack(number))
+            if item.answer is not None and item.read is None:
+                del connection.sent[number]
+                done.append(item.answer)
         return done
 
-    def _hear(self, peer: _Peer, kind: int, body: bytes) -> None:
-        """Act on a message of a source."""
+    def _handle(self, connection: _Connection, kind: int, body: bytes) -> None:
+        """Handle a message from a source."""
         if kind == ANSWER:
             answer = decode_answer(body)
-            ticket = peer.tickets.get(answer.number)
-            if ticket is None or ticket.answer is not None:
-                raise WeightsError("the source answered another question")
-            if isinstance(ticket.request, ReadBoxes) and ticket.blocks is None and not answer.reason:
-                raise WeightsError("the source did not say where its answer lies")
-            ticket.answer = answer
-        elif kind == PLACE:
-            self._fetch(peer, decode_checked(_places, body, "The source sent a malformed place"))
+            item = connection.sent.get(answer.number)
+            if item is None or item.answer is not None:
+                raise WeightsError("the source answered another request")
+            if isinstance(item.request, ReadBoxes) and item.blocks is None and not answer.reason:
+                raise WeightsError("the source did not send the location of its payload")
+            item.answer = answer
+        elif kind == LOCATION:
+            self._fetch(connection, decode_checked(_locations, body, "The source sent a malformed location"))
         else:
             raise WeightsError(f"the source sent {len(body)} bytes of kind {kind}")
 
-    def _fetch(self, peer: _Peer, place: PayloadLocation) -> None:
+    def _fetch(self, connection: _Connection, location: PayloadLocation) -> None:
         """Begin to read what the source has granted."""
         assert self._agent is not None
-        ticket = peer.tickets.get(place.number)
-        if ticket is None or not isinstance(ticket.request, ReadBoxes) or ticket.blocks is not None:
-            raise WeightsError("the source said where lies what it was not asked for")
-        buffers = ticket.landing.buffers
-        if [size for _, size in place.segments] != [buffer.nbytes for buffer in buffers]:
-            raise WeightsError("the source grants payloads of another size than their places have")
-        if place.metadata:
-            peer.metadata = place.metadata
-            peer.agent = self._agent.learn(place.metadata)
-        pairs = zip(buffers, place.segments, strict=True)
-        ticket.blocks = tuple((buffer, address) for buffer, (address, size) in pairs if size)
-        if ticket.blocks:
-            ticket.reading = self._agent.read(peer.agent, ticket.blocks)
-            self._tick_s = TICK_S
+        item = connection.sent.get(location.number)
+        if item is None or not isinstance(item.request, ReadBoxes) or item.blocks is not None:
+            raise WeightsError("the source sent the location of a payload that was not requested")
+        buffers = item.target.buffers
+        if [size for _, size in location.segments] != [buffer.nbytes for buffer in buffers]:
+            raise WeightsError("the source grants payloads of another size than was requested")
+        if location.metadata:
+            connection.metadata = location.metadata
+            connection.agent = self._agent.add_remote(location.metadata)
+        pairs = zip(buffers, location.segments, strict=True)
+        item.blocks = tuple((buffer, address) for buffer, (address, size) in pairs if size)
+        if item.blocks:
+            item.read = self._agent.read(connection.agent, item.blocks)
+            self._poll_interval_s = TICK_S
         else:
-            peer.line.send(TAKEN, NUMBER.pack(place.number))
+            connection.channel.send(FETCHED, NUMBER.pack(location.number))
 
-    def _drain(self, under_way: Sequence[NixlRead]) -> bool:
-        """Wait for reads to end, for at most `DRAIN_S`; return whether they have, all of them and well."""
+    def _drain(self, reads: Sequence[NixlRead]) -> bool:
+        """Wait for reads to end, for at most `DRAIN_S`; return whether all have ended without an error."""
         end = time.monotonic() + DRAIN_S
-        left = list(under_way)
+        left = list(reads)
         while True:
             try:
-                left = [reading for reading in left if not reading.done()]
+                left = [read for read in left if not read.done()]
             except WeightsError:
-                return False  # a part of it has failed; what the others do is not known
+                return False  # one has failed; the state of its parts is unknown
             if not left or time.monotonic() > end:
                 return not left
             time.sleep(TICK_S)
 
     def _renew(self) -> None:
-        """End the agent, so that nothing that it reads arrives any more, and begin the reads of others again."""
+        """Replace the agent, which ends all of its reads, and restart the reads from other sources."""
         assert self._agent is not None
-        again = [
-            (peer, ticket)
-            for peer in self._peers.values()
-            for ticket in peer.tickets.values()
-            if ticket.reading is not None
+        restarted = [
+            (connection, item)
+            for connection in self._connections.values()
+            for item in connection.sent.values()
+            if item.read is not None
         ]
-        for _, ticket in again:
-            assert ticket.reading is not None
-            ticket.reading.release()
-            ticket.reading = None
+        for _, item in restarted:
+            assert item.read is not None
+            item.read.release()
+            item.read = None
         self._agent.close()
         self._agent = NixlAgent(loopback=self._loopback)
-        for peer in self._peers.values():
+        for connection in self._connections.values():
             try:
-                if peer.metadata:
-                    peer.agent = self._agent.learn(peer.metadata)
-                for ticket in [ticket for other, ticket in again if other is peer]:
-                    assert ticket.blocks is not None
-                    ticket.reading = self._agent.read(peer.agent, ticket.blocks)
+                if connection.metadata:
+                    connection.agent = self._agent.add_remote(connection.metadata)
+                for item in [item for other, item in restarted if other is connection]:
+                    assert item.blocks is not None
+                    item.read = self._agent.read(connection.agent, item.blocks)
             except WeightsError as error:
-                peer.fault = str(error)
+                connection.fault = str(error)

@@ -1,4 +1,4 @@
-"""The source's end of the NIXL transport: one thread that answers readers, and lets NIXL work for them."""
+"""NIXL server: one thread that answers readers, and drives NIXL for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Array, Memory, allocate, grouped, is_direct, pack, packing_bytes
 from starling.weightsync.memory.pools import BufferPool
-from starling.weightsync.transports.deadline import LONGEST_WAIT_S
+from starling.weightsync.transports.endpoints import (
+    ACCEPT_BACKOFF_S,
+    IDLE_TIMEOUT_S,
+    LONGEST_WAIT_S,
+    MAX_CONNECTIONS,
+    is_loopback,
+)
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     MeasureDeltas,
@@ -35,24 +41,22 @@ from starling.weightsync.transports.messages import (
     with_checksum,
 )
 from starling.weightsync.transports.nixl.agent import NixlAgent
-from starling.weightsync.transports.nixl.client import ANSWER, NUMBER, PLACE, REQUEST, TAKEN, PayloadLocation
-from starling.weightsync.transports.sockets.channel import ACCEPT_BACKOFF_S, IDLE_TIMEOUT_S, MAX_CONNECTIONS
+from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATION, NUMBER, REQUEST, PayloadLocation
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
-from starling.weightsync.transports.ucx.worker import is_loopback
 
 NUM_THREADS: Final = 4
 """Most threads of a server that pack and digest."""
 PACKING_BYTES: Final = 256 << 20
-"""Most memory of a server for packed payloads; a single request may need more, and then is alone."""
+"""Largest packing buffer of a server; a single request may need a larger one, and then is alone."""
 FIRST_PACKING_BYTES: Final = 16 << 20
-"""Packing memory is not made before it is needed, and then not smaller."""
+"""Least size of the packing buffer, which is allocated when first needed."""
 MAX_WAITING: Final = 64
 """Most requests of one reader that wait or are being answered."""
-TAKE_S: Final = 60.0
-"""By then a reader has taken what it was granted, or is left: others need the packing memory."""
+FETCH_TIMEOUT_S: Final = 60.0
+"""How long a reader may take to fetch a payload before it is disconnected: others need the packing buffer."""
 POLL_S: Final = 0.001
-"""While somebody reads, NIXL is let work this often."""
+"""How often NIXL is driven while a reader fetches."""
 _NO_MEMORY: Final = allocate(0)
 
 T = TypeVar("T")
@@ -62,90 +66,90 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Reply:
-    """A `ReadBoxes` that is being answered: packed and digested in threads, told where it lies, answered, and taken."""
+    """A request that is being answered: packed and digested in threads, located, answered, and fetched."""
 
     request: ReadBoxes | MeasureDeltas
-    granted: Grant
+    grant: Grant
     snapshot: Memory
-    """All of it, as it is registered."""
-    room: Memory = field(default_factory=lambda: _NO_MEMORY)
-    prepared: Future[list[Memory]] | None = None
-    told: Future[SourceAnswer] | None = None
-    placed: bool = False
+    """All of the snapshot, as it is registered."""
+    buffer: Memory = field(default_factory=lambda: _NO_MEMORY)
+    packed: Future[list[Memory]] | None = None
+    answer: Future[SourceAnswer] | None = None
+    located: bool = False
     answered: bool = False
-    taken: bool = False
-    ends: float = math.inf
+    fetched: bool = False
+    ends_at: float = math.inf
 
     @property
     def groups(self) -> list[Sequence[Array]]:
-        """The payload by segments; none for sizes of deltas, which are all in the answer."""
-        return grouped(self.granted.payload, self.request.segments) if isinstance(self.request, ReadBoxes) else []
+        """The payload by segments; empty for a `MeasureDeltas`, whose answer has no payload."""
+        return grouped(self.grant.payload, self.request.segments) if isinstance(self.request, ReadBoxes) else []
 
     def is_registered(self, group: Sequence[Array]) -> bool:
-        """Whether a segment can be read where it lies: one box in one piece, and no delta, which lies anywhere."""
+        """Return whether a segment can be read in place: a contiguous box of the snapshot, and not a delta."""
         begin = self.snapshot.ctypes.data
         return is_direct(group) and 0 <= group[0].ctypes.data - begin < max(1, self.snapshot.nbytes)
 
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Yield the address and the bytes of each prepared segment."""
-        assert self.prepared is not None
-        for segment in self.prepared.result():
+    def locations(self) -> Iterator[tuple[int, int]]:
+        """Yield the address and size in bytes of each packed segment."""
+        assert self.packed is not None
+        for segment in self.packed.result():
             yield (segment.ctypes.data if segment.nbytes else 0), segment.nbytes
 
 
 class _Connection:
-    """One reader at the source."""
+    """One reader."""
 
     def __init__(self, server: NixlServer, connection: socket.socket) -> None:
         self._server = server
-        self.line = NonBlockingChannel(connection, REQUEST_BYTES)
+        self.channel = NonBlockingChannel(connection, REQUEST_BYTES)
         self._session = ReaderSession(server.source)
         self._waiting: deque[_Reply] = deque()
         self._replies: dict[int, _Reply] = {}
         self._generation = 0
-        self._ends = time.monotonic() + IDLE_TIMEOUT_S
+        self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
 
     @property
-    def reading(self) -> bool:
-        """Whether the reader may be reading now."""
-        return any(reply.placed and not reply.taken for reply in self._replies.values())
+    def fetching(self) -> bool:
+        """Whether the reader may be fetching a payload now."""
+        return any(reply.located and not reply.fetched for reply in self._replies.values())
 
     def advance(self) -> bool:
-        """Go as far as possible without waiting. Return whether the connection lives on."""
+        """Make all progress that is possible without waiting. Return whether the connection is still alive."""
         try:
-            self.line.flush()
-            for kind, body in self.line.receive():
-                self._take(kind, body)
+            self.channel.flush()
+            for kind, body in self.channel.receive():
+                self._handle(kind, body)
             while self._waiting and self._begin(self._waiting[0]):
                 self._waiting.popleft()
             for number in [number for number, reply in self._replies.items() if self._finish(reply)]:
                 del self._replies[number]
-            if time.monotonic() > min(self._ends, *(reply.ends for reply in self._replies.values()), math.inf):
-                raise TimeoutError("the reader has not presented its token, or not taken what it was granted")
+            if time.monotonic() > min(self._ends_at, *(reply.ends_at for reply in self._replies.values()), math.inf):
+                raise TimeoutError("the reader has not presented its token, or not fetched its payload")
         except (WeightsError, MemoryError, OSError) as error:
             log.debug("a reader left: %s", error)
             return False
         return True
 
     def close(self) -> None:
-        """Hang up, and give the lease back once no thread is at work on the snapshot."""
-        self.line.close()
+        """Close the connection, and give the lease back once no thread reads the snapshot."""
+        self.channel.close()
         for reply in self._replies.values():
-            for future in (reply.prepared, reply.told):
+            for future in (reply.packed, reply.answer):
                 if future is not None and not future.cancel():
                     future.exception()
-            self._server.give(reply.room)
+            self._server.release_buffer(reply.buffer)
         self._replies = {}
         self._session.close()
 
-    def _take(self, kind: int, body: bytes) -> None:
-        """Act on a message; who talks nonsense is left."""
-        if kind == TAKEN and len(body) == NUMBER.size:
+    def _handle(self, kind: int, body: bytes) -> None:
+        """Handle a message; the connection ends after a malformed one."""
+        if kind == FETCHED and len(body) == NUMBER.size:
             (number,) = NUMBER.unpack(body)
             reply = self._replies.get(number)
-            if reply is None or not reply.placed:
-                raise WeightsError(f"A reader has taken what it was not given, number {number}.")
-            reply.taken = True
+            if reply is None or not reply.located:
+                raise WeightsError(f"A reader confirmed request {number}, which has no payload to fetch.")
+            reply.fetched = True
         elif kind == REQUEST:
             self._grant(decode_request(body))
         else:
@@ -153,67 +157,67 @@ class _Connection:
 
     def _grant(self, request: Request) -> None:
         try:
-            granted = self._session.grant(request)
+            grant = self._session.grant(request)
         except WeightsError as error:
             self._answer(refusal(request.number, str(error)))
             if not self._session.opened:
-                self._ends = time.monotonic() + IDLE_TIMEOUT_S
+                self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
             return
-        self._ends = math.inf
+        self._ends_at = math.inf
         if not isinstance(request, ReadBoxes | MeasureDeltas):
-            self._answer(granted.answer(request.number))
+            self._answer(grant.answer(request.number))
             return
-        asked = [reply.request.number for reply in self._waiting] + list(self._replies)
-        if len(asked) >= MAX_WAITING or request.number in asked:
-            raise WeightsError(f"A reader asks for too much, or twice under number {request.number}.")
-        reply = _Reply(request, granted, self._session.memory)
-        reply.placed = reply.taken = isinstance(request, MeasureDeltas)
+        numbers = [reply.request.number for reply in self._waiting] + list(self._replies)
+        if len(numbers) >= MAX_WAITING or request.number in numbers:
+            raise WeightsError(f"A reader has too many requests, or two with number {request.number}.")
+        reply = _Reply(request, grant, self._session.memory)
+        reply.located = reply.fetched = isinstance(request, MeasureDeltas)
         self._waiting.append(reply)
 
     def _begin(self, reply: _Reply) -> bool:
-        """Set threads to work on a request if boxes and room are there; return whether it is dealt with."""
+        """Start packing if boxes and a buffer are available; return whether the request no longer waits."""
         try:
-            if not reply.granted.ready():
+            if not reply.grant.ready():
                 return False
         except WeightsError as error:
             self._answer(refusal(reply.request.number, str(error)))
             return True
         groups, is_registered = reply.groups, reply.is_registered
-        room = self._server.take(packing_bytes(groups, is_registered))
-        if room is None:
+        buffer = self._server.acquire_buffer(packing_bytes(groups, is_registered))
+        if buffer is None:
             return False
-        reply.room = room
+        reply.buffer = buffer
         self._replies[reply.request.number] = reply
-        if room.nbytes:
-            reply.prepared = self._server.work(lambda: reply.granted.pack(groups, room, is_registered))
+        if buffer.nbytes:
+            reply.packed = self._server.submit(lambda: reply.grant.pack(groups, buffer, is_registered))
         else:
-            reply.prepared = Future()
-            reply.prepared.set_result(pack(groups, room, is_registered))
+            reply.packed = Future()
+            reply.packed.set_result(pack(groups, buffer, is_registered))
         return True
 
     def _finish(self, reply: _Reply) -> bool:
-        """Tell what is ready; return whether the reply is done with."""
-        assert reply.prepared is not None
+        """Send what is ready; return whether the reply is complete."""
+        assert reply.packed is not None
         number = reply.request.number
-        if not reply.placed and reply.prepared.done():
+        if not reply.located and reply.packed.done():
             metadata = b""
             if self._generation != self._server.agent.generation:
                 self._generation, metadata = self._server.agent.generation, self._server.agent.metadata()
-            place = PayloadLocation(number=number, metadata=metadata, segments=tuple(reply.places()))
-            self.line.send(PLACE, with_checksum(msgspec.msgpack.encode(place)))
-            reply.placed, reply.ends = True, time.monotonic() + TAKE_S
-        if reply.told is None and reply.prepared.done():
-            reply.told = self._server.work(partial(reply.granted.answer, number))
-        if reply.placed and not reply.answered and reply.told is not None and reply.told.done():
-            self._answer(reply.told.result())
+            location = PayloadLocation(number=number, metadata=metadata, segments=tuple(reply.locations()))
+            self.channel.send(LOCATION, with_checksum(msgspec.msgpack.encode(location)))
+            reply.located, reply.ends_at = True, time.monotonic() + FETCH_TIMEOUT_S
+        if reply.answer is None and reply.packed.done():
+            reply.answer = self._server.submit(partial(reply.grant.answer, number))
+        if reply.located and not reply.answered and reply.answer is not None and reply.answer.done():
+            self._answer(reply.answer.result())
             reply.answered = True
-        if not reply.answered or not reply.taken:
+        if not reply.answered or not reply.fetched:
             return False
-        self._server.give(reply.room)
+        self._server.release_buffer(reply.buffer)
         return True
 
     def _answer(self, answer: SourceAnswer) -> None:
-        self.line.send(ANSWER, encode_message(answer))
+        self.channel.send(ANSWER, encode_message(answer))
 
 
 class NixlServer:
@@ -224,31 +228,31 @@ class NixlServer:
         self.agent = NixlAgent(loopback=is_loopback(host))
         self.agent.register(source.arena.slots)
         self.failure = ""
-        """Why serving has ended, if it did by itself."""
+        """Why serving ended by itself; empty while it runs."""
         try:
             self._listener = socket.create_server((host, 0))
         except OSError as error:
             self.agent.close()
-            raise WeightsError(f"Nobody can be served at {host}: {error.strerror or error}.") from error
+            raise WeightsError(f"Cannot listen on {host}: {error.strerror or error}.") from error
         self._listener.setblocking(False)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        """Where readers connect."""
+        """Address that readers connect to."""
         self._stop = threading.Event()
         self._wakeup = Wakeup()
         self._connections: list[_Connection] = []
         self._accept_at = float("-inf")
-        """When there may be room for another reader."""
+        """Monotonic time from which connections are accepted again."""
         self._packing = BufferPool(0)
         self._packing_region: Any = None
         self._num_packed = 0
         threads = min(NUM_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weightsync-pack")
-        self._pool.submit(source.arena.collapse, self._stop.is_set)  # the first pulls do without
+        self._pool.submit(source.arena.collapse, self._stop.is_set)  # the first pulls run before it is done
         self._thread = threading.Thread(target=self._run, name="weightsync-serve", daemon=True)
         self._thread.start()
 
     def close(self, deadline_s: float) -> None:
-        """Hang up on every reader, end the threads and free the port.
+        """Close every connection, end the threads and free the port.
 
         Raises:
             WeightsError: the thread did not end within `deadline_s`.
@@ -261,34 +265,34 @@ class NixlServer:
         self._wakeup.close()
 
     def wake(self) -> None:
-        """Let the serving thread look whether what it was asked for has arrived."""
+        """See `TransportServer.wake`."""
         self._wakeup.set()
 
-    def work(self, job: Callable[[], T]) -> Future[T]:
-        """Run a job in a thread; its end wakes the serving thread."""
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Run a job in the pool; its completion wakes the serving thread."""
         future = self._pool.submit(job)
         future.add_done_callback(lambda _: self.wake())
         return future
 
-    def take(self, size_bytes: int) -> Memory | None:
-        """Return packing memory, or None when there is no room for it now."""
+    def acquire_buffer(self, size_bytes: int) -> Memory | None:
+        """Return packing memory, or None when none is free now."""
         if not size_bytes:
             return _NO_MEMORY
         if size_bytes > self._packing.size_bytes and not self._num_packed:
             region, self._packing_region = self._packing_region, None
             self.agent.deregister(region)
-            self._packing = BufferPool(0)  # the old memory goes before the new comes, if it comes
+            self._packing = BufferPool(0)  # free the old buffer before the new one is allocated, which may fail
             packing = BufferPool(max(FIRST_PACKING_BYTES, size_bytes, min(PACKING_BYTES, 8 * size_bytes)))
             self._packing_region = self.agent.register([packing.memory])
             self._packing = packing
-        room = self._packing.take(size_bytes)
-        self._num_packed += room is not None
-        return room
+        buffer = self._packing.acquire(size_bytes)
+        self._num_packed += buffer is not None
+        return buffer
 
-    def give(self, room: Memory) -> None:
-        """Take packing memory back."""
-        if room.nbytes:
-            self._packing.give(room)
+    def release_buffer(self, buffer: Memory) -> None:
+        """Give packing memory back."""
+        if buffer.nbytes:
+            self._packing.release(buffer)
             self._num_packed -= 1
 
     def _run(self) -> None:
@@ -314,8 +318,8 @@ class NixlServer:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # the reader was gone before it was accepted
-            except OSError as error:  # those who are here are served on
+                continue  # closed by the reader before it was accepted
+            except OSError as error:  # existing connections are served on
                 log.warning("a reader cannot be served now: %s", error)
                 self._accept_at = time.monotonic() + ACCEPT_BACKOFF_S
                 return
@@ -331,14 +335,14 @@ class NixlServer:
         self._connections = living
 
     def _wait(self) -> None:
-        """Wait for readers and threads, and let NIXL work: for those who read, and to see who is gone."""
+        """Wait for readers and threads, and drive NIXL: it serves fetches, and notices lost peers."""
         poller = select.poll()
         if time.monotonic() >= self._accept_at:
             poller.register(self._listener, select.POLLIN)
         poller.register(self._wakeup, select.POLLIN)
         for connection in self._connections:
-            poller.register(connection.line, connection.line.events)
-        reading = any(connection.reading for connection in self._connections)
-        poller.poll((POLL_S if reading else LONGEST_WAIT_S) * 1000)
+            poller.register(connection.channel, connection.channel.events)
+        fetching = any(connection.fetching for connection in self._connections)
+        poller.poll((POLL_S if fetching else LONGEST_WAIT_S) * 1000)
         self._wakeup.clear()
         self.agent.progress()

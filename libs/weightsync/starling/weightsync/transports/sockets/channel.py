@@ -1,4 +1,4 @@
-"""A socket that carries messages, each after its length, and payloads as they are. Every wait on it can be ended."""
+"""Blocking socket channel: length-prefixed messages and raw payloads. Every wait on it can be interrupted."""
 
 from __future__ import annotations
 
@@ -13,31 +13,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from starling.common.errors import WeightsError
-from starling.weightsync.transports.deadline import LONGEST_WAIT_S
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S
 from starling.weightsync.transports.messages import LENGTH, Message, with_length
 
-IDLE_TIMEOUT_S: Final = 10.0
-"""How long a connection may last that has presented no token, and how long a peer may take none of what is sent."""
-MAX_CONNECTIONS: Final = 1024
-ACCEPT_BACKOFF_S: Final = 1.0
-"""Where a process has no room for another connection, no descriptor for example, it accepts none for so long."""
 _BUFFER_BYTES: Final = 4 << 20
 
 
 class ChannelStopped(Exception):
-    """The thread that waits is to end."""
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Read ``host:port``.
-
-    Raises:
-        WeightsError: it is not of that form.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise WeightsError(f"{address!r} is not an address of the form host:port.")
-    return host, int(port)
+    """The channel's `stop` event was set: the thread that uses it must end."""
 
 
 def framed(message: Message) -> memoryview:
@@ -46,7 +29,7 @@ def framed(message: Message) -> memoryview:
 
 
 def connect(address: tuple[str, int], stop: threading.Event) -> Channel:
-    """Connect without a long wait. Raises Stopped, OSError."""
+    """Connect; `stop` interrupts it. Raises ChannelStopped, OSError."""
     family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     connection = socket.socket(family, kind, protocol)
     try:
@@ -61,13 +44,13 @@ def connect(address: tuple[str, int], stop: threading.Event) -> Channel:
         if error:
             raise OSError(error, os.strerror(error))
         return Channel(connection, stop)
-    except BaseException:  # raised again, without leaving the socket behind
+    except BaseException:  # whatever it is: close the socket, and re-raise
         connection.close()
         raise
 
 
 class Channel:
-    """One end of a connection. One thread may send while another receives; `stop` ends what either waits for."""
+    """One end of a connection. One thread may send while another receives; `stop` interrupts both."""
 
     def __init__(self, connection: socket.socket, stop: threading.Event) -> None:
         self._connection = connection
@@ -79,12 +62,16 @@ class Channel:
 
     @property
     def host(self) -> str:
-        """The address of this machine that the peer is connected to."""
+        """Local address of the connection."""
         return str(self._connection.getsockname()[0])
 
     def send(self, blocks: Sequence[memoryview]) -> None:
-        """Send blocks one after the other. Raises Stopped, and TimeoutError when nothing is taken for
-        `IDLE_TIMEOUT_S`."""
+        """Send blocks in order.
+
+        Raises:
+            ChannelStopped: `stop` was set.
+            TimeoutError: the peer accepted nothing for `IDLE_TIMEOUT_S`.
+        """
         left = deque(block for block in blocks if block.nbytes)
         end = time.monotonic() + IDLE_TIMEOUT_S
         while left:
@@ -103,7 +90,7 @@ class Channel:
                 left[0] = left[0][num:]
 
     def receive(self, memory: memoryview, end: float | None = None) -> None:
-        """Fill `memory`. Raises Stopped, ConnectionError at the end of the stream, TimeoutError after `end`."""
+        """Fill `memory`. Raises ChannelStopped, ConnectionError at the end of the stream, TimeoutError after `end`."""
         while memory.nbytes:
             if self.stop.is_set():
                 raise ChannelStopped
@@ -118,7 +105,7 @@ class Channel:
             memory = memory[num:]
 
     def receive_message(self, longest: int, end: float | None = None) -> bytearray:
-        """Receive what a peer sent after its length.
+        """Receive a length-prefixed message.
 
         Raises:
             WeightsError: it is longer than `longest` bytes.
@@ -127,16 +114,16 @@ class Channel:
         self.receive(memoryview(head), end)
         (length,) = LENGTH.unpack(head)
         if length > longest:
-            raise WeightsError(f"A peer announced a message of {length} bytes; at most {longest} are taken.")
+            raise WeightsError(f"A peer announced a message of {length} bytes; at most {longest} are allowed.")
         body = bytearray(length)
         self.receive(memoryview(body), end)
         return body
 
     def hang_up(self) -> None:
-        """End the conversation, also for a thread that waits in it. Any thread may do it."""
+        """Shut the connection down, which ends the waits of other threads on it. Thread-safe."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free the socket. No thread may be using it any more."""
+        """Free the socket. No thread may use it afterwards."""
         self._connection.close()

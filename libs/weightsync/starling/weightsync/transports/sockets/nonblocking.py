@@ -1,4 +1,4 @@
-"""Messages over a socket, of which neither end ever waits: for transports whose one thread has other work as well."""
+"""Non-blocking socket channel, for transports whose single thread has other work too."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import time
 from typing import Final
 
 from starling.common.errors import WeightsError
-from starling.weightsync.transports.sockets.channel import IDLE_TIMEOUT_S
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S
 
 _HEAD: Final = struct.Struct("<IB")
-"""Length of the body, and what kind of message it is."""
-_TAKE_BYTES: Final = 64 << 10
+"""Length of the body, and the kind of message."""
+_RECEIVE_BYTES: Final = 64 << 10
 
 
 class NonBlockingChannel:
     """One connected or connecting socket. Used by one thread; poll `fileno` for `events`.
 
     Args:
-        connection: becomes the line's own.
-        longest: the longest body that is taken, in bytes.
+        connection: the socket, which the channel then owns.
+        longest: the longest body accepted, in bytes.
     """
 
     def __init__(self, connection: socket.socket, longest: int) -> None:
@@ -30,14 +30,14 @@ class NonBlockingChannel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._longest = connection, longest
         self._incoming, self._outgoing = bytearray(), bytearray()
-        self._moved = time.monotonic()
+        self._last_sent_at = time.monotonic()
 
     @classmethod
     def dial(cls, address: tuple[str, int], longest: int) -> NonBlockingChannel:
-        """Begin to connect; what is sent meanwhile follows.
+        """Begin to connect; messages sent meanwhile are queued.
 
         Raises:
-            WeightsError: there is no such address.
+            WeightsError: the address cannot be resolved.
         """
         try:
             family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
@@ -45,73 +45,73 @@ class NonBlockingChannel:
         except OSError as error:
             raise WeightsError(f"No connection to {address[0]}:{address[1]}: {error.strerror or error}.") from error
         connection.setblocking(False)
-        connection.connect_ex(resolved)  # how it ends is told by the first `flush` or `receive` after that
+        connection.connect_ex(resolved)  # a failure is raised by the first `flush` or `receive` after it
         return cls(connection, longest)
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """The poll events to wait for."""
         return select.POLLIN | (select.POLLOUT if self._outgoing else 0)
 
     def fileno(self) -> int:
-        """The descriptor to be polled; -1 when closed."""
+        """The descriptor to poll; -1 when closed."""
         return self._socket.fileno()
 
     def send(self, kind: int, body: bytes) -> None:
         """Send a message, now or in a later `flush`. Raises OSError as that does."""
         if not self._outgoing:
-            self._moved = time.monotonic()
+            self._last_sent_at = time.monotonic()
         self._outgoing += _HEAD.pack(len(body), kind) + body
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes.
+        """Send as much as the socket accepts.
 
         Raises:
-            OSError: the connection is broken, or the peer has taken nothing for `IDLE_TIMEOUT_S`.
+            OSError: the connection is broken, or the peer accepted nothing for `IDLE_TIMEOUT_S`.
         """
         while self._outgoing:
             try:
                 num = self._socket.send(self._outgoing)
             except BlockingIOError:
-                if time.monotonic() - self._moved > IDLE_TIMEOUT_S:
-                    raise TimeoutError(f"the peer has taken nothing for {IDLE_TIMEOUT_S:g} s") from None
+                if time.monotonic() - self._last_sent_at > IDLE_TIMEOUT_S:
+                    raise TimeoutError(f"the peer has accepted nothing for {IDLE_TIMEOUT_S:g} s") from None
                 return
             del self._outgoing[:num]
-            self._moved = time.monotonic()
+            self._last_sent_at = time.monotonic()
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return the kind and body of each message that is there.
+        """Return the kind and body of each message that has arrived.
 
         Raises:
             OSError: the connection is broken, or the peer has closed it and everything was returned before.
             WeightsError: a message is too long.
         """
-        found: list[tuple[int, bytes]] = []
+        messages: list[tuple[int, bytes]] = []
         while True:
             try:
-                data = self._socket.recv(_TAKE_BYTES)
+                data = self._socket.recv(_RECEIVE_BYTES)
             except BlockingIOError:
-                return found
-            if not data and not found:
+                return messages
+            if not data and not messages:
                 raise ConnectionError("the peer closed the connection")
             self._incoming += data
             while len(self._incoming) >= _HEAD.size:
                 length, kind = _HEAD.unpack_from(self._incoming)
                 if length > self._longest:
                     raise WeightsError(
-                        f"A peer announced a message of {length} bytes; at most {self._longest} are taken."
+                        f"A peer announced a message of {length} bytes; at most {self._longest} are allowed."
                     )
                 end = _HEAD.size + length
                 if len(self._incoming) < end:
                     break
-                found.append((kind, bytes(self._incoming[_HEAD.size : end])))
+                messages.append((kind, bytes(self._incoming[_HEAD.size : end])))
                 del self._incoming[:end]
-            if len(data) < _TAKE_BYTES:
-                return found
+            if len(data) < _RECEIVE_BYTES:
+                return messages
 
     def close(self) -> None:
-        """Hang up, whatever is under way; may be called twice."""
+        """Close the connection, whatever is under way; may be called twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,1 +1,1 @@
-"""Ucx."""
+"""The UCX transport: between processes and machines, over whatever UCX finds."""

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.plan.offer import Offer
     from starling.weightsync.plan.planner import Plan
-    from starling.weightsync.puller.fetch import PullProgress
-    from starling.weightsync.puller.puller import PullReport
+    from starling.weightsync.puller.report import PullProgress, PullReport
 
 
 def transformers_engine(spec: EngineSpec) -> TransformersEngine:

@@ -26,8 +26,7 @@ from starling.rollout.engine.vllm.pull_progress import await_workers
 from starling.weightsync.plan.layout import Layout, encode
 from starling.weightsync.plan.offer import Offer, joined_root
 from starling.weightsync.plan.planner import Plan
-from starling.weightsync.puller.fetch import PullProgress
-from starling.weightsync.puller.puller import PullReport
+from starling.weightsync.puller.report import PullProgress, PullReport
 
 ADOPT_TIMEOUT_S: Final = 600.0
 """How long workers may take to switch to a version."""

@@ -15,8 +15,7 @@ from typing import Final
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.puller.fetch import PullProgress
-from starling.weightsync.puller.puller import PullReport
+from starling.weightsync.puller.report import PullProgress, PullReport
 
 CANCEL_CHECK_S: Final = 0.25
 """Interval at which `cancelled` is polled."""
@@ -140,7 +139,7 @@ def join_reports(reports: Sequence[PullReport]) -> PullReport:
         num_retries=sum(report.num_retries for report in reports),
         num_deltas=sum(report.num_deltas for report in reports),
         size_bytes=sum(report.size_bytes for report in reports),
-        scratch_bytes=sum(report.scratch_bytes for report in reports),
+        buffer_bytes=sum(report.buffer_bytes for report in reports),
         bytes_by_source=sent,
         seconds=slowest.seconds,
         prepare_s=slowest.prepare_s,

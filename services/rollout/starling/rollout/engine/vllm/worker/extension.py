@@ -29,8 +29,8 @@ from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.plan.layout import Layout, decode_layout, encode
 from starling.weightsync.plan.offer import Offer, decode_offer
 from starling.weightsync.plan.planner import Plan, decode_plan
-from starling.weightsync.puller.fetch import PullProgress
 from starling.weightsync.puller.puller import Puller
+from starling.weightsync.puller.report import PullProgress
 from starling.weightsync.tensors.modules import layout_of
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class WorkerWeights:
     def _pack(self, packer: Packer, version: int) -> str:
         """Switch to a staged version of quantised weights, layer by layer; return the digest of this worker."""
         assert self._offer is not None
-        root = self._puller.switch_in_turns(packer.layers_to_fill(), self._offer)
+        root = self._puller.switch_in_parts(packer.layers_to_fill(), self._offer)
         if self._puller.version != version:
             raise WeightsError(f"Version {self._puller.version} was staged, not {version}.")
         self._apply()

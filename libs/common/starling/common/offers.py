@@ -1,7 +1,7 @@
-"""Offers that follow their snapshots: a version is digested while its replica works on, and offered at once.
+"""Answers to `PublishWeights`: the offer of a version, sent as soon as the digests of its snapshot are computed.
 
-Whoever publishes - the policy what it made, a rollout what it uses - answers `PublishWeights` this way, and answers it
-again with the same offer for as long as that is the newest one.
+Shared by the services that publish weights: the policy offers its own versions, a rollout the version that it uses. A
+`PublishWeights` for the newest version is answered again with the same offer.
 """
 
 from __future__ import annotations
@@ -9,52 +9,64 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from starling.common.errors import StarlingError
 from starling.common.wire import messages as wire
 
-if TYPE_CHECKING:  # it imports torch, which services do only once their settings are known to be right
-    from starling.weightsync.publisher.publisher import PublishedSnapshot
-
 OFFER_TIMEOUT_S: Final = 600.0
-"""By then the digests of a version are there, or something is wrong."""
+"""Longest wait for the digests of a version."""
 
 AnswerLease = Callable[[str, wire.Up, tuple[bytes, ...]], None]
 
 
-def _nobody() -> None:
-    """Nobody wants to know."""
+class PublishedVersion(Protocol):
+    """A version whose digests are being computed, as a weight publisher returns it."""
+
+    version: int
+    stall_s: float
+    """Seconds that its snapshot took."""
+
+    def encoded_offer(self, timeout_s: float) -> bytes:
+        """Return the offer, waiting for the digests.
+
+        Raises:
+            StarlingError: there will be none, or not within `timeout_s`.
+        """
+
+
+def _ignore() -> None:
+    return
 
 
 class OfferSender:
-    """Answers each `PublishWeights` from a thread of its own, so that nobody waits for digests but who wants the offer.
+    """Answers each `PublishWeights` in a thread of its own, so that the caller never waits for digests.
 
     Args:
-        answer: takes a lease, its result and the buffers; called in the thread.
-        broken: takes the future of an offer that ended in no answer, but in an exception that is nobody's failure.
-        changed: told when `offered` and `waits` are others than before; called in the thread.
+        answer: called in the thread with a lease, its result and the buffers.
+        broken: called with the future of an offer that raised an unexpected exception.
+        changed: called in the thread when `offered` and `waits` have changed.
     """
 
     def __init__(
-        self, answer: AnswerLease, broken: Callable[[Future[None]], None], changed: Callable[[], None] = _nobody
+        self, answer: AnswerLease, broken: Callable[[Future[None]], None], changed: Callable[[], None] = _ignore
     ) -> None:
         self._answer, self._broken, self._changed = answer, broken, changed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offer")
-        self._newest: PublishedSnapshot | None = None
-        self._pending: dict[str, tuple[int, float]] = {}  # lease -> version and since when
+        self._newest: PublishedVersion | None = None
+        self._pending: dict[str, tuple[int, float]] = {}  # lease -> version and start time
         self.offered = -1
         """The newest version that was offered; -1 for none."""
 
-    def send(self, lease: str, publication: PublishedSnapshot) -> None:
+    def send(self, lease: str, publication: PublishedVersion) -> None:
         """Answer `lease` with the offer of `publication`, or with its failure, as soon as either is known."""
         self._newest = publication
         begin = time.monotonic()
         self._pending[lease] = publication.version, begin
         self._thread.submit(self._send, lease, publication, begin).add_done_callback(self._done)
 
-    def again(self, lease: str, version: int) -> bool:
-        """Answer `lease` as the newest publication was, if that was of `version`. Returns whether it was."""
+    def resend(self, lease: str, version: int) -> bool:
+        """Answer `lease` with the newest offer, if that is of `version`. Return whether it is."""
         if self._newest is None or self._newest.version != version:
             return False
         self.send(lease, self._newest)
@@ -73,14 +85,12 @@ class OfferSender:
         )
 
     def close(self) -> None:
-        """Wait for what is under way. The publisher must be closed before, which ends every wait for digests."""
+        """Wait for outstanding offers. Close the publisher before, which ends every wait for digests."""
         self._thread.shutdown()
 
-    def _send(self, lease: str, publication: PublishedSnapshot, begin: float) -> None:
-        from starling.weightsync.plan.layout import encode
-
+    def _send(self, lease: str, publication: PublishedVersion, begin: float) -> None:
         try:
-            offer = publication.offer(max(0.0, begin + OFFER_TIMEOUT_S - time.monotonic()))
+            offer = publication.encoded_offer(max(0.0, begin + OFFER_TIMEOUT_S - time.monotonic()))
         except StarlingError as error:
             self._answer(lease, lease_failure(lease, error), ())
             return
@@ -93,7 +103,7 @@ class OfferSender:
             publish_s=publication.stall_s,
             offer_s=time.monotonic() - begin,
         )
-        self._answer(lease, published, (encode(offer),))
+        self._answer(lease, published, (offer,))
 
     def _done(self, future: Future[None]) -> None:
         if future.exception() is not None:
@@ -102,6 +112,6 @@ class OfferSender:
 
 
 def lease_failure(lease: str, error: StarlingError, version: int = -1) -> wire.LeaseFailed:
-    """Return the answer to a command that cannot be done by who holds `version`, whoever tries it again."""
+    """Return the answer to a command that fails on every retry, from a replica that holds `version`."""
     infra_lost = wire.Status.INFRA_LOST
     return wire.LeaseFailed(lease=lease, status=infra_lost, reason=str(error), fatal=True, version=version)

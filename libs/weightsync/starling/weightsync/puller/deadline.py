@@ -1,24 +1,21 @@
-"""How long a piece of work may still take, and whether it is wanted at all."""
+"""The deadline of a pull, and its cancellation."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
 
 from starling.common.errors import WeightsError
-
-LONGEST_WAIT_S: Final = 0.05
-"""Longest uninterrupted wait, so that a cancellation is noticed."""
+from starling.weightsync.transports.endpoints import LONGEST_WAIT_S
 
 
 def never() -> bool:
-    """Nobody cancels."""
+    """Return False: the default for pulls that cannot be cancelled."""
     return False
 
 
 class Deadline:
-    """A moment by which work must be done, and a question that may end it earlier."""
+    """A point in time by which work must be done, and a callback that may cancel it earlier."""
 
     def __init__(self, seconds: float, cancelled: Callable[[], bool] = never) -> None:
         self._seconds = seconds
@@ -26,10 +23,10 @@ class Deadline:
         self._cancelled = cancelled
 
     def check(self, doing: str) -> float:
-        """Return how long to wait at most before the next check, in seconds.
+        """Return the longest wait before the next check, in seconds.
 
         Raises:
-            WeightsError: the time is over, or the work was cancelled; `doing` says what was under way.
+            WeightsError: the deadline has passed, or the work was cancelled; `doing` names the work.
         """
         if self._cancelled():
             raise WeightsError(f"Cancelled while {doing}.")

@@ -1,0 +1,37 @@
+"""Addresses, and the limits of connections that all transports share."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Final
+
+from starling.common.errors import WeightsError
+
+LONGEST_WAIT_S: Final = 0.05
+"""Longest uninterrupted wait, so that a cancellation is noticed."""
+IDLE_TIMEOUT_S: Final = 10.0
+"""How long a connection may last without a valid token, and how long a peer may accept none of what is sent."""
+MAX_CONNECTIONS: Final = 1024
+"""Most readers of one server."""
+ACCEPT_BACKOFF_S: Final = 1.0
+"""Pause after a connection could not be accepted, for example because the process has no descriptors left."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Parse ``host:port``.
+
+    Raises:
+        WeightsError: it is not of that form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise WeightsError(f"{address!r} is not an address of the form host:port.")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,154 @@
+"""Socket client: two threads per connection, so that requests are sent ahead of the answers.
+
+Only after an `OpenSnapshot` nothing is sent until it is answered: a carrier may need the channel for itself then.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.offer import RankOffer
+from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, EventQueue, ReadTarget
+from starling.weightsync.transports.endpoints import LONGEST_WAIT_S, split_address
+from starling.weightsync.transports.messages import ANSWER_BYTES, OpenSnapshot, ReadBoxes, Request, decode_answer
+from starling.weightsync.transports.sockets.carrier import MakeCarrier, PayloadCarrier
+from starling.weightsync.transports.sockets.channel import Channel, ChannelStopped, connect, framed
+
+
+class _Connection:
+    """One channel to a source, with the threads that send and receive on it."""
+
+    def __init__(self, name: str, address: tuple[str, int], make_carrier: MakeCarrier, events: EventQueue) -> None:
+        self._name, self._address, self._make_carrier, self._events = name, address, make_carrier, events
+        self._stop = threading.Event()
+        self._connected = threading.Event()
+        self._open_answered = threading.Event()
+        """Set while no `OpenSnapshot` waits for its answer."""
+        self._expected: queue.SimpleQueue[tuple[Request, ReadTarget]] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._ends: tuple[Channel, PayloadCarrier] | None = None
+        self._lock = threading.Lock()
+        self._loss_reported = threading.Lock()  # acquired by the thread that reports the loss
+        self._threads = [
+            threading.Thread(target=self._guard, args=(run,), name="weightsync-pull", daemon=True)
+            for run in (self._receive, self._send)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, request: Request, target: ReadTarget) -> None:
+        self._expected.put((request, target))
+        self._outgoing.put(request)
+
+    def drop(self) -> None:
+        self._stop.set()
+        self._outgoing.put(None)
+        with self._lock:
+            if self._ends is not None:
+                channel, carrier = self._ends
+                channel.hang_up()
+                carrier.close()
+        for thread in self._threads:
+            thread.join()  # every wait in them is short
+        if self._ends is not None:
+            self._ends[0].close()
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except ChannelStopped:
+            pass
+        except (OSError, WeightsError) as error:
+            self._connected.set()
+            if not self._stop.is_set() and self._loss_reported.acquire(blocking=False):
+                self._events.put(ConnectionLost(self._name, f"{error.__class__.__name__}: {error}"), self._stop)
+
+    def _send(self) -> None:
+        channel = connect(self._address, self._stop)
+        with self._lock:
+            self._ends = channel, self._make_carrier(channel)
+        self._connected.set()
+        while not self._stop.is_set():
+            request = self._outgoing.get()
+            if request is None:
+                continue
+            if isinstance(request, OpenSnapshot):
+                self._open_answered.clear()
+            channel.send([framed(request)])
+            while isinstance(request, OpenSnapshot) and not self._open_answered.wait(LONGEST_WAIT_S):
+                if self._stop.is_set():
+                    return
+
+    def _receive(self) -> None:
+        while not self._connected.wait(LONGEST_WAIT_S):
+            if self._stop.is_set():
+                return
+        if self._ends is None:
+            return
+        channel, carrier = self._ends
+        while not self._stop.is_set():
+            try:
+                request, target = self._expected.get(timeout=LONGEST_WAIT_S)
+            except queue.Empty:
+                continue
+            answer = decode_answer(channel.receive_message(ANSWER_BYTES))
+            if answer.number != request.number:
+                raise WeightsError("the source answered another request")
+            if isinstance(request, ReadBoxes) and not answer.reason:
+                carrier.receive(target.buffers)
+            if isinstance(request, OpenSnapshot):
+                if not answer.reason:
+                    carrier.opened()
+                self._open_answered.set()
+            self._events.put(AnswerReceived(self._name, answer), self._stop)
+
+
+class SocketClient:
+    """A `TransportClient` with a socket to each source.
+
+    Args:
+        lane: name of the network path, for reports.
+        make_carrier: makes the payload carrier of a new connection.
+    """
+
+    scatters = False
+
+    def __init__(self, lane: str, make_carrier: MakeCarrier) -> None:
+        self._lane, self._make_carrier = lane, make_carrier
+        self._connections: dict[str, _Connection] = {}
+        self._events = EventQueue()
+
+    def connect(self, source: str, offer: RankOffer) -> None:
+        """See `TransportClient.connect`."""
+        address = split_address(offer.address)
+        self._connections[source] = _Connection(source, address, self._make_carrier, self._events)
+
+    def ask(self, source: str, request: Request, target: ReadTarget) -> None:
+        """See `TransportClient.ask`."""
+        self._connections[source].ask(request, target)
+
+    def poll(self, wait_s: float) -> list[Event]:
+        """See `TransportClient.poll`."""
+        return self._events.poll(wait_s)
+
+    def wake(self) -> None:
+        """See `TransportClient.wake`."""
+        self._events.wake()
+
+    def lanes(self, source: str) -> tuple[str, ...]:
+        """See `TransportClient.lanes`."""
+        return (self._lane,)
+
+    def drop(self, source: str) -> None:
+        """See `TransportClient.drop`."""
+        connection = self._connections.pop(source, None)
+        if connection is not None:
+            connection.drop()
+
+    def close(self) -> None:
+        """See `TransportClient.close`."""
+        for source in list(self._connections):
+            self.drop(source)
