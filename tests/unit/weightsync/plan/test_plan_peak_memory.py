@@ -13,7 +13,6 @@ from puller_models import Model
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Array, grouped, packed_arrays, packing_bytes, part_of
 from starling.weightsync.memory.digests import digest_of_array, digest_of_copy
-from starling.weightsync.memory.pools import GrowingBufferPool
 from starling.weightsync.plan.buckets import is_contiguous, row_major
 from starling.weightsync.plan.estimate import MAX_PACKING_BYTES, destination_peak, publisher_peak
 from starling.weightsync.plan.layout import ITEM_BYTES, Layout, ShardPiece, pieces_of
@@ -157,25 +156,6 @@ def test_contiguous_is_what_numpy_calls_so(
     part = whole[tuple(slice(*cut) for cut in cuts[: len(shape)])]
     part = part.transpose([dim for dim in order if dim < len(shape)])
     assert is_contiguous(part.shape, [stride // 2 for stride in part.strides]) == part.flags.c_contiguous
-
-
-@given(st.lists(st.one_of(st.integers(1, 5000), st.none()), max_size=60))
-def test_rooms_are_never_more_than_were_taken_at_once(steps: list[int | None]) -> None:
-    rooms = GrowingBufferPool(12_000)
-    held: list[tuple[int, np.ndarray]] = []
-    most = largest = 0
-    for size in steps:
-        if size is None:
-            if held:
-                rooms.release(held.pop(0)[1])
-        elif (block := rooms.acquire(size)) is not None:
-            assert block.nbytes >= size
-            held.append((size, block))
-        elif held:
-            rooms.release(held.pop()[1])
-        most, largest = max(most, len(held)), max(largest, size or 0)
-        there = rooms.free_bytes + sum(block.nbytes for _, block in held)
-        assert there <= min(most * largest, 12_000)
 
 
 @given(

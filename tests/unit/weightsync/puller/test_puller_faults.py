@@ -7,7 +7,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -18,7 +17,6 @@ from transport_peers import served_transports
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import SnapshotsBusyError
-from starling.weightsync.memory.pools import BufferPool, GrowingBufferPool
 from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.offer import Offer, Transport
 from starling.weightsync.plan.planner import Plan, make_plan
@@ -334,28 +332,6 @@ def test_a_publication_waits_for_training_only_as_long_as_its_copy() -> None:
         publisher.snapshot(6, local(layout, 0, model.full(0)))
 
 
-def test_scratch_is_never_more_than_there_is() -> None:
-    draw = random.Random(0)
-    scratch = BufferPool(4096)
-    held: list[np.ndarray] = []
-    for _ in range(2000):
-        size = draw.randint(0, 1500)
-        block = scratch.acquire(size)
-        if block is None:
-            scratch.release(held.pop(draw.randrange(len(held))))
-            continue
-        assert block.nbytes >= size
-        block[:] = len(held)
-        held.append(block)
-        spans = sorted((b.ctypes.data, b.nbytes) for b in held if b.nbytes)
-        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
-        assert sum(n for _, n in spans) <= scratch.size_bytes == 4096
-    for block in held:
-        scratch.release(block)
-    assert scratch.acquire(4096) is not None
-    assert scratch.acquire(1) is None
-
-
 def _end_in_the_midst_of_a_pull() -> None:
     world = World("tcp")
     world.pull(world.publish(0))
@@ -372,38 +348,3 @@ def test_a_process_that_ends_in_the_midst_of_a_pull_does_end() -> None:
     has_ended = process.exitcode is not None
     process.kill()
     assert has_ended
-
-
-TOO_MUCH = 1 << 60
-
-
-def test_scratch_that_is_not_to_be_had_is_not_taken() -> None:
-    scratch = BufferPool(TOO_MUCH)
-    for _ in range(2):
-        with pytest.raises(WeightsError, match=f"No {TOO_MUCH} bytes of memory"):
-            scratch.acquire(TOO_MUCH)
-
-
-def test_room_that_is_not_to_be_had_is_not_taken() -> None:
-    rooms = GrowingBufferPool(1000)
-    with pytest.raises(WeightsError, match=f"No {TOO_MUCH} bytes of memory"):
-        rooms.acquire(TOO_MUCH)
-    assert rooms.acquire(1000) is not None
-
-
-def test_rooms_are_used_again_and_limited() -> None:
-    rooms = GrowingBufferPool(1000)
-    first = rooms.acquire(600)
-    assert first is not None
-    assert rooms.acquire(600) is None
-    second = rooms.acquire(400)
-    assert second is not None
-    rooms.release(first)
-    again = rooms.acquire(500)
-    assert again is first
-    rooms.release(first)
-    rooms.release(second)
-    large = rooms.acquire(5000)
-    assert large is not None
-    assert large.nbytes == 5000
-    assert rooms.acquire(1) is None

@@ -1,4 +1,4 @@
-"""Snapshots in huge pages: the same bytes at the same place, and nothing left of the mapping afterwards."""
+"""Huge pages: the content stays in place, and no mapping is left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mappings() -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 4096, HUGE_BYTES, CHUNK_BYTES + HUGE_BYTES + 4097])
-def test_memory_keeps_its_bytes_and_goes_with_its_last_view(size: int) -> None:
+def test_collapse_keeps_the_content_and_the_last_view_unmaps(size: int) -> None:
     descriptor = os.memfd_create(NAME)
     os.posix_fallocate(descriptor, 0, size)
     memory = map_shared(descriptor, size, writable=True)
@@ -38,21 +38,21 @@ def test_memory_keeps_its_bytes_and_goes_with_its_last_view(size: int) -> None:
     assert not mappings()
 
 
-def test_it_ends_when_it_is_stopped() -> None:
+def test_collapse_ends_when_stopped() -> None:
     descriptor = os.memfd_create(NAME)
     os.posix_fallocate(descriptor, 0, 2 * CHUNK_BYTES)
-    asked: list[bool] = []
+    answers: list[bool] = []
 
     def stopped() -> bool:
-        asked.append(len(asked) > 0)
-        return asked[-1]
+        answers.append(len(answers) > 0)
+        return answers[-1]
 
     memory = map_shared(descriptor, 2 * CHUNK_BYTES, writable=True)
     os.close(descriptor)
     assert collapse(memory, stopped) in (0, CHUNK_BYTES)
 
 
-def test_no_room_is_an_error() -> None:
+def test_map_shared_without_memory_raises() -> None:
     descriptor = os.memfd_create(NAME)
     try:
         with pytest.raises(OSError, match="memory"):

@@ -1,0 +1,17 @@
+"""The root of a version: several ranks attest it only together."""
+
+from __future__ import annotations
+
+from starling.weightsync.plan.offer import RankOffer, attested_root, joined_root, make_offer
+
+RANK = RankOffer(rank=0, transport="local", address="/", token="t", snapshot=1, holds="h", root="0" * 32)
+
+
+def test_version_is_attested_by_all_ranks_together() -> None:
+    offer = make_offer(3, [RANK])
+    sent, other = "1" * 32, "2" * 32
+    good, wrong = attested_root(offer, sent, sent), attested_root(offer, sent, other)
+    assert good == offer.root
+    assert joined_root(offer, [good]) == joined_root(offer, [good, good]) == offer.root
+    for roots in ([wrong], [good, wrong], [wrong, good], [wrong, wrong]):  # copies that are wrong in the same way
+        assert joined_root(offer, roots) != offer.root
