@@ -60,10 +60,10 @@ def test_without_nixl_the_remedy_is_named() -> None:
         "import sys; sys.modules['nixl'] = None\n"
         "from starling.common.errors import WeightsError\n"
         "from starling.weightsync.transports.registry import serve\n"
-        "from starling.weightsync.transports.source import Source\n"
+        "from starling.weightsync.transports.source import SnapshotSource\n"
         "from starling.weightsync.memory.arena import Arena\n"
         "arena = Arena(())\n"
-        "try: serve(Source(arena, ()), 'nixl', '127.0.0.1')\n"
+        "try: serve(SnapshotSource(arena, ()), 'nixl', '127.0.0.1')\n"
         "except WeightsError as error: print(error)\n"
         "arena.close()"
     )
@@ -83,8 +83,8 @@ def test_another_version_is_refused(version: str) -> None:
 def test_logging_stays_as_the_process_has_it() -> None:
     done = run_python(
         "import logging\n"
-        "from starling.weightsync.transports.nixl.agent import Agent\n"
-        "agent = Agent(loopback=True)\n"
+        "from starling.weightsync.transports.nixl.agent import NixlAgent\n"
+        "agent = NixlAgent(loopback=True)\n"
         "print(logging.raiseExceptions, logging.getLogger('nixl').handlers)\n"
         "agent.close()"
     )
