@@ -91,7 +91,7 @@ def measured(source: str, destination: str, *, relays: bool) -> dict[str, Any]:
 
 def predict() -> dict[str, Any]:
     """Return the predicted seconds by destination, for FP8 from 256 ranks."""
-    from starling.cli.plan.command import forecast_sync
+    from starling.cli.plan.forecast import forecast_sync
     from starling.weightsync.layouts.presets import PRESETS
 
     found: dict[str, Any] = {}

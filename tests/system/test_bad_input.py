@@ -18,7 +18,7 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "a missing second recipe": ([*RUN, "--config", "x.toml"], ("the configuration file x.toml does not exist",)),
     "no recipe": (["run"], ("the recipe comes first: write `starling run RECIPE.toml`",)),
     "a flag before the recipe": (["run", "--run.seed", "3", "tiny.toml"], ("the recipe comes first",)),
-    "an unknown command": (["rum", "tiny.toml"], ("unknown command 'rum'; known: run, ",)),
+    "an unknown command": (["rum", "tiny.toml"], ("unknown command 'rum'; did you mean 'run'?",)),
     "a misspelt flag": ([*RUN, "--rl.num-stps", "3"], ("unknown setting rl.num_stps = 3; did you mean rl.num_steps?",)),
     "a misspelt section": ([*RUN, "--sampler.top-k", "3"], ("unknown section sampler; did you mean sampling?",)),
     "no section": ([*RUN, "--group-size", "3"], ("unknown setting group_size = 3; did you mean rl.group_size?",)),

@@ -81,8 +81,14 @@ def test_services_started_by_hand_train_and_refuse_unknown_keys(tmp_path: Path) 
     assert (folder / "run/checkpoints/step-11/model.safetensors").exists()
 
 
-def test_help_shows_every_setting() -> None:
-    schemas = {"run": Recipe, "rollout": RolloutProcess, "policy": PolicyProcess, "reward": RewardProcess}
+def test_every_setting_is_shown() -> None:
+    """`starling settings` shows all of them, and the help of a service its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "starling.cli.main", "settings"], capture_output=True, text=True, timeout=60, check=True
+    )
+    for setting in iter_settings(Recipe):
+        assert f"{setting.key}  {setting.type}  " in done.stdout, f"starling settings does not show {setting.key}"
+    schemas = {"rollout": RolloutProcess, "policy": PolicyProcess, "reward": RewardProcess}
     with ThreadPoolExecutor(2) as threads:
         texts = dict(zip(schemas, threads.map(help_of, schemas), strict=True))
     for command, schema in schemas.items():

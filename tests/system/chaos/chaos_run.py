@@ -17,7 +17,7 @@ from starling.algo.staleness import num_slots
 from starling.cli.recipe.schema import Recipe, load_recipe
 from starling.cli.run.attempt import Attempt
 
-RECIPE = Path(starling.cli.__path__[0]) / "smoke.toml"
+RECIPE = Path(starling.cli.__path__[0]) / "run" / "smoke.toml"
 ENDLESS = 100_000
 LEASE_S = 2.0
 DISK_MB = 256

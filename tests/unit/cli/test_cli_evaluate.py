@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from starling.cli.evaluate import commands as answering
+from starling.cli.app import make_app
+from starling.cli.command_line import CommandLine, parse
+from starling.cli.evaluate.command import is_of_model
+from starling.cli.evaluate.recipes import evaluation_recipe, inference_recipe, serving_recipe
 from starling.cli.evaluate.results import summary
 from starling.cli.evaluate.tasks import TaskOptions, find_tasks, scorers_of
-from starling.cli.main import generate_only, is_answering, main, replay_from
+from starling.cli.main import main
 from starling.cli.recipe.arithmetic import describe_arithmetic
 from starling.cli.recipe.schema import Recipe, load_recipe
-from starling.cli.run import gpus as instances
-from starling.cli.run.gpus import devices_of, num_instances
+from starling.cli.run.command import generate_settings, replay_settings
+from starling.cli.run.gpus import devices_of, num_instances, visible_gpus
 from starling.cli.run.screen import PlainScreen
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt, Status, TrajectoryMeta
@@ -55,9 +58,16 @@ def indexes(folder: str, num: int) -> None:
 
 
 def recipe_of(command: str, *argv: str) -> tuple[Recipe, str]:
-    parser = answering.evaluate_parser() if command == "evaluate" else answering.infer_parser()
-    known, flags = parser.parse_known_args(["--model", "model", *argv])
-    return answering.recipe_of(command, known, flags)
+    """Return the recipe that a command line stands for, and the number of instances in words."""
+    _, bound = parse(make_app(), [command, "--model", "model", *argv])
+    bound.apply_defaults()
+    given = bound.arguments
+    model, settings = given["model"], given["line"].settings
+    if command == "serve":
+        return serving_recipe(model, settings)
+    if command == "infer":
+        return inference_recipe(model, given["answers"], given["prompts"], given["prompt_column"], settings)
+    return evaluation_recipe(model, given["answers"], given["tasks"], given["scorer"], settings)
 
 
 # --- instances -----------------------------------------------------------------------------------------------------
@@ -92,7 +102,7 @@ def test_numbers_that_make_no_instances(num_gpus: int, tp_size: int, present: in
 
 def test_each_instance_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6,7,2")
-    assert instances.visible_gpus() == ["4", "5", "6", "7", "2"]
+    assert visible_gpus() == ["4", "5", "6", "7", "2"]
     assert devices_of("rollout-0", 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
     assert devices_of("rollout-1", 2) == {"CUDA_VISIBLE_DEVICES": "6,7"}
     assert devices_of("rollout-1", 0) == {}
@@ -169,8 +179,7 @@ def test_a_file_of_prompts_says_what_they_are(place: Path) -> None:
 
 
 def test_what_serves_has_no_prompts_and_goes_on_until_it_is_stopped(place: Path) -> None:
-    known, flags = answering.serve_parser().parse_known_args(["--model", "model", "--num-gpus", "2"])
-    recipe, _ = answering.recipe_of("serve", known, flags)
+    recipe, _ = recipe_of("serve", "--num-gpus", "2")
     assert recipe.replicas == {"rollout": 2, "reward": 0, "teacher": 0}
     assert (recipe.rollout.api.enabled, recipe.rollout.load_weights) == (True, True)
     plan = load_data(recipe).plan
@@ -223,7 +232,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "an output that is there": ((*INFER, "texts.jsonl", "--out", "sums.jsonl"), "sums.jsonl exists; give another"),
     "a folder that is there": ((*EVALUATE, "words.toml", "--out", "model"), "model exists; give another --out"),
     "an output nowhere": ((*INFER, "texts.jsonl", "--out", "a/b.jsonl"), "the folder of a/b.jsonl does not exist"),
-    "no number": ((*INFER, "texts.jsonl", "--num-gpus", "two"), "invalid int value: 'two'; see starling infer --help"),
+    "no number": (
+        (*INFER, "texts.jsonl", "--num-gpus", "two"),
+        'invalid value for --num-gpus: unable to convert "two" into int; see starling infer --help',
+    ),
     "a run to take up, and settings": (("evaluate", "--resume", "model", "--limit", "3"), "FOLDER without --limit"),
     "nothing to take up": (("infer", "--resume", "model"), "there is no run in model"),
     "a misspelt setting": ((*INFER, "texts.jsonl", "--rollout.max-row", "3"), "did you mean rollout.max_rows?"),
@@ -261,28 +273,35 @@ def test_a_mistake_is_one_sentence_and_begins_nothing(
 # --- which command is meant ----------------------------------------------------------------------------------------
 
 
-def test_evaluating_a_model_and_a_run_are_told_apart() -> None:
-    assert is_answering(["--model", "m", "--tasks", "t"])
-    assert is_answering(["--resume=out"])
-    assert not is_answering(["runs/quickstart", "--num-completions", "2"])
-    assert not is_answering([])
+def test_evaluate_of_a_model_and_of_a_run_are_distinguished() -> None:
+    def given(*argv: str) -> CommandLine:
+        line = parse(make_app(), ["evaluate", *argv])[1].arguments["line"]
+        assert isinstance(line, CommandLine)
+        return line
+
+    assert is_of_model(given("--model", "m", "--tasks", "t"))
+    assert is_of_model(given("--resume=out"))
+    assert not is_of_model(given("runs/quickstart", "--num-completions", "2"))
+    assert not is_of_model(given())
 
 
 def test_rollout_only_is_a_run_of_its_own_kind() -> None:
-    argv = generate_only(["--only", "rl.toml", "--rl.num-steps", "2"])
-    assert argv[:2] == ["rl.toml", "--run.kind=generate"]
-    assert argv[-2:] == ["--rl.num-steps", "2"]
+    _, bound = parse(make_app(), ["rollout-only", "--only", "rl.toml", "--rl.num-steps", "2"])
+    assert bound.arguments["recipe"] == Path("rl.toml")
+    settings = generate_settings(bound.arguments["line"].settings)
+    assert settings[0] == "--run.kind=generate"
+    assert settings[-1] == "--rl.num-steps=2"
 
 
-def test_a_replay_makes_no_more_steps_than_there_are_groups_for(place: Path) -> None:
+def test_replay_trains_no_more_steps_than_there_are_groups_for(place: Path) -> None:
     Path("kept").mkdir()
     indexes("kept", 7)
     Path("rl.toml").write_text(
         "[model]\npath = 'model'\n[data]\nsource = 'sums.jsonl'\n[rl]\nprompts_per_step = 3\n"
         "[[reward.scorers]]\nname = 'gsm8k'\n"
     )
-    argv = replay_from(["--replay", "kept", "rl.toml", "--rl.num-steps", "5"])
-    assert load_recipe([Path(argv[0])], argv[1:]).rl.num_steps == 2
+    settings = replay_settings(Path("kept"), Path("rl.toml"), ("--rl.num-steps=5",))
+    assert load_recipe([Path("rl.toml")], settings).rl.num_steps == 2
 
 
 def test_the_arithmetic_of_runs_that_train_nothing(place: Path) -> None:

@@ -89,7 +89,7 @@ def test_command_line_makes_lists_and_revokes_keys(tmp_path: Path, capsys: pytes
 
 
 BAD = [
-    (["make", "{}"], "the following arguments are required: names; see starling keys make --help"),
+    (["make", "{}"], "NAME is missing; see starling keys make --help"),
     (
         ["make", "{}", "trainer-0"],
         "'trainer-0' is not a valid name for a key; write ROLE-NUMBER, ROLE being policy, rollout, re",
@@ -102,8 +102,8 @@ BAD = [
     (["revoke", "{}", "policy-7"], "allows no key of policy-7; it allows policy-0"),
     (["revoke", "{}/none", "policy-0"], "none does not exist; give the folder of a run's keys"),
     (["list", "{}/none"], "none/allowed.json cannot be read (No such file or directory)"),
-    (["list"], "the following arguments are required: folder"),
-    ([], "the following arguments are required: make | list | revoke"),
+    (["list"], "FOLDER is missing; see starling keys list --help"),
+    ([], "FOLDER is missing; see starling keys --help"),
 ]
 
 

@@ -1,10 +1,38 @@
-"""The services by name, each with the module that runs it. None of them need be installed to say so."""
+"""The services and the simulator as commands: each runs in this process, without the import of any other.
+
+This package needs none of them to be installed to know their names.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import runpy
+import sys
+from collections.abc import Sequence
 from typing import Final
+
+from starling.common.errors import ConfigError
 
 SERVICES: Final = {
     **{role: f"starling.{role}.shell.main" for role in ("controller", "policy", "rollout", "reward")},
-    "teacher": "starling.rollout.shell.teacher",  # it shares the rollout's distribution, and what it needs
+    "teacher": "starling.rollout.shell.teacher",  # it shares the rollout's distribution, and its dependencies
 }
+MODULES: Final = {**SERVICES, "sim": "starling.sim.cli"}
+"""Commands that parse their own command line, by the module that runs them."""
+
+
+def run_module(command: str, argv: Sequence[str]) -> int:
+    """Run a service, or the simulator, in this process. Returns its exit code.
+
+    Raises:
+        ConfigError: its distribution is not installed.
+    """
+    part = MODULES[command].split(".")[1]
+    if importlib.util.find_spec(f"starling.{part}") is None:
+        raise ConfigError(f"starling {command} is not installed here; install the distribution starling-{part}")
+    sys.argv = [f"starling {command}", *argv]
+    try:
+        runpy.run_module(MODULES[command], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0

@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -268,7 +268,7 @@ def flags_tree(schema: type[BaseModel], flags: Sequence[str]) -> Tree:
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif _is_boolean(schema, keys):
+            elif is_boolean(schema, keys):
                 value = "true"
             else:
                 raise ConfigError(f"--{name} needs a value")
@@ -286,22 +286,32 @@ def environment_variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def iter_settings(
-    schema: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
-) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (key, type, default, help) of every setting below `schema`, for ``--help``.
+class Setting(NamedTuple):
+    """One setting, as help and documentation show it."""
 
-    The key of a setting of a list's members is ``list[].setting``. `defaults` holds the section's own defaults, where
-    they differ from those of its class.
+    key: str
+    """``section.setting``; that of a member of a list is ``section.list[].setting``."""
+    type: str
+    default: str
+    """As Python writes it, or `required`."""
+    text: str
+
+
+def iter_settings(schema: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None) -> Iterator[Setting]:
+    """Yield every setting below `schema`.
+
+    `defaults` holds the section's own defaults, where they differ from those of its class.
     """
     for name, field in schema.model_fields.items():
         key, nested, item = f"{prefix}{name}", section_of(field), item_of(field)
-        given = field.is_required() and defaults is None
-        default = None if given else getattr(defaults, name, field.get_default(call_default_factory=True))
+        required = field.is_required() and defaults is None
+        default = None if required else getattr(defaults, name, field.get_default(call_default_factory=True))
         if nested is not None:
             yield from iter_settings(nested, f"{key}.", default if isinstance(default, BaseModel) else None)
             continue
-        yield key, _type_name(field.annotation), "required" if given else repr(default), field.description or ""
+        shown = str(default) if isinstance(default, Path) else default
+        text = "required" if required else repr(shown)
+        yield Setting(key, type_name(field.annotation), text, field.description or "")
         if item is not None:
             yield from iter_settings(item, f"{key}[].")
 
@@ -324,9 +334,9 @@ def item_of(field: FieldInfo) -> type[BaseModel] | None:
     return item if isinstance(item, type) and issubclass(item, BaseModel) else None
 
 
-def nearest(word: str, words: Sequence[str]) -> str | None:
-    """Return the word of `words` most like `word`, if any is like it at all."""
-    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.5)), None)
+def nearest(word: str, words: Sequence[str], cutoff: float = 0.5) -> str | None:
+    """Return the most similar of `words`, if the similarity of any is at least `cutoff` (0 to 1)."""
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=cutoff)), None)
 
 
 def _unknown_key(schema: type[BaseModel], tree: Tree, path: tuple[str, ...]) -> str | None:
@@ -364,7 +374,8 @@ def nearest_anywhere(key: str, schema: type[BaseModel]) -> str | None:
     return known[like] if like else None
 
 
-def _is_boolean(schema: type[BaseModel], keys: Sequence[str]) -> bool:
+def is_boolean(schema: type[BaseModel], keys: Sequence[str]) -> bool:
+    """Return whether the setting below `schema` that `keys` name is true or false."""
     field = None
     current: type[BaseModel] | None = schema
     for key in keys:
@@ -403,7 +414,15 @@ def _put(tree: Tree, keys: Sequence[str], value: Any, origin: str) -> None:
     tree[keys[-1]] = value
 
 
-def _type_name(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
+    """Return a type as help shows it: ``int``, ``float | None``, ``'cpu' | 'cuda'``."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
-        return annotation.__name__
+        return "str" if annotation is Path else annotation.__name__
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(repr, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join("None" if one is type(None) else type_name(one) for one in arguments)
+    if origin in (tuple, list) and (len(arguments) == 1 or arguments[-1] is ...):
+        return f"list of {type_name(arguments[0])}"
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", str(annotation))

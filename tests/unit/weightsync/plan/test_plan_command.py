@@ -104,8 +104,8 @@ def test_files_and_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["fsdp4", "tp2"], "say the model too"),
-        (["fsdp4", "tp2", "--model", "gpt-9"], "'gpt-9' is no file, and no known model"),
+        (["fsdp4", "tp2"], "needs the model too: --model NAME"),
+        (["fsdp4", "tp2", "--model", "gpt-9"], "'gpt-9' is neither a file nor a known model; known: deepseek-v3"),
         (["fsdp4", "xy2", "--model", "qwen3-0.6b"], "'xy2' in 'xy2' is no parallelism"),
         (["tp1 x2", "tp2", "--model", "qwen3-0.6b"], "the source 'tp1 x2' is 2 replicas"),
         (

@@ -1,55 +1,68 @@
-"""`starling keys`: who may speak in a run."""
+"""`starling keys`: the CURVE keys of a run, and the role that each of them may play."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated
 
-from starling.common.errors import ConfigError
-from starling.common.net.keyring import list_keys, make_keys, revoke_keys
+from cyclopts import App, Parameter
 
-ACTIONS = ("make", "list", "revoke")
+from starling.cli.command_line import define
+
+USAGE = """[make] FOLDER NAME ... [--replace]
+       starling keys list FOLDER
+       starling keys revoke FOLDER NAME ..."""
+NOTES = """Examples:
+  starling keys make run/keys policy-0 rollout-0 reward-0 operator-0
+  starling keys revoke run/keys rollout-0"""
+Folder = Annotated[Path, Parameter(help="The folder of the run's keys.")]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Make, list or revoke keys. Raises ConfigError."""
-    given = list(argv)
-    if given and given[0] not in (*ACTIONS, "-h", "--help"):
-        given.insert(0, "make")  # `starling keys FOLDER NAME ...`
-    known = _parser().parse_args(given)
-    folder: Path = known.folder
-    if known.action == "make":
-        make_keys(folder, known.names, replace=known.replace)
-        print(f"made {_counted(known.names)} in {folder}; it allows {len(list_keys(folder))} now")
-    elif known.action == "revoke":
-        revoke_keys(folder, known.names)
-        print(f"revoked {_counted(known.names)}; a running controller drops them within a second")
-    else:
-        for entry in list_keys(folder):
-            print(f"{entry.name:<16} {entry.role:<9} {entry.public} {entry.path or 'its key file is elsewhere'}")
+def make(
+    folder: Folder,
+    name: Annotated[str, Parameter(help="For example policy-0, rollout-0, reward-0 or operator-0.")],
+    /,
+    *names: str,
+    replace: Annotated[bool, Parameter(help="Give a name that has a key a new one.")] = False,
+) -> int:
+    """Make a key for each name; a folder that has keys already gets more."""
+    from starling.common.net.keyring import list_keys, make_keys
+
+    make_keys(folder, [name, *names], replace=replace)
+    print(f"made {_counted([name, *names])} in {folder}; it allows {len(list_keys(folder))} now")
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+def show(folder: Folder, /) -> int:
+    """List the names and roles whose keys are allowed."""
+    from starling.common.net.keyring import list_keys
+
+    for entry in list_keys(folder):
+        print(f"{entry.name:<16} {entry.role:<9} {entry.public} {entry.path or 'its key file is elsewhere'}")
+    return 0
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="starling keys", allow_abbrev=False)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="make | list | revoke")
-    make = actions.add_parser("make", help="make a key for each name; a folder that has keys already gets more")
-    make.add_argument("--replace", action="store_true", help="give a name that has a key a new one")
-    show = actions.add_parser("list", help="show whose keys are allowed")
-    revoke = actions.add_parser("revoke", help="allow the keys of these names no longer; also in a running job")
-    for action in (make, show, revoke):
-        action.add_argument("folder", type=Path, help="the folder of the run's keys")
-    for action in (make, revoke):
-        action.add_argument("names", nargs="+", help="for example policy-0 rollout-0 reward-0 operator-0")
-    return parser
+def revoke(
+    folder: Folder, name: Annotated[str, Parameter(help="A name that `starling keys list` shows.")], /, *names: str
+) -> int:
+    """Allow the keys of these names no longer; also while the run is under way."""
+    from starling.common.net.keyring import revoke_keys
+
+    revoke_keys(folder, [name, *names])
+    print(f"revoked {_counted([name, *names])}; a running controller drops them within a second")
+    return 0
 
 
 def _counted(names: Sequence[str]) -> str:
     return f"the key of {names[0]}" if len(names) == 1 else f"{len(names)} keys"
+
+
+command: App = define(
+    "keys",
+    make,
+    USAGE,
+    NOTES,
+)  # `starling keys FOLDER NAME ...` makes keys
+for _name, _action in (("make", make), ("list", show), ("revoke", revoke)):
+    command.command(_action, name=_name)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,18 +26,14 @@ LOG_BYTES: Final = 1 << 20
 REPORT: Final = "crash-report.zip"
 
 
-def record(argv: Sequence[str]) -> int:
-    """`starling record`."""
-    parser = argparse.ArgumentParser(
-        prog="starling record",
-        description="Collect the recordings of a run's controller, its settings and the end of its log into one file.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("folder", type=Path, help="runs/<name>/attempt-<n>, or runs/<name> for its newest attempt")
-    parser.add_argument("--out", type=Path, help=f"the file to write; default: {REPORT} in that folder")
-    known = parser.parse_args(list(argv))
-    folder = _folder(known.folder)
-    out = known.out or folder / REPORT
+def record_run(path: Path, out: Path | None) -> None:
+    """Write the recordings of a run's controller, its settings and the end of its log into one file.
+
+    Raises:
+        ConfigError: there is no recording, or the file cannot be written.
+    """
+    folder = _folder(path)
+    out = out or folder / REPORT
     recordings = _recordings(folder)
     partial = out.with_name(f".{out.name}.partial")
     try:
@@ -59,30 +53,18 @@ def record(argv: Sequence[str]) -> int:
         f"wrote {out} ({out.stat().st_size / 1e3:,.0f} kB): incarnations {numbers} of the controller, with the prompts "
         f"and completions of the run; look into it with: starling replay {out}"
     )
-    return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    """`starling replay`."""
-    parser = argparse.ArgumentParser(
-        prog="starling replay",
-        description="Make the state of a recorded controller again, and print it.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "source", type=Path, help="an events-<n>.rec, a file that `starling record` wrote, or the folder of a run"
-    )
-    parser.add_argument("--incarnation", type=int, metavar="N", help="which start of the controller; default: the last")
-    parser.add_argument("--until", type=_count, metavar="N", help="stop after N events; default: all of them")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    known = parser.parse_args(list(argv))
-    replayed = replay(_find(known.source, known.incarnation), known.until)
+def print_replay(source: Path, incarnation: int | None, until: int | None, as_json: bool) -> None:
+    """Print the state of a recorded controller after `until` events. Raises ConfigError when there is no recording."""
+    if until is not None and until < 0:
+        raise ConfigError(f"--until {until} is not a number of events; give one from 0 on")
+    replayed = replay(_find(source, incarnation), until)
     view = state_view(replayed)
-    if known.json:
+    if as_json:
         print(msgspec.json.encode(view).decode())
     else:
         _show(view, Console())
-    return 0
 
 
 def state_view(replayed: ReplayedController) -> dict[str, Any]:
@@ -220,9 +202,3 @@ def _tail(path: Path) -> bytes:
         file.seek(max(0, size - LOG_BYTES))
         tail = file.read()
     return tail if size <= LOG_BYTES else tail.partition(b"\n")[2]
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text} is no number of events; give one from 0 on")
-    return int(text)

@@ -1,9 +1,7 @@
-"""`starling sync-report`: where the time of weight synchronisation went in a run, and what to do about it."""
+"""Where the time of weight synchronisation went in a run, the bottleneck and its remedy."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,27 +13,21 @@ from starling.common.errors import ConfigError
 from starling.weightsync.plan.timeline import PART_MEANINGS, PART_REMEDIES, TimeSplit, publication_timelines, time_split
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the split of the rounds of one attempt."""
-    parser = argparse.ArgumentParser(prog="starling sync-report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("folder", type=Path, help="runs/<name>/attempt-<n>, or runs/<name> for its newest attempt")
-    parser.add_argument("--last", type=int, default=0, metavar="N", help="only the newest N rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    known = parser.parse_args(list(argv))
-    attempt = Attempt.find(known.folder)
-    split = time_split(publication_timelines(read_metrics(attempt.metrics, "published", "adopted"))[-known.last :])
+def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
+    """Print where the time of the newest publications of one attempt went. Raises ConfigError when it has none."""
+    attempt = Attempt.find(folder)
+    split = time_split(publication_timelines(read_metrics(attempt.metrics, "published", "adopted"))[-last:])
     if split is None:
         raise ConfigError(f"no replica has adopted a version in {attempt.folder}; give a run that has made a step")
-    if known.json:
+    if as_json:
         print(msgspec.json.encode(split).decode())
     else:
         _show(split, attempt, Console())
-    return 0
 
 
 def _show(split: TimeSplit, attempt: Attempt, console: Console) -> None:
     table = Table(title=f"{split.num_adoptions} adoptions of {split.num_rounds} versions; means", title_justify="left")
-    for heading in ("part", "ms", "share", "what it is"):
+    for heading in ("part", "ms", "share", "meaning"):
         table.add_column(heading, justify="right" if heading in ("ms", "share") else "left")
     for name, seconds in split.parts.items():
         share = seconds / split.total_s if split.total_s else 0.0
@@ -43,12 +35,14 @@ def _show(split: TimeSplit, attempt: Attempt, console: Console) -> None:
     table.add_row(
         "wall clock", f"{split.total_s * 1e3:.2f}", "", "from the publication to the adoption", end_section=True
     )
-    table.add_row("publish", f"{split.publish_s * 1e3:.2f}", "", "training waited for so long, once a version")
-    table.add_row("offer", f"{split.offer_s * 1e3:.2f}", "", "digests of the snapshot; training may go on")
+    table.add_row("publish", f"{split.publish_s * 1e3:.2f}", "", "training waited, once a version")
+    table.add_row("offer", f"{split.offer_s * 1e3:.2f}", "", "digests of the snapshot, while training continues")
     console.print(table)
     lanes = f" over {', '.join(split.lanes)}" if split.lanes else ""
     console.print(f"{split.rate_bytes_per_s / 1e9:.2f} GB/s while reading{lanes}; {split.num_unproven} not proven")
     if split.sent_share < 1:
-        console.print(f"{split.sent_share:.1%} of the weights travelled: the rest had not changed")
+        console.print(f"{split.sent_share:.1%} of the weights were sent: the rest had not changed")
     console.print(f"bottleneck: {split.bottleneck} - {PART_REMEDIES[split.bottleneck]}")
-    console.print(f"each round as a picture: open {attempt.folder / 'weightsync'}/version-*.json in ui.perfetto.dev")
+    console.print(
+        f"timeline of each publication: open {attempt.folder / 'weightsync'}/version-*.json in ui.perfetto.dev"
+    )

@@ -1,8 +1,7 @@
-"""`starling smoke`: the real processes, a tiny model, one rollout killed on the way, and the promises checked."""
+"""`starling smoke`: real processes, a tiny model, one rollout killed during the run, and the invariants checked."""
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ WINDOW_SHARE = 0.25
 
 
 class SmokeFailedError(StarlingError):
-    """A promise was broken."""
+    """An invariant was violated."""
 
 
 class SmokeSupervisor(Supervisor):
@@ -35,7 +34,7 @@ class SmokeSupervisor(Supervisor):
         self.killed: str | None = None
 
     def on_poll(self) -> None:
-        """Look how far the run has come."""
+        """Kill the rollout once enough steps are done."""
         if self.killed is not None:
             return
         steps = read_metrics(self.attempt.metrics, "step")
@@ -43,24 +42,20 @@ class SmokeSupervisor(Supervisor):
             self.killed = self.kill_one("rollout")
 
 
-def run_smoke(argv: Sequence[str]) -> int:
-    """Run and check. Raises SmokeFailedError that names the broken promise."""
-    parser = argparse.ArgumentParser(prog="starling smoke", description=__doc__, allow_abbrev=False)
-    _, flags = parser.parse_known_args(list(argv))
-    recipe = load_recipe([RECIPE], flags)
+def run_smoke(settings: Sequence[str]) -> None:
+    """Run and check. Raises SmokeFailedError that names the violated invariant."""
+    recipe = load_recipe([RECIPE], settings)
     attempt = Attempt.create(recipe)
     begin = time.monotonic()
     supervisor = SmokeSupervisor(recipe, attempt)
     supervisor.run()
-    promises = check(recipe, read_metrics(attempt.metrics), supervisor.killed)
-    for promise in promises:
-        print(f"ok: {promise}")
+    for invariant in check(recipe, read_metrics(attempt.metrics), supervisor.killed):
+        print(f"ok: {invariant}")
     print(f"smoke passed in {time.monotonic() - begin:.0f} s; its files: {attempt.folder}")
-    return 0
 
 
 def check(recipe: Recipe, lines: Sequence[dict[str, Any]], killed: str | None) -> list[str]:
-    """Return what holds, one sentence each. Raises SmokeFailedError for the first promise that does not."""
+    """Return what holds, one sentence each. Raises SmokeFailedError for the first invariant that does not."""
     checks: list[Callable[[], str]] = [
         lambda: _killed(lines, killed),
         lambda: _reward_rose(lines),
@@ -68,7 +63,7 @@ def check(recipe: Recipe, lines: Sequence[dict[str, Any]], killed: str | None) -
         lambda: _all_attested(recipe, lines),
         lambda: _trained_once(recipe, lines),
     ]
-    return [promise() for promise in checks]
+    return [invariant() for invariant in checks]
 
 
 def _of(lines: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -77,9 +72,9 @@ def _of(lines: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def _killed(lines: Sequence[dict[str, Any]], killed: str | None) -> str:
     if killed is None or not any(line["replica"] == killed for line in _of(lines, "left")):
-        raise SmokeFailedError("no rollout was killed in mid-run, so its recovery was not tried")
+        raise SmokeFailedError("no rollout was killed during the run, so its recovery was not tested")
     left = next(line for line in _of(lines, "left") if line["replica"] == killed)
-    return f"{killed} was killed in mid-run; {left['num_leases']} groups that it had were given to others"
+    return f"{killed} was killed during the run; its {left['num_leases']} groups were given to others"
 
 
 def _reward_rose(lines: Sequence[dict[str, Any]]) -> str:

@@ -1,0 +1,98 @@
+"""The commands of `starling` in their groups. Each is imported when it is called, so that help stays fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Final
+
+from cyclopts import App, Group, Parameter
+
+from starling.cli.services import run_module
+
+SUMMARY: Final = "Reinforcement learning for large models: rollouts, rewards, training, and weights on the way."
+NOTES: Final = """`starling COMMAND --help` describes one command, `starling settings WORD ...` searches all settings.
+
+Examples:
+  starling smoke
+  starling run recipes/quickstart.toml --rl.num-steps 50
+  starling why runs/quickstart"""
+GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
+    "Run": (
+        ("run", "run.command:command", "Train: start and supervise every process of a run on this machine."),
+        ("smoke", "run.command:smoke_command", "Prove in under a minute that everything works here."),
+        ("settings", "settings.command:command", "Search all settings, or write them as a recipe."),
+        ("scratch", "model.command:scratch_command", "Make the folder of a recipe's [model.scratch]."),
+        ("export", "model.command:export_command", "Write the model of a saved state in Hugging Face form."),
+    ),
+    "Evaluate": (
+        ("evaluate", "evaluate.command:evaluate_command", "Evaluate a model on tasks, or the newest version of a run."),
+        ("infer", "evaluate.command:infer_command", "Answer the prompts of a file with a model."),
+        ("serve", "evaluate.command:serve_command", "Answer requests of OpenAI clients with a model."),
+    ),
+    "Operate": (
+        ("status", "operate.command:status_command", "Show what a run is doing: its phase, replicas and groups."),
+        ("why", "operate.command:why_command", "Explain what a run is waiting for, since when, and the deadline."),
+        ("set", "operate.command:set_command", "Change a setting of a run, from its next step on."),
+        ("stop", "operate.command:stop_command", "Stop a run in order: finish the step, write a checkpoint."),
+        ("keys", "operate.keys:command", "Make, list or revoke the CURVE keys of a run."),
+    ),
+    "Inspect": (
+        ("plan", "plan.command:command", "Estimate a weight synchronisation: bytes, time and memory, without a GPU."),
+        ("sync-report", "report.command:sync_report_command", "Show where the time of weight synchronisation went."),
+        ("record", "report.command:record_command", "Collect a controller's recording into a crash report."),
+        ("replay", "report.command:replay_command", "Rebuild a controller's state from its recording, and print it."),
+    ),
+    "Services": (
+        ("controller", "", "Run the controller by itself."),
+        ("policy", "", "Run a policy by itself; with --replay FOLDER RECIPE: train on trajectories."),
+        ("rollout", "", "Run a rollout by itself; with --only RECIPE: generate without a policy."),
+        ("reward", "", "Run a reward service by itself."),
+        ("teacher", "", "Run a teacher by itself."),
+        ("sim", "", "Simulate runs under faults, or what a change of a run would bring."),
+    ),
+    "Shell": (("completion", "completion:command", "Print or install the completion of bash, zsh or fish."),),
+}
+"""Name, import path below `starling.cli` (none for services, which parse their own arguments) and one sentence each."""
+HIDDEN: Final = (
+    ("rollout-only", "run.command:rollout_only_command"),
+    ("policy-replay", "run.command:policy_replay_command"),
+)
+"""`starling rollout --only` and `starling policy --replay`."""
+
+
+def make_app() -> App:
+    """Return the command `starling`; no command is imported yet."""
+    app = App(
+        name="starling",
+        help=SUMMARY,
+        help_epilogue=NOTES,
+        help_format="plaintext",
+        version_flags=[],
+        usage="Usage: starling COMMAND ...",
+        default_parameter=Parameter(negative=(), show_default=_shown_default),
+    )
+    app["--help"].show = False
+    for number, (title, commands) in enumerate(GROUPS.items()):
+        group = Group(title, sort_key=number)
+        for order, (name, target, text) in enumerate(commands):
+            if target:
+                app.command(f"starling.cli.{target}", name=name, help=text, group=group, sort_key=order)
+            else:
+                app.command(_service(name), name=name, help=text, group=group, sort_key=order, help_flags=[])
+    for name, target in HIDDEN:
+        app.command(f"starling.cli.{target}", name=name, show=False)
+    return app
+
+
+def _shown_default(value: object) -> str | None:
+    absent = isinstance(value, bool) or value is None or value in ("", (), "{}")
+    return None if absent else str(value)
+
+
+def _service(name: str) -> Callable[..., int]:
+    """Return the command of a service, for help and completion: `starling.cli.main` runs it without this module."""
+
+    def run(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> int:
+        return run_module(name, arguments)
+
+    return run

@@ -1,0 +1,236 @@
+"""`starling run`: train a recipe on this machine, begin from a saved state, or resume a run.
+
+`starling rollout --only` and `starling policy --replay` are runs of other kinds.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from starling.cli.command_line import Line, define
+from starling.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starling.cli.recipe.schema import Recipe
+    from starling.cli.run.attempt import Attempt
+
+NOT_EVALUATED = ("--evaluation.at-start=false", "--evaluation.at-end=false", "--evaluation.every=0")
+"""A run that trains no versions, or generates nothing, has nothing to evaluate, whatever its recipe says."""
+MOST_USED = {
+    "model.path": "folder of the model, in Hugging Face form",
+    "data.source": "prompts: a .jsonl or .parquet, hf:NAME, or MODULE:FACTORY",
+    "reward.scorers": "how completions are scored: '[{name = \"math\"}]'",
+    "rl.num_steps": "optimizer steps",
+    "rl.prompts_per_step": "prompts of one step",
+    "rl.group_size": "completions of each prompt",
+    "rl.max_staleness": "how many versions old a trained token may be",
+    "sampling.max_tokens": "most tokens of a completion",
+    "policy.algorithm.name": "grpo, dr_grpo, dapo, gspo, ...",
+    "policy.optimizer.learning_rate": "step size of the optimizer",
+    "rollout.engine": "transformers, vllm, or MODULE:CLASS",
+    "launch.num_rollouts": "rollout replicas on this machine",
+    "run.name": "files go to runs/NAME/attempt-N",
+    "run.seed": "seed of weights, data order and sampling",
+}
+"""Settings that the help of `starling run` shows, with a short text each."""
+USAGE = """RECIPE.toml [--SECTION.KEY VALUE ...] [OPTIONS]
+       starling run --resume RUN_FOLDER"""
+EXAMPLES = """Examples:
+  starling run recipes/quickstart.toml
+  starling run mine.toml --config cluster.toml --rl.group-size 16
+  starling run mine.toml --dry-run
+  starling run mine.toml --from runs/mine/attempt-1
+  starling run --resume runs/mine/attempt-1"""
+START = Group("A new run", sort_key=1)
+OTHER = Group("Another run", sort_key=2)
+
+
+def run(
+    recipe: Annotated[Path | None, Parameter(help="The run's configuration, a TOML file; it comes first.")] = None,
+    /,
+    *,
+    config: Annotated[
+        tuple[Path, ...], Parameter(help="Another TOML file on top of the recipe; may be repeated.", group=START)
+    ] = (),
+    dry_run: Annotated[
+        bool, Parameter(help="Print the resolved recipe and the sizes of a step; start nothing.", group=START)
+    ] = False,
+    state: Annotated[
+        str, Parameter(name="--from", metavar="STATE", help="Begin from a saved state: folder or URL.", group=OTHER)
+    ] = "",
+    resume: Annotated[
+        Path | None, Parameter(metavar="RUN_FOLDER", help="Resume a run after a stop or a crash.", group=OTHER)
+    ] = None,
+    line: Line,
+) -> int:
+    """Train: start and supervise every process of a run on this machine."""
+    if resume is not None:
+        return _resume(resume, line.arguments)
+    if recipe is None or line.arguments[0].startswith("-"):
+        raise ConfigError(
+            "the recipe comes first: write `starling run RECIPE.toml`, then flags; `starling settings` lists all"
+        )
+    from starling.cli.recipe.schema import load_recipe
+
+    loaded = load_recipe([recipe, *config], line.settings)
+    if state:
+        from starling.cli.recipe.warm_start import start_from_state
+
+        loaded = start_from_state(loaded, state)
+    if dry_run:
+        return _print_recipe(loaded)
+    return _start(loaded)
+
+
+def rollout_only(
+    recipe: Annotated[Path, Parameter(help="The run's configuration, a TOML file.")],
+    /,
+    *,
+    only: Annotated[bool, Parameter(help="Start no policy.")] = True,
+    line: Line,
+) -> int:
+    """Generate and score without a policy, and keep the trajectories."""
+    from starling.cli.recipe.schema import load_recipe
+
+    return _start(load_recipe([recipe], generate_settings(line.settings)))
+
+
+def policy_replay(
+    recipe: Annotated[Path, Parameter(help="The run's configuration, a TOML file.")],
+    /,
+    *,
+    replay: Annotated[Path, Parameter(metavar="FOLDER", help="The trajectories of an earlier run.")],
+    line: Line,
+) -> int:
+    """Train from the trajectories of an earlier run, without rollouts."""
+    from starling.cli.recipe.schema import load_recipe
+
+    return _start(load_recipe([recipe], replay_settings(replay, recipe, line.settings)))
+
+
+def smoke(*, line: Line) -> int:
+    """Prove in under a minute that everything works here."""
+    from starling.cli.run.smoke import run_smoke
+
+    run_smoke(line.settings)
+    return 0
+
+
+def generate_settings(settings: tuple[str, ...]) -> list[str]:
+    """Return `settings` of a recipe with those that make it a run without a policy."""
+    return ["--run.kind=generate", "--sft.num-steps=0", *NOT_EVALUATED, *settings]
+
+
+def replay_settings(folder: Path, recipe: Path, settings: tuple[str, ...]) -> list[str]:
+    """Return `settings` of `recipe` with those that train on the trajectories in `folder`.
+
+    The number of steps is at most what the stored groups suffice for. Raises ConfigError when there are too few.
+    """
+    from starling.cli.recipe.schema import load_recipe
+    from starling.controller.data.trajectories import TRAJECTORIES, check_enough, num_usable
+
+    flags = [
+        "--run.kind=replay",
+        f"--data.source={TRAJECTORIES}{folder.absolute()}",
+        *NOT_EVALUATED,
+        *settings,
+    ]
+    loaded = load_recipe([recipe], flags)
+    num, per_step = num_usable(folder), loaded.rl.prompts_per_step
+    check_enough(folder, num, per_step)
+    steps = min(loaded.rl.num_steps, num // per_step)
+    print(f"replay: {num} groups = {num // per_step} steps x {per_step} prompts; {steps} are trained", flush=True)
+    return [*flags, f"--rl.num-steps={steps}"]
+
+
+def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
+    """Run the processes of an attempt to its end and report the result. Returns the exit code.
+
+    `out`: a second file for the answers of a run that only answers prompts, besides the one in its folder.
+    """
+    from rich.console import Console
+
+    from starling.cli.evaluate.results import finish_answering
+    from starling.cli.report.summary import report
+    from starling.cli.run.supervisor import InterruptedRunError, Supervisor
+    from starling.controller.settings import ANSWERING_KINDS
+
+    begin = time.monotonic()
+    try:
+        Supervisor(recipe, attempt).run()
+    except InterruptedRunError as error:
+        print(f"starling: {error}", file=sys.stderr)
+        return 130
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if recipe.run.kind == "serve":
+            return 0
+        if recipe.run.kind in ANSWERING_KINDS:
+            return finish_answering(recipe, attempt, out)
+        report(attempt, time.monotonic() - begin, Console())
+    except KeyboardInterrupt:
+        print(f"starling: the run is over, without a report; its files are in {attempt.folder}", file=sys.stderr)
+    return 0
+
+
+def _start(recipe: Recipe) -> int:
+    from starling.cli.run.attempt import Attempt
+
+    return supervise(recipe, Attempt.create(recipe))
+
+
+def _print_recipe(recipe: Recipe) -> int:
+    from starling.cli.recipe.arithmetic import describe_arithmetic
+    from starling.cli.recipe.schema import to_toml
+
+    lines = describe_arithmetic(recipe)
+    print(to_toml(recipe), *(f"# {line}" for line in lines), sep="\n")
+    return 0
+
+
+def _resume(folder: Path, arguments: tuple[str, ...]) -> int:
+    """Resume the attempt in `folder` with new processes, which find its keys, journal and saved states."""
+    from starling.cli.recipe.schema import load_recipe
+    from starling.cli.run.attempt import Attempt
+
+    if len([word for word in arguments if word != "--resume"]) != 1:
+        raise ConfigError(
+            "write `starling run --resume RUN_FOLDER` and nothing else: a run is resumed as it was, "
+            "and `starling set` changes what may change"
+        )
+    attempt = Attempt.find(folder)
+    if not attempt.recipe.exists():
+        raise ConfigError(
+            f"{attempt.folder} has no recipe.toml, so `starling run` did not start it; start its services instead"
+        )
+    return supervise(load_recipe([attempt.recipe], []), attempt)
+
+
+def _settings_note() -> str:
+    lines = ["Any setting of a recipe can be given as a flag; a later one wins. The most used:"]
+    lines += [f"  --{key.replace('_', '-'):<31} {text}" for key, text in MOST_USED.items()]
+    lines += ["`starling settings WORD ...` searches all of them, `starling settings --toml` writes them as a recipe."]
+    return "\n".join(lines)
+
+
+command = define(
+    "run",
+    run,
+    USAGE,
+    _settings_note(),
+    EXAMPLES,
+)
+smoke_command = define(
+    "smoke",
+    smoke,
+    "[--SECTION.KEY VALUE ...]",
+    "It trains a tiny model with all services, kills one rollout, and checks the invariants of the run.",
+)
+rollout_only_command = define("rollout-only", rollout_only, "RECIPE.toml [--SECTION.KEY VALUE ...]")
+policy_replay_command = define("policy-replay", policy_replay, "FOLDER RECIPE.toml [--SECTION.KEY VALUE ...]")

@@ -1,0 +1,1 @@
+"""Search of all settings, and the recipe with every default."""

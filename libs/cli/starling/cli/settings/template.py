@@ -1,0 +1,94 @@
+"""A recipe with every setting: its text, its type and its default, as TOML with comments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from starling.cli.recipe.schema import Recipe
+from starling.common.settings import item_of, section_of, type_name
+
+CHOICES: Final[dict[str, Any]] = {
+    "data.source": "reasoning_gym:spell_backward",
+    "reward.scorers[].name": "reasoning_gym:spell_backward",
+    "rl.num_steps": 100,
+    "model.scratch.config": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+}
+"""Values of settings that a run cannot do without and that have no default."""
+PRESENT: Final = ("data", "model.scratch", "reward", "reward.scorers[]")
+"""Optional sections that a run with `CHOICES` needs."""
+HEADER: Final = """\
+# Every setting of a run, with its default. Lines that begin with `#` and no space are optional: remove the `#` to use
+# one. Choose first: the model (model.path instead of [model.scratch]), data.source, [[reward.scorers]], rl.num_steps.
+# Run it with `starling run FILE`; `starling settings WORD ...` searches the same list.
+"""
+
+
+def default_recipe() -> str:
+    """Return a recipe with every setting, which `starling run` accepts as it is."""
+    lines = [HEADER.rstrip("\n")]
+    for name, field in Recipe.model_fields.items():
+        schema = section_of(field)
+        assert schema is not None, f"{name} is not a section"
+        lines += _section(name, name, schema, _default(field), _is_present(name, field), field.description)
+    return "\n".join(lines) + "\n"
+
+
+def _section(
+    key: str, header: str, schema: type[BaseModel], default: Any, present: bool, text: str | None
+) -> Iterator[str]:
+    """Yield the lines of the section `key` with the table `header`: its values, then the sections below it."""
+    off = "" if present else "#"
+    table = f"[[{header}]]" if key.endswith("[]") else f"[{header}]"
+    yield ""
+    yield from _comment(text)
+    yield f"{off}{table}"
+    below = []
+    for name, field in schema.model_fields.items():
+        path, value = f"{key}.{name}", getattr(default, name, None) if default is not None else _default(field)
+        nested, item = section_of(field), item_of(field)
+        if nested is not None:
+            shown = present and (value is not None or _is_present(path, field))
+            below.append((path, f"{header}.{name}", nested, value, shown, field.description))
+            continue
+        if item is not None:
+            shown = present and f"{path}[]" in PRESENT
+            below.append((f"{path}[]", f"{header}.{name}", item, None, shown, field.description))
+            continue
+        value = CHOICES.get(path, value)
+        yield from _comment(field.description)
+        yield f"# Type: {type_name(field.annotation)}."
+        absent = value is None
+        yield f"{'#' if absent else off}{name} = {_toml('' if absent else value)}"
+    for arguments in below:
+        yield from _section(*arguments)
+
+
+def _comment(text: str | None) -> Iterator[str]:
+    yield from (f"# {line}".rstrip() for line in (text or "").splitlines())
+
+
+def _default(field: FieldInfo) -> Any:
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _is_present(key: str, field: FieldInfo) -> bool:
+    return key in PRESENT or _default(field) is not None
+
+
+def _toml(value: Any) -> str:
+    """Return `value` as an inline TOML value."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, float):
+        return repr(value)  # also inf and nan
+    return json.dumps(value, ensure_ascii=False)
