@@ -72,7 +72,7 @@ def evaluate(
     model: Model = ModelOptions(),
     answers: Answers = AnswerOptions(),
     tasks: Annotated[
-        str, Parameter(metavar="TASK[,TASK]", help="What to evaluate; docs/how-to/evaluate.md has all forms.", group=TASKS)
+        str, Parameter(metavar="TASK[,TASK]", help="What to evaluate: see docs/how-to/evaluate.md.", group=TASKS)
     ] = "",
     scorer: Annotated[
         str, Parameter(help="Scorer of a dataset that has none of its own.", group=TASKS)

@@ -175,7 +175,7 @@ set_command = define(
     "set",
     change_setting,
     "[RUN_FOLDER] KEY VALUE [OPTIONS]",
-    "`docs/operations/running.md` lists the settings that may change.",
+    "`docs/how-to/operate.md` lists the settings that may change.",
     "Example:\n  starling set runs/quickstart policy.optimizer.learning_rate 1e-6",
 )
 stop_command = define("stop", stop, "[RUN_FOLDER] [OPTIONS]", "Example:\n  starling stop runs/quickstart")
