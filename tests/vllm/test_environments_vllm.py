@@ -20,13 +20,13 @@ from starling.common.wire import messages as wire
 from starling.rollout.api.model import served_model
 from starling.rollout.api.server import ApiServer
 from starling.rollout.engine.model_config import end_token_ids
+from starling.rollout.engine.preparation import PreparedPrompt
+from starling.rollout.engine.queue import EngineQueue
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.env.episodes.trajectory import PlayedGroup, Trajectory
 from starling.rollout.env.registry import make_environment
 from starling.rollout.env.runner import EpisodeRunner
 from starling.rollout.settings import EnvironmentSettings
-from starling.rollout.shell.preparation import PreparedPrompt
-from starling.rollout.shell.request_queue import EngineQueue
 
 FILES = '''
 import openai
@@ -87,9 +87,9 @@ class Stage:
         spec = spec_of(folder, self._wake.set, load_weights=True, vllm={"kv_cache_mb": 32})
         spec = replace(spec, eos_token_ids=ends, max_model_len=CONTEXT)
         self._engine = VllmEngine(spec)
-        self._door = EngineQueue(self._wake.set)
+        self._engine_queue = EngineQueue(self._wake.set)
         served = served_model(spec, self.tokenizer, CONTEXT, lambda: self._engine.version)
-        self._server = ApiServer(self._door, served, spec.rollout.api, replica="rollout-0", folder=None)
+        self._server = ApiServer(self._engine_queue, served, spec.rollout.api, replica="rollout-0", folder=None)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -102,7 +102,7 @@ class Stage:
             chosen.connect(self._server)
         played: queue.Queue[Any] = queue.Queue()
         runner = EpisodeRunner(
-            settings, chosen, self.tokenizer, self._door, played.put, max_model_len=self._engine.max_model_len
+            settings, chosen, self.tokenizer, self._engine_queue, played.put, max_model_len=self._engine.max_model_len
         )
         message = wire.GenerateGroup(
             lease="generate:0",
@@ -136,17 +136,17 @@ class Stage:
         self._ended.set()
         self._wake.set()
         self._thread.join(DEADLINE_S)
-        self._door.close()
+        self._engine_queue.close()
         self._server.close()
         self._engine.close()
 
     def _serve(self) -> None:
         while not self._ended.is_set():
             self._wake.clear()
-            self._door.serve(self._engine, admit=True)
+            self._engine_queue.serve(self._engine, admit=True)
             if self._engine.ready:
                 for result in self._engine.step():
-                    self._door.settle(result)
+                    self._engine_queue.settle(result)
             else:
                 self._wake.wait(1.0)
 

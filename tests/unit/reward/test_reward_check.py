@@ -52,7 +52,7 @@ def test_a_user_scorer_is_found_by_path_and_beside_the_working_directory(
         (f"{MISBEHAVING}:too_few", {}, r"must take \(completion, reference, prompt_text, metadata\)"),
         (f"{MISBEHAVING}:coroutine", {}, r"not async"),
         (f"{MISBEHAVING}:everything", {"bonsu": 1}, r"no option 'bonsu'; its options are: bonus\."),
-        (f"{MISBEHAVING}:told", {"num_tokens": 1}, r"is told 'num_tokens' of each completion: give its option another"),
+        (f"{MISBEHAVING}:told", {"num_tokens": 1}, r"gets 'num_tokens' of each completion: give its option another"),
         (f"{MISBEHAVING}:told", {"units": 1}, r"no option 'units'; its options are: unit\."),
         ("overlong", {}, r"missing a required argument: 'max_tokens'"),
         ("overlong", {"max_tokens": 10, "buffer": 11}, r"max_tokens is 10 and buffer 11: .* 1 <= buffer <= max_tokens"),

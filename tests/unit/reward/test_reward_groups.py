@@ -67,7 +67,7 @@ def test_a_group_from_arrival_to_answer() -> None:
         components={"right": (1.0, 0.25, None), "form": (0.0, 1.0, None)},
     )
     assert answer == SendScores(expected)
-    assert scores.give_up(("score:1:0", "score:9:9")) == []
+    assert scores.cancel(("score:1:0", "score:9:9")) == []
     assert phases(scores) == {}
 
 
@@ -132,12 +132,12 @@ def test_groups_beyond_the_slots_queue_and_follow_in_order() -> None:
     commands = [command for lease in leases for command in scores.add(group(lease, Status.OK))]
     assert [command.task.id for command in commands if isinstance(command, SubmitTask)] == leases[:1]
     assert list(phases(scores).values()) == ["working", "queued", "queued"]
-    assert scores.give_up(("score:2:0",)) == []
+    assert scores.cancel(("score:2:0",)) == []
     answer, submit = scores.record(Score("score:1:0", 0, 0, 1.0))
     assert isinstance(answer, SendScores)
     assert isinstance(submit, SubmitTask)
     assert submit.task.id == "score:3:0"
-    assert scores.give_up(("score:3:0",)) == [CancelTask("score:3:0")]
+    assert scores.cancel(("score:3:0",)) == [CancelTask("score:3:0")]
 
 
 def test_repeated_and_late_messages_change_nothing() -> None:
@@ -149,7 +149,7 @@ def test_repeated_and_late_messages_change_nothing() -> None:
     (answer,) = scores.record(Score("score:1:0", 1, 0, 1.0))
     assert isinstance(answer, SendScores)
     assert answer.message.rewards == (1.0, 1.0)
-    scores.give_up(("score:1:0",))
+    scores.cancel(("score:1:0",))
     assert scores.record(Score("score:1:0", 1, 0, 1.0)) == []
 
 
@@ -203,10 +203,10 @@ def test_slots_never_leak(steps: list[tuple[str, int]], num_slots: int) -> None:
         elif action == "record" and phases(scores).get(lease) == "working":
             scores.record(Score(lease, 0, 0, 1.0))
         elif action == "release":
-            scores.give_up((lease,))
+            scores.cancel((lease,))
         counts = list(phases(scores).values())
         assert counts.count("working") == min(num_slots, counts.count("working") + counts.count("queued"))
-    scores.give_up(tuple(phases(scores)))
+    scores.cancel(tuple(phases(scores)))
     assert scores == machine(scores.scorers, num_slots)
 
 

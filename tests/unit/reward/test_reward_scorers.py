@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.reward.score.scorers.gsm8k import final_number, find_numbers
-from starling.reward.score.scorers.registry import Scorer, facts_wanted, resolve_scorer
+from starling.reward.score.scorers.registry import Scorer, resolve_scorer, wanted_fields
 
 
 def scorer(name: str, **options: Any) -> Scorer:
@@ -181,8 +181,8 @@ def test_overlong_is_the_punishment_of_dapo(num_tokens: int, value: float) -> No
 def test_the_environment_has_judged_already() -> None:
     judged = scorer("environment")
     assert judged("a text", "", "", {}, reward=-0.25) == -0.25
-    assert facts_wanted(judged) == ("reward",)
-    with pytest.raises(ValueError, match="no environment gave a reward: set"):
+    assert wanted_fields(judged) == ("reward",)
+    with pytest.raises(ValueError, match="no environment returned a reward: set"):
         judged("a text", "", "", {}, reward=None)
 
 

@@ -21,13 +21,13 @@ from starling.rollout.api.model import served_model
 from starling.rollout.api.server import ApiServer
 from starling.rollout.engine.base import EngineSpec
 from starling.rollout.engine.model_config import end_token_ids
+from starling.rollout.engine.preparation import PreparedPrompt
+from starling.rollout.engine.queue import EngineQueue
 from starling.rollout.engine.registry import make_engine
 from starling.rollout.env.episodes.trajectory import PlayedGroup, Trajectory
 from starling.rollout.env.registry import make_environment
 from starling.rollout.env.runner import EpisodeRunner
 from starling.rollout.settings import RolloutProcess
-from starling.rollout.shell.preparation import PreparedPrompt
-from starling.rollout.shell.request_queue import EngineQueue
 
 
 class Stage:
@@ -49,9 +49,9 @@ class Stage:
             wake=self._wake.set,
         )
         self._engine = make_engine(spec)
-        self._door = EngineQueue(self._wake.set)
+        self._engine_queue = EngineQueue(self._wake.set)
         served = served_model(spec, self.tokenizer, self._engine.max_model_len, lambda: self._engine.version)
-        self.server = ApiServer(self._door, served, settings.rollout.api, replica="rollout-0", folder=None)
+        self.server = ApiServer(self._engine_queue, served, settings.rollout.api, replica="rollout-0", folder=None)
         chosen = make_environment(settings.rollout.environment)
         assert chosen is not None
         assert chosen.connect is not None
@@ -61,7 +61,7 @@ class Stage:
             settings.rollout.environment,
             chosen,
             self.tokenizer,
-            self._door,
+            self._engine_queue,
             self._played.put,
             max_model_len=self._engine.max_model_len,
         )
@@ -91,16 +91,16 @@ class Stage:
         self._ended.set()
         self._wake.set()
         self._thread.join(DEADLINE_S)
-        self._door.close()
+        self._engine_queue.close()
         self.server.close()
 
     def _serve(self) -> None:
         while not self._ended.is_set():
             self._wake.clear()
-            self._door.serve(self._engine, admit=True)
+            self._engine_queue.serve(self._engine, admit=True)
             if self._engine.ready:
                 for result in self._engine.step():
-                    self._door.settle(result)
+                    self._engine_queue.settle(result)
             else:
                 self._wake.wait(1.0)
 

@@ -17,9 +17,9 @@ from starling.rollout.api.model import served_model
 from starling.rollout.api.server import ApiServer
 from starling.rollout.engine.base import EngineSpec
 from starling.rollout.engine.model_config import end_token_ids
+from starling.rollout.engine.queue import EngineQueue
 from starling.rollout.engine.registry import make_engine
 from starling.rollout.settings import RolloutProcess
-from starling.rollout.shell.request_queue import EngineQueue
 
 
 def main(model: str, folder: str, *flags: str) -> None:
@@ -39,9 +39,9 @@ def main(model: str, folder: str, *flags: str) -> None:
         wake=wake.set,
     )
     engine = make_engine(spec)
-    door = EngineQueue(wake.set)
+    engine_queue = EngineQueue(wake.set)
     served = served_model(spec, tokenizer, engine.max_model_len, lambda: engine.version)
-    server = ApiServer(door, served, settings.rollout.api, replica="rollout-0", folder=Path(folder))
+    server = ApiServer(engine_queue, served, settings.rollout.api, replica="rollout-0", folder=Path(folder))
 
     def answer() -> None:
         for _ in sys.stdin:
@@ -52,13 +52,13 @@ def main(model: str, folder: str, *flags: str) -> None:
     threading.Thread(target=answer, daemon=True).start()
     while not ended.is_set():
         wake.clear()
-        door.serve(engine, admit=True)
+        engine_queue.serve(engine, admit=True)
         if engine.ready:
             for result in engine.step():
-                door.settle(result)
+                engine_queue.settle(result)
         else:
             wake.wait(1.0)
-    door.close()
+    engine_queue.close()
     server.close()
 
 

@@ -15,8 +15,8 @@ from api_lone import DEADLINE_S, Lone, lone_engine
 
 from starling.rollout.api.app import MAX_BODY_BYTES
 from starling.rollout.api.errors import ApiError
-from starling.rollout.api.messages import key_of
-from starling.rollout.api.requests import NEUTRAL, read_body, read_chat, read_text
+from starling.rollout.api.messages import message_key
+from starling.rollout.api.requests import ACCEPTED_VALUES, read_body, read_chat, read_text
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 KEY = "Bearer {}"
@@ -75,7 +75,7 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"echo": False, "max_tokens": 0}, "max_tokens = 0: give a whole number of at least 1"),
     ({"logprobs": 5, "temperature": 0}, "logprobs = 5 is not supported here; of sampled tokens only their own is "),
     ({"logprobs": 1, "echo": True}, "logprobs = 1 is not supported here; of sampled tokens only their own is known"),
-    ({"best_of": 3}, "best_of = 3 is not supported here; completions are not chosen among: leave it out"),
+    ({"best_of": 3}, "best_of = 3 is not supported here; no selection among completions is made: leave it out"),
     ({"suffix": "end"}, 'suffix = "end" is not supported here'),
 ]
 
@@ -118,19 +118,19 @@ def test_arguments_that_are_nested_too_deeply_are_text() -> None:
     calls = [{"id": "1", "type": "function", "function": function}]
     (message,) = read_chat({**CHAT, "messages": [{"role": "assistant", "tool_calls": calls}]}).messages
     assert message["tool_calls"][0]["function"]["arguments"] == deep
-    assert deep in key_of(message)[2][0][1]
+    assert deep in message_key(message)[2][0][1]
 
 
 def test_what_changes_nothing_is_accepted() -> None:
     nothing: dict[str, Any] = {
         name: {"any": "thing"} if not isinstance(values[0], str | bool | int | list | dict) else values[0]
-        for name, values in NEUTRAL.items()
+        for name, values in ACCEPTED_VALUES.items()
     }
-    plain = read_chat(CHAT).ask
+    plain = read_chat(CHAT).options
     assert plain.max_tokens is None
-    assert read_chat({**CHAT, **nothing}).ask.stop == plain.stop
+    assert read_chat({**CHAT, **nothing}).options.stop == plain.stop
     absent = read_chat({**CHAT, **dict.fromkeys(("temperature", "n", "stop", "tools", "functions", "seed"))})
-    assert absent.ask == plain, "null is absent"
+    assert absent.options == plain, "null is absent"
 
 
 def test_all_that_is_obeyed_is_read() -> None:
@@ -150,13 +150,18 @@ def test_all_that_is_obeyed_is_read() -> None:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-    ).ask
+    ).options
     assert (ask.max_tokens, ask.temperature, ask.top_p, ask.top_k, ask.seed) == (5, 0.0, 0.5, 3, -4)
     assert (ask.num_completions, ask.stop, ask.stop_token_ids) == (2, ("x",), (1, 2))
     assert (ask.logprobs, ask.stream, ask.include_usage) == (True, True, True)
-    assert read_text(TEXT).ask.max_tokens == 16, "OpenAI's own default"
+    assert read_text(TEXT).options.max_tokens == 16, "OpenAI's own default"
     scored = read_text({**TEXT, "echo": True, "max_tokens": 0, "logprobs": 1})
-    assert (scored.echo, scored.top_logprobs, scored.ask.logprobs, scored.ask.max_tokens) == (True, True, True, 0)
+    assert (scored.echo, scored.top_logprobs, scored.options.logprobs, scored.options.max_tokens) == (
+        True,
+        True,
+        True,
+        0,
+    )
     likeliest = read_text({**TEXT, "temperature": 0, "logprobs": 1})
     assert (likeliest.echo, likeliest.top_logprobs) == (False, True)
 
@@ -207,7 +212,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(lone: Lone) -> None:
         while part := connection.recv(4096):  # until it is closed
             told += part
     assert told.startswith(b"HTTP/1.1 408 ")
-    assert b"the body was not whole after 5 s; send it at once, or raise rollout.api.read_timeout_s" in told
+    assert b"the body was not complete after 5 s; send it at once, or raise rollout.api.read_timeout_s" in told
     assert asked(lone, "/health", None, None)[0] == 200
 
 

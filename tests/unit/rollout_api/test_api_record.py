@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from starling.algo.text import decode, encode_prompt, encode_text
 from starling.common.wire.messages import ChatMessage, Prompt, Sampling, Status
 from starling.rollout.api.errors import ApiError
-from starling.rollout.api.messages import reader_of
+from starling.rollout.api.messages import make_call_reader
 from starling.rollout.api.recording import RecordedTurn, Recording
 from starling.rollout.api.requests import read_chat
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
@@ -70,7 +70,7 @@ def recorded(tokenizer: Any, said: Said, play: Callable[[Recording, Ask], Awaita
             max_model_len=2000,
         )
         episode = TokenEpisode(task, 0, tokenizer, said.ask)
-        recording = Recording(episode, lambda ids: decode(tokenizer, ids), reader_of("", None))
+        recording = Recording(episode, lambda ids: decode(tokenizer, ids), make_call_reader("", None))
 
         async def ask(*messages: Any, **more: Any) -> RecordedTurn:
             return await recording.turn(read_chat({"model": "m", "messages": list(messages), **more}))
@@ -86,15 +86,17 @@ def test_a_call_that_went_through_a_client_is_known_again(tokenizer: Any) -> Non
     async def play(recording: Recording, ask: Ask) -> None:
         first = await ask(USER, tools=ADD, temperature=0.1, max_tokens=300)
         assert first.overruled == ("temperature",)
-        assert first.made.text == CALL
+        assert first.choice.text == CALL
         call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"b":2,"a":1}'}}
         back = {"role": "assistant", "content": "let me see", "tool_calls": [call], "refusal": None}
         result = {"role": "tool", "tool_call_id": "x", "content": "3"}
         second = await ask(USER, back, result, tools=ADD)
         assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
         between = second.prompt_ids[len(first.prompt_ids) :]
-        assert between[: len(first.made.token_ids)] == first.made.token_ids, "as sampled, not as a template writes it"
-        assert decode(tokenizer, between[len(first.made.token_ids) :]) == ";t:3;a:"
+        assert between[: len(first.choice.token_ids)] == first.choice.token_ids, (
+            "as sampled, not as a template writes it"
+        )
+        assert decode(tokenizer, between[len(first.choice.token_ids) :]) == ";t:3;a:"
 
     recording, ended = recorded(tokenizer, Said(tokenizer, CALL, "it is 3"), play)
     assert (recording.num_branches, ended.num_turns) == (1, 2)
@@ -170,4 +172,4 @@ def test_whoever_asks_when_it_is_over_is_told(tokenizer: Any) -> None:
     ],
 )
 def test_calls_in_replies(parser: Any, template: str | None, text: str, found: Any) -> None:
-    assert reader_of(parser, template)(text) == found
+    assert make_call_reader(parser, template)(text) == found

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from starling.rollout.api.generation import TextStream
-from starling.rollout.api.messages import key_of, read_messages
+from starling.rollout.api.detokenizer import IncrementalDetokenizer
+from starling.rollout.api.messages import message_key, read_messages
 from starling.rollout.api.responses import spans
 
 WORDS = "the cat sat. naïve café 日本語 🙂🙃 été ÿ"
@@ -38,8 +38,8 @@ tokens = st.lists(st.integers(0, tokenizer().get_vocab_size() - 1), max_size=40)
 texts = st.text(alphabet=WORDS, max_size=40)
 
 
-def streamed(ids: Sequence[int], cuts: Sequence[int], stops: Sequence[str] = ()) -> tuple[str, TextStream]:
-    stream, pieces, begin = TextStream(decode, stops), [], 0
+def streamed(ids: Sequence[int], cuts: Sequence[int], stops: Sequence[str] = ()) -> tuple[str, IncrementalDetokenizer]:
+    stream, pieces, begin = IncrementalDetokenizer(decode, stops), [], 0
     for cut in (*sorted(cuts), len(ids)):
         pieces.append(stream.add(ids[begin:cut]))
         begin = max(begin, cut)
@@ -116,13 +116,13 @@ OTHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_messages_that_say_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     first, second = read_messages([one, other])
-    assert key_of(first) == key_of(second)
+    assert message_key(first) == message_key(second)
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER)
 def test_messages_that_do_not(one: dict[str, Any], other: dict[str, Any]) -> None:
     first, second = read_messages([one, other])
-    assert key_of(first) != key_of(second)
+    assert message_key(first) != message_key(second)
 
 
 def test_templates_get_arguments_as_objects() -> None:

@@ -156,7 +156,7 @@ def test_what_nobody_wants_is_forgotten() -> None:
     rollout = rollout_at(0)
     rollout.generate(group("running"))
     rollout.generate(group("held", min_version=1))
-    assert rollout.given_up(("running", "held", "unknown")) == [CancelGroup("running")]
+    assert rollout.cancelled(("running", "held", "unknown")) == [CancelGroup("running")]
     assert rollout.running == set()
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
@@ -166,7 +166,7 @@ def test_what_nobody_wants_is_forgotten() -> None:
 def test_an_adoption_that_nobody_wants_goes_on() -> None:
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
-    assert rollout.given_up(("adopt:1:0",)) == []
+    assert rollout.cancelled(("adopt:1:0",)) == []
     assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0")]
     rollout.switched("adopt:1:0", proven=True)
     assert rollout.version == 1
@@ -220,7 +220,7 @@ def test_what_is_not_proven_is_not_published() -> None:
 
 def test_a_group_waits_for_its_weights_so_long_and_goes_back() -> None:
     rollout = rollout_at(0)
-    rollout.version_s = 60.0
+    rollout.version_timeout_s = 60.0
     rollout.generate(group("running"))
     rollout.generate(group("early", min_version=2))
     assert rollout.tick(100.0) == [], "from here it counts"
@@ -239,7 +239,7 @@ def test_a_group_waits_for_its_weights_so_long_and_goes_back() -> None:
 
 def test_a_pull_is_told_until_it_ends_and_never_given_back_by_the_clock() -> None:
     rollout = rollout_at(0)
-    rollout.pull_s = 5.0
+    rollout.pull_timeout_s = 5.0
     message = AdoptWeights(lease="adopt:1:0", version=1, source="rollout-7")
     rollout.adopt(message, BUFFERS)
     assert rollout.tick(10.0) == []
@@ -254,7 +254,7 @@ def test_a_pull_is_told_until_it_ends_and_never_given_back_by_the_clock() -> Non
 
 def test_a_torn_engine_holds_its_groups_for_so_long() -> None:
     rollout = rollout_at(0)
-    rollout.version_s = 60.0
+    rollout.version_timeout_s = 60.0
     rollout.generate(group("g"))
     rollout.tick(0.0)
     rollout.adopt(adopt(1), BUFFERS)
@@ -288,7 +288,7 @@ class Rollouts(RuleBasedStateMachine):
 
     @initialize(mode=st.sampled_from(("keep", "finish")), in_place=st.booleans())
     def it_begins(self, mode: AdoptionMode, in_place: bool) -> None:
-        self.rollout = RolloutMachine(mode=mode, in_place=in_place, version_s=10.0, finish_s=15.0)
+        self.rollout = RolloutMachine(mode=mode, in_place=in_place, version_timeout_s=10.0, finish_timeout_s=15.0)
 
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -308,14 +308,14 @@ class Rollouts(RuleBasedStateMachine):
                     self.staged = lease
                 case CancelGroup(lease=lease):
                     del self.engine[lease]
-                case FallAsleep(again=again):
-                    assert again == self.asleep
+                case FallAsleep(repeated=repeated):
+                    assert repeated == self.asleep
                     self.asleep = True
                     self.hand_over()
-                case WakeUp(again=again):
-                    assert again != self.asleep
+                case WakeUp(repeated=repeated):
+                    assert repeated != self.asleep
                     self.asleep = False
-                    if not again:
+                    if not repeated:
                         self.carry_out(self.rollout.woken(self.proven))
                 case FailLease(lease=lease):
                     if lease.startswith("generate"):
@@ -378,7 +378,7 @@ class Rollouts(RuleBasedStateMachine):
     def a_group_is_given_up(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(sorted(self.wanted)))
         del self.wanted[lease]
-        self.carry_out(self.rollout.given_up((lease,)))
+        self.carry_out(self.rollout.cancelled((lease,)))
 
     @rule(wakes=st.booleans())
     def others_want_the_devices_or_leave_them(self, wakes: bool) -> None:
@@ -387,7 +387,7 @@ class Rollouts(RuleBasedStateMachine):
 
     @rule()
     def the_controller_is_lost(self) -> None:
-        actions = self.rollout.doze()
+        actions = self.rollout.fenced()
         assert bool(actions) != self.asleep, "once"
         if actions:
             self.pulling = self.staged = None

@@ -22,7 +22,7 @@ from starling.rollout.core.machine import (
 
 def rollout_at(version: int, *, mode: AdoptionMode = "keep", in_place: bool = False) -> RolloutMachine:
     """Return a rollout that began with `version`."""
-    return RolloutMachine(version=version, mode=mode, in_place=in_place, finish_s=30.0)
+    return RolloutMachine(version=version, mode=mode, in_place=in_place, finish_timeout_s=30.0)
 
 
 def test_a_rollout_that_loaded_its_weights_begins_with_them() -> None:
@@ -66,8 +66,8 @@ def test_new_weights_wait_until_nothing_runs() -> None:
 
 def test_what_is_given_up_does_not_run() -> None:
     rollout = draining()
-    given_up = rollout.given_up(("a", "b"))
-    assert given_up == [CancelGroup("a"), CancelGroup("b"), SwitchWeights("adopt:1:0", "recompute")]
+    cancelled = rollout.cancelled(("a", "b"))
+    assert cancelled == [CancelGroup("a"), CancelGroup("b"), SwitchWeights("adopt:1:0", "recompute")]
 
 
 def test_new_weights_wait_so_long_and_no_longer() -> None:
@@ -174,13 +174,13 @@ def test_asleep_it_does_nothing() -> None:
     assert rollout.publish(publish(2)) == [FailLease("publish:2:0", refused)]
     rollout.tick(0.0)
     assert [wait.what for wait in rollout.waits(1.0)] == ["an order to wake up"]
-    assert rollout.sleep(Sleep(lease="sleep:2")) == [FallAsleep("sleep:2", again=True)]
+    assert rollout.sleep(Sleep(lease="sleep:2")) == [FallAsleep("sleep:2", repeated=True)]
 
     assert rollout.wake(Wake(lease="wake:1")) == [WakeUp("wake:1")]
     assert not rollout.may_generate, "not before the engine has its memory"
     assert rollout.woken(2) == [StartGroup(group("b"))]
     assert rollout.may_generate
-    assert rollout.wake(Wake(lease="wake:2")) == [WakeUp("wake:2", again=True)]
+    assert rollout.wake(Wake(lease="wake:2")) == [WakeUp("wake:2", repeated=True)]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -189,9 +189,9 @@ def test_who_falls_asleep_by_itself_gives_up_what_it_pulls(in_place: bool) -> No
     rollout.generate(group("a"))
     rollout.adopt(adopt(3), BUFFERS)
     failed = "this rollout fell asleep meanwhile, as the controller did not answer"
-    assert rollout.doze() == [FailLease("adopt:3:0", failed), FallAsleep("")]
+    assert rollout.fenced() == [FailLease("adopt:3:0", failed), FallAsleep("")]
     assert (rollout.adoption, rollout.version) == (("torn", -1) if in_place else ("current", 2))
-    assert rollout.doze() == []
+    assert rollout.fenced() == []
     assert rollout.pulled("adopt:3:0", None) == [], "nobody waits for it any more"
     rollout.finished("a")
     assert rollout.wake(Wake(lease="wake:1")) == [WakeUp("wake:1")]
@@ -267,5 +267,5 @@ def test_an_engine_with_nothing_to_switch_to_keeps_what_it_has() -> None:
     rollout.generate(group("held", min_version=0))
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
-    assert rollout.not_switched("nothing is staged") == [FailLease("adopt:1:0", "nothing is staged")]
+    assert rollout.switch_failed("nothing is staged") == [FailLease("adopt:1:0", "nothing is staged")]
     assert (rollout.adoption, rollout.version) == ("current", 0)

@@ -11,7 +11,7 @@ import pytest
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import GenerateGroup, Media, Prompt, Sampling
-from starling.rollout.shell.preparation import NUM_THREADS, PreparedPrompt, PromptPreparation
+from starling.rollout.engine.preparation import NUM_THREADS, PreparedPrompt, PromptPreparation
 
 WITHIN_S = 20.0
 
@@ -70,7 +70,7 @@ def test_what_is_handed_over_is_prepared_for_nobody(desk: Desk) -> None:
     leases = [f"image{number}" for number in range(NUM_THREADS + 1)]
     for lease in leases:
         desk.preparation.begin(group(lease))
-    assert desk.preparation.forget_all() == leases
+    assert desk.preparation.cancel_all() == leases
     assert desk.preparation.waits(time.monotonic()) == ()
     assert not any(desk.preparation.take(lease) for lease in leases)
 
@@ -92,7 +92,7 @@ def test_whatever_is_raised_costs_one_prompt(desk: Desk) -> None:
 
 def test_what_nobody_wants_any_more_is_dropped(desk: Desk) -> None:
     desk.preparation.begin(group("image"))
-    desk.preparation.forget("image")
+    desk.preparation.cancel("image")
     desk.let.set()
     assert desk.put.get(timeout=WITHIN_S).message.lease == "image"
     assert not desk.preparation.take("image")
@@ -126,7 +126,7 @@ def test_what_is_given_up_in_the_queue_is_never_begun(desk: Desk, late: bool) ->
     if late:
         assert [lease for lease, _ in desk.preparation.expire(1e12)] == ["held-0", "held-1", "queued"]
     else:
-        desk.preparation.forget("queued")
+        desk.preparation.cancel("queued")
     desk.let.set()
     desk.preparation.begin(group("next"))
     put = {desk.put.get(timeout=WITHIN_S).message.lease for _ in range(NUM_THREADS + 1)}
@@ -152,7 +152,7 @@ def test_the_clock_of_what_is_queued_begins_anew_whenever_a_thread_takes_somethi
     let.release()
     assert begun.get(timeout=WITHIN_S) == "next"
     for lease in (*leases, "next"):
-        preparation.forget(lease)
+        preparation.cancel(lease)
     (wait,) = preparation.waits(0.0)
     assert -wait.since_s >= released
     let.release(NUM_THREADS + 1)

@@ -77,7 +77,7 @@ def test_a_lost_engine_is_made_again_so_often(folder: Path, tmp_path: Path) -> N
     engine = engines.make()
     engine = engines.replace(engine, EngineLostError("it died"), StopSignal())
     (tmp_path / "refuses").touch()
-    with pytest.raises(EngineLostError, match=r"made again 2 times within 600 s already .*: it did not start"):
+    with pytest.raises(EngineLostError, match=r"restarted 2 times within 600 s already .*: it did not start"):
         engines.replace(engine, EngineLostError("it died again"), StopSignal())
     assert (tmp_path / "made").read_text() == "oxoxo", "each was closed before the next"
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from starling.common.wire.messages import GenerateGroup, Prompt, Sampling
 from starling.rollout.engine.embedded.engine import TransformersEngine
-from starling.rollout.shell.preparation import PreparedPrompt
-from starling.rollout.shell.request_queue import EngineQueue
+from starling.rollout.engine.preparation import PreparedPrompt
+from starling.rollout.engine.queue import EngineQueue
 
 CONTEXT = 160
 IDLE_S = 0.5
@@ -46,7 +46,7 @@ class Held:
         eos = tokenizer("chatml").eos_token_id
         self.engine = TransformersEngine(model, eos_token_ids=(eos,), max_rows=16, version=5)
         self._news = threading.Event()
-        self.door = EngineQueue(self._news.set)
+        self.engine_queue = EngineQueue(self._news.set)
         self.inbox: queue.Queue[Any] = queue.Queue()
         self._over = False
         self._thread = threading.Thread(target=self._hold)
@@ -54,10 +54,10 @@ class Held:
 
     def _hold(self) -> None:
         while not self._over:
-            self.door.serve(self.engine, admit=True)
+            self.engine_queue.serve(self.engine, admit=True)
             if self.engine.num_running or self.engine.num_waiting:
                 for result in self.engine.step():
-                    assert self.door.settle(result)
+                    assert self.engine_queue.settle(result)
             else:
                 self._news.wait(IDLE_S)
                 self._news.clear()
@@ -67,7 +67,7 @@ class Held:
         self._news.set()
         self._thread.join(30)
         assert not self._thread.is_alive()
-        self.door.close()
+        self.engine_queue.close()
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from tiny_chat import TEMPLATES, Script, chat, completion, encode, episode, toke
 
 from starling.algo.text import encode_prompt
 from starling.common.wire.messages import Prompt, Status
+from starling.rollout.engine.queue import LEASE_PREFIX, GenerationError
 from starling.rollout.env.base import EpisodeOutcome, EpisodeOver
 from starling.rollout.env.episodes.episode import EpisodeError, TokenEpisode, turn_seed
-from starling.rollout.env.episodes.trajectory import PlayedGroup, gather
-from starling.rollout.shell.request_queue import LEASE_PREFIX, GenerationError
+from starling.rollout.env.episodes.trajectory import PlayedGroup, group_trajectories
 
 USER = {"role": "user", "content": "try again"}
 TEXT = Prompt(id="train/0/1", text="the weather")
@@ -27,7 +27,7 @@ def start(style: str, prompt: Prompt, script: Script, **changes: Any) -> TokenEp
 
 def played(*episodes: TokenEpisode, **outcome: Any) -> PlayedGroup:
     ended = [one.end(EpisodeOutcome(**outcome)) for one in episodes]
-    return gather("t0", [0], ended, temperature=1.0, min_version=2, tensors={})
+    return group_trajectories("t0", [0], ended, temperature=1.0, min_version=2, tensors={})
 
 
 def sampled(style: str, text: str) -> list[int]:
@@ -315,7 +315,7 @@ def test_what_an_episode_cannot_do_is_said() -> None:
         slow = start("chatml", TEXT, Slow(completion([9])))
         first = asyncio.create_task(slow.reply())
         await begun.wait()
-        with pytest.raises(EpisodeError, match="while another one is under way"):
+        with pytest.raises(EpisodeError, match="while another one is in progress"):
             await slow.reply()
         go.set()
         assert (await first).token_ids == (9,)

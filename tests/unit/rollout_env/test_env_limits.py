@@ -12,37 +12,37 @@ from starling.rollout.env.timeouts import PausableClock, PausableTimeouts
 def test_a_clock_that_stands_still() -> None:
     clock = PausableClock()
     assert clock.at(10.0) == 10.0
-    assert clock.hold(True, 12.0)
-    assert not clock.hold(True, 13.0), "it stands still already"
+    assert clock.set_paused(True, 12.0)
+    assert not clock.set_paused(True, 13.0), "it stands still already"
     assert clock.at(20.0) == 12.0
-    assert clock.hold(False, 20.0)
-    assert not clock.hold(False, 21.0)
+    assert clock.set_paused(False, 20.0)
+    assert not clock.set_paused(False, 21.0)
     assert clock.at(25.0) == 17.0
-    clock.hold(True, 25.0)
-    clock.hold(False, 26.0)
+    clock.set_paused(True, 25.0)
+    clock.set_paused(False, 26.0)
     assert clock.at(30.0) == 21.0
 
 
 def test_a_limit_does_not_pass_while_it_is_held() -> None:
     async def play() -> None:
-        limits = PausableTimeouts(held=True)
+        limits = PausableTimeouts(paused=True)
         async with limits.within(0.05) as limit:
             await asyncio.sleep(0.2)
             assert limit.when() is None
         async with limits.within(60.0) as limit:
-            limits.hold(False)
+            limits.set_paused(False)
             begun = limit.when()
             assert begun is not None
-            limits.hold(True)
-            limits.hold(True)
+            limits.set_paused(True)
+            limits.set_paused(True)
             assert limit.when() is None
-            limits.hold(False)
+            limits.set_paused(False)
             when = limit.when()
             assert when is not None
             assert when >= begun, "what was left before is left now"
         async with limits.within(0.05):
-            limits.hold(True)
-            limits.hold(False)
+            limits.set_paused(True)
+            limits.set_paused(False)
             await asyncio.sleep(60.0)
 
     with pytest.raises(TimeoutError):
@@ -57,8 +57,8 @@ def test_a_limit_that_has_passed_stays_passed() -> None:
                 await asyncio.sleep(60.0)
             finally:
                 assert limit.expired()
-                limits.hold(True)
-                limits.hold(False)
+                limits.set_paused(True)
+                limits.set_paused(False)
 
     with pytest.raises(TimeoutError):
         asyncio.run(play())

@@ -49,7 +49,7 @@ def play(engine: Held) -> Iterator[Callable[..., EnvironmentGroups]]:
         environment = make_environment(chosen)
         assert environment is not None
         runner = EnvironmentGroups(
-            chosen, environment, tokenizer("chatml"), engine.door, engine.inbox.put, max_model_len=CONTEXT
+            chosen, environment, tokenizer("chatml"), engine.engine_queue, engine.inbox.put, max_model_len=CONTEXT
         )
         runners.append(runner)
         return runner
@@ -141,9 +141,9 @@ def test_an_environment_that_lets_the_end_pass_ends_well(engine: Held, play: Any
         ("exits", {}, "the environment raised SystemExit: 3", 0),
         ("cancels_its_own", {}, "the environment raised CancelledError", 0),
         ("sleeps", {"timeout_s": 1.5}, "the environment took longer than 1.5 s", 2),
-        ("returns_text", {}, "the environment returned a str: return a number, an Outcome or None", 2),
+        ("returns_text", {}, "the environment returned a str: return a number, an EpisodeOutcome or None", 2),
         ("returns_nan", {}, "the environment returned nan as the reward: return a finite number", 2),
-        ("speaks_wrongly", {}, "the environment raised EpisodeError: messages were added behind a text", 0),
+        ("speaks_wrongly", {}, "the environment raised EpisodeError: messages were added after a text", 0),
     ],
 )
 def test_what_an_environment_does_wrong_is_said(
@@ -188,8 +188,8 @@ def test_what_is_forgotten_is_cancelled_and_never_told(engine: Held, play: Any) 
     until(lambda: bool(runner.waits(time.monotonic() + 1.0)), "a wait")
     (wait,) = runner.waits(time.monotonic())
     assert wait.on == "environment"
-    until(lambda: engine.engine.num_running == 0 and not engine.door.waiting, "the replies")
-    runner.forget("generate:t0")
+    until(lambda: engine.engine.num_running == 0 and not engine.engine_queue.waiting, "the replies")
+    runner.cancel("generate:t0")
     assert not runner.take("generate:t0")
     runner.close()
     assert len(marks) <= 2
@@ -201,11 +201,14 @@ def test_a_replica_that_leaves_gives_its_groups_back(engine: Held, play: Any) ->
     runner, answers = play("sleeps"), list[Any]()
     runner.begin(prepared(HELLO, IDS))
     runner.begin(prepared(HELLO, IDS, lease="generate:t1"))
-    assert runner.leave("stopped by SIGTERM", lambda *answer: answers.append(answer)) == ["generate:t0", "generate:t1"]
+    assert runner.interrupt("stopped by SIGTERM", lambda *answer: answers.append(answer)) == [
+        "generate:t0",
+        "generate:t1",
+    ]
     for lease, message, buffers in answers:
         assert message == GroupInterrupted(lease=lease, reason="stopped by SIGTERM", partial=(), tensors=())
         assert buffers == ()
-    assert runner.leave("again", lambda *answer: answers.append(answer)) == []
+    assert runner.interrupt("again", lambda *answer: answers.append(answer)) == []
     assert len(answers) == 2
 
 
@@ -213,8 +216,8 @@ def test_only_what_is_wanted_is_told(engine: Held, play: Any) -> None:
     runner, answers = play("two_turns"), list[Any]()
     runner.begin(prepared(HELLO, IDS))
     played = engine.inbox.get(timeout=LONG_S)
-    assert runner.tell(played, lambda *answer: answers.append(answer))
-    assert not runner.tell(played, lambda *answer: answers.append(answer))
+    assert runner.answer(played, lambda *answer: answers.append(answer))
+    assert not runner.answer(played, lambda *answer: answers.append(answer))
     ((lease, message, _),) = answers
     assert (lease, message.lease, len(message.trajectories)) == ("generate:t0", "generate:t0", 2)
 
@@ -230,12 +233,12 @@ def test_a_reply_ends_at_a_stop_text_without_waiting_for_the_rest(engine: Held, 
 
 def test_time_in_which_nothing_can_be_generated_does_not_count(engine: Held, play: Any) -> None:
     runner = play("sleeps", timeout_s=1.0)
-    runner.hold(True)
+    runner.set_paused(True)
     runner.begin(prepared(HELLO, IDS))
     assert runner.expire(time.monotonic() + 1000.0) == []
     with pytest.raises(queue.Empty):
         engine.inbox.get(timeout=2.0)
-    runner.hold(False)
+    runner.set_paused(False)
     for made in awaited(engine, runner).trajectories:
         assert made.problem == "the environment took longer than 1 s"
 
@@ -267,9 +270,9 @@ def until(happened: Callable[[], bool], what: str) -> None:
     ("kind", "options", "sentence"),
     [
         ("tool", {}, "rollout.environment.kind is 'tool': did you mean 'tools'"),
-        ("nothing", {}, r"known are tools, gym, agent, verifiers\. An `async def` of yours"),
+        ("nothing", {}, r"known are tools, gym, agent, verifiers\. Your own `async def`"),
         (f"{HERE}:two_turn", {}, "no 'two_turn' in there; did you mean 'two_turns'"),
-        (f"{HERE}:no_coroutine", {}, "is no `async def`: write one that takes an episode"),
+        (f"{HERE}:no_coroutine", {}, "is not an `async def`: write one that takes an episode"),
         (f"{HERE}:two_turns", {"words": 3}, "unexpected keyword argument 'words'.* its options are: word, reward"),
         ("tools", {"tool": []}, "its options are: tools, parser, timeout_s"),
         ("tools", {"tools": []}, "has no tools: name functions"),

@@ -144,12 +144,12 @@ def test_an_object_lives_for_a_session(sandbox: Sandbox) -> None:
     assert right[:3] == ["yes", 1.0, True]
 
 
-def test_a_keeper_that_dies_is_followed_by_another() -> None:
+def test_a_fork_server_that_dies_is_followed_by_another() -> None:
     made = Sandbox([f"{HERE}:add"], what="Tool")
     try:
-        (keeper,) = [one for one in psutil.Process().children() if one.pid == made._keeper._child.pid]
-        keeper.kill()
-        keeper.wait(20)
+        (server,) = [one for one in psutil.Process().children() if one.pid == made._fork_server._child.pid]
+        server.kill()
+        server.wait(20)
 
         async def run() -> Any:
             async with made.session() as session:
@@ -158,7 +158,7 @@ def test_a_keeper_that_dies_is_followed_by_another() -> None:
         assert asyncio.run(run()) == 5
     finally:
         made.close()
-    assert not psutil.pid_exists(made._keeper._child.pid)
+    assert not psutil.pid_exists(made._fork_server._child.pid)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +181,4 @@ def test_what_cannot_be_imported_is_said_at_the_start(
     Path("dies.py").write_text("import os; os._exit(1)")
     Path("sleeps.py").write_text("import time; time.sleep(3600)")
     with pytest.raises(ConfigError, match=problem):
-        Sandbox([name], what="Tool", described=True, import_s=1.5 if name.startswith("sleeps") else LONG_S)
+        Sandbox([name], what="Tool", with_schemas=True, import_s=1.5 if name.startswith("sleeps") else LONG_S)

@@ -15,7 +15,7 @@ from starling.algo.text import encode_prompt
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt, Sampling, Status
 from starling.rollout.env.base import EpisodeOutcome
-from starling.rollout.env.episodes.trajectory import gather
+from starling.rollout.env.episodes.trajectory import group_trajectories
 from starling.rollout.env.registry import LoadedEnvironment, make_environment
 from starling.rollout.settings import EnvironmentSettings
 
@@ -86,7 +86,7 @@ def test_a_call_is_answered_and_not_trained(chosen: LoadedEnvironment) -> None:
     assert asked.endswith(
         f"{first}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    (made,) = gather("t0", [0], [one.end(outcome)], temperature=1.0, min_version=0, tensors={}).trajectories
+    (made,) = group_trajectories("t0", [0], [one.end(outcome)], temperature=1.0, min_version=0, tensors={}).trajectories
     sampled = text_of(made.token_ids[made.loss_mask == 1].tolist())
     assert sampled == f"{first}<|im_end|>{last}<|im_end|>"
     said = text_of(made.token_ids[made.loss_mask == 0].tolist())
@@ -186,7 +186,7 @@ def test_a_world_gives_its_rewards(conversation: bool) -> None:
     assert outcome == EpisodeOutcome(reward=0.5, metrics={"guesses": 3.0})
     assert "a number below 4" in text_of(script.asked[0].prompt_ids)
     assert text_of(script.asked[2].prompt_ids).count("no") == 2
-    (made,) = gather("t0", [0], [one.end(outcome)], temperature=1.0, min_version=0, tensors={}).trajectories
+    (made,) = group_trajectories("t0", [0], [one.end(outcome)], temperature=1.0, min_version=0, tensors={}).trajectories
     assert text_of(made.token_ids[made.loss_mask == 1].tolist()) == "1<|im_end|>0<|im_end|>2<|im_end|>"
 
 

@@ -9,7 +9,7 @@ from tiny_chat import TEMPLATES, encode, tokenizer
 
 from starling.algo.text import conversation_text
 from starling.common.errors import ConfigError
-from starling.rollout.env.episodes.turns import common_length, encode_behind, text_between, without_ending
+from starling.rollout.env.episodes.turns import common_length, encode_continuation, strip_end_token, text_between
 
 USER = {"role": "user", "content": "try again"}
 EXPECTED = {
@@ -38,10 +38,10 @@ def test_neighbouring_results_of_tools_are_written_as_the_template_wants_them() 
 
 def test_only_an_end_that_was_sampled_is_left_out() -> None:
     text = EXPECTED["chatml"]
-    assert without_ending(text, "<|im_end|>") == text.removeprefix("<|im_end|>")
-    assert without_ending("\n" + text, "<|im_end|>") == text.removeprefix("<|im_end|>")
-    assert without_ending(text, "") == text
-    assert without_ending(text, "<|endoftext|>") == text, "another end does not end the turn of the template"
+    assert strip_end_token(text, "<|im_end|>") == text.removeprefix("<|im_end|>")
+    assert strip_end_token("\n" + text, "<|im_end|>") == text.removeprefix("<|im_end|>")
+    assert strip_end_token(text, "") == text
+    assert strip_end_token(text, "<|endoftext|>") == text, "another end does not end the turn of the template"
 
 
 def test_a_template_that_refuses_or_forgets_is_told() -> None:
@@ -72,7 +72,7 @@ def test_the_sequence_is_that_of_the_conversation(style: str, replies: list[str]
             reply = reply.strip()  # its template would do that
         ids += encode(style, reply + eos)
         messages.append({"role": "assistant", "content": reply})
-        ids += encode_behind(chosen, without_ending(text_between(chosen, messages, [USER], (), of="it"), eos))
+        ids += encode_continuation(chosen, strip_end_token(text_between(chosen, messages, [USER], (), of="it"), eos))
         messages.append(USER)
     whole = conversation_text(chosen, messages, of="it")
     assert chosen.decode(ids, skip_special_tokens=False) == whole
@@ -87,7 +87,7 @@ def test_a_blank_that_a_tokenizer_puts_before_every_text_is_not_put_inside_one()
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     blank = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
     assert blank.encode("a", add_special_tokens=False) == [3]
-    assert encode_behind(blank, "a") == [2]
+    assert encode_continuation(blank, "a") == [2]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=5))

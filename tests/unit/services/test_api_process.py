@@ -75,7 +75,7 @@ def test_the_endpoint_comes_and_goes_with_its_replica(desk: Desk, trained: Path,
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (("--rollout.api.host", "no.such.host.invalid"), "the endpoint cannot listen on no.such.host.invalid:0"),
+        (("--rollout.api.host", "no.such.host.invalid"), "the server cannot listen on no.such.host.invalid:0"),
         (("--rollout.api.port", "70000"), "rollout.api.port = 70000"),
     ],
 )

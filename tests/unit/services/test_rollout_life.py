@@ -272,7 +272,7 @@ def test_an_engine_that_is_lost_is_made_again(desk: Desk, model: Path, tmp_path:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 1
         assert errors.splitlines()[-1] == (
-            "starling rollout-0: the engine was lost, and made again 1 times within 600 s already "
+            "starling rollout-0: the engine was lost, and restarted 1 times within 600 s already "
             "(rollout.max_engine_restarts): somebody broke it"
         )
 

@@ -19,7 +19,7 @@ from starling.rollout.engine.base import GroupRequest, GroupResult
 from starling.rollout.engine.embedded.engine import TransformersEngine
 from starling.rollout.env.base import EpisodeOutcome
 from starling.rollout.env.episodes.episode import EpisodeError, EpisodeTask, TokenEpisode
-from starling.rollout.env.episodes.trajectory import gather
+from starling.rollout.env.episodes.trajectory import group_trajectories
 from starling.rollout.shell.results import played_message
 
 torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def test_two_turns_behind_an_image_are_computed_alike_by_rollout_and_policy(tmp_
         for one in episodes:
             asyncio.run(play(one))
     ended = [one.end(EpisodeOutcome()) for one in episodes]
-    played = gather("t0", ids, ended, temperature=1.0, min_version=0, tensors=tensors)
+    played = group_trajectories("t0", ids, ended, temperature=1.0, min_version=0, tensors=tensors)
     message, buffers = played_message(played, str)
     trajectories = tuple(
         ScoredTrajectory(num_tokens=meta.num_tokens, oldest_version=0, reward=0.0) for meta in message.trajectories

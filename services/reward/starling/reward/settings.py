@@ -33,17 +33,17 @@ class ScorerSettings(BaseModel):
 
     name: str
     """A built-in scorer (exact_match, prefix_match, gsm8k, math, format, overlong, environment),
-    `reasoning_gym:<task>`, or a function of yours as `module:function` or `path/to/file.py:function`."""
+    `reasoning_gym:<task>`, or your own function as `module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
-    """The reward is the sum of the scores times their weights. 0: the score is observed, not learned from."""
+    """The reward is the sum of the scores times their weights. With 0 the score is only observed."""
     timeout_s: float | None = None
-    """Seconds that scoring one completion may take; without it, the service's `timeout_s`."""
+    """Time limit of one completion in seconds; without it, the service's `timeout_s`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the scorer itself, given to it by name."""
+    """Keyword arguments of the scorer."""
     label: str = ""
     """Its name in metrics; without it, `name`."""
     tasks: tuple[str, ...] = ()
-    """Score only prompts whose metadata names one of these as their `task`; empty for all prompts."""
+    """Score only prompts whose metadata has one of these as their `task`; empty for all prompts."""
 
     @property
     def title(self) -> str:
@@ -79,14 +79,14 @@ class RewardSettings(BaseModel):
     num_workers: int = Field(default=2, ge=1)
     """Worker processes; each scores one completion at a time."""
     timeout_s: float = 10.0
-    """Seconds that one scorer may take for one completion before its worker is killed and replaced."""
+    """Time limit of one scorer for one completion; then its worker is killed and replaced."""
     start_timeout_s: float = 120.0
-    """Seconds that a worker may take to start and to import its scorers."""
+    """Time limit of a worker's start and the import of its scorers, in seconds."""
     num_slots: int = Field(default=8, ge=1)
-    """Groups worked on at a time; the controller sends no more."""
+    """Groups that are scored at a time; the controller sends no more."""
 
     def weighted_scorers(self) -> tuple[WeightedScorer, ...]:
-        """Return the scorers as the core takes them."""
+        """Return the scorers in the form of the core."""
         return tuple(WeightedScorer(scorer.title, scorer.weight, scorer.tasks) for scorer in self.scorers)
 
     @field_validator("scorers")

@@ -29,7 +29,7 @@ class SimulatedReward(SimulatedReplica):
 
     def cancel(self, leases: tuple[str, ...]) -> None:
         """Drop groups."""
-        self._apply(self._core.give_up(leases))
+        self._apply(self._core.cancel(leases))
 
     def _apply(self, commands: list[core.Command]) -> None:
         for command in commands:

@@ -118,7 +118,7 @@ class SimulatedRollout(SimulatedReplica):
         """Remove groups from the engine."""
         for lease in leases:
             self._commands.pop(lease, None)
-        self._apply(self.core.given_up(leases))
+        self._apply(self.core.cancelled(leases))
 
     def leave(self, reason: str) -> None:
         """Return the partial completions of each group, and leave when the controller has them."""
@@ -143,7 +143,7 @@ class SimulatedRollout(SimulatedReplica):
     def _return_partial(self, lease: str) -> None:
         message, buffers = self._commands.pop(lease)
         group = self.engine.pop(lease, None) or self._engine_group(message, buffers)
-        self.core.given_up((lease,))
+        self.core.cancelled((lease,))
         self.answer(lease, *_interrupted(group, self._leaving or "it sleeps"))
 
     def _depart(self, deadline: float) -> None:
@@ -179,10 +179,10 @@ class SimulatedRollout(SimulatedReplica):
                 case core.FallAsleep(lease=lease):
                     self.fall_asleep()
                     self.answer(lease, wire.Slept(lease=lease))
-                case core.WakeUp(lease=lease, again=again):
+                case core.WakeUp(lease=lease, repeated=repeated):
                     if not self.awake:
                         self.wake()
-                    if not again:
+                    if not repeated:
                         self._apply(self.core.woken(self.core.version))
                     self.answer(lease, wire.Woken(lease=lease))
 

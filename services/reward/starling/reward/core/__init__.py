@@ -1,1 +1,1 @@
-"""Decides: which groups are being scored, and what their rewards are."""
+"""State machine of the reward service: groups in progress and their rewards."""

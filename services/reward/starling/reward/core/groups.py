@@ -1,12 +1,12 @@
-"""From scores to rewards: the groups that this service holds, as a pure machine.
+"""State machine of a reward replica: groups in progress, from scores to rewards. Pure.
 
     ScoreGroup --add--> queued --slot free--> working --last score recorded--> answered
 
-`add`, `record` and `give_up` return the commands that now follow. The reward of a trajectory is the sum of its
-scores, each times its scorer's weight. A trajectory that arrives with an unusable status is not scored and keeps that
-status. A trajectory one of whose *needed* scores (weight other than 0) failed has no reward: it gets the status of the
-failure, never a reward of 0. A scorer of weight 0 is only observed: its failure is told but costs no reward.
-A scorer that is for other prompts adds nothing, and its score is null; a prompt that is no scorer's has no reward.
+`add`, `record` and `cancel` return the commands that follow. The reward of a trajectory is the weighted sum of its
+scores. A trajectory that arrives with a status that cannot be trained is not scored and keeps its status. If a *needed*
+score (of weight other than 0) fails, the trajectory has no reward but the status of the failure, never a reward of 0. A
+scorer of weight 0 is only observed: its failure is reported but costs no reward. A scorer for other prompts adds
+nothing, and its score is null; a prompt without any scorer has no reward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from starling.common.wire.messages import TRAINABLE_STATUSES, CompletionText, GroupScored, Prompt, ScoreGroup, Status
 
 TASK = "task"
-"""Key of a prompt's metadata by which scorers of some prompts alone know theirs."""
+"""Key of the task in a prompt's metadata, for scorers of certain tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,38 +29,38 @@ class WeightedScorer:
     label: str
     weight: float
     tasks: tuple[str, ...] = ()
-    """It scores the prompts of these tasks alone; empty for those of all."""
+    """Tasks whose prompts it scores; empty for all prompts."""
 
     def scores(self, prompt: Prompt) -> bool:
-        """Say whether it scores the completions of `prompt`."""
+        """Whether it scores the completions of `prompt`."""
         return not self.tasks or prompt.metadata.get(TASK) in self.tasks
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreTask:
-    """The completions of one group that are to be scored, by every scorer."""
+    """The completions of one group that are to be scored."""
 
     id: str
     """The lease."""
     completions: tuple[tuple[int, CompletionText], ...]
-    """Position in the group of each completion to score, and what a scorer is told of it."""
+    """Index in its group, and contents, of each completion to score."""
     reference: str
     prompt_text: str
     metadata: dict[str, Any]
     scorers: tuple[int, ...]
-    """Positions in the settings of those that are to score them."""
+    """Indices of the scorers in the settings."""
 
 
 class Score(NamedTuple):
-    """What one scorer said of one completion."""
+    """Score of one completion by one scorer."""
 
     task: str
     completion: int
-    """Position of the completion in its group."""
+    """Index of the completion in its group."""
     scorer: int
-    """Position of the scorer in the settings."""
+    """Index of the scorer in the settings."""
     value: float | None
-    """The unweighted score, finite; None when there is none."""
+    """The unweighted score, finite; None if it failed."""
     status: Status = Status.OK
     """`reward_error` or `reward_timeout` where `value` is None."""
     problem: str = ""
@@ -69,21 +69,21 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SubmitTask:
-    """Have this task scored."""
+    """Start to score this task."""
 
     task: ScoreTask
 
 
 @dataclass(frozen=True, slots=True)
 class CancelTask:
-    """Give up the task of this lease: nobody waits for it."""
+    """Stop scoring the task of this lease."""
 
     lease: str
 
 
 @dataclass(frozen=True, slots=True)
 class SendScores:
-    """Tell the controller."""
+    """Send the rewards of a group to the controller."""
 
     message: GroupScored
 
@@ -92,21 +92,21 @@ Command = SubmitTask | CancelTask | SendScores
 
 
 @dataclass(slots=True)
-class _Group:
+class _GroupInProgress:
     message: ScoreGroup
     task: ScoreTask
     scores: list[list[Score | None]]
-    """[scorer][completion]; None while the score is outstanding or not wanted."""
+    """[scorer][completion]; None while a score is outstanding, or where none is needed."""
     num_missing: int
 
 
 @dataclass
 class GroupScores:
-    """The groups of one reward replica. At most `num_slots` of them are worked on at a time; others queue."""
+    """The groups of one reward replica. At most `num_slots` are scored at a time; others queue."""
 
     scorers: tuple[WeightedScorer, ...]
     num_slots: int
-    _groups: dict[str, _Group] = field(default_factory=dict)
+    _groups: dict[str, _GroupInProgress] = field(default_factory=dict)
     _queue: deque[str] = field(default_factory=deque)
 
     @property
@@ -120,11 +120,11 @@ class GroupScores:
         return tuple(self._queue)
 
     def add(self, message: ScoreGroup) -> list[Command]:
-        """Take a group; its lease is one that was not held before."""
+        """Add a group under a new lease."""
         task = _task_of(message, self.scorers)
         num_completions = len(message.completions)
         scores: list[list[Score | None]] = [[None] * num_completions for _ in self.scorers]
-        group = _Group(message, task, scores, num_missing=len(task.completions) * len(task.scorers))
+        group = _GroupInProgress(message, task, scores, num_missing=len(task.completions) * len(task.scorers))
         if not group.num_missing:
             return [SendScores(_scored(group, self.scorers))]
         self._groups[message.lease] = group
@@ -132,7 +132,7 @@ class GroupScores:
         return self._fill_slots()
 
     def record(self, score: Score) -> list[Command]:
-        """Take one score. One for a group that is not held any more, or that is known already, changes nothing."""
+        """Record one score. A score of an unknown group, or one that is recorded already, changes nothing."""
         group = self._groups.get(score.task)
         if group is None or group.scores[score.scorer][score.completion] is not None:
             return []
@@ -143,8 +143,8 @@ class GroupScores:
         del self._groups[score.task]
         return [SendScores(_scored(group, self.scorers)), *self._fill_slots()]
 
-    def give_up(self, leases: tuple[str, ...]) -> list[Command]:
-        """Forget leases that nobody waits for."""
+    def cancel(self, leases: tuple[str, ...]) -> list[Command]:
+        """Drop the groups of cancelled leases."""
         commands: list[Command] = []
         for lease in leases:
             if self._groups.pop(lease, None) is None:
@@ -163,20 +163,20 @@ class GroupScores:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Return the prompt as a scorer reads it: its text, or its messages' contents parted by blank lines."""
+    """Return the prompt's text, or its messages' contents separated by blank lines."""
     if not prompt.messages:
         return prompt.text
     return "\n\n".join(message.content for message in prompt.messages)
 
 
 def _task_of(message: ScoreGroup, scorers: tuple[WeightedScorer, ...]) -> ScoreTask:
-    usable = [(i, item) for i, item in enumerate(message.completions) if item.status in TRAINABLE_STATUSES]
+    trainable = [(i, item) for i, item in enumerate(message.completions) if item.status in TRAINABLE_STATUSES]
     prompt = message.prompt
-    wanted = tuple(index for index, scorer in enumerate(scorers) if scorer.scores(prompt))
-    return ScoreTask(message.lease, tuple(usable), prompt.reference, prompt_text(prompt), prompt.metadata, wanted)
+    scored_by = tuple(index for index, scorer in enumerate(scorers) if scorer.scores(prompt))
+    return ScoreTask(message.lease, tuple(trainable), prompt.reference, prompt_text(prompt), prompt.metadata, scored_by)
 
 
-def _scored(group: _Group, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
+def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
     rewards: list[float | None] = []
     statuses: list[Status] = []
     problems: list[str] = []
@@ -211,7 +211,7 @@ def _reward(column: list[Score | None], scorers: tuple[WeightedScorer, ...]) -> 
     if not any(column):
         return None, Status.REWARD_ERROR
     for score, scorer in zip(column, scorers, strict=True):
-        if score is None or not scorer.weight:  # a score that is wanted is there: only then is a group answered
+        if score is None or not scorer.weight:  # None only where the scorer is not for this prompt
             continue
         if score.value is None:
             return None, score.status

@@ -1,1 +1,1 @@
-"""Scores: the scorers, and the worker processes that run them."""
+"""Scoring: the scorers, and the worker processes that run them."""

@@ -1,1 +1,1 @@
-"""The reward service's hands: the line to the controller, and the pool of workers."""
+"""Shell of the reward service: the link to the controller, and the pool of workers."""

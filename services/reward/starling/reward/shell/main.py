@@ -1,4 +1,4 @@
-"""The reward process: groups in, rewards out, every scorer in a worker that can be killed."""
+"""The reward process: scores groups, with every scorer in a worker process that can be killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from starling.reward.settings import RewardSettings
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
-TELL_EVERY_S = 0.1
+REPORT_INTERVAL_S = 0.1
 
 
 class RewardProcess(ServiceSettings):
@@ -39,17 +39,17 @@ class Shell:
     """One reward replica."""
 
     def __init__(self, settings: RewardProcess, arguments: ServiceArguments) -> None:
-        """Resolve every scorer, so that no sample has to find out. Raises ConfigError when one cannot be used."""
+        """Check every scorer before joining the run. Raises ConfigError when one cannot be used."""
         check_scorers(settings.reward)
         self._settings = settings.reward
         self._groups = core.GroupScores(settings.reward.weighted_scorers(), settings.reward.num_slots)
         hello = wire.Hello(role="reward", host=host_name(), pid=os.getpid(), num_slots=settings.reward.num_slots)
         self._link = ControllerLink(link_settings(arguments, settings), hello)
         self._ended: LinkClosed | None = None
-        self._told_at = float("-inf")
+        self._reported_at = float("-inf")
 
     def run(self, stop: StopSignal) -> None:
-        """Serve until the controller says that nothing more will come."""
+        """Serve until the controller ends the run, or `stop` is requested."""
         reason = "its service failed"
         stop.install(self._link.wake)
         # The workers die with the thread that starts them, so the pool belongs to the main thread.
@@ -70,7 +70,7 @@ class Shell:
         for descriptor in (*self._link.descriptors, pool.fileno()):
             poller.register(descriptor, select.POLLIN)
         while not stop:
-            self._take_in(pool)  # right before the wait, so that nothing is left unread during it
+            self._receive(pool)  # right before the wait, so that no message is left unread during it
             if self._ended is not None:
                 return
             deadline = pool.next_deadline()
@@ -78,17 +78,17 @@ class Shell:
             poller.poll(patience_s * 1000)
             for score in pool.poll():
                 self._carry_out(pool, self._groups.record(score))
-            if (now := time.monotonic()) - self._told_at >= TELL_EVERY_S:
-                self._told_at = now
+            if (now := time.monotonic()) - self._reported_at >= REPORT_INTERVAL_S:
+                self._reported_at = now
                 self._link.report(gauges=pool.gauges(), waits=pool.waits())
 
-    def _take_in(self, pool: ScoringPool) -> None:
+    def _receive(self, pool: ScoringPool) -> None:
         while (inbound := self._link.receive(0.0)) is not None:
             match inbound:
                 case ReceivedCommand(message=wire.ScoreGroup() as message):
                     self._carry_out(pool, self._groups.add(message))
                 case CancelledLeases(leases=leases):
-                    self._carry_out(pool, self._groups.give_up(leases))
+                    self._carry_out(pool, self._groups.cancel(leases))
                 case LinkClosed():
                     self._ended = inbound
                     return

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible endpoint: for agents whose calls become trajectories, and for whoever else asks."""
+"""OpenAI-compatible HTTP API of a replica, for clients and for the programs of episodes."""

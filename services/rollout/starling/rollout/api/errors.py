@@ -1,11 +1,11 @@
-"""What the endpoint says when it does not answer, in the form that OpenAI's clients know."""
+"""Errors of the HTTP API, in the form of OpenAI's."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from starling.common.errors import StarlingError
-from starling.rollout.shell.request_queue import QueueClosedError
+from starling.rollout.engine.queue import QueueClosedError
 
 Code = Literal[
     "invalid_json",
@@ -43,12 +43,12 @@ STATUS: dict[Code, int] = {
 
 
 class ApiError(StarlingError):
-    """A request that is not answered; the text is one sentence that names the value and the remedy.
+    """A rejected or failed request; the text is one sentence that names the value and the remedy.
 
     Args:
         text: the sentence.
-        code: what OpenAI's clients compare; it decides the HTTP status.
-        parameter: the parameter at fault, if it is one.
+        code: OpenAI's error code, which clients compare; it determines the HTTP status.
+        parameter: the parameter at fault, if any.
     """
 
     def __init__(self, text: str, code: Code = "invalid_value", parameter: str | None = None) -> None:
@@ -69,7 +69,7 @@ class ApiError(StarlingError):
 
 
 def api_error_of(error: Exception) -> ApiError:
-    """Return how `error` is told to a client."""
+    """Return the API error for `error`."""
     match error:
         case ApiError():
             return error
@@ -80,5 +80,5 @@ def api_error_of(error: Exception) -> ApiError:
 
 
 def timeout_error(limit_s: float) -> ApiError:
-    """Return what is told when an answer took longer than `limit_s`."""
+    """Return the error for a request that took longer than `limit_s`."""
     return ApiError(f"no answer within {limit_s:g} s; ask for fewer tokens, or raise rollout.api.timeout_s", "timeout")

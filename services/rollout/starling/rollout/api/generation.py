@@ -1,9 +1,9 @@
-"""From a request to its completions: groups go through the door, and what the engine says comes back as it is said.
+"""Generation of one request: its groups go through the engine's queue, and their tokens come back as they are sampled.
 
-event loop of the endpoint                          thread of the engine
-submit ────────────────── door ───────────────────> add
+event loop of the server                            thread of the engine
+submit ─────────────── EngineQueue ───────────────> add
 queue  <── call_soon_threadsafe ── listener, future <── step
-finish (all have said a stop text), abandon (nobody listens) ──> interrupt, cancel
+finish (every completion has a stop text), abandon (client gone) ──> interrupt, cancel
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Literal, NamedTuple
 
 from starling.common.wire.messages import Status
+from starling.rollout.api.detokenizer import IncrementalDetokenizer
 from starling.rollout.api.errors import ApiError, timeout_error
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, PromptLogprobs, RequestError
-from starling.rollout.shell.request_queue import LEASE_PREFIX, EngineQueue
+from starling.rollout.engine.queue import LEASE_PREFIX, EngineQueue
 
 Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What was added to one choice."""
+    """New text and tokens of one choice."""
 
     index: int
     text: str
@@ -36,7 +37,7 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice, whole; the three sequences have one element per sampled token."""
+    """One complete choice; the three sequences have one element per sampled token."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -44,150 +45,162 @@ class Choice:
     versions: tuple[int, ...]
     finish: Finish
     prompt_logprobs: PromptLogprobs | None = None
-    """What the model makes of the prompt, where that was asked for."""
+    """Log-probabilities of the prompt's tokens, if requested."""
+
+
+class _Tokens(NamedTuple):
+    """Tokens that a listener received."""
+
+    group: int
+    completion: int
+    """Index of the completion in its group."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 @dataclass(slots=True)
-class _Group:
-    """One group under way."""
+class _PendingGroup:
+    """One group in the engine."""
 
     request: GroupRequest
-    streams: list[TextStream]
+    streams: list[IncrementalDetokenizer]
     future: Future[GroupResult] | None = None
     ended: bool = False
-    """Its result is here, or nobody wants it."""
+    """Its result has arrived."""
     finishing: bool = False
-    over: set[int] | None = None
-    """Completions of which nothing more is wanted; None where no stop text could end one early."""
+    ended_rows: set[int] | None = None
+    """Completions that have ended, by a token or a stop text; None where no stop text could end one early."""
 
 
 class Generation:
-    """The choices of one request: those of the first group come first.
+    """The choices of one request, in the order of its groups.
 
     Args:
-        door: the way to the engine.
-        requests: what to generate; they get leases of their own.
-        decode: the text of token ids, without special tokens.
-        stops: texts before which a choice ends.
+        engine_queue: the request queue of the engine.
+        requests: the groups to generate; they get leases of their own.
+        decode: decodes token ids, without special tokens.
+        stops: stop texts; a choice ends before the first of them.
         ends: tokens that end a choice.
-        timeout_s: how long all of it may take.
-        listens: whether pieces are wanted as they come.
+        timeout_s: limit for all groups together.
+        streaming: whether deltas are needed as the tokens are sampled.
     """
 
     def __init__(
         self,
-        door: EngineQueue,
+        engine_queue: EngineQueue,
         requests: Sequence[GroupRequest],
         *,
         decode: Callable[[Sequence[int]], str],
         stops: Sequence[str] = (),
         ends: frozenset[int] = frozenset(),
         timeout_s: float,
-        listens: bool = True,
+        streaming: bool = True,
     ) -> None:
-        self._door, self._ends = door, ends
+        self._engine_queue, self._ends = engine_queue, ends
         self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, int, tuple[int, ...], tuple[float, ...]] | int] = asyncio.Queue()
+        self._events: asyncio.Queue[_Tokens | int] = asyncio.Queue()
+        """Tokens, and the numbers of groups that have ended."""
         self._stops = tuple(stops)
-        self._groups = [self._group(number, request, decode, listens) for number, request in enumerate(requests)]
+        self._groups = [self._group(number, request, decode, streaming) for number, request in enumerate(requests)]
         self._first = [sum(r.num_completions for r in requests[:number]) for number in range(len(requests))]
-        self.made: list[Choice] = []
-        """All choices, once `pieces` has ended."""
+        self.choices: list[Choice] = []
+        """All choices, once `deltas` has ended."""
 
-    async def pieces(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """Ask for the groups, and yield what is said, until all of it is; whoever leaves early has it abandoned.
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        """Submit the groups, and yield their deltas until all have ended; closing the generator abandons them.
 
         Raises:
-            ApiError: it took too long.
-            StarlingError: the engine refused it, or could not finish it, or the replica leaves.
+            ApiError: the time limit has passed.
+            StarlingError: the engine rejected or failed a group, or the replica leaves.
         """
         results: dict[int, GroupResult] = {}
         try:
             for number, group in enumerate(self._groups):
-                group.future = self._door.submit(group.request)
+                group.future = self._engine_queue.submit(group.request)
                 group.future.add_done_callback(lambda _, number=number: self._post(number))  # type: ignore[misc]
             while len(results) < len(self._groups):
-                came = await self._next()
-                if isinstance(came, int):
-                    results[came] = self._result(came)
-                    for piece in self._rest(came, results[came]):
-                        yield piece
-                elif (heard := self._heard(*came)) is not None:
-                    yield heard
-            self.made = [made for number in sorted(results) for made in self._made(number, results[number])]
+                event = await self._next()
+                if isinstance(event, int):
+                    results[event] = self._result(event)
+                    for delta in self._remaining_deltas(event, results[event]):
+                        yield delta
+                elif (new := self._delta_of(event)) is not None:
+                    yield new
+            self.choices = [
+                choice for number in sorted(results) for choice in self._choices_of(number, results[number])
+            ]
         finally:
             for group in self._groups:
                 if group.future is not None and not group.ended:
-                    self._door.abandon(group.request.lease)
+                    self._engine_queue.abandon(group.request.lease)
 
     async def all(self) -> list[Choice]:
-        """Return all choices, when they are whole."""
-        async for _ in self.pieces():
+        """Return all choices, once they are complete."""
+        async for _ in self.deltas():
             pass
-        return self.made
+        return self.choices
 
     def _group(
-        self, number: int, request: GroupRequest, decode: Callable[[Sequence[int]], str], listens: bool
-    ) -> _Group:
+        self, number: int, request: GroupRequest, decode: Callable[[Sequence[int]], str], streaming: bool
+    ) -> _PendingGroup:
         def listener(index: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-            self._post((number, index, tuple(map(int, token_ids)), tuple(map(float, logprobs))))
+            self._post(_Tokens(number, index, tuple(map(int, token_ids)), tuple(map(float, logprobs))))
 
-        # What is cut off has no scores of its prompt. And who wants those begins anew where the engine is taken away:
-        # what a listener had heard before would count twice.
+        # A group that is finished early has no scores of its prompt. And a group with prompt scores is generated anew
+        # when the engine is interrupted, so a listener would receive its tokens twice.
         may_be_cut = bool(self._stops) and not request.score_prompt
-        return _Group(
+        return _PendingGroup(
             request=replace(
                 request,
                 lease=f"{LEASE_PREFIX}api/{secrets.token_hex(8)}",
-                listener=listener if listens or may_be_cut else None,
+                listener=listener if streaming or may_be_cut else None,
             ),
-            streams=[TextStream(decode, self._stops) for _ in range(request.num_completions)],
-            over=set() if may_be_cut else None,
+            streams=[IncrementalDetokenizer(decode, self._stops) for _ in range(request.num_completions)],
+            ended_rows=set() if may_be_cut else None,
         )
 
-    def _post(self, item: tuple[int, int, tuple[int, ...], tuple[float, ...]] | int) -> None:
-        """Queue `item`, from any thread."""
+    def _post(self, event: _Tokens | int) -> None:
+        """Queue an event, from any thread."""
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:
-            return  # the endpoint has ended, and nobody listens
+            return  # the server has ended
 
-    async def _next(self) -> tuple[int, int, tuple[int, ...], tuple[float, ...]] | int:
+    async def _next(self) -> _Tokens | int:
         try:
-            return await asyncio.wait_for(self._queue.get(), max(0.0, self._until - time.monotonic()))
+            return await asyncio.wait_for(self._events.get(), max(0.0, self._until - time.monotonic()))
         except TimeoutError:
             raise timeout_error(self._timeout_s) from None
 
     def _result(self, number: int) -> GroupResult:
         group = self._groups[number]
         group.ended = True
-        assert group.future is not None, "only what was asked for is answered"
+        assert group.future is not None, "only submitted groups end"
         try:
             return group.future.result()
         except RequestError as error:
             raise ApiError(str(error).removeprefix(f"{group.request.lease}: ")) from None
 
-    def _heard(
-        self, number: int, index: int, token_ids: tuple[int, ...], logprobs: tuple[float, ...]
-    ) -> ChoiceDelta | None:
-        """Take tokens that a listener heard."""
+    def _delta_of(self, tokens: _Tokens) -> ChoiceDelta | None:
+        """Add tokens to their choice, and finish the group early if a stop text has ended every completion."""
+        number, index, token_ids, logprobs = tokens
         group = self._groups[number]
         stream = group.streams[index]
         before = stream.num_tokens
         text = stream.add(token_ids)
         taken = stream.num_tokens - before
-        if group.over is not None and (stream.stopped or self._ends.intersection(token_ids)):
-            group.over.add(index)
+        if group.ended_rows is not None and (stream.stopped or self._ends.intersection(token_ids)):
+            group.ended_rows.add(index)
             stopped = any(one.stopped for one in group.streams)
-            if stopped and len(group.over) == len(group.streams) and not group.finishing:
+            if stopped and len(group.ended_rows) == len(group.streams) and not group.finishing:
                 group.finishing = True
-                self._door.finish(group.request.lease)
+                self._engine_queue.finish(group.request.lease)
         return ChoiceDelta(self._first[number] + index, text, token_ids[:taken], logprobs[:taken]) if taken else None
 
-    def _rest(self, number: int, result: GroupResult) -> list[ChoiceDelta]:
-        """Return what no listener has told of a group that has ended."""
-        pieces = []
+    def _remaining_deltas(self, number: int, result: GroupResult) -> list[ChoiceDelta]:
+        """Return the deltas of an ended group that no listener has received."""
+        deltas = []
         for index, completion in enumerate(result.completions):
             stream = self._groups[number].streams[index]
             before = stream.num_tokens
@@ -195,31 +208,31 @@ class Generation:
             fresh = slice(before, stream.num_tokens)
             token_ids, logprobs = completion.token_ids[fresh].tolist(), completion.logprobs[fresh].tolist()
             if text or token_ids:
-                pieces.append(ChoiceDelta(self._first[number] + index, text, tuple(token_ids), tuple(logprobs)))
-        return pieces
+                deltas.append(ChoiceDelta(self._first[number] + index, text, tuple(token_ids), tuple(logprobs)))
+        return deltas
 
-    def _made(self, number: int, result: GroupResult) -> list[Choice]:
+    def _choices_of(self, number: int, result: GroupResult) -> list[Choice]:
         streams = self._groups[number].streams
         return [
-            replace(_whole(stream, completion), prompt_logprobs=result.prompt_logprobs)
+            replace(_complete(stream, completion), prompt_logprobs=result.prompt_logprobs)
             for stream, completion in zip(streams, result.completions, strict=True)
         ]
 
 
 def choice_of(completion: Completion, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> Choice:
-    """Return a completion as a choice; a text of `stops` ends it."""
-    stream = TextStream(decode, stops)
+    """Return a completion as a choice, cut before the first stop text."""
+    stream = IncrementalDetokenizer(decode, stops)
     stream.add(completion.token_ids.tolist())
     stream.close()
-    return _whole(stream, completion)
+    return _complete(stream, completion)
 
 
-def without_tokens(made: Choice) -> Choice:
-    """Return a choice of which nothing sampled is wanted."""
-    return replace(made, text="", token_ids=(), logprobs=(), versions=(), finish="length")
+def without_tokens(choice: Choice) -> Choice:
+    """Return a choice without its sampled tokens."""
+    return replace(choice, text="", token_ids=(), logprobs=(), versions=(), finish="length")
 
 
-def _whole(stream: TextStream, completion: Completion) -> Choice:
+def _complete(stream: IncrementalDetokenizer, completion: Completion) -> Choice:
     size = stream.num_tokens
     return Choice(
         text=stream.text,
@@ -227,99 +240,4 @@ def _whole(stream: TextStream, completion: Completion) -> Choice:
         logprobs=tuple(completion.logprobs[:size].tolist()),
         versions=tuple(completion.versions[:size].tolist()),
         finish="length" if completion.status is Status.TRUNCATED and not stream.stopped else "stop",
-    )
-
-
-# JOINED from starling.rollout.api.text: Token ids become text as they come: whole characters only, and
-# nothing beyond a stop text. Pure.
-
-BROKEN: Final = "�"
-"""What decoders write for bytes that are no character yet."""
-
-
-class TextStream:
-    """The text of one completion, which grows by tokens.
-
-    A tokenizer's decoder may write a token otherwise at the beginning of a text, and a character may be spread over
-    tokens. So each piece of text is the difference between two decodings that begin a few tokens earlier; what is
-    returned, joined, is what decoding all tokens at once gives.
-
-    Args:
-        decode: the text of token ids, without special tokens.
-        stops: texts before which the text ends.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode, self._stops = decode, tuple(stops)
-        self._ids: list[int] = []
-        self._begin = 0
-        """Where decoding begins: a few tokens before those whose text is out."""
-        self._read = 0
-        """Tokens whose text is in `_text`."""
-        self._text = ""
-        self._told = 0
-        """Characters that were returned."""
-        self.stopped = False
-        """Whether a stop text came; nothing counts from there on."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens up to the end, or up to the one that completed a stop text."""
-        return len(self._ids)
-
-    @property
-    def text(self) -> str:
-        """The text so far, without what might still become a stop text or a character."""
-        return self._text[: self._told]
-
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Take more tokens; return the text that is certain because of them."""
-        begin = self._told
-        for token in token_ids:
-            if self.stopped:
-                break
-            self._ids.append(int(token))
-            fresh = self._fresh()
-            if fresh and not fresh.endswith(BROKEN):
-                self._extend(fresh)
-            elif self._first_stop(whole := fresh.rstrip(BROKEN)) is not None:
-                self._extend(whole)  # the token that began a character completed a stop text before it
-        return self._text[begin : self._told]
-
-    def close(self) -> str:
-        """Return the rest: nothing comes after it."""
-        begin = self._told
-        if not self.stopped:
-            self._extend(self._fresh())
-            if not self.stopped:
-                self._told = len(self._text)
-        return self._text[begin : self._told]
-
-    def _fresh(self) -> str:
-        """Return the text of the tokens that are not in `_text`."""
-        known = self._decode(self._ids[self._begin : self._read])
-        return self._decode(self._ids[self._begin :])[len(known) :]
-
-    def _extend(self, fresh: str) -> None:
-        end = self._first_stop(fresh)
-        self._text += fresh
-        self._begin, self._read = self._read, len(self._ids)
-        if end is not None:
-            self.stopped, self._text = True, self._text[:end]
-            self._told = len(self._text)
-        else:
-            self._told = max(self._told, len(self._text) - _overlap(self._text, self._stops))
-
-    def _first_stop(self, fresh: str) -> int | None:
-        """Return where in the text, grown by `fresh`, the first stop text begins; None where there is none."""
-        begin = max(0, len(self._text) - max(map(len, self._stops), default=0))
-        searched = self._text[begin:] + fresh
-        return min((begin + at for stop in self._stops if (at := searched.find(stop)) >= 0), default=None)
-
-
-def _overlap(text: str, stops: Sequence[str]) -> int:
-    """Return how many of the last characters of `text` may be the beginning of one of `stops`."""
-    return max(
-        (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size])),
-        default=0,
     )

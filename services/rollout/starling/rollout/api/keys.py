@@ -1,16 +1,12 @@
-"""Who may ask: the key of the endpoint, and those of episodes under way. Keys are compared by their digests alone."""
+"""API keys: the key of the server, and one per episode in progress. Only digests of keys are stored and compared."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 import threading
-from pathlib import Path
 from typing import Generic, TypeVar
-
-import msgspec
 
 from starling.rollout.api.errors import ApiError
 
@@ -18,12 +14,12 @@ E = TypeVar("E")
 
 
 class ApiKeys(Generic[E]):
-    """The keys that are valid now.
+    """The valid keys.
 
-    Digests are looked up, not keys, so that how long a look-up takes tells nothing of a key.
+    Digests are looked up, not keys, so that the time of a look-up reveals nothing about a key.
 
     Args:
-        key: that of whoever may use the endpoint; empty where only episodes may.
+        key: the server's key; empty where only episodes have access.
     """
 
     def __init__(self, key: str) -> None:
@@ -31,26 +27,26 @@ class ApiKeys(Generic[E]):
         self._lock = threading.Lock()
         self._episodes: dict[bytes, E] = {}
 
-    def open(self, episode: E) -> str:
-        """Make a key that is `episode`'s; from any thread."""
+    def issue(self, episode: E) -> str:
+        """Return a new key of `episode`; from any thread."""
         key = f"episode-{secrets.token_urlsafe(24)}"
         with self._lock:
             self._episodes[_digest(key)] = episode
         return key
 
-    def close(self, key: str) -> None:
-        """Make the key of an episode invalid; from any thread."""
+    def revoke(self, key: str) -> None:
+        """Invalidate the key of an episode; from any thread."""
         with self._lock:
             self._episodes.pop(_digest(key), None)
 
-    def check(self, authorization: str) -> E | None:
-        """Return the episode of a request, or None for one that is nobody's.
+    def authenticate(self, authorization: str) -> E | None:
+        """Return the episode of a request, or None for a request with the server's key.
 
         Args:
-            authorization: the header: ``Bearer KEY``.
+            authorization: the HTTP header: ``Bearer KEY``.
 
         Raises:
-            ApiError: no key, or one that is not valid.
+            ApiError: the key is missing or not valid.
         """
         kind, _, key = authorization.partition(" ")
         given = _digest(key.strip())
@@ -66,25 +62,6 @@ class ApiKeys(Generic[E]):
             "as `Authorization: Bearer KEY`",
             "invalid_api_key",
         )
-
-
-class ApiAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a replica listens, and the key that it wants: what is in ``<run folder>/api/<replica>.json``."""
-
-    base_url: str
-    api_key: str
-    model: str
-
-
-def write_address(path: Path, address: ApiAddress) -> None:
-    """Write `address` for its owner alone; who reads it meanwhile finds the old one whole, or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(msgspec.json.encode(address))
-    partial.replace(path)
 
 
 def _digest(key: str) -> bytes:

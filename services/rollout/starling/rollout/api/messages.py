@@ -1,4 +1,4 @@
-"""Messages of a conversation: as clients send them, as chat templates take them, and when two of them are the same."""
+"""Messages of a conversation: parsing, tool calls in replies, and comparison of messages that clients send again."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from starling.rollout.api.errors import ApiError
 from starling.rollout.env.parsers import PARSERS, Call, Parser
 
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""OpenAI's newer name of the system's role is not known to chat templates."""
+"""Roles of clients and of chat templates, which do not know OpenAI's newer name of the system's role."""
 
 ReadCalls = Callable[[str], tuple[str | None, tuple[tuple[str, str], ...]]]
-"""Finds the calls of tools in a reply: returns the text beside them, and of each call name and arguments as JSON."""
+"""Parses the tool calls in a reply: returns the text beside them, and each call's name and arguments as JSON."""
 
-Key = tuple[str, str, tuple[tuple[str, str], ...]]
-"""What a message says: role, text, and the calls in it, each a name with its arguments."""
+MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
+"""Normalised contents of a message: role, text, and its tool calls, each a name with its arguments."""
+
+_HERMES_BEGIN: Final = "<tool_call>"
+"""Beginning of a call in Hermes's form; text may precede it."""
 
 
 def read_messages(given: Any) -> tuple[dict[str, Any], ...]:
-    """Return the messages that a client sent, in the form that chat templates take.
+    """Return a client's messages in the form of chat templates.
 
-    Content is text: parts of text are joined, and none is an empty text. The arguments of calls are objects where they
-    are JSON, as templates write them themselves.
+    Content is text: text parts are joined, and None becomes an empty text. Arguments of tool calls become objects where
+    they are JSON, since templates write the JSON themselves.
 
     Raises:
-        ApiError: they are not a conversation, or not one of text alone.
+        ApiError: they are not a conversation of text.
     """
     if not isinstance(given, list) or not given:
         raise ApiError("messages is missing or empty; give a list of {role, content}", parameter="messages")
@@ -35,7 +38,7 @@ def read_messages(given: Any) -> tuple[dict[str, Any], ...]:
 
 
 def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
-    """Return the tools that a client offers the model. Raises ApiError."""
+    """Return the tools of a request. Raises ApiError."""
     tools = given or []
     if not isinstance(tools, list):
         raise ApiError("tools is no list; give a list of {type: function, function: {...}}", parameter="tools")
@@ -50,11 +53,11 @@ def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def key_of(message: Mapping[str, Any]) -> Key:
-    """Return what `message` says, so that one that went through a client is known again.
+def message_key(message: Mapping[str, Any]) -> MessageKey:
+    """Return the normalised contents of `message`, to recognise it when a client sends it again.
 
-    White space around the text does not count, nor the ids of calls, nor how their arguments are written: clients
-    change those, and a template writes none of them.
+    White space around the text, ids of calls and the formatting of arguments do not count: clients change those, and
+    templates do not write them.
     """
     calls = (call.get("function", call) for call in message.get("tool_calls") or ())
     return (
@@ -65,7 +68,7 @@ def key_of(message: Mapping[str, Any]) -> Key:
 
 
 def reply_message(text: str, read_calls: ReadCalls | None) -> dict[str, Any]:
-    """Return a reply of the model as its client is told it."""
+    """Return a reply of the model as its client gets it."""
     content, calls = (text, ()) if read_calls is None else read_calls(text)
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
@@ -123,7 +126,7 @@ def _text(content: Any) -> str:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Return the object that `arguments` writes, or itself where it writes none."""
+    """Return the object in a JSON text; anything else is returned as it is."""
     if not isinstance(arguments, str):
         return arguments if arguments is not None else {}
     try:
@@ -137,26 +140,21 @@ def _canonical(arguments: Any) -> str:
     return json.dumps(_parsed(arguments), sort_keys=True, ensure_ascii=False, default=str)
 
 
-# JOINED from starling.rollout.api.calls: Calls of tools in a reply, as OpenAI's schema has them.
-
-
-_BEGIN: Final = "<tool_call>"
-"""What calls in Hermes's form begin with; text may stand before them."""
-
-
-def reader_of(parser: Literal["", "hermes", "llama"], chat_template: str | Mapping[str, str] | None) -> ReadCalls:
-    """Return what finds calls in replies: by `parser`, or else in the form that the chat template has."""
+def make_call_reader(
+    parser: Literal["", "hermes", "llama"], chat_template: str | Mapping[str, str] | None
+) -> ReadCalls:
+    """Return the parser of tool calls by name, or else by the form that the chat template uses."""
     if not parser:
         parser = "llama" if "python_tag" in str(chat_template) else "hermes"
-    return partial(_read, PARSERS[parser])
+    return partial(_read_reply, PARSERS[parser])
 
 
-def _read(parse: Parser, text: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-    """Return the text beside the calls, and the calls; a reply with a call that cannot be read is text."""
+def _read_reply(parse: Parser, text: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+    """Return the text beside the calls, and the calls; a reply with a malformed call is text."""
     found = parse(text)
     calls = [call for call in found if isinstance(call, Call)]
     if not calls or len(calls) < len(found):
         return text, ()
-    before, begun, _ = text.partition(_BEGIN)
+    before, begun, _ = text.partition(_HERMES_BEGIN)
     written = tuple((call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls)
     return (before.strip() or None) if begun else None, written

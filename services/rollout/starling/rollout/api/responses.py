@@ -1,4 +1,4 @@
-"""What choices look like in OpenAI's schema: whole, and in pieces. Pure."""
+"""Responses in OpenAI's schema: complete, or as server-sent events that stop when the client disconnects."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ CALL_ID_BYTES = 12
 
 
 class ResponseBuilder:
-    """The responses to one request.
+    """Builds the JSON of the responses to one request.
 
     Args:
-        kind: of a chat, or of plain text.
+        kind: chat or plain text.
         model: the model's name.
-        token_text: the text of one token, special ones too.
-        logprobs: whether log-probabilities were asked for.
-        read_calls: where the request offers tools. A reply is then told when it is whole, as only then it is known what
-            of it is a call.
-        at_once: tell each reply when it is whole in any case.
-        top_logprobs: tell the likeliest token of each place of plain text; each sampled one is that itself.
-        echo: the text of a prompt's tokens, where it is to stand before its completions.
+        token_text: returns the text of one token, special tokens included.
+        logprobs: whether log-probabilities are requested.
+        read_calls: parser of tool calls, where the request offers tools. It needs complete replies, so none is
+            streamed.
+        buffered: send complete replies only, in any case.
+        top_logprobs: return the most likely token at each position of plain text; a sampled token is that itself.
+        echo: returns the text of a prompt's tokens, where prompts are put before their completions.
     """
 
     def __init__(
@@ -50,84 +50,86 @@ class ResponseBuilder:
         *,
         logprobs: bool,
         read_calls: ReadCalls | None = None,
-        at_once: bool = False,
+        buffered: bool = False,
         top_logprobs: bool = False,
         echo: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._kind, self._model, self._token_text = kind, model, token_text
         self._logprobs, self._read_calls = logprobs, read_calls
-        self._at_once = at_once or read_calls is not None
+        self._buffered = buffered or read_calls is not None
         self._top_logprobs, self._echo = top_logprobs, echo
         self._id = ("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12)
         self._created = int(time.time())
         self._num_characters: dict[int, int] = {}
-        """Of each choice, how much text its tokens told so far have; `text_offset` counts in it."""
+        """Length of the text of each choice so far, for `text_offset`."""
 
-    def whole(self, made: Sequence[Choice], prompts: Sequence[Sequence[int]], extra: Json | None = None) -> Json:
-        """Return the response that has everything in it; `extra` goes to what is Starling's own."""
-        each = len(made) // len(prompts)
-        choices = [self._choice(index, one, prompts[index // each]) for index, one in enumerate(made)]
+    def response(self, choices: Sequence[Choice], prompts: Sequence[Sequence[int]], extra: Json | None = None) -> Json:
+        """Return the complete response; `extra` goes into its field `starling`."""
+        each = len(choices) // len(prompts)
+        built = [self._choice(index, choice, prompts[index // each]) for index, choice in enumerate(choices)]
         starling = {"prompt_token_ids": [list(ids) for ids in prompts], **(extra or {})}
-        return self._envelope("", choices, usage=_usage(made, prompts), starling=starling)
+        return self._envelope("", built, usage=_usage(choices, prompts), starling=starling)
 
-    def begin(self, num_choices: int) -> list[Json]:
-        """Return the chunks before the first piece."""
+    def first_chunks(self, num_choices: int) -> list[Json]:
+        """Return the chunks before the first delta."""
         if self._kind == "text":
             return []
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(num_choices)]
 
-    def piece(self, piece: ChoiceDelta) -> Json | None:
-        """Return the chunk of a piece, or None where it has nothing to tell yet."""
-        if self._at_once or not (piece.text or self._logprobs):
+    def delta_chunk(self, delta: ChoiceDelta) -> Json | None:
+        """Return the chunk of a delta, or None where there is nothing to send yet."""
+        if self._buffered or not (delta.text or self._logprobs):
             return None
-        return self._said(piece)
+        return self._delta_chunk(delta)
 
-    def end(self, index: int, made: Choice) -> list[Json]:
+    def last_chunks(self, index: int, choice: Choice) -> list[Json]:
         """Return the last chunks of a choice."""
-        provenance = _provenance(made)
+        provenance = _provenance(choice)
         if self._kind == "text":
-            last = {"index": index, "text": "", "logprobs": None, "finish_reason": made.finish, "starling": provenance}
-            return [self._envelope("", [last])]
-        text, calls = self._calls(made)
+            last = {"index": index, "text": "", "logprobs": None, "finish_reason": choice.finish}
+            return [self._envelope("", [{**last, "starling": provenance}])]
+        text, calls = self._calls(choice)
         chunks = []
-        if self._at_once and (text or self._logprobs):
-            chunks.append(self._said(ChoiceDelta(index, text or "", made.token_ids, made.logprobs)))
+        if self._buffered and (text or self._logprobs):
+            chunks.append(self._delta_chunk(ChoiceDelta(index, text or "", choice.token_ids, choice.logprobs)))
         if calls:
             called = [{"index": at, **_call(*call)} for at, call in enumerate(calls)]
             chunks.append(self._chunk(index, {"tool_calls": called}))
-        finish = "tool_calls" if calls else made.finish
+        finish = "tool_calls" if calls else choice.finish
         return [*chunks, self._chunk(index, {}, finish=finish, starling=provenance)]
 
-    def usage(self, made: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> Json:
-        """Return the chunk that tells the usage."""
-        return self._envelope(".chunk", [], usage=_usage(made, prompts))
+    def usage_chunk(self, choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> Json:
+        """Return the chunk with the usage."""
+        return self._envelope(".chunk", [], usage=_usage(choices, prompts))
 
-    def _calls(self, made: Choice) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-        return (made.text, ()) if self._read_calls is None else self._read_calls(made.text)
+    def _calls(self, choice: Choice) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+        return (choice.text, ()) if self._read_calls is None else self._read_calls(choice.text)
 
-    def _said(self, piece: ChoiceDelta) -> Json:
-        told = self._told(piece.index, piece.token_ids, piece.logprobs)
+    def _delta_chunk(self, delta: ChoiceDelta) -> Json:
+        logprobs = self._logprobs_of(delta.index, delta.token_ids, delta.logprobs)
         if self._kind == "text":
-            choice = {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": None}
+            choice = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
             return self._envelope("", [choice])
-        return self._chunk(piece.index, {"content": piece.text}, told)
+        return self._chunk(delta.index, {"content": delta.text}, logprobs)
 
-    def _choice(self, index: int, made: Choice, prompt: Sequence[int]) -> Json:
-        told = self._told(index, made.token_ids, made.logprobs, prompt if self._echo else (), made.prompt_logprobs)
-        choice: Json = {"index": index, "logprobs": told, "finish_reason": made.finish, "starling": _provenance(made)}
+    def _choice(self, index: int, choice: Choice, prompt: Sequence[int]) -> Json:
+        echoed = prompt if self._echo else ()
+        logprobs = self._logprobs_of(index, choice.token_ids, choice.logprobs, echoed, choice.prompt_logprobs)
+        built: Json = {"index": index, "logprobs": logprobs, "finish_reason": choice.finish}
+        built["starling"] = _provenance(choice)
         if self._kind == "text":
-            return {**choice, "text": made.text if self._echo is None else self._echo(prompt) + made.text}
-        text, calls = self._calls(made)
+            return {**built, "text": choice.text if self._echo is None else self._echo(prompt) + choice.text}
+        text, calls = self._calls(choice)
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message["tool_calls"] = [_call(*call) for call in calls]
-            choice["finish_reason"] = "tool_calls"
-        return {**choice, "message": message}
+            built["finish_reason"] = "tool_calls"
+        return {**built, "message": message}
 
     def _chunk(
-        self, index: int, delta: Json, told: Json | None = None, *, finish: str | None = None, **extra: Any
+        self, index: int, delta: Json, logprobs: Json | None = None, *, finish: str | None = None, **extra: Any
     ) -> Json:
-        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish, **extra}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **extra}
         return self._envelope(".chunk", [choice])
 
     def _envelope(self, suffix: str, choices: list[Json], **extra: Any) -> Json:
@@ -141,7 +143,7 @@ class ResponseBuilder:
             **extra,
         }
 
-    def _told(
+    def _logprobs_of(
         self,
         index: int,
         token_ids: Sequence[int],
@@ -149,7 +151,7 @@ class ResponseBuilder:
         prompt: Sequence[int] = (),
         scores: PromptLogprobs | None = None,
     ) -> Json | None:
-        """Return the log-probabilities of the sampled tokens, and of those of the prompt, where they were asked for."""
+        """Return the log-probabilities of the sampled tokens, and of an echoed prompt's tokens, if requested."""
         if not self._logprobs:
             return None
         texts = [self._token_text(token) for token in token_ids]
@@ -162,9 +164,9 @@ class ResponseBuilder:
         values: list[float | None] = list(logprobs)
         tops: list[Json | None] = [{text: value} for text, value in zip(texts, logprobs, strict=True)]
         if prompt:
-            assert scores is not None, "they were asked for"
+            assert scores is not None, "echoed prompts are scored"
             texts = [*map(self._token_text, prompt), *texts]
-            # Nothing says how likely the first token was.
+            # The first token has no log-probability.
             values = [None, *scores.logprobs.tolist(), *values]
             best = zip(map(self._token_text, scores.top_ids.tolist()), scores.top_logprobs.tolist(), strict=True)
             tops = [None, *({text: value} for text, value in best), *tops]
@@ -177,7 +179,7 @@ class ResponseBuilder:
 
 
 def spans(versions: Sequence[int]) -> list[Json]:
-    """Return which tokens each weight version sampled: ``[{version, start, end}, ...]``, `end` excluded."""
+    """Return the ranges of tokens that each weight version sampled: ``[{version, start, end}, ...]``, end excluded."""
     found: list[Json] = []
     for at, version in enumerate(versions):
         if found and found[-1]["version"] == version:
@@ -192,23 +194,19 @@ def event(data: Json | str) -> bytes:
     return b"data: " + (data.encode() if isinstance(data, str) else msgspec.json.encode(data)) + b"\n\n"
 
 
-def _usage(made: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> Json:
-    before, sampled = sum(map(len, prompts)), sum(len(one.token_ids) for one in made)
+def _usage(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> Json:
+    before, sampled = sum(map(len, prompts)), sum(len(choice.token_ids) for choice in choices)
     return {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
 
 
-def _provenance(made: Choice) -> Json:
-    scored = {} if made.prompt_logprobs is None else {"prompt_version": made.prompt_logprobs.version}
-    return {"token_ids": list(made.token_ids), "versions": spans(made.versions), **scored}
+def _provenance(choice: Choice) -> Json:
+    scored = {} if choice.prompt_logprobs is None else {"prompt_version": choice.prompt_logprobs.version}
+    return {"token_ids": list(choice.token_ids), "versions": spans(choice.versions), **scored}
 
 
 def _call(name: str, arguments: str) -> Json:
     ident = f"call_{secrets.token_hex(CALL_ID_BYTES)}"
     return {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-# JOINED from starling.rollout.api.streams: Answers that take time: as one response or as server-sent events,
-# and dropped when the client hangs up.
 
 
 T = TypeVar("T")
@@ -217,27 +215,27 @@ DONE = event("[DONE]")
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, and what is to be given back when they end, however they do."""
+    """Server-sent events, with an exit stack that is closed when they end, however they end."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], held: contextlib.ExitStack) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._events, self._held = events, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events."""
         with self._held:
             async with contextlib.aclosing(self._events):
                 await super().__call__(scope, receive, send)
 
 
-async def attended(request: Request, work: Awaitable[T]) -> T:
-    """Return what `work` does; end it when the client hangs up.
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Await `work`; cancel it when the client disconnects.
 
     Raises:
-        ClientDisconnect: it did.
+        ClientDisconnect: the client has disconnected.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hung_up(request))
+    gone = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -246,56 +244,56 @@ async def attended(request: Request, work: Awaitable[T]) -> T:
     finally:
         gone.cancel()
         task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)  # so that nothing of it is left
+        await asyncio.gather(task, gone, return_exceptions=True)  # both have ended when this returns
 
 
-async def told(
-    shapes: ResponseBuilder,
-    ask: RequestOptions,
+async def stream_events(
+    builder: ResponseBuilder,
+    options: RequestOptions,
     generation: Generation,
     first: ChoiceDelta | None,
-    pieces: AsyncGenerator[ChoiceDelta, None],
+    deltas: AsyncGenerator[ChoiceDelta, None],
     prompts: Sequence[Sequence[int]],
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a generation, of which `first` has come already."""
-    async with contextlib.aclosing(pieces):
+    """Yield the events of a generation whose first delta has arrived already."""
+    async with contextlib.aclosing(deltas):
         try:
-            for chunk in shapes.begin(ask.num_completions * len(prompts)):
+            for chunk in builder.first_chunks(options.num_completions * len(prompts)):
                 yield event(chunk)
-            piece = first
-            while piece is not None:
-                said = shapes.piece(piece)
-                if said is not None:
-                    yield event(said)
-                piece = await anext(pieces, None)
-            for data in _ending(shapes, ask, generation.made, prompts):
+            delta = first
+            while delta is not None:
+                delta_chunk = builder.delta_chunk(delta)
+                if delta_chunk is not None:
+                    yield event(delta_chunk)
+                delta = await anext(deltas, None)
+            for data in _last_events(builder, options, generation.choices, prompts):
                 yield data
         except StarlingError as error:
-            # The status went out with the first event; clients find errors among the events, too.
+            # The HTTP status was sent with the first event, so the error is sent as an event.
             yield event(api_error_of(error).body)
 
 
-async def told_at_once(
-    shapes: ResponseBuilder, ask: RequestOptions, made: Choice, prompt: Sequence[int]
+async def whole_choice_events(
+    builder: ResponseBuilder, options: RequestOptions, choice: Choice, prompt: Sequence[int]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of one choice that is whole already."""
-    for chunk in shapes.begin(1):
+    """Yield the events of one choice that is complete."""
+    for chunk in builder.first_chunks(1):
         yield event(chunk)
-    for data in _ending(shapes, ask, [made], [prompt]):
+    for data in _last_events(builder, options, [choice], [prompt]):
         yield data
 
 
-def _ending(
-    shapes: ResponseBuilder, ask: RequestOptions, made: Sequence[Choice], prompts: Sequence[Sequence[int]]
+def _last_events(
+    builder: ResponseBuilder, options: RequestOptions, choices: Sequence[Choice], prompts: Sequence[Sequence[int]]
 ) -> Iterator[bytes]:
-    for index, one in enumerate(made):
-        yield from map(event, shapes.end(index, one))
-    if ask.include_usage:
-        yield event(shapes.usage(made, prompts))
+    for index, choice in enumerate(choices):
+        yield from map(event, builder.last_chunks(index, choice))
+    if options.include_usage:
+        yield event(builder.usage_chunk(choices, prompts))
     yield DONE
 
 
-async def _hung_up(request: Request) -> None:
-    """Return when the client hangs up; its request must have been read."""
+async def _wait_for_disconnect(request: Request) -> None:
+    """Return when the client disconnects; its request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,8 @@
-"""The endpoint's thread, its address, and the file that tells it."""
+"""HTTP server of a replica: its thread, its address, and the file that publishes both address and key."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import structlog
 import uvicorn
 
@@ -16,53 +18,67 @@ from starling.algo.text import decode
 from starling.common.errors import ConfigError
 from starling.common.service import host_name
 from starling.rollout.api.app import Endpoint
-from starling.rollout.api.keys import ApiAddress, ApiKeys, write_address
+from starling.rollout.api.keys import ApiKeys
 from starling.rollout.api.recording import Recording
 
 if TYPE_CHECKING:
     from starling.rollout.api.model import ServedModel
+    from starling.rollout.engine.queue import EngineQueue
     from starling.rollout.env.episodes.episode import TokenEpisode
     from starling.rollout.settings import ApiSettings
-    from starling.rollout.shell.request_queue import EngineQueue
 
 log = structlog.get_logger(__name__)
 
 CLOSE_S: Final = 5
 BACKLOG: Final = 1024
 KEEP_ALIVE_S: Final = 75
-"""How long an idle connection stays: much longer than clients keep theirs (OpenAI's 5 s). Where a server closes it
-first, the next request may cross with that, and fail."""
+"""How long an idle connection stays open: much longer than clients keep theirs (OpenAI's 5 s), since a request fails
+when it crosses with the server's closing of the connection."""
+
+
+class ApiAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of ``<run folder>/api/<replica>.json``."""
+
+    base_url: str
+    api_key: str
+    model: str
 
 
 class ApiServer:
-    """The endpoint of one replica, in a thread with an event loop of its own.
+    """The OpenAI-compatible server of one replica, in a thread with an event loop of its own.
 
     Args:
-        door: the way to the engine.
+        engine_queue: the request queue of the engine.
         served: the model.
-        settings: address, key and bounds.
+        settings: address, key and limits.
         replica: the replica's name; its number is added to the port.
-        folder: the run's folder, for the file with address and key. None for an endpoint that episodes alone use: it
-            listens on this host only, and takes no key but theirs.
+        folder: the run's folder, for the file with address and key. None for a server that only episodes use: it
+            listens on localhost, and accepts only their keys.
 
     Raises:
-        ConfigError: the address cannot be listened on, or the file not be written.
+        ConfigError: the address cannot be bound, or the file cannot be written.
     """
 
     def __init__(
-        self, door: EngineQueue, served: ServedModel, settings: ApiSettings, *, replica: str, folder: Path | None
+        self,
+        engine_queue: EngineQueue,
+        served: ServedModel,
+        settings: ApiSettings,
+        *,
+        replica: str,
+        folder: Path | None,
     ) -> None:
         key = "" if folder is None else settings.key or secrets.token_urlsafe(32)
         host = "127.0.0.1" if folder is None else settings.host
         self._socket = _listen(host, _port(settings, replica) if folder is not None else 0)
         port = self._socket.getsockname()[1]
-        self.base_url = f"http://{_reachable(host)}:{port}/v1"
-        """What clients are given."""
+        self.base_url = f"http://{_client_host(host)}:{port}/v1"
+        """Base URL for clients."""
         self.keys: ApiKeys[Recording] = ApiKeys(key)
-        """Where episodes get theirs."""
+        """The valid API keys."""
         self.model = served.name
         self._served = served
-        self._endpoint = Endpoint(door, served, settings, self.keys)
+        self._endpoint = Endpoint(engine_queue, served, settings, self.keys)
         config = uvicorn.Config(
             self._endpoint.application(),
             lifespan="off",
@@ -77,15 +93,15 @@ class ApiServer:
         self._file = None
         if folder is not None:
             self._file = folder / "api" / f"{replica}.json"
-            self._tell(self._file, ApiAddress(base_url=self.base_url, api_key=key, model=served.name))
+            self._write_file(self._file, ApiAddress(base_url=self.base_url, api_key=key, model=served.name))
 
     def recording(self, episode: TokenEpisode) -> Recording:
         """Return a new recording of `episode`; called in its event loop."""
-        # By the episode's own tokenizer, in whose event loop it decodes: one does not stand two threads.
+        # With the episode's own tokenizer, as it decodes in the episode's event loop: tokenizers are not thread-safe.
         return Recording(episode, partial(decode, episode.tokenizer), self._served.read_calls)
 
     def close(self) -> None:
-        """End, within a few seconds, whatever is under way."""
+        """Stop within a few seconds, and end the requests in progress."""
         self._endpoint.stopping = True
         self._server.should_exit = True
         self._thread.join(CLOSE_S + 1.0)
@@ -93,17 +109,28 @@ class ApiServer:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def _tell(self, file: Path, address: ApiAddress) -> None:
+    def _write_file(self, file: Path, address: ApiAddress) -> None:
         try:
-            write_address(file, address)
+            _write_address(file, address)
         except OSError as error:
             self.close()
-            raise ConfigError(f"the endpoint's file {file} cannot be written ({error.strerror})") from None
+            raise ConfigError(f"the server's file {file} cannot be written ({error.strerror})") from None
         log.info("listening", base_url=self.base_url, file=str(file))
 
 
+def _write_address(path: Path, address: ApiAddress) -> None:
+    """Write `address` atomically, readable by its owner only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_path = path.with_name(f".{path.name}.partial")
+    descriptor = os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(msgspec.json.encode(address))
+    partial_path.replace(path)
+
+
 def _port(settings: ApiSettings, replica: str) -> int:
-    """Return the port of a replica: that of the settings, for the first one."""
+    """Return the port of a replica: the setting's for the first one, and the following ones for the others."""
     number = replica.rpartition("-")[2]
     return settings.port + int(number) if settings.port and number.isdigit() else settings.port
 
@@ -115,12 +142,12 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"the endpoint cannot listen on {host}:{port} ({reason}); change rollout.api.host or rollout.api.port"
+            f"the server cannot listen on {host}:{port} ({reason}); change rollout.api.host or rollout.api.port"
         ) from None
 
 
-def _reachable(host: str) -> str:
-    """Return the name under which clients reach what listens on `host`."""
+def _client_host(host: str) -> str:
+    """Return the host name by which clients reach a server that is bound to `host`."""
     if host in ("", "0.0.0.0", "::"):
         return host_name()
     return f"[{host}]" if ":" in host else host

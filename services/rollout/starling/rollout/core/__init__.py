@@ -1,1 +1,1 @@
-"""What the rollout decides: when to generate, pull and switch."""
+"""State machine of a rollout replica: when to generate, pull and switch weights."""

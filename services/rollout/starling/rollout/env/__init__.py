@@ -1,1 +1,1 @@
-"""Stop 4 of the walk, interact: what stands between a completion and its trajectory."""
+"""Environments: episodes of user code between a completion and its trajectory."""

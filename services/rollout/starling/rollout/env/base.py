@@ -1,7 +1,7 @@
-"""What an environment is, and what it is given: an episode, which it plays to its end.
+"""The interface of environments: a coroutine function that plays one episode and returns its outcome.
 
-An environment is a coroutine function. It is called once for each trajectory with an `Episode`, asks the model for
-replies, says what comes between them, and returns what came of it:
+An environment is called once per trajectory with an `Episode`. It asks the model for replies, adds messages between
+them, and returns the reward:
 
     async def guess(episode: Episode, *, most: int = 10) -> float:
         for _ in range(most):
@@ -11,8 +11,8 @@ replies, says what comes between them, and returns what came of it:
             episode.say({"role": "user", "content": "No. Try again."})
         return 0.0
 
-The model's tokens are never made into text and back: an episode is one growing sequence of token ids, in which sampled
-tokens stay what they were, and what the environment says is encoded once and marked as not to be trained.
+Sampled tokens are never decoded and encoded again: an episode is one growing sequence of token ids. What the
+environment adds is encoded once and masked from the loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from starling.common.wire.messages import Prompt, Status
 
 
 class EpisodeOver(StarlingError):
-    """The episode has no turn or token left: what is there of it counts."""
+    """The episode has no turn or token left; the trajectory so far counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,74 +38,74 @@ class ModelReply:
     token_ids: tuple[int, ...]
     """As sampled, the stop token included."""
     finish: Literal["stop", "length"]
-    """What ended it: a stop token or a stop text, or a bound on tokens."""
+    """What ended it: `stop` is a stop token or a stop text, `length` a limit on tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
-    """What came of an episode."""
+    """Result of an episode."""
 
     reward: float | None = None
-    """The environment's own judgement; None leaves it to the scorers."""
+    """The environment's own reward; None leaves it to the scorers."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What it measured besides, for the metrics of the run."""
+    """Further measurements, for the metrics of the run."""
     status: Status | None = None
-    """Why the trajectory cannot be trained, where it cannot; None for what the last reply says."""
+    """Why the trajectory cannot be trained, if it cannot; None for the status of the last reply."""
     problem: str = ""
-    """One sentence, with a `status` that is a failure."""
+    """One sentence, for a `status` that is a failure."""
 
 
 class Episode(Protocol):
-    """One trajectory while it is being made."""
+    """One trajectory in progress."""
 
     @property
     def prompt(self) -> Prompt:
-        """What it began with; `prompt.reference` and `prompt.metadata` are for judging."""
+        """The prompt; `prompt.reference` and `prompt.metadata` are for the reward."""
         ...
 
     @property
     def index(self) -> int:
-        """Which of the trajectories of its group it is, from 0."""
+        """Index of this trajectory in its group, from 0."""
         ...
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
-        """The conversation so far, in the form of chat templates; empty where the prompt is plain text."""
+        """The conversation so far, in the form of chat templates; empty for a prompt of plain text."""
         ...
 
     @property
     def num_turns(self) -> int:
-        """Replies so far."""
+        """Number of replies so far."""
         ...
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that may still be sampled, by `sampling.max_tokens` and by the context."""
+        """Tokens that may still be sampled, limited by `sampling.max_tokens` and by the context."""
         ...
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ModelReply:
-        """Have the model say something.
+        """Sample one reply of the model.
 
         Args:
-            max_tokens: most tokens of this reply; None for what the settings and `tokens_left` allow.
-            stop: texts after which it ends, besides the model's own stop tokens; the reply has them.
+            max_tokens: limit of this reply; None for what the settings and `tokens_left` allow.
+            stop: texts that end the reply, besides the model's own stop tokens; the reply includes them.
 
         Raises:
-            EpisodeOver: no turn or token is left; an environment that lets it pass ends well.
+            EpisodeOver: no turn or token is left. An environment need not catch it.
         """
         ...
 
     def say(self, *messages: Mapping[str, Any]) -> None:
-        """Add messages, as of a user or a tool: written by the chat template, and not to be trained.
+        """Add messages of a user or a tool, written by the chat template and not trained.
 
         Raises:
-            StarlingError: the prompt is plain text, or the next reply is to begin with a text already.
+            StarlingError: the prompt is plain text, or text was already added as the beginning of the next reply.
         """
         ...
 
     def say_text(self, text: str) -> None:
-        """Add text as it stands, without a template, not to be trained: to the last reply or, behind messages, for the
-        next reply to begin with."""
+        """Add text without a template, not trained: to the last reply or, after messages, as the beginning of the next
+        reply."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Tool calls in the model's text: one pure function per form.
+"""Parsers of tool calls in the model's text: one pure function per form.
 
-A parser takes the text of a reply and returns its calls in order, or none: then the reply is the answer. What begins
-as a call and is none becomes a `Malformed`, which the model is told.
+A parser takes the text of a reply and returns its calls in order; a reply without calls is the answer. What begins as a
+call but cannot be parsed becomes a `Malformed`, whose text goes to the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The model wants a function called."""
+    """A function call of the model."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -23,10 +23,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """The model began a call that cannot be read."""
+    """The beginning of a call that cannot be parsed."""
 
     problem: str
-    """For the model: what is wrong."""
+    """Error text for the model."""
 
 
 Parser = Callable[[str], Sequence[Call | Malformed]]
@@ -40,7 +40,7 @@ _TOO_DEEP: Final = Malformed("the call is nested too deeply")
 def hermes(text: str) -> list[Call | Malformed]:
     """Read any number of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write it.
 
-    A call without its end counts where its object is whole: a stop text may have cut the end off.
+    A call without its closing tag counts if its object is complete: a stop text may have cut the tag off.
     """
     return [_read(inside.strip()) for inside in _HERMES.findall(text)]
 

@@ -1,4 +1,4 @@
-"""The environment that the settings name, made once for a replica."""
+"""Environments by name: loads the one that the settings name, once per replica."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ KINDS: Final[dict[str, str]] = {
     "agent": "starling.rollout.env.environments.agent:make_agent",
     "verifiers": "starling.rollout.env.environments.verifiers:make_verifiers",
 }
-"""The built-in kinds, each with what makes one from its options; imported by who uses it."""
+"""Built-in kinds: the function that makes each from its options. Imported on use."""
 
 if TYPE_CHECKING:
     from starling.rollout.api.server import ApiServer
 
 
-def _nothing() -> None:
-    """Close what needs no closing."""
+def _close_nothing() -> None:
+    """Default of `LoadedEnvironment.close`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEnvironment:
-    """An environment, and what the rollout must know of it."""
+    """An environment with what the rollout needs to know about it."""
 
     environment: Environment
-    """Its options are bound: it takes an episode alone."""
+    """With its options bound: it takes an episode only."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Functions that the model may call, as JSON schemas in OpenAI's form; the prompt tells of them."""
-    close: Callable[[], None] = _nothing
-    """Ends what was started for it."""
+    """Functions that the model may call, as JSON schemas in OpenAI's form, for the prompt."""
+    close: Callable[[], None] = _close_nothing
+    """Ends the processes that were started for it."""
     connect: Callable[[ApiServer], None] | None = None
-    """To be told the endpoint before the first episode, of an environment whose programs are its clients."""
+    """Takes the HTTP server before the first episode, for an environment whose programs are its clients."""
 
 
 def make_environment(settings: EnvironmentSettings) -> LoadedEnvironment | None:
-    """Make the environment of `settings`; None where completions are whole trajectories.
+    """Load the environment of `settings`; None without one, where completions are whole trajectories.
 
     Raises:
-        ConfigError: there is no such environment, it cannot be imported, or it does not take the options.
+        ConfigError: there is no such environment, it cannot be imported, or it does not accept the options.
     """
     kind, options = settings.kind, settings.options
     if not kind:
@@ -61,18 +61,18 @@ def make_environment(settings: EnvironmentSettings) -> LoadedEnvironment | None:
         like = nearest(kind, list(KINDS))
         hint = f"did you mean {like!r}?" if like else f"known are {', '.join(KINDS)}."
         raise ConfigError(
-            f"rollout.environment.kind is {kind!r}: {hint} An `async def` of yours is named `module:name` or "
+            f"rollout.environment.kind is {kind!r}: {hint} Your own `async def` is named `module:name` or "
             "`path/to/file.py:name`."
         )
     found = import_object(kind, "Environment")
     if not inspect.iscoroutinefunction(found):
-        raise ConfigError(f"Environment {kind!r} is no `async def`: write one that takes an episode.")
+        raise ConfigError(f"Environment {kind!r} is not an `async def`: write one that takes an episode.")
     check_options(f"Environment {kind!r}", found, (None,), options)
     return LoadedEnvironment(partial(found, **options))
 
 
 def check_options(title: str, function: Callable[..., Any], positional: tuple[Any, ...], options: Any) -> None:
-    """Raise ConfigError when `function` cannot be called with these arguments; calls nothing."""
+    """Raise ConfigError when `function` cannot be called with these arguments; does not call it."""
     signature = inspect.signature(function)
     try:
         signature.bind(*positional, **options)

@@ -1,11 +1,11 @@
-"""The episodes of a replica, in an event loop of their own, beside the thread that holds the engine.
+"""Runner of a replica's episodes, in an event loop of its own beside the engine's thread.
 
-holder's thread:   begin ─────────> episodes ──reply──> door ──> engine     forget, expire
-event loop:                            └──> Played ──put──> holder's inbox
+engine's thread:   begin ─────────> episodes ──reply──> EngineQueue ──> engine     cancel, expire
+event loop:                            └──> PlayedGroup ──put──> inbox of the engine's thread
 
-An environment is the user's code, and what it does wrong costs its own trajectory: an exception, a time too long, a
-result that is none. One that blocks the loop itself is noticed from outside, by `expire`; the loop is then left to
-itself, and a new one goes on.
+An environment is user code, and its failures cost only its own trajectory: an exception, a timeout, a result of a
+wrong type. `expire` notices from outside when an environment blocks the event loop; the runner then abandons that loop
+and starts a new one.
 """
 
 from __future__ import annotations
@@ -26,73 +26,73 @@ import structlog
 
 from starling.common.wire.messages import Status, Wait
 from starling.rollout.engine.base import RequestError
+from starling.rollout.engine.preparation import PreparedPrompt
+from starling.rollout.engine.queue import EngineQueue, GenerationError, QueueClosedError
 from starling.rollout.env.base import EpisodeOutcome, EpisodeOver
-from starling.rollout.env.episodes.episode import EpisodeTask, TokenEpisode, ask_through
-from starling.rollout.env.episodes.trajectory import EndedEpisode, PlayedGroup, gather
+from starling.rollout.env.episodes.episode import EpisodeTask, TokenEpisode, generate_through
+from starling.rollout.env.episodes.trajectory import EndedEpisode, PlayedGroup, failed_episode, group_trajectories
 from starling.rollout.env.registry import LoadedEnvironment
 from starling.rollout.env.sandbox.fork_server import describe
 from starling.rollout.env.timeouts import PausableClock, PausableTimeouts
 from starling.rollout.settings import EnvironmentSettings
-from starling.rollout.shell.preparation import PreparedPrompt
-from starling.rollout.shell.request_queue import EngineQueue, GenerationError, QueueClosedError
 
 log = structlog.get_logger(__name__)
 
 GRACE_S: Final = 5.0
-"""How long after its time an episode may take to end, before its loop is taken to be stuck."""
+"""How long after its time limit an episode may take to end, before its event loop counts as blocked."""
 STOP_S: Final = 2.0
-"""How long the loop may take to end at the end of the process."""
+"""How long the event loop may take to end when the process ends."""
 
 
 @dataclass(slots=True)
-class _Group:
+class _EpisodeGroup:
     """The episodes of one lease."""
 
     task: EpisodeTask
     begun_at: float
-    """As the runner's clock of usable time showed it."""
+    """By the runner's pausable clock."""
     min_version: int
     num_completions: int
     loop: asyncio.AbstractEventLoop
     limits: PausableTimeouts
     future: Future[None] = field(init=False)
-    given_up: bool = False
+    timed_out: bool = False
 
 
 class EpisodeRunner:
-    """Plays the episodes of groups. Made, called and closed by one thread.
+    """Plays the episodes of groups. Created, called and closed by one thread.
 
     Args:
-        settings: bounds of an episode.
-        chosen: the environment.
-        tokenizer: the model's; a copy is used, for one tokenizer does not stand two threads.
-        door: to the engine.
+        settings: limits of an episode.
+        environment: the environment.
+        tokenizer: the model's; the runner uses a copy, since a tokenizer is not thread-safe.
+        engine_queue: the request queue of the engine.
         put: takes each `PlayedGroup`, from the event loop.
-        max_model_len: most tokens of a sequence.
+        max_model_len: limit on the tokens of a sequence.
     """
 
     def __init__(
         self,
         settings: EnvironmentSettings,
-        chosen: LoadedEnvironment,
+        environment: LoadedEnvironment,
         tokenizer: Any,
-        door: EngineQueue,
+        engine_queue: EngineQueue,
         put: Callable[[object], None],
         *,
         max_model_len: int,
     ) -> None:
-        self._settings, self._chosen, self._door = settings, chosen, door
+        self._settings, self._environment, self._engine_queue = settings, environment, engine_queue
         self.tokenizer = tokenizer
         self._tokenizer = copy.deepcopy(tokenizer)
         self._put, self._max_model_len = put, max_model_len
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _EpisodeGroup] = {}
         self._closed = False
         self._loop = _start_loop()
-        self._limits, self._time = PausableTimeouts(), PausableClock()
-        self._held = False
+        self._limits, self._clock = PausableTimeouts(), PausableClock()
+        self._paused = False
 
     def begin(self, prepared: PreparedPrompt) -> None:
-        """Play the episodes of a group whose prompt is prepared; `PlayedGroup` is put when all have ended."""
+        """Play the episodes of a group whose prompt is prepared; puts a `PlayedGroup` when all have ended."""
         message, settings = prepared.message, self._settings
         task = EpisodeTask(
             lease=message.lease,
@@ -102,92 +102,92 @@ class EpisodeRunner:
             max_turns=settings.max_turns,
             turn_max_tokens=settings.turn_max_tokens,
             max_model_len=self._max_model_len,
-            tools=self._chosen.tools,
+            tools=self._environment.tools,
             tensors=prepared.tensors,
         )
-        begun_at, version = self._time.at(time.monotonic()), message.min_version
-        group = _Group(task, begun_at, version, message.num_completions, self._loop, self._limits)
+        begun_at, version = self._clock.at(time.monotonic()), message.min_version
+        group = _EpisodeGroup(task, begun_at, version, message.num_completions, self._loop, self._limits)
         self._groups[message.lease] = group
         group.future = asyncio.run_coroutine_threadsafe(self._play_group(group), self._loop)
 
-    def hold(self, held: bool) -> None:
-        """Let the time of episodes count no more, while there is no engine that could generate for them, or again."""
-        if self._time.hold(held, time.monotonic()):
-            self._held = held
+    def set_paused(self, paused: bool) -> None:
+        """Pause or resume the time limits of episodes: they do not count while no engine could generate."""
+        if self._clock.set_paused(paused, time.monotonic()):
+            self._paused = paused
             of_loops = {group.loop: group.limits for group in self._groups.values()} | {self._loop: self._limits}
             for loop, limits in of_loops.items():
-                loop.call_soon_threadsafe(limits.hold, held)
+                loop.call_soon_threadsafe(limits.set_paused, paused)
 
     def take(self, lease: str) -> bool:
-        """Return whether what was put for `lease` is still wanted; it is not again."""
+        """Remove the group of `lease`; returns False when it was cancelled, so that its result is to be dropped."""
         return self._groups.pop(lease, None) is not None
 
-    def forget(self, lease: str) -> None:
-        """Want a group no longer: its environments are cancelled."""
+    def cancel(self, lease: str) -> None:
+        """Cancel the episodes of a group."""
         group = self._groups.pop(lease, None)
         if group is not None:
             group.future.cancel()
 
-    def forget_all(self) -> list[str]:
-        """Want no group any longer; return their leases."""
+    def cancel_all(self) -> list[str]:
+        """Cancel all groups; return their leases."""
         leases = list(self._groups)
         for lease in leases:
-            self.forget(lease)
+            self.cancel(lease)
         return leases
 
     def expire(self, now: float) -> list[tuple[str, str]]:
-        """Put the groups as failures whose loop does not even notice that their time is over; no lease fails itself."""
-        limit_s, now = self._settings.timeout_s, self._time.at(now)
+        """Put groups as failed whose event loop is blocked beyond their time limit; returns no failed leases."""
+        limit_s, now = self._settings.timeout_s, self._clock.at(now)
         for lease, group in self._groups.items():
-            if group.given_up or now - group.begun_at <= limit_s + GRACE_S:
+            if group.timed_out or now - group.begun_at <= limit_s + GRACE_S:
                 continue
-            group.given_up = True
+            group.timed_out = True
             log.warning("environment_stuck", lease=lease)
             if group.loop is self._loop:
-                self._loop, self._limits = _start_loop(), PausableTimeouts(held=self._held)
+                self._loop, self._limits = _start_loop(), PausableTimeouts(paused=self._paused)
             problem = f"the environment took longer than {limit_s:g} s and could not be stopped: it must not block"
-            self._put(_gathered(group, [_failure(problem)] * group.num_completions))
+            self._put(_played_group(group, [failed_episode(problem)] * group.num_completions))
         return []
 
     def waits(self, now: float) -> tuple[Wait, ...]:
-        """Return what is waited for at `now`: the group that began first."""
+        """Return the wait for episodes at `now`, since the oldest group began."""
         if not self._groups:
             return ()
-        since_s = self._time.at(now) - min(group.begun_at for group in self._groups.values())
+        since_s = self._clock.at(now) - min(group.begun_at for group in self._groups.values())
         left_s = max(0.0, self._settings.timeout_s + GRACE_S - since_s)
         what = f"episodes of {len(self._groups)} groups"
         return (Wait(what=what, on="environment", since_s=max(0.0, since_s), seconds_left=left_s),)
 
     def close(self) -> None:
-        """Cancel everything, and end what the environment started. A second call changes nothing."""
+        """Cancel all episodes and close the environment. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        self.forget_all()
-        ended, cancelling = threading.Event(), list[asyncio.Task[None]]()  # a loop keeps no task that nobody refers to
+        self.cancel_all()
+        ended, cancelling = threading.Event(), list[asyncio.Task[None]]()  # a loop holds only weak references to tasks
         self._loop.call_soon_threadsafe(lambda: cancelling.append(self._loop.create_task(_cancel_all(ended))))
-        if not ended.wait(STOP_S):  # a loop that is stuck dies with the process
+        if not ended.wait(STOP_S):  # a blocked loop dies with the process
             log.warning("environment_stuck")
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._chosen.close()
+        self._environment.close()
 
     # --- in the event loop -------------------------------------------------------------------------------------------
 
-    async def _play_group(self, group: _Group) -> None:
+    async def _play_group(self, group: _EpisodeGroup) -> None:
         try:
             episodes = await asyncio.gather(*(self._play(group, index) for index in range(group.num_completions)))
-        except QueueClosedError:  # the replica leaves, and its leases go back
+        except QueueClosedError:  # the replica leaves and returns its leases
             return
-        self._put(_gathered(group, episodes))
+        self._put(_played_group(group, episodes))
 
-    async def _play(self, group: _Group, index: int) -> EndedEpisode:
-        """Play one episode to its end, whatever that is."""
+    async def _play(self, group: _EpisodeGroup, index: int) -> EndedEpisode:
+        """Play one episode to its end, however it ends."""
         task = group.task
-        episode = TokenEpisode(task, index, self._tokenizer, partial(ask_through, self._door))
+        episode = TokenEpisode(task, index, self._tokenizer, partial(generate_through, self._engine_queue))
         limit_s, own = self._settings.timeout_s, asyncio.current_task()
         try:
             async with group.limits.within(limit_s) as limit:
-                given: object = await self._chosen.environment(episode)
+                given: object = await self._environment.environment(episode)
             return episode.end(outcome_of(given))
         except EpisodeOver:
             return episode.end(EpisodeOutcome())
@@ -197,7 +197,7 @@ class EpisodeRunner:
             return episode.end(EpisodeOutcome(status=Status.INFRA_LOST, problem=str(error)))
         except RequestError as error:
             return episode.end(EpisodeOutcome(status=Status.ENV_ERROR, problem=str(error)))
-        except BaseException as error:  # the edge: a user's code may raise anything, even SystemExit
+        except BaseException as error:  # the edge: user code may raise anything, even SystemExit
             if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
                 raise
             if isinstance(error, TimeoutError) and limit.expired():
@@ -209,13 +209,13 @@ class EpisodeRunner:
 
 
 def outcome_of(given: object) -> EpisodeOutcome:
-    """Return what an environment returned as an `EpisodeOutcome`; one that is none is a failure."""
+    """Convert what an environment returned to an `EpisodeOutcome`; an invalid result is a failure."""
     if given is None:
         return EpisodeOutcome()
     if isinstance(given, Real) and not isinstance(given, EpisodeOutcome):
         given = EpisodeOutcome(reward=float(given))
     if not isinstance(given, EpisodeOutcome):
-        problem = f"the environment returned a {type(given).__name__}: return a number, an Outcome or None"
+        problem = f"the environment returned a {type(given).__name__}: return a number, an EpisodeOutcome or None"
         return EpisodeOutcome(status=Status.ENV_ERROR, problem=problem)
     numbers = {"the reward": given.reward, **{f"the metric {name!r}": one for name, one in given.metrics.items()}}
     for name, value in numbers.items():
@@ -227,9 +227,9 @@ def outcome_of(given: object) -> EpisodeOutcome:
     return EpisodeOutcome(reward, metrics, given.status, given.problem)
 
 
-def _gathered(group: _Group, episodes: list[EndedEpisode]) -> PlayedGroup:
+def _played_group(group: _EpisodeGroup, episodes: list[EndedEpisode]) -> PlayedGroup:
     task = group.task
-    return gather(
+    return group_trajectories(
         task.lease,
         task.prompt_ids,
         episodes,
@@ -237,10 +237,6 @@ def _gathered(group: _Group, episodes: list[EndedEpisode]) -> PlayedGroup:
         min_version=group.min_version,
         tensors=task.tensors,
     )
-
-
-def _failure(problem: str) -> EndedEpisode:
-    return EndedEpisode([], [], [], [], [], Status.ENV_ERROR, problem=problem)
 
 
 async def _cancel_all(ended: threading.Event) -> None:

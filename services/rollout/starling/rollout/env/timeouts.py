@@ -1,4 +1,4 @@
-"""Time limits of what needs the engine: they stand still while there is none, so that nobody fails for want of it."""
+"""Clock and timeouts that pause while the engine cannot generate, so that no episode times out waiting for it."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ from contextlib import asynccontextmanager
 
 
 class PausableClock:
-    """A clock that stands still while nobody can use the time."""
+    """A clock that can be paused."""
 
     def __init__(self) -> None:
-        self._lost_s = 0.0
-        self._held_since: float | None = None
+        self._paused_s = 0.0
+        self._paused_since: float | None = None
 
-    def hold(self, held: bool, now: float) -> bool:
-        """Stop the clock, or have it go on, at `now` (monotonic seconds). Returns whether it did the other before."""
-        if held == (self._held_since is not None):
+    def set_paused(self, paused: bool, now: float) -> bool:
+        """Pause or resume the clock at `now` (monotonic seconds). Returns whether that changed anything."""
+        if paused == (self._paused_since is not None):
             return False
-        if self._held_since is not None:
-            self._lost_s += now - self._held_since
-        self._held_since = now if held else None
+        if self._paused_since is not None:
+            self._paused_s += now - self._paused_since
+        self._paused_since = now if paused else None
         return True
 
     def at(self, now: float) -> float:
-        """Return what it shows at `now`: seconds, less those for which it stood still."""
-        return (now if self._held_since is None else self._held_since) - self._lost_s
+        """Return the clock's time at `now`: `now` less the seconds for which it was paused."""
+        return (now if self._paused_since is None else self._paused_since) - self._paused_s
 
 
 class PausableTimeouts:
-    """The time limits in one event loop, for it alone."""
+    """The timeouts of one event loop; used from that loop only."""
 
-    def __init__(self, *, held: bool = False) -> None:
-        self._held = held
+    def __init__(self, *, paused: bool = False) -> None:
+        self._paused = paused
         self._left_s: dict[asyncio.Timeout, float] = {}
-        """Of those that are in force, as of when they were begun or held last."""
+        """Seconds left of each active timeout, as of its start or the last pause."""
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        """Do as `asyncio.timeout`, for so many seconds that count.
+        """Like `asyncio.timeout`, for `seconds` in which the timeouts are not paused.
 
         Raises:
-            TimeoutError: they are over.
+            TimeoutError: they have passed.
         """
-        async with asyncio.timeout(None if self._held else seconds) as limit:
+        async with asyncio.timeout(None if self._paused else seconds) as limit:
             self._left_s[limit] = seconds
             try:
                 yield limit
             finally:
                 del self._left_s[limit]
 
-    def hold(self, held: bool) -> None:
-        """Let time count no more, or again."""
-        if held == self._held:
+    def set_paused(self, paused: bool) -> None:
+        """Pause or resume all timeouts."""
+        if paused == self._paused:
             return
-        self._held, now = held, asyncio.get_running_loop().time()
+        self._paused, now = paused, asyncio.get_running_loop().time()
         for limit, left_s in self._left_s.items():
             if limit.expired():
                 continue
-            if held:
+            if paused:
                 when = limit.when()
-                assert when is not None, "it counted until now"
+                assert when is not None, "it was running until now"
                 self._left_s[limit] = max(0.0, when - now)
                 limit.reschedule(None)
             else:

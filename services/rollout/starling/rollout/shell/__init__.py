@@ -1,1 +1,1 @@
-"""The rollout's hands: the line to the controller, the engine, the puller."""
+"""Shell of the rollout: the link to the controller, the engine, and the adoption and publication of weights."""

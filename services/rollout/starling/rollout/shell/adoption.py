@@ -1,4 +1,4 @@
-"""Stop 10 of the walk, done: a thread pulls a version, beside the generation, and the answer tells how it went."""
+"""Adoption of weights (stop 10 of the walk): pulls a version in a thread during generation, and switches to it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from starling.weightsync.puller.report import PullReport
 
 SPLIT = ("prepare_s", "read_s", "unpack_s", "digest_s", "confirm_s")
-"""What is told of a pull beside its length."""
+"""Phases of a pull that are reported in addition to its duration."""
 
 
 @dataclass(frozen=True)
 class PullEnded:
-    """The pulling thread has done."""
+    """A pull has ended, with a problem if it failed."""
 
     lease: str
     problem: str | None
@@ -36,16 +36,16 @@ class Adoptions:
     """The pulls of a replica, one after another.
 
     Args:
-        link: is told how far a pull is, and gets a `PullEnded` when it has ended.
-        timeout_s: how long one may take.
-        mode: what running requests do when new weights are there.
+        link: gets the progress of pulls, and a `PullEnded` at the end of each.
+        timeout_s: limit of one pull.
+        mode: what running requests do when new weights arrive.
     """
 
     def __init__(self, link: ControllerLink, *, timeout_s: float, mode: AdoptionMode) -> None:
         self._link, self._timeout_s, self._mode = link, timeout_s, mode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
-        self._void = threading.Event()
-        """Set when the pull under way is for nothing; each has its own."""
+        self._cancelled = threading.Event()
+        """Cancels the current pull; each pull has its own event."""
         self._pulling: Future[PullReport] | None = None
         self._report: PullReport | None = None
         self._in_place = False
@@ -53,19 +53,19 @@ class Adoptions:
         self._drain_s = 0.0
 
     def pull(self, engine: Engine, order: PullWeights) -> None:
-        """Begin to pull what was ordered, for `engine`."""
+        """Start the ordered pull for `engine`."""
         message, buffers = order.message, order.buffers
-        void = self._void = threading.Event()
+        cancel = self._cancelled = threading.Event()
         self._in_place = order.in_place
         if not order.in_place:
-            self._drain_s = 0.0  # here it drains after the pull
+            self._drain_s = 0.0  # a drain comes after this pull
 
         def work() -> PullReport:
             return engine.pull(
                 decode_offer(buffers[0]),
                 decode_plan(buffers[1]),
                 deadline_s=self._timeout_s,
-                cancelled=void.is_set,
+                cancelled=cancel.is_set,
                 progress=lambda progress: self._link.report_progress(message.lease, lease_progress(progress)),
                 in_place=order.in_place,
             )
@@ -78,14 +78,14 @@ class Adoptions:
                 self._report = future.result()
             else:
                 self._drain_s = 0.0
-            # Whatever went wrong, the controller is told; unless it was in place, the old version stays in use.
+            # Every failure is reported; the old version stays in use, unless the pull was in place.
             self._link.put(PullEnded(message.lease, None if error is None else f"{type(error).__name__}: {error}"))
 
         self._pulling = self._thread.submit(work)
         self._pulling.add_done_callback(done)
 
     def note(self, *, draining: bool) -> None:
-        """Keep the time for which new weights wait for running requests."""
+        """Record how long new weights wait for running requests."""
         now = time.perf_counter()
         if draining and self._draining_since is None:
             self._draining_since = now
@@ -93,7 +93,7 @@ class Adoptions:
             self._drain_s, self._draining_since = now - self._draining_since, None
 
     def switch(self, engine: Engine, core: RolloutMachine, order: SwitchWeights) -> list[Action]:
-        """Put what was pulled in place, and tell of it; return what the core makes of it.
+        """Switch to the pulled weights, and answer the lease; returns the machine's actions.
 
         Raises:
             EngineLostError: a part of `engine` is gone.
@@ -102,7 +102,7 @@ class Adoptions:
         try:
             adopted = engine.adopt(order.mode)
         except WeightsError as error:
-            return core.not_switched(str(error))
+            return core.switch_failed(str(error))
         switch_s = time.perf_counter() - begin
         actions = core.switched(order.lease, proven=adopted.proven)
         self._link.report(version=core.version)
@@ -111,7 +111,7 @@ class Adoptions:
         return actions
 
     def _answer(self, lease: str, adopted: AdoptionReport, switch_s: float) -> wire.WeightsAdopted:
-        """Return what to tell of an adoption that took `switch_s` from the pull on."""
+        """Return the answer for an adoption whose switch took `switch_s`."""
         report, drain_s = self._report, self._drain_s
         assert report is not None, "an adoption follows a pull"
         self._drain_s = 0.0
@@ -131,17 +131,17 @@ class Adoptions:
             drain_s=drain_s,
         )
 
-    def void(self) -> None:
-        """End the pull under way: its engine is gone, or this process goes."""
-        self._void.set()
+    def cancel(self) -> None:
+        """Cancel the current pull."""
+        self._cancelled.set()
 
     def stop(self) -> None:
-        """End the pull under way, and wait until nothing of it touches the engine's memory any more."""
-        self.void()
+        """Cancel the current pull, and wait until it no longer touches the engine's memory."""
+        self.cancel()
         if self._pulling is not None:
             wait([self._pulling], self._timeout_s)
 
     def close(self) -> None:
-        """End the pull under way, and begin no other; does not wait for it."""
-        self.void()
+        """Cancel the current pull and end the thread, without waiting."""
+        self.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The engine of a replica, and another one when it is lost."""
+"""Creation and restarts of a replica's engine, and the measurement of its throughput."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+MEASURE_INTERVAL_S = 0.5
+
 
 class EngineFactory:
-    """Makes the engine that `spec` describes, and makes it again, so often within so long as the settings say."""
+    """Creates the engine of `spec`, and restarts it when it is lost, as often as the settings allow."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._restarts: deque[float] = deque()
 
     def make(self) -> Engine:
-        """Make the first one.
+        """Create the first engine.
 
         Raises:
-            ConfigError: it cannot be made.
+            ConfigError: the settings do not allow it.
         """
         return make_engine(self.spec)
 
     def replace(self, lost: Engine, error: EngineLostError, stop: StopSignal) -> Engine:
-        """Close `lost`, and make another one, unless `stop` comes.
+        """Close the `lost` engine and start another one, unless `stop` is requested.
 
         Raises:
-            EngineLostError: too many were lost.
-            Stopped: it came; there is no engine now.
+            EngineLostError: too many engines were lost.
+            StopRequested: the process is to stop; there is no engine now.
         """
         lost.close()
         while True:
             self._count(error)
-            log.warning("engine_made_again", reason=str(error), restarts=len(self._restarts))
+            log.warning("engine_restarted", reason=str(error), restarts=len(self._restarts))
             try:
                 with stop.interruptible():
                     return make_engine(self.spec)
@@ -62,7 +64,7 @@ class EngineFactory:
             self._restarts.popleft()
         if len(self._restarts) >= settings.max_engine_restarts:
             raise EngineLostError(
-                f"the engine was lost, and made again {len(self._restarts)} times within "
+                f"the engine was lost, and restarted {len(self._restarts)} times within "
                 f"{settings.engine_restart_window_s:g} s already (rollout.max_engine_restarts): {error}"
             ) from error
         self._restarts.append(now)
@@ -71,10 +73,10 @@ class EngineFactory:
 def make_spec(
     path: Path, settings: RolloutProcess, name: str, config: Any, tokenizer: Any, wake: Callable[[], None]
 ) -> EngineSpec:
-    """Return what the engine of the replica `name` is made of; `config` is that of the model in `path`.
+    """Return the specification of the replica's engine; `config` belongs to the model in `path`.
 
     Raises:
-        ConfigError: a longer sequence is wanted than the policy could train.
+        ConfigError: the sequence length is more than the policy can train.
     """
     from starling.rollout.engine.model_config import end_token_ids, max_trainable_length
 
@@ -91,7 +93,7 @@ def make_spec(
 
 
 def hello_of(settings: RolloutSettings, engine: Engine) -> wire.Hello:
-    """Return how a replica with `engine` introduces itself."""
+    """Return the `Hello` of a replica with `engine`."""
     return wire.Hello(
         role="rollout",
         host=host_name(),
@@ -103,30 +105,22 @@ def hello_of(settings: RolloutSettings, engine: Engine) -> wire.Hello:
     )
 
 
-# JOINED from starling.rollout.shell.speed: How fast an engine is, as the heartbeats tell it.
-
-if TYPE_CHECKING:
-    from starling.rollout.engine.base import Engine
-
-EVERY_S = 0.5
-
-
 class ThroughputMeter:
-    """Measures the tokens that an engine samples in a second, now and then."""
+    """Measures the engine's tokens per second, at intervals."""
 
     def __init__(self) -> None:
         self._num_tokens, self._measured_at = 0, time.monotonic()
 
-    def begin(self) -> None:
-        """Another engine counts from 0."""
+    def reset(self) -> None:
+        """Start at 0 tokens for a new engine."""
         self._num_tokens = 0
 
     def measured(self, engine: Engine, now: float) -> dict[str, float] | None:
-        """Return the gauges as of `now`, or None when they stay what they were."""
+        """Return the gauges at `now`, or None when they have not changed."""
         elapsed, num_tokens = now - self._measured_at, engine.num_tokens - self._num_tokens
-        if elapsed < EVERY_S:
+        if elapsed < MEASURE_INTERVAL_S:
             return None
         self._num_tokens, self._measured_at = engine.num_tokens, now
-        if not num_tokens and not engine.num_running:  # an idle engine's speed is what it was
+        if not num_tokens and not engine.num_running:  # an idle engine keeps its last throughput
             return None
         return {"tokens_per_s": num_tokens / elapsed, "rows": engine.num_running}

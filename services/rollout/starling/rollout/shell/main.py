@@ -1,4 +1,4 @@
-"""The rollout process: one thread holds the engine, and does everything else between two of its steps."""
+"""The rollout process: one thread steps the engine, and handles messages and everything else between two steps."""
 
 from __future__ import annotations
 
@@ -19,39 +19,40 @@ from starling.common.wire import messages as wire
 from starling.rollout.api.start import start_api
 from starling.rollout.core import machine as core
 from starling.rollout.engine.base import EngineLostError
+from starling.rollout.engine.preparation import PreparedPrompt, PromptPreparation
+from starling.rollout.engine.queue import EngineQueue
 from starling.rollout.env.episodes.trajectory import PlayedGroup
 from starling.rollout.env.registry import make_environment
 from starling.rollout.settings import RolloutProcess
 from starling.rollout.shell.adoption import Adoptions, PullEnded
 from starling.rollout.shell.engines import EngineFactory, ThroughputMeter, hello_of, make_spec
-from starling.rollout.shell.groups import Closeable, EngineGroups, EnvironmentGroups, LeaseWaits
-from starling.rollout.shell.preparation import PreparedPrompt, PromptPreparation
+from starling.rollout.shell.groups import EngineGroups, EnvironmentGroups, HasLeases
 from starling.rollout.shell.publisher import RolloutPublisher
-from starling.rollout.shell.request_queue import EngineQueue
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from starling.rollout.api.server import ApiServer
     from starling.rollout.engine.base import Engine
 
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
-LOOK_EVERY_S = 0.1
+REPORT_INTERVAL_S = 0.1
 
 
 class Shell:
     """One rollout replica."""
 
     def __init__(self, settings: RolloutProcess, arguments: ServiceArguments) -> None:
-        """Make the engine. Its weights come from the policy, unless it is to load those in the model's folder.
+        """Create the engine. Its weights come from the policy, unless it is to load those in the model's folder.
 
         Raises:
-            ConfigError: it cannot be made.
+            ConfigError: the settings do not allow it.
         """
         own = settings.rollout
         path = check_model_folder(settings.model.path, weights=own.load_weights or settings.model.lora is not None)
-        # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
+        # Imported here: torch and transformers take seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
         from starling.rollout.engine.model_config import read_config
@@ -61,33 +62,33 @@ class Shell:
         config = read_config(path, trust_remote_code=trusted)
         self._environment = make_environment(own.environment)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
-        self._wake: Callable[[], None] = lambda: None  # until there is a link
+        self._wake: Callable[[], None] = lambda: None  # until the link exists
         spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake())
-        self._engines = EngineFactory(spec)
-        self._engine: Engine = self._engines.make()
+        self._engine_factory = EngineFactory(spec)
+        self._engine: Engine = self._engine_factory.make()
         try:
-            self._stand_around(path, config)
-        except BaseException:  # whatever it is: no process of the engine's must be left
+            self._build_parts(path, config)
+        except BaseException:  # no process of the engine may be left behind, whatever the exception
             self._engine.close()
             raise
         log.info("ready", engine=own.engine, version=self._engine.version, max_model_len=self._engine.max_model_len)
 
-    def _stand_around(self, path: Path, config: Any) -> None:
-        """Make what stands around the engine; `config` is that of the model in the folder `path`."""
+    def _build_parts(self, path: Path, config: Any) -> None:
+        """Create the parts around the engine; `config` belongs to the model in the folder `path`."""
         from starling.rollout.engine.multimodal.prompts import PromptEncoder
         from starling.weightsync.plan.layout import encode
 
         settings, arguments, own = self._settings, self._arguments, self._settings.rollout
-        self._lost: EngineLostError | None = None
-        self._samples = True
-        """The engine is not paused."""
+        self._engine_error: EngineLostError | None = None
+        self._is_resumed = True
+        """Whether the engine may step; False while it is paused."""
         self._core = core.RolloutMachine(
             version=self._engine.version,
             mode=own.adoption,
             in_place=not own.double_buffer,
-            pull_s=own.pull_timeout_s,
-            version_s=own.version_timeout_s,
-            finish_s=own.finish_timeout_s,
+            pull_timeout_s=own.pull_timeout_s,
+            version_timeout_s=own.version_timeout_s,
+            finish_timeout_s=own.finish_timeout_s,
         )
         layout = self._engine.layout()
         self._link = ControllerLink(link_settings(arguments, settings), hello_of(own, self._engine), (encode(layout),))
@@ -97,33 +98,39 @@ class Shell:
         tools = self._environment.tools if self._environment else ()
         encoder = PromptEncoder(config, self._tokenizer, path, max_media_bytes=own.max_media_bytes, tools=tools)
         self._preparation = PromptPreparation(encoder.encode, self._link.put, own.media_timeout_s)
-        self._serving = RolloutPublisher(layout, settings, self._link.answer, self._link.put, self._changed)
-        self._door = EngineQueue(self._link.wake)
-        self._player: EnvironmentGroups | None = None
-        self._api: Closeable | None = None
-        self._speed, self._told_at = ThroughputMeter(), float("-inf")
+        self._publisher = RolloutPublisher(layout, settings, self._link.answer, self._link.put, self._report_soon)
+        self._engine_queue = EngineQueue(self._link.wake)
+        self._environment_groups: EnvironmentGroups | None = None
+        self._api: ApiServer | None = None
+        self._throughput, self._reported_at = ThroughputMeter(), float("-inf")
 
     def _start_environment(self) -> EnvironmentGroups | None:
-        """Start what plays groups, where `rollout.environment.kind` names an environment."""
+        """Start the runner of episodes, if `rollout.environment.kind` names an environment."""
         if self._environment is None:
             return None
-        settings, longest = self._settings.rollout.environment, self._engine.max_model_len
-        return EnvironmentGroups(
-            settings, self._environment, self._tokenizer, self._door, self._link.put, max_model_len=longest
+        settings, max_model_len = self._settings.rollout.environment, self._engine.max_model_len
+        queue, put = self._engine_queue, self._link.put
+        return EnvironmentGroups(settings, self._environment, self._tokenizer, queue, put, max_model_len=max_model_len)
+
+    def _start_api(self) -> ApiServer | None:
+        """Start the HTTP server, if it is enabled or the environment needs it."""
+        return start_api(
+            self._engine_factory.spec,
+            self._tokenizer,
+            self._engine.max_model_len,
+            self._engine_queue,
+            self._environment,
+            folder=self._arguments.folder,
+            version=lambda: self._core.version,
         )
 
-    def _start_api(self) -> Closeable | None:
-        """Start the HTTP server over the door, where it is enabled or the environment has need of it."""
-        parts = (self._engines.spec, self._tokenizer, self._engine.max_model_len, self._door, self._environment)
-        return start_api(*parts, folder=self._arguments.folder, version=lambda: self._core.version)
-
     def run(self, stop: StopSignal) -> None:
-        """Serve until the controller says that nothing more will come."""
+        """Serve until the controller ends the run, or `stop` is requested."""
         stop.install(self._link.wake)
         self._link.start()
         reason, ended = "its service failed", False
         try:
-            self._player, self._api = self._start_environment(), self._start_api()
+            self._environment_groups, self._api = self._start_environment(), self._start_api()
             while not stop and not ended:
                 inbound = self._link.receive(0.0 if self._may_step else IDLE_S)
                 while inbound is not None and not ended:
@@ -133,73 +140,77 @@ class Shell:
                             raise inbound.error
                     self._act(self._decide(inbound))
                     inbound = self._link.receive(0.0)
-                with suppress(StopRequested):  # then the loop ends
+                with suppress(StopRequested):  # `stop` is set, so the loop ends
                     if not ended:
-                        self._turn(stop)
+                        self._run_once(stop)
             if stop:
                 reason = f"stopped by {stop.name}"
             self._interrupt(reason)
-            for lease in () if self._player is None else self._player.leave(reason, self._link.answer):
-                self._act(self._core.finished(lease))
+            if self._environment_groups is not None:
+                for lease in self._environment_groups.interrupt(reason, self._link.answer):
+                    self._act(self._core.finished(lease))
         finally:
             end_within(STOP_S)
             self._close(reason)
 
     def _close(self, reason: str) -> None:
-        for started in (self._door, self._player, self._api):  # the door first: they wait for what it has
-            if started is not None:
-                started.close()
+        # The queue first: environments and the server wait for its requests.
+        for part in (self._engine_queue, self._environment_groups, self._api):
+            if part is not None:
+                part.close()
         shares_devices = self._link.fence.shares_devices
         if not shares_devices:
             self._link.close(reason)
-        self._adoptions.close()  # ends a pull, for which the engine would wait
+        self._adoptions.close()  # cancels a pull, for which closing the engine would wait
         self._preparation.close()
         self._engine.close()
-        if shares_devices:  # who has left has given them away: others wake at once
+        if shares_devices:  # only now: leaving hands the devices over, and others wake up at once
             self._link.close(reason)
-        self._serving.close()
+        self._publisher.close()
 
     @property
     def _may_step(self) -> bool:
-        # Where it may not generate, it is paused: then it may still have ended something, or be lost. One that is lost
-        # asleep is made again when it is woken: until then others have its devices.
+        # A paused engine may still have results, or be lost. An engine that is lost while asleep is replaced when it is
+        # woken, since until then others have its devices.
         return self._engine.ready and not self._core.asleep
 
-    def _turn(self, stop: StopSignal) -> None:
-        """Do what is to be done between two looks at the messages."""
+    def _run_once(self, stop: StopSignal) -> None:
+        """Pass requests to the engine, step it, and check time limits."""
         try:
-            self._door.serve(self._engine, admit=self._core.may_generate)
+            self._engine_queue.serve(self._engine, admit=self._core.may_generate)
             if self._may_step:
                 self._step()
         except EngineLostError as error:
-            self._lost = error
-        self._look()
-        if self._lost is not None:
-            self._replace_engine(self._lost, stop)
+            self._engine_error = error
+        self._check_and_report()
+        if self._engine_error is not None:
+            self._replace_engine(self._engine_error, stop)
 
-    def _changed(self) -> None:
-        """Look at once, when another thread has news for the heartbeats."""
-        self._told_at = float("-inf")
+    def _report_soon(self) -> None:
+        """Send a heartbeat's state at once; called from any thread."""
+        self._reported_at = float("-inf")
         self._link.wake()
 
-    def _look(self) -> None:
-        """Now and then, see what has been waited for too long, and let the heartbeats tell what is."""
+    def _check_and_report(self) -> None:
+        """At intervals, end what took too long, and report the state for the heartbeats."""
         now = time.monotonic()
-        if now - self._told_at < LOOK_EVERY_S:
+        if now - self._reported_at < REPORT_INTERVAL_S:
             return
-        self._told_at = now
+        self._reported_at = now
         self._act(self._core.tick(now))
         if not self._link.fence.may_keep_devices:
-            self._act(self._core.doze())
-        waits = [*self._core.waits(now), *self._serving.waits(now)]
-        waiting: list[LeaseWaits] = [self._preparation] if self._player is None else [self._preparation, self._player]
-        for each in waiting:
-            for lease, reason in each.expire(now):
-                self._groups.forget(self._engine, lease)
+            self._act(self._core.fenced())
+        waits = [*self._core.waits(now), *self._publisher.waits(now)]
+        parts: list[HasLeases] = [self._preparation]
+        if self._environment_groups is not None:
+            parts.append(self._environment_groups)
+        for part in parts:
+            for lease, reason in part.expire(now):
+                self._groups.cancel(self._engine, lease)
                 self._act([core.FailLease(lease, reason), *self._core.finished(lease)])
-            waits += each.waits(now)
-        self._link.report(version=self._core.version, offered=self._serving.offered, waits=tuple(waits))
-        if gauges := self._speed.measured(self._engine, now):
+            waits += part.waits(now)
+        self._link.report(version=self._core.version, offered=self._publisher.offered, waits=tuple(waits))
+        if gauges := self._throughput.measured(self._engine, now):
             self._link.report(gauges=gauges)
 
     def _decide(self, inbound: Any) -> list[core.Action]:
@@ -219,14 +230,15 @@ class Shell:
             case PreparedPrompt():
                 return self._begin(inbound) if self._preparation.take(inbound.message.lease) else []
             case PlayedGroup(lease=lease):
-                assert self._player is not None, "it has put it"
-                return self._core.finished(lease) if self._player.tell(inbound, self._link.answer) else []
+                assert self._environment_groups is not None, "it has played the group"
+                answered = self._environment_groups.answer(inbound, self._link.answer)
+                return self._core.finished(lease) if answered else []
             case PullEnded(lease=lease, problem=problem):
                 return self._core.pulled(lease, problem)
             case CancelledLeases(leases=leases):
-                return self._core.given_up(leases)
+                return self._core.cancelled(leases)
             case Future():
-                inbound.result()  # raises what no answer could tell
+                inbound.result()  # raises what could not be answered
                 return []
             case LinkClosed():
                 return []
@@ -234,34 +246,34 @@ class Shell:
                 raise AssertionError(f"a rollout is not sent {inbound!r}")
 
     def _act(self, actions: Sequence[core.Action]) -> None:
-        """Carry out what was decided, and what is decided on the way."""
+        """Carry out actions, and those that follow from them."""
         self._adoptions.note(draining=self._core.adoption == "draining")
-        left = list(actions)
-        while left:
-            action = left.pop(0)
+        pending = list(actions)
+        while pending:
+            action = pending.pop(0)
             try:
-                left += self._carry_out(action)
-            except EngineLostError as error:  # another one is made when the rest is done
-                self._lost = error
+                pending += self._carry_out(action)
+            except EngineLostError as error:  # the engine is replaced after the remaining actions
+                self._engine_error = error
                 if isinstance(action, core.FallAsleep | core.WakeUp):
                     if not action.lease:
-                        raise  # another one would be made on devices that others may have by now
+                        raise  # a new engine would use devices that others may have by now
                     self._fail(action.lease, str(error))
-        self._pace()
+        self._pause_or_resume()
 
     def _carry_out(self, action: core.Action) -> list[core.Action]:
         match action:
             case core.StartGroup():
-                return self._take_up(action)
+                return self._accept(action)
             case core.PullWeights():
-                self._pace()
+                self._pause_or_resume()
                 self._adoptions.pull(self._engine, action)
             case core.SwitchWeights():
                 return self._adoptions.switch(self._engine, self._core, action)
             case core.PublishVersion(message=message):
                 self._publish(message)
             case core.CancelGroup(lease=lease):
-                self._forget(lease)
+                self._cancel_group(lease)
             case core.FailLease(lease=lease, reason=reason):
                 self._fail(lease, reason)
             case core.FallAsleep():
@@ -270,102 +282,102 @@ class Shell:
                 return self._wake_up(action)
         return []
 
-    def _pace(self) -> None:
-        """Have the engine sample when it may, and only then."""
-        if self._player is not None:
-            self._player.hold(not self._core.may_generate)
-        if self._samples == self._core.may_generate or self._lost is not None:
+    def _pause_or_resume(self) -> None:
+        """Pause or resume the engine, and the time limits of episodes, as the state machine allows."""
+        if self._environment_groups is not None:
+            self._environment_groups.set_paused(not self._core.may_generate)
+        if self._is_resumed == self._core.may_generate or self._engine_error is not None:
             return
-        self._samples = not self._samples
+        self._is_resumed = not self._is_resumed
         try:
-            (self._engine.resume if self._samples else self._engine.pause)()
+            (self._engine.resume if self._is_resumed else self._engine.pause)()
         except EngineLostError as error:
-            self._lost = error
+            self._engine_error = error
 
     # --- groups ----------------------------------------------------------------------------------------------------
 
-    def _take_up(self, order: core.StartGroup) -> list[core.Action]:
+    def _accept(self, order: core.StartGroup) -> list[core.Action]:
         try:
-            self._groups.come(order)
+            self._groups.accept(order)
         except StarlingError as error:
             return self._refuse(order.message, error)
         prepared = self._preparation.begin(order.message)
         return [] if prepared is None else self._begin(prepared)
 
     def _begin(self, prepared: PreparedPrompt) -> list[core.Action]:
-        """Give a group whose prompt is prepared to the engine, or to the environment."""
+        """Start a group whose prompt is prepared, in the environment or in the engine."""
         lease = prepared.message.lease
         try:
-            if self._player is not None and prepared.problem is None:
-                self._player.begin(prepared)
+            if self._environment_groups is not None and prepared.problem is None:
+                self._environment_groups.begin(prepared)
             else:
                 self._groups.begin(self._engine, prepared)
         except EngineLostError as error:
-            self._lost = error
+            self._engine_error = error
             return self._core.finished(lease)
         except StarlingError as error:
             return self._refuse(prepared.message, error)
         return []
 
     def _refuse(self, message: wire.GenerateGroup, error: StarlingError) -> list[core.Action]:
-        """The prompt is at fault, not this replica: no other would do better."""
+        """Fail a group for good: the prompt is at fault, and no other replica would do better."""
         self._fail(message.lease, f"prompt {message.prompt.id}: {error}", fatal=True)
         return self._core.finished(message.lease)
 
     def _step(self) -> None:
         for result in self._engine.step():
-            if self._door.settle(result):
+            if self._engine_queue.settle(result):
                 continue
-            reason = self._groups.end(result)
+            reason = self._groups.answer(result)
             failed = [] if reason is None else [core.FailLease(result.lease, reason)]
             self._act([*failed, *self._core.finished(result.lease)])
 
-    def _forget(self, lease: str) -> None:
-        self._preparation.forget(lease)
-        if self._player is not None:
-            self._player.forget(lease)
-        self._groups.forget(self._engine, lease)
+    def _cancel_group(self, lease: str) -> None:
+        self._preparation.cancel(lease)
+        if self._environment_groups is not None:
+            self._environment_groups.cancel(lease)
+        self._groups.cancel(self._engine, lease)
 
     def _interrupt(self, reason: str, *, lost: bool = False) -> None:
-        """Hand over the controller's groups, and keep what others asked for until the engine goes on."""
-        for lease in self._groups.interrupt(self._engine, reason, self._preparation.forget_all(), lost=lost):
+        """Hand over the engine's groups of the controller, and requeue the other requests for the next engine."""
+        for lease in self._groups.interrupt(self._engine, reason, self._preparation.cancel_all(), lost=lost):
             self._act(self._core.finished(lease))
-        self._door.take_back(self._engine)
+        self._engine_queue.requeue(self._engine)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def _publish(self, message: wire.PublishWeights) -> None:
         try:
-            self._serving.publish(message, self._engine.tensors())
+            self._publisher.publish(message, self._engine.tensors())
         except StarlingError as error:
             self._fail(message.lease, str(error))
-        self._told_at = float("-inf")
+        self._reported_at = float("-inf")
 
     # --- the engine ------------------------------------------------------------------------------------------------
 
     def _replace_engine(self, error: EngineLostError, stop: StopSignal) -> None:
-        """Go on with another engine. What the lost one ran is for other replicas, as far as it had come.
+        """Replace the lost engine. Its groups are handed over to other replicas, with the tokens so far.
 
         Raises:
-            Stopped: there is no other one any more.
+            StopRequested: the process is to stop, and there is no engine now.
         """
         log.error("engine_lost", reason=str(error))
         self._act(self._core.lost())
         self._interrupt(f"its engine was lost: {error}", lost=True)
-        self._adoptions.void()
+        self._adoptions.cancel()
         left_s = self._settings.rollout.vllm.start_timeout_s
         wait = wire.Wait(what="another engine to start", on="engine", since_s=0.0, seconds_left=left_s)
         self._link.report(version=-1, waits=(wait,))
-        self._engine = self._engines.replace(self._engine, error, stop)
-        self._lost, self._samples = None, True
-        self._speed.begin()
+        self._engine = self._engine_factory.replace(self._engine, error, stop)
+        self._engine_error, self._is_resumed = None, True
+        self._throughput.reset()
         actions = self._core.replaced(self._engine.version)
         self._link.report(version=self._core.version)
         self._act(actions)
 
     def _fall_asleep(self, order: core.FallAsleep) -> list[core.Action]:
-        if not order.again:
-            self._pace()
+        if not order.repeated:
+            self._pause_or_resume()
             self._interrupt("it gives its devices to others")
             self._adoptions.stop()
             self._engine.sleep()
@@ -379,7 +391,7 @@ class Shell:
 
     def _wake_up(self, order: core.WakeUp) -> list[core.Action]:
         actions: list[core.Action] = []
-        if not order.again:
+        if not order.repeated:
             self._link.fence.keeps_devices(True)
             self._engine.wake_up()
             actions = self._core.woken(self._engine.version)

@@ -1,4 +1,4 @@
-"""What a rollout offers to others: the version that its engine holds, in a snapshot of its own."""
+"""Publisher of a rollout: offers the engine's weights to other replicas, from a snapshot."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
 
 class RolloutPublisher:
-    """Puts versions on offer. Until the first one it costs nothing: most rollouts are never asked.
+    """Publishes versions. It costs nothing until the first one: most rollouts never publish.
 
-    Nothing here holds up the engine for longer than the copy takes: where both snapshots are being read, the version
-    is not published, and somebody else may be asked. Those who join have nothing that a delta could start from, so
-    none are made.
+    The engine waits only for the copy: while both snapshots are being read, a version is not published, and another
+    replica may be asked. It makes no deltas, since replicas that join have no version to start from.
 
     Args:
-        layout: what the engine holds.
+        layout: layout of the engine's weights.
         settings: the transport, the host and the digests.
         answer: see `OfferSender`.
         broken: see `OfferSender`.
@@ -44,7 +43,7 @@ class RolloutPublisher:
 
     @property
     def offered(self) -> int:
-        """The newest version that was offered; -1 for none."""
+        """Newest version that was offered; -1 for none."""
         return self._offers.offered
 
     def publish(self, message: PublishWeights, tensors: Mapping[str, Any]) -> None:
@@ -60,11 +59,11 @@ class RolloutPublisher:
         self._offers.send(message.lease, self._publisher.snapshot(message.version, tensors))
 
     def waits(self, now: float) -> tuple[Wait, ...]:
-        """Return the offers that are outstanding at `now`."""
+        """Return the waits for the release of offers at `now`."""
         return self._offers.waits(now)
 
     def close(self) -> None:
-        """End serving."""
+        """Stop publishing."""
         if self._publisher is not None:
             self._publisher.close()
         self._offers.close()

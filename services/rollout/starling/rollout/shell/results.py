@@ -1,4 +1,4 @@
-"""What the engine and the puller have to say, as messages; and what of a message is for the engine."""
+"""Wire messages of generated, played and interrupted groups, and the partial completions in an order."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from starling.rollout.env.episodes.trajectory import PlayedGroup, Trajectory
     from starling.weightsync.puller.report import PullProgress
 
-Named = list[tuple[str, npt.NDArray[Any]]]
+NamedArrays = list[tuple[str, npt.NDArray[Any]]]
 DTYPES: tuple[np.dtype[Any], ...] = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i4"))
-"""Of a partial completion's token ids, log-probabilities and weight versions."""
+"""Element types of a partial completion's token ids, log-probabilities and weight versions."""
 
 
 def generated_message(
     result: GroupResult, decode: Callable[[Sequence[int]], str], temperature: float = -1.0
 ) -> tuple[GroupGenerated, tuple[bytes, ...]]:
-    """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions, and by name
-    what its images and videos need.
+    """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions, and the
+    named tensors of its images and videos.
 
-    `temperature` is that of the request; -1 where it is not known.
+    `temperature` is the request's; -1 if unknown.
     """
     completions = result.completions
-    arrays: Named = [
+    arrays: NamedArrays = [
         ("", result.prompt_ids.astype(np.int32, copy=False)),
         ("", np.concatenate([c.token_ids for c in completions])),
         ("", np.concatenate([c.logprobs for c in completions])),
@@ -63,27 +63,30 @@ def generated_message(
 def interrupted_message(
     lease: str, partials: Sequence[PartialCompletion], reason: str, temperature: float = -1.0, *, lost: bool = False
 ) -> tuple[GroupInterrupted, tuple[bytes, ...]]:
-    """Return the message that hands a group over to another replica, and its buffers: what there is of completions.
+    """Return the message that hands a group over to another replica, and its buffers: the partial completions.
 
-    `lost`: the engine died with it in hand.
+    `lost`: the engine died with the group in it.
     """
     if not any(len(partial.token_ids) for partial in partials):
         return GroupInterrupted(lease=lease, reason=reason, partial=(), tensors=(), lost=lost), ()
     columns = zip(*((p.token_ids, p.logprobs, p.versions) for p in partials), strict=True)
-    arrays: Named = [("", np.concatenate(column).astype(dtype)) for column, dtype in zip(columns, DTYPES, strict=True)]
+    columns_and_dtypes = zip(columns, DTYPES, strict=True)
+    arrays: NamedArrays = [("", np.concatenate(column).astype(dtype)) for column, dtype in columns_and_dtypes]
     tensors, buffers = _frames(arrays)
     metas = tuple(
         PartialCompletionMeta(num_tokens=len(partial.token_ids), status=partial.status) for partial in partials
     )
-    told: dict[str, Any] = {"temperature": temperature, "lost": lost}
-    return GroupInterrupted(lease=lease, reason=reason, partial=metas, tensors=tensors, **told), buffers
+    message = GroupInterrupted(
+        lease=lease, reason=reason, partial=metas, tensors=tensors, temperature=temperature, lost=lost
+    )
+    return message, buffers
 
 
 def read_partials(message: GenerateGroup, buffers: Sequence[bytes]) -> tuple[PartialCompletion, ...]:
-    """Return what another replica left of the completions of `message`.
+    """Return the partial completions in `message`, from another replica.
 
     Raises:
-        RequestError: the buffers are not what the message says of them.
+        RequestError: the buffers do not match the message.
     """
     from starling.rollout.engine.base import PartialCompletion, RequestError
 
@@ -105,44 +108,46 @@ def read_partials(message: GenerateGroup, buffers: Sequence[bytes]) -> tuple[Par
 def played_message(
     played: PlayedGroup, decode: Callable[[Sequence[int]], str]
 ) -> tuple[GroupGenerated, tuple[bytes, ...]]:
-    """Return the message for the trajectories of an environment, and its buffers: as `answer_of`, and the loss mask
-    where something was not sampled."""
-    made = played.trajectories
-    arrays: Named = [
+    """Return the message for the trajectories of an environment, and its buffers: as `generated_message`, and the loss
+    mask where some tokens were not sampled."""
+    trajectories = played.trajectories
+    arrays: NamedArrays = [
         ("", played.prompt_ids),
-        ("", np.concatenate([one.token_ids for one in made])),
-        ("", np.concatenate([one.logprobs for one in made])),
-        ("", np.concatenate([one.versions for one in made])),
+        ("", np.concatenate([trajectory.token_ids for trajectory in trajectories])),
+        ("", np.concatenate([trajectory.logprobs for trajectory in trajectories])),
+        ("", np.concatenate([trajectory.versions for trajectory in trajectories])),
         *played.tensors.items(),
     ]
-    loss_mask = np.concatenate([one.loss_mask for one in made])
+    loss_mask = np.concatenate([trajectory.loss_mask for trajectory in trajectories])
     if not loss_mask.all():
         arrays.append(("loss_mask", loss_mask))
-    metas = tuple(_meta(one, decode, played.min_version) for one in made)
+    metas = tuple(_trajectory_meta(trajectory, decode, played.min_version) for trajectory in trajectories)
     tensors, buffers = _frames(arrays)
     message = GroupGenerated(lease=played.lease, trajectories=metas, tensors=tensors, temperature=played.temperature)
     return message, buffers
 
 
-def _meta(made: Trajectory, decode: Callable[[Sequence[int]], str], min_version: int) -> TrajectoryMeta:
-    versions = made.versions[made.loss_mask == 1]
+def _trajectory_meta(
+    trajectory: Trajectory, decode: Callable[[Sequence[int]], str], min_version: int
+) -> TrajectoryMeta:
+    versions = trajectory.versions[trajectory.loss_mask == 1]
     return TrajectoryMeta(
-        status=made.status,
-        num_tokens=len(made.token_ids),
-        text=decode(made.token_ids.tolist()),
-        # Of a failure without a token: whatever is allowed, as none is of any version.
+        status=trajectory.status,
+        num_tokens=len(trajectory.token_ids),
+        text=decode(trajectory.token_ids.tolist()),
+        # A failure without a sampled token has no version; the oldest allowed one stands in for it.
         oldest_version=int(versions.min()) if len(versions) else min_version,
         newest_version=int(versions.max()) if len(versions) else min_version,
-        reward=made.reward,
-        metrics=dict(made.metrics),
-        num_turns=made.num_turns,
-        problem=made.problem,
-        num_masked=len(made.token_ids) - len(versions),
+        reward=trajectory.reward,
+        metrics=dict(trajectory.metrics),
+        num_turns=trajectory.num_turns,
+        problem=trajectory.problem,
+        num_masked=len(trajectory.token_ids) - len(versions),
     )
 
 
 def lease_progress(progress: PullProgress) -> LeaseProgress:
-    """Return how far a pull is as a heartbeat tells it; an infinite time left is one that is not known yet."""
+    """Return a pull's progress for the heartbeat; an infinite time left means that it is not known yet."""
     return LeaseProgress(
         bytes_done=progress.bytes_done,
         bytes_total=progress.bytes_total,
@@ -150,7 +155,7 @@ def lease_progress(progress: PullProgress) -> LeaseProgress:
     )
 
 
-def _frames(arrays: Named) -> tuple[tuple[TensorMeta, ...], tuple[bytes, ...]]:
-    """Return what describes `arrays`, and their bytes."""
+def _frames(arrays: NamedArrays) -> tuple[tuple[TensorMeta, ...], tuple[bytes, ...]]:
+    """Return the descriptions of `arrays`, and their bytes."""
     tensors = tuple(TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes, name=name) for name, a in arrays)
     return tensors, tuple(a.tobytes() for _, a in arrays)

@@ -1,4 +1,4 @@
-"""The teacher process: the tokens of others in, their log-probabilities out. Its weights never change."""
+"""The teacher process: scores given tokens under a teacher model, whose weights never change."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
-GAUGE_EVERY_S = 0.5
+REPORT_INTERVAL_S = 0.5
 
 
 class Shell:
-    """One teacher of one rank."""
+    """One teacher replica, on one device."""
 
     def __init__(self, settings: TeacherProcess, arguments: ServiceArguments) -> None:
-        """Load the model. Raises ConfigError when it cannot be loaded, or reads tokens otherwise than the policy."""
+        """Load the model. Raises ConfigError when that is impossible, or its vocabulary is not the policy's."""
         teacher = settings.teacher
         path = check_model_folder(teacher.path, weights=True, key="teacher.path")
         student = check_model_folder(settings.model.path, weights=False)
-        # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
+        # Imported here: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.rollout.engine.embedded.model import build_model
         from starling.rollout.engine.teacher import TokenScorer, num_shared_token_ids
 
@@ -51,12 +51,12 @@ class Shell:
         hello = wire.Hello(role="teacher", host=host_name(), pid=os.getpid(), num_slots=teacher.num_slots)
         self._link = ControllerLink(link_settings(arguments, settings), hello)
         self._queue: dict[str, ReceivedCommand] = {}
-        """What is to be scored, by lease, in the order in which it came."""
-        self._num_tokens, self._gauged_at = 0, time.monotonic()
+        """Groups that wait to be scored, by lease, in order of arrival."""
+        self._num_tokens, self._reported_at = 0, time.monotonic()
         log.info("ready", model=str(path), top_k=teacher.top_k)
 
     def run(self, stop: StopSignal) -> None:
-        """Serve until the controller says that nothing more will come."""
+        """Serve until the controller ends the run, or `stop` is requested."""
         stop.install(self._link.wake)
         self._link.start()
         reason = "its service failed"
@@ -70,7 +70,7 @@ class Shell:
             raise ended.error
 
     def _serve(self, stop: StopSignal) -> LinkClosed | None:
-        """Take in what has come, score one group, and so on. Returns how the line ended, or None after `stop`."""
+        """Handle messages and score one group, in a loop. Returns how the link closed, or None after `stop`."""
         while not stop:
             inbound = self._link.receive(0.0 if self._queue else IDLE_S)
             while inbound is not None:
@@ -87,7 +87,7 @@ class Shell:
                 inbound = self._link.receive(0.0)
             if self._queue:
                 self._score(self._queue.pop(next(iter(self._queue))))
-            self._gauge()
+            self._report()
         return None
 
     def _score(self, command: ReceivedCommand) -> None:
@@ -101,24 +101,24 @@ class Shell:
         try:
             scores = self._scorer.score(prompt_ids, token_ids, message.lengths, message.temperature)
         except TeacherRequestError as error:
-            # The tokens are at fault, not this teacher: no other would do better.
+            # The tokens are at fault, and no other teacher would do better.
             reason = f"prompt {message.prompt_id}: {error}"
             log.warning("failed", lease=message.lease, reason=reason)
             failed = wire.LeaseFailed(lease=message.lease, status=wire.Status.INFRA_LOST, reason=reason, fatal=True)
             self._link.answer(message.lease, failed)
             return
         self._num_tokens += len(token_ids)
-        self._link.answer(message.lease, *answer_of(message.lease, scores))
+        self._link.answer(message.lease, *scored_message(message.lease, scores))
 
-    def _gauge(self) -> None:
-        elapsed = time.monotonic() - self._gauged_at
-        if elapsed >= GAUGE_EVERY_S:
+    def _report(self) -> None:
+        elapsed = time.monotonic() - self._reported_at
+        if elapsed >= REPORT_INTERVAL_S:
             self._link.report(gauges={"tokens_per_s": self._num_tokens / elapsed, "queue_depth": len(self._queue)})
-            self._num_tokens, self._gauged_at = 0, time.monotonic()
+            self._num_tokens, self._reported_at = 0, time.monotonic()
 
 
-def answer_of(lease: str, scores: TokenLogprobs) -> tuple[wire.TokensScored, tuple[bytes, ...]]:
-    """Return the message for `scores`, and its buffers; without the likeliest tokens where there are none."""
+def scored_message(lease: str, scores: TokenLogprobs) -> tuple[wire.TokensScored, tuple[bytes, ...]]:
+    """Return the message for `scores`, and its buffers; without the most likely tokens where there are none."""
     arrays: dict[str, Any] = {"teacher_logprobs": scores.logprobs}
     if scores.top_ids.shape[1]:
         arrays |= {"teacher_top_ids": scores.top_ids, "teacher_top_logprobs": scores.top_logprobs}

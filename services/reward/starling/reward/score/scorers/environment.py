@@ -1,4 +1,4 @@
-"""The scorer `environment`: what the environment of the trajectory gave for it."""
+"""The scorer `environment`: the reward that the trajectory's environment returned."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def make_environment() -> Scorer:
 def environment(
     completion: str, reference: str, prompt_text: str, metadata: dict[str, Any], *, reward: float | None
 ) -> float:
-    """Return `reward`. ValueError where no environment gave one."""
+    """Return `reward`. Raises ValueError where no environment returned one."""
     if reward is None:
         raise ValueError(
-            "no environment gave a reward: set rollout.environment.kind to one that judges, or name another scorer"
+            "no environment returned a reward: set rollout.environment.kind to one that does, or name another scorer"
         )
     return reward

@@ -1,7 +1,7 @@
-"""The scorer `gsm8k`: is the final number right?
+"""The scorer `gsm8k`: equality of the final number and the reference's.
 
 The data set writes its reference answers as a solution followed by ``#### 1,234`` (Cobbe et al. 2021,
-arXiv:2110.14168); a reference that is a bare number does as well.
+arXiv:2110.14168); a reference may also be a bare number.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def final_number(text: str) -> Decimal | None:
 
 def gsm8k(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
     """Return 1 when the completion's final number equals the reference's, else 0. ValueError without the latter."""
-    wanted = final_number(reference)
-    if wanted is None:
+    expected = final_number(reference)
+    if expected is None:
         raise ValueError(f"the reference answer {reference[:60]!r} contains no number")
-    return float(final_number(completion) == wanted)
+    return float(final_number(completion) == expected)
 
 
 def make_gsm8k() -> Scorer:

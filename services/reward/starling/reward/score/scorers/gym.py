@@ -1,19 +1,19 @@
-"""The scorers `reasoning_gym:<task>`: each task of reasoning-gym judges answers by its own rule."""
+"""The scorers `reasoning_gym:<task>`: each task of reasoning-gym scores answers by its own rule."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from starling.common.errors import ConfigError
-from starling.reward.score.scorers.registry import GYM_PREFIX, Scorer, nearest
+from starling.reward.score.scorers.registry import REASONING_GYM_PREFIX, Scorer, nearest
 
 
 def make_gym(task: str, **settings: Any) -> Scorer:
-    """Make the scorer of `task`; `settings` are the task's own, as far as its scoring depends on them.
+    """Make the scorer of `task`; `settings` are those of the task that affect its scoring.
 
-    ConfigError when reasoning-gym is not installed, does not know the task, or refuses the settings.
+    Raises ConfigError when reasoning-gym is not installed, does not know the task, or refuses the settings.
     """
-    name = GYM_PREFIX + task
+    name = REASONING_GYM_PREFIX + task
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:

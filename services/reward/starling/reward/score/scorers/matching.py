@@ -24,9 +24,9 @@ def prefix_match(completion: str, reference: str, prompt_text: str, metadata: di
     With white space around both removed: length of the common prefix / length of the longer of the two. It is 1 for
     the reference alone; each further right character raises it, each superfluous one lowers it. 1 when both are empty.
     """
-    given, wanted = completion.strip(), reference.strip()
-    longer = max(len(given), len(wanted))
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(given, wanted, strict=False)))
+    answer, expected = completion.strip(), reference.strip()
+    longer = max(len(answer), len(expected))
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, expected, strict=False)))
     return common / longer if longer else 1.0
 
 

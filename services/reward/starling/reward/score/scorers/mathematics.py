@@ -1,4 +1,4 @@
-"""The scorer `math`: is the final expression mathematically equal to the reference (math-verify)?"""
+"""The scorer `math`: mathematical equality of the final expression and the reference (math-verify)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DELIMITERS: Final = ("$", "\\boxed", "\\(", "\\[")
 @lru_cache(maxsize=4096)
 def parse_reference(reference: str) -> tuple[Any, ...]:
     """Parse a reference answer, LaTeX with or without delimiters. ValueError when it is no expression."""
-    # Without delimiters the parser would take it for prose: of "3\pi" it would keep the 3.
+    # Without delimiters the parser reads LaTeX as prose: of "3\pi" it would keep the 3.
     latex = reference if any(mark in reference for mark in _DELIMITERS) else f"${reference.strip()}$"
     parsed = parse(latex, parsing_timeout=None) or parse(reference, parsing_timeout=None)
     if not parsed:
@@ -35,7 +35,7 @@ def make_math(precision: int = 6) -> Scorer:
     """
     if not isinstance(precision, int) or precision < 0:
         raise ConfigError(f"Scorer 'math': precision must be a whole number of at least 0, not {precision!r}.")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits that are off on purpose
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the limits are off, which is intended
 
     def equals(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
         gold = list(parse_reference(reference))

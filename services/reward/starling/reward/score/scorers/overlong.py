@@ -1,8 +1,8 @@
-"""The scorer `overlong`: a completion that comes near its length limit costs reward, the nearer the more.
+"""The scorer `overlong`: a penalty that grows linearly as a completion approaches its length limit.
 
 DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), to be added to a scorer of the answer. A completion
-that is cut off is not simply wrong: without a passage between "short enough" and "cut off", sound reasoning is
-punished for its length alone, and the reward is noise.
+that is cut off is not simply wrong: without a transition between "short enough" and "cut off", sound
+reasoning is punished for its length alone, and the reward is noise.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from starling.reward.score.scorers.registry import Scorer
 def make_overlong(max_tokens: int, buffer: int, scale: float = 1.0) -> Scorer:
     """Make the scorer `overlong`: 0 up to ``max_tokens - buffer`` sampled tokens, then linear to ``-scale``.
 
-    `max_tokens` is where the whole punishment is reached, as a rule `sampling.max_tokens`; `buffer` is the number of
-    tokens before it over which it grows. The stop token counts. ConfigError when one of them makes no sense.
+    `max_tokens` is the length of the full penalty, usually `sampling.max_tokens`; `buffer` is the number of tokens
+    before it over which the penalty grows. The stop token counts. Raises ConfigError when one of them is invalid.
     """
     if not _is_whole(max_tokens) or not _is_whole(buffer) or not 1 <= buffer <= max_tokens:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Workers."""
+"""Worker processes that run the scorers, and can be killed."""

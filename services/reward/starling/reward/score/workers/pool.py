@@ -1,22 +1,22 @@
-"""The worker processes, and who scores what.
+"""Pool of worker processes that score completions, and the check that they can import the scorers.
 
-Everything happens inside `poll`, `submit` and `close`; there is no thread. A service's loop waits until `fileno()` is
-readable or `next_deadline()` has come, and calls `poll()`:
+Everything happens inside `poll`, `submit` and `close`; there is no thread. The service's loop waits until `fileno()` is
+readable or `next_deadline()` has passed, and calls `poll()`:
 
     pool.submit(task)
     while working:
         poller.poll(...)               # on pool.fileno() among others, at most until pool.next_deadline()
         for score in pool.poll(): ...
 
-A *call* is one scorer on one completion. Calls travel to workers in chunks of about `_CHUNK_S` of expected work, so
-that cheap scorers are not slowed by messages and expensive ones spread over the workers. The worker reports after each
-call, with the time; so the service always knows which call a worker is at and since when. Three ends are no score:
+A *call* is one scorer on one completion. Calls are sent to workers in chunks of about `_CHUNK_S` of expected work, so
+that cheap scorers are not slowed by messages and expensive ones spread over the workers. A worker reports after each
+call, with the time; so the service always knows a worker's current call and when it began. Three outcomes are failures:
 
-    the call raised, or returned no finite number    reward_error     the worker goes on
+    the call raised, or returned no finite number    reward_error     the worker continues
     the worker process ended                         reward_error     it is replaced
-    the call exceeded its limit                      reward_timeout   it is killed (SIGKILL) and replaced
+    the call exceeded its time limit                 reward_timeout   it is killed (SIGKILL) and replaced
 
-Only the call that the worker was at fails; the others of its chunks go back to the head of the queue.
+Only the worker's current call fails; the other calls that were sent to it return to the head of the queue.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from starling.reward.score.workers.protocol import (
 from starling.reward.settings import RewardSettings
 
 _CHUNK_S: Final = 0.004
-"""Expected seconds of work in a chunk; a worker gets another when it has less than this left."""
+"""Expected seconds of work in a chunk; a worker gets another chunk when it has less than this left."""
 _CHUNK_CALLS: Final = 64
-"""Most calls of a chunk. Twice that many reports fit a socket's buffer, so a worker never waits to report."""
+"""Limit on the calls of a chunk. Twice as many reports fit a socket's buffer, so a worker never waits to report."""
 _UNKNOWN_S: Final = 0.05
-"""Expected seconds of a call before the first was measured: one call at a time."""
+"""Expected seconds of a call before the first measurement: one call at a time."""
 _MOST_FAILED_STARTS: Final = 3
 _RETRY_S: Final = 0.5
 _LONGEST_RETRY_S: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _TaskState:
     task: ScoreTask
     cancelled: bool = False
     num_left: int = 0
 
 
 class _Call(NamedTuple):
-    job: _Job
+    state: _TaskState
     position: int
-    """Position of the completion in its group."""
+    """Index of the completion in its group."""
     completion: CompletionText
     scorer: int
 
 
-class _Outstanding(NamedTuple):
+class _SentCall(NamedTuple):
     call: _Call
     serial: int
     expected_s: float
@@ -82,18 +82,18 @@ class _Worker:
     started_at: float
     ready: bool = False
     serial: int = 0
-    calls: deque[_Outstanding] = field(default_factory=deque)
-    """Sent and not reported, in order; the worker is at the first."""
+    calls: deque[_SentCall] = field(default_factory=deque)
+    """Sent and not reported, in order; the first is the current call."""
     begun_at: float = 0.0
-    """When it began the first of `calls`."""
+    """When the worker began the first of `calls`."""
     expected_s: float = 0.0
     """Expected seconds of `calls`."""
     is_writing: bool = False
-    """Whether a message waits for room in the line."""
+    """Whether a message waits for space in the socket's buffer."""
 
 
 class ScoringPool:
-    """Worker processes that score tasks. Make it in the thread that lives longest: its end is theirs."""
+    """Worker processes that score tasks. The workers end with the thread that creates the pool."""
 
     def __init__(self, settings: RewardSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -102,7 +102,7 @@ class ScoringPool:
         self._expected_s = [_UNKNOWN_S] * len(settings.scorers)
         self._clock = clock
         self._selector = selectors.EpollSelector()
-        self._jobs: dict[str, _Job] = {}
+        self._tasks: dict[str, _TaskState] = {}
         self._queue: deque[_Call] = deque()
         self._scores: list[Score] = []
         self._workers: list[_Worker] = []
@@ -122,59 +122,59 @@ class ScoringPool:
         return self._selector.fileno()
 
     def submit(self, task: ScoreTask) -> None:
-        """Have the scorers of `task` score each of its completions. ValueError when its id is in work already."""
-        if task.id in self._jobs:
+        """Start to score a task. Raises ValueError when its id is being scored already."""
+        if task.id in self._tasks:
             raise ValueError(f"task {task.id!r} is being scored already")
-        job = _Job(task, num_left=len(task.completions) * len(task.scorers))
-        if not job.num_left:
+        state = _TaskState(task, num_left=len(task.completions) * len(task.scorers))
+        if not state.num_left:
             return
-        self._jobs[task.id] = job
+        self._tasks[task.id] = state
         for position, completion in task.completions:
-            self._queue.extend(_Call(job, position, completion, scorer) for scorer in task.scorers)
+            self._queue.extend(_Call(state, position, completion, scorer) for scorer in task.scorers)
         self._dispatch(self._clock())
 
     def cancel(self, task_id: str) -> None:
-        """Forget a task: nothing more is returned of it. A call that runs already is let run, to its limit."""
-        job = self._jobs.pop(task_id, None)
-        if job is not None:
-            job.cancelled = True
+        """Drop a task and its further scores. A running call continues, up to its time limit."""
+        state = self._tasks.pop(task_id, None)
+        if state is not None:
+            state.cancelled = True
 
     def poll(self, timeout_s: float = 0.0) -> list[Score]:
-        """Return what has been scored since; wait up to `timeout_s` for the first.
+        """Return the new scores; waits up to `timeout_s` for the first.
 
-        ConfigError when no worker runs and none can be started: the service cannot go on.
+        Raises ConfigError when no worker runs and none can be started.
         """
-        give_up = self._clock() + timeout_s
+        end = self._clock() + timeout_s
         while True:
             deadline = self.next_deadline()
-            until = give_up if deadline is None else min(give_up, deadline)
-            self._turn(0.0 if self._scores else max(0.0, until - self._clock()))
-            if self._scores or self._clock() >= give_up:
+            until = end if deadline is None else min(end, deadline)
+            self._run_once(0.0 if self._scores else max(0.0, until - self._clock()))
+            if self._scores or self._clock() >= end:
                 break
         scores, self._scores = self._scores, []
         return scores
 
     def next_deadline(self) -> float | None:
-        """When `poll` must be called at the latest (monotonic seconds), None for no such time."""
+        """When `poll` must be called at the latest, in monotonic seconds; None without such a time."""
         deadlines = [d for worker in self._workers if (d := self._deadline(worker)) is not None]
         if len(self._workers) < self._settings.num_workers:
             deadlines.append(self._start_at)
         return min(deadlines, default=None)
 
     def worker_pids(self) -> tuple[int, ...]:
-        """Return the process ids of the workers as they are now."""
+        """Return the process ids of the current workers."""
         return tuple(worker.process.pid for worker in self._workers)
 
     def gauges(self) -> dict[str, float]:
         """Return measurements for the heartbeat."""
         return {
-            "queue_depth": float(sum(job.num_left for job in self._jobs.values())),
+            "queue_depth": float(sum(state.num_left for state in self._tasks.values())),
             "workers_ready": float(sum(worker.ready for worker in self._workers)),
             "workers_replaced": float(self._num_replaced),
         }
 
     def waits(self) -> tuple[Wait, ...]:
-        """Return what each worker is waited for to do, with the limit after which it is killed."""
+        """Return what each busy worker does, with the time after which it is killed."""
         now, waits = self._clock(), []
         for worker in self._workers:
             deadline = self._deadline(worker)
@@ -185,32 +185,32 @@ class ScoringPool:
                 call, _, _, sent_at = worker.calls[0]
                 since = max(worker.begun_at, sent_at)
                 title = self._settings.scorers[call.scorer].title
-                what = f"scorer {title} on completion {call.position} of {call.job.task.id}"
+                what = f"scorer {title} on completion {call.position} of {call.state.task.id}"
             on = f"worker {worker.process.pid}"
             waits.append(Wait(what=what, on=on, since_s=max(0.0, now - since), seconds_left=max(0.0, deadline - now)))
-        if self._jobs and not self._workers:
+        if self._tasks and not self._workers:
             on, left_s = "clock", max(0.0, self._start_at - now)
             waits.append(Wait(what="the next attempt to start a worker", on=on, since_s=0.0, seconds_left=left_s))
         return tuple(waits)
 
     def close(self, grace_s: float = 0.5) -> None:
-        """End every worker: an idle one may end by itself within `grace_s`, all together; the rest is killed."""
+        """End all workers: idle ones may exit by themselves within `grace_s`, altogether; the others are killed."""
         until = self._clock() + grace_s
         for worker in self._workers:
-            worker.process.hang_up()
+            worker.process.close_socket()
         for worker in self._workers:
             idle = worker.ready and not worker.calls
             worker.process.end(max(0.0, until - self._clock()) if idle else 0.0)
         self._workers.clear()
-        self._jobs.clear()
+        self._tasks.clear()
         self._queue.clear()
         self._selector.close()
 
-    # --- one turn of the loop ------------------------------------------------------------------------------------
+    # --- one iteration of the loop -------------------------------------------------------------------------------
 
-    def _turn(self, wait_s: float) -> None:
+    def _run_once(self, wait_s: float) -> None:
         for key, _ in self._selector.select(wait_s):
-            self._hear(key.data)
+            self._receive(key.data)
         now = self._clock()
         for worker in list(self._workers):
             deadline = self._deadline(worker)
@@ -219,28 +219,28 @@ class ScoringPool:
         self._start_workers()
         self._dispatch(now)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         for message in worker.process.receive():
             if isinstance(message, WorkerStartFailed):
-                self._end(worker)
+                self._stop_worker(worker)
                 self._start_failed(message.problem)
                 return
-            if not self._take(worker, message):
-                self._end(worker)
-                self._lose(worker, Status.REWARD_ERROR, "spoke for its worker out of turn")
+            if not self._handle(worker, message):
+                self._stop_worker(worker)
+                self._fail_current_call(worker, Status.REWARD_ERROR, "sent a message in its worker's name")
                 return
-        if worker.process.over:
-            how = self._end(worker)
+        if worker.process.ended:
+            how = self._stop_worker(worker)
             if worker.ready:
-                self._lose(worker, Status.REWARD_ERROR, f"ended its worker process ({how})")
+                self._fail_current_call(worker, Status.REWARD_ERROR, f"ended its worker process ({how})")
             else:
                 self._start_failed(f"the process ended while it imported the scorers ({how}).")
         elif worker.is_writing and worker.process.flush():
             worker.is_writing = False
             self._selector.modify(worker.process, selectors.EVENT_READ, worker)
 
-    def _take(self, worker: _Worker, message: WorkerReady | CallReport) -> bool:
-        """Take one message. Returns False when it is not the worker's turn to say that."""
+    def _handle(self, worker: _Worker, message: WorkerReady | CallReport) -> bool:
+        """Handle one message. Returns False when the worker cannot have sent it at this point."""
         if isinstance(message, WorkerReady):
             is_due = not worker.ready
             worker.ready = True
@@ -264,17 +264,17 @@ class ScoringPool:
             self._settle(call, report.value)
 
     def _settle(self, call: _Call, value: float | None, status: Status = Status.OK, problem: str = "") -> None:
-        job = call.job
-        if job.cancelled:
+        state = call.state
+        if state.cancelled:
             return
-        job.num_left -= 1
-        if not job.num_left:
-            del self._jobs[job.task.id]
+        state.num_left -= 1
+        if not state.num_left:
+            del self._tasks[state.task.id]
         if problem:
             problem = f"scorer {self._settings.scorers[call.scorer].title!r} {problem}."
-        self._scores.append(Score(job.task.id, call.position, call.scorer, value, status, problem))
+        self._scores.append(Score(state.task.id, call.position, call.scorer, value, status, problem))
 
-    # --- lives ---------------------------------------------------------------------------------------------------
+    # --- start and end of workers --------------------------------------------------------------------------------
 
     def _deadline(self, worker: _Worker) -> float | None:
         if not worker.ready:
@@ -285,20 +285,20 @@ class ScoringPool:
         return max(worker.begun_at, first.sent_at) + self._limits_s[first.call.scorer]
 
     def _expire(self, worker: _Worker) -> None:
-        self._end(worker)
+        self._stop_worker(worker)
         if not worker.ready:
             limit_s = self._settings.start_timeout_s
             self._start_failed(f"importing the scorers took longer than {limit_s:g} s.")
             return
         limit_s = self._limits_s[worker.calls[0].call.scorer]
-        self._lose(worker, Status.REWARD_TIMEOUT, f"took longer than {limit_s:g} s")
+        self._fail_current_call(worker, Status.REWARD_TIMEOUT, f"took longer than {limit_s:g} s")
 
-    def _lose(self, worker: _Worker, status: Status, problem: str) -> None:
-        """Blame the call that an ended worker was at, and give its other calls back."""
+    def _fail_current_call(self, worker: _Worker, status: Status, problem: str) -> None:
+        """Fail the current call of an ended worker, and requeue its other calls."""
         self._num_replaced += 1
         if worker.calls:
             self._settle(worker.calls.popleft().call, None, status, problem)
-        self._queue.extendleft(outstanding.call for outstanding in reversed(worker.calls))
+        self._queue.extendleft(sent.call for sent in reversed(worker.calls))
 
     def _start_failed(self, problem: str) -> None:
         self._num_failed_starts += 1
@@ -306,11 +306,11 @@ class ScoringPool:
         if self._num_failed_starts >= _MOST_FAILED_STARTS and not any(w.ready for w in self._workers):
             raise ConfigError(f"No scoring worker can be started: {problem}")
 
-    def _end(self, worker: _Worker) -> str:
-        """End a worker, which may have ended itself; returns how."""
+    def _stop_worker(self, worker: _Worker) -> str:
+        """End a worker, unless it has exited; returns how it ended."""
         self._workers.remove(worker)
         self._selector.unregister(worker.process)
-        return worker.process.last_words() if worker.process.over else worker.process.end()
+        return worker.process.exit_description() if worker.process.ended else worker.process.end()
 
     def _start_workers(self) -> None:
         now = self._clock()
@@ -319,7 +319,7 @@ class ScoringPool:
             self._workers.append(worker)
             self._selector.register(worker.process, selectors.EVENT_READ, worker)
 
-    # --- who scores what -----------------------------------------------------------------------------------------
+    # --- dispatch ------------------------------------------------------------------------------------------------
 
     def _dispatch(self, now: float) -> None:
         free = [worker for worker in self._workers if worker.ready and _has_room(worker)]
@@ -333,16 +333,16 @@ class ScoringPool:
                 free.remove(worker)
 
     def _next_chunk(self) -> list[_Call]:
-        """Take the next calls of one task from the queue, as many as a chunk holds."""
+        """Take the next calls of one task from the queue, as many as fit a chunk."""
         chunk: list[_Call] = []
         expected_s = 0.0
         while self._queue and len(chunk) < _CHUNK_CALLS:
             call = self._queue[0]
-            if call.job.cancelled:
+            if call.state.cancelled:
                 self._queue.popleft()
                 continue
             expected_s += self._expected_s[call.scorer]
-            if chunk and (call.job is not chunk[0].job or expected_s > _CHUNK_S):
+            if chunk and (call.state is not chunk[0].state or expected_s > _CHUNK_S):
                 break
             chunk.append(self._queue.popleft())
         return chunk
@@ -354,10 +354,10 @@ class ScoringPool:
             place = completions.setdefault(call.completion, len(completions))
             calls.append((worker.serial, place, call.scorer))
             expected_s = self._expected_s[call.scorer]
-            worker.calls.append(_Outstanding(call, worker.serial, expected_s, now))
+            worker.calls.append(_SentCall(call, worker.serial, expected_s, now))
             worker.expected_s += expected_s
             worker.serial += 1
-        task = chunk[0].job.task
+        task = chunk[0].state.task
         worker.process.send(
             CallChunk(task.reference, task.prompt_text, task.metadata, tuple(completions), tuple(calls))
         )
@@ -371,16 +371,12 @@ def _has_room(worker: _Worker) -> bool:
 
 
 def setup_of(settings: RewardSettings) -> WorkerSetup:
-    """Return what a worker must be told of the settings."""
+    """Return the worker's part of the settings."""
     return WorkerSetup(tuple(ScorerSpec(scorer.name, scorer.options) for scorer in settings.scorers))
 
 
-# JOINED from starling.reward.score.check: Can these scorers be used? Asked at start, so that no sample has to
-# find out.
-
-
 def check_scorers(settings: RewardSettings) -> None:
-    """Resolve every scorer in a worker process, as the service will. ConfigError when one cannot be used."""
+    """Resolve every scorer in a worker process, as the service will. Raises ConfigError when one cannot be used."""
     process = WorkerProcess(setup_of(settings))
     try:
         _await_ready(process, settings.start_timeout_s)
@@ -400,8 +396,8 @@ def _await_ready(process: WorkerProcess, timeout_s: float) -> None:
                 raise ConfigError(message.problem)
             if isinstance(message, WorkerReady):
                 return
-        if process.over:
-            raise ConfigError(f"Importing the scorers ended their process ({process.last_words()}).")
+        if process.ended:
+            raise ConfigError(f"Importing the scorers ended their process ({process.exit_description()}).")
     raise ConfigError(
         f"Importing the scorers took longer than {timeout_s:g} s: make their modules import faster, or raise "
         "start_timeout_s."

@@ -1,4 +1,4 @@
-"""What the service and its workers say to each other: MessagePack over a socket pair, each frame after its length."""
+"""Messages between the reward service and its workers: MessagePack frames over a socket pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from starling.common.wire.messages import CompletionText
 
 FRAME_LIMIT_BYTES: Final = 256 << 20
-"""A longer frame is taken for garbage."""
+"""A longer frame is rejected."""
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -24,24 +24,24 @@ class ScorerSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """The scorers of this worker; said once, first."""
+    """The worker's scorers; the first message."""
 
     scorers: tuple[ScorerSpec, ...]
 
 
 class CallChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
-    """Some calls for one group, to be made in order."""
+    """Calls for one group, to be made in order."""
 
     reference: str
     prompt_text: str
     metadata: dict[str, Any]
     completions: tuple[CompletionText, ...]
     calls: tuple[tuple[int, int, int], ...]
-    """Serial number of the call, position in `completions`, position of the scorer."""
+    """Serial number of the call, index in `completions`, index of the scorer."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Every scorer is resolved."""
+    """All scorers are resolved."""
 
 
 class WorkerStartFailed(msgspec.Struct, frozen=True, array_like=True, tag="start_failed"):
@@ -51,7 +51,7 @@ class WorkerStartFailed(msgspec.Struct, frozen=True, array_like=True, tag="start
 
 
 class CallReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """One call is done. The next one has begun."""
+    """Result of one call. The next call has begun."""
 
     serial: int
     value: float | None
@@ -69,7 +69,7 @@ decode_from_worker: Final = msgspec.msgpack.Decoder(FromWorker)
 
 
 def frame(message: ToWorker | FromWorker) -> bytes:
-    """Encode a message with its length before it."""
+    """Return the encoded message, with its length before it."""
     body = encode(message)
     return _LENGTH.pack(len(body)) + body
 
@@ -81,14 +81,14 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take bytes and yield the frames that are complete now. ValueError when a length is not one of ours."""
+        """Add bytes and yield the frames that are complete. Raises ValueError when a length is too large."""
         self._buffer += data
         start = 0
         try:
             while len(self._buffer) - start >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer, start)
                 if length > FRAME_LIMIT_BYTES:
-                    raise ValueError(f"a frame of {length} bytes")
+                    raise ValueError(f"a frame of {length} bytes, above the limit of {FRAME_LIMIT_BYTES}")
                 end = start + _LENGTH.size + length
                 if len(self._buffer) < end:
                     break

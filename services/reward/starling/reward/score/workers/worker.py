@@ -1,9 +1,9 @@
-"""A worker: a process that resolves the scorers and then makes one call after another.
+"""Worker process: resolves the scorers, and then makes one call after another.
 
     python -P -m starling.reward.score.workers.worker FD PARENT_PID
 
-It speaks over the socket FD only; what a scorer prints goes to the service's standard error. It reports after every
-call, so that the service knows which call it is at, and may kill it at any moment.
+It communicates over the socket FD only; what a scorer prints goes to the service's standard error. It reports after
+every call, so that the service knows the current one, and may kill the worker at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from setproctitle import setproctitle
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import CompletionText
-from starling.reward.score.scorers.registry import Scorer, facts_wanted, resolve_scorer
+from starling.reward.score.scorers.registry import Scorer, resolve_scorer, wanted_fields
 from starling.reward.score.workers.protocol import (
     CallChunk,
     CallReport,
@@ -44,49 +44,49 @@ _PROBLEM_LENGTH: Final = 300
 
 class _Scorer(NamedTuple):
     function: Scorer
-    facts: tuple[str, ...]
-    """What it asks to be told of a completion besides the text."""
+    fields: tuple[str, ...]
+    """Fields of the completion that it takes as arguments besides the text."""
 
 
 def main(argv: list[str]) -> None:
-    """Serve the service process `argv[2]` over the socket `argv[1]` until it goes."""
+    """Serve the service process `argv[2]` over the socket `argv[1]` until it closes."""
     fd, parent = int(argv[1]), int(argv[2])
     _die_with(parent)
     setproctitle("starling-reward-worker")
-    faulthandler.enable()  # a scorer that crashes in C then says where
-    os.set_inheritable(fd, False)  # what a scorer starts must not hold the line open
-    sys.path.append(os.getcwd())  # last: a file of the user's must not take the place of a library's module
-    with socket.socket(fileno=fd) as line:
+    faulthandler.enable()  # prints where a scorer crashes in C
+    os.set_inheritable(fd, False)  # what a scorer starts must not keep the socket open
+    sys.path.append(os.getcwd())  # last, so that a user's file cannot shadow a library's module
+    with socket.socket(fileno=fd) as sock:
         try:
-            _serve(line)
+            _serve(sock)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the service has gone
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, however it ends."""
+    """Let the kernel kill this process when the thread that started it ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it ended before the prctl
         raise SystemExit(0)
 
 
-def _serve(line: socket.socket) -> None:
+def _serve(sock: socket.socket) -> None:
     scorers: list[_Scorer] = []
-    for body in _frames(line):
+    for body in _frames(sock):
         message = decode_to_worker.decode(body)
         if isinstance(message, CallChunk):
-            _run(line, scorers, message)
+            _run(sock, scorers, message)
             continue
         reply = _set_up(message, scorers)
-        line.sendall(frame(reply))
+        sock.sendall(frame(reply))
         if isinstance(reply, WorkerStartFailed):
             return
 
 
-def _frames(line: socket.socket) -> Iterator[bytes]:
+def _frames(sock: socket.socket) -> Iterator[bytes]:
     reader = FrameReader()
-    while data := line.recv(_RECEIVE_BYTES):
+    while data := sock.recv(_RECEIVE_BYTES):
         yield from reader.feed(data)
 
 
@@ -94,30 +94,30 @@ def _set_up(setup: WorkerSetup, scorers: list[_Scorer]) -> FromWorker:
     try:
         for spec in setup.scorers:
             function = resolve_scorer(spec.name, spec.options)
-            scorers.append(_Scorer(function, facts_wanted(function)))
+            scorers.append(_Scorer(function, wanted_fields(function)))
     except ConfigError as error:
-        return WorkerStartFailed(_sayable(str(error), limit=2000))
+        return WorkerStartFailed(_bounded(str(error), limit=2000))
     return WorkerReady()
 
 
-def _run(line: socket.socket, scorers: list[_Scorer], chunk: CallChunk) -> None:
+def _run(sock: socket.socket, scorers: list[_Scorer], chunk: CallChunk) -> None:
     reference, prompt_text, metadata = chunk.reference, chunk.prompt_text, chunk.metadata
     for serial, completion, scorer in chunk.calls:
         value, problem = _call(scorers[scorer], chunk.completions[completion], reference, prompt_text, metadata)
-        line.sendall(frame(CallReport(serial, value, problem, time.monotonic())))
+        sock.sendall(frame(CallReport(serial, value, problem, time.monotonic())))
 
 
 def _call(
     scorer: _Scorer, completion: CompletionText, reference: str, prompt_text: str, metadata: dict[str, Any]
 ) -> tuple[float | None, str]:
-    facts = {name: getattr(completion, name) for name in scorer.facts}
+    fields = {name: getattr(completion, name) for name in scorer.fields}
     try:
-        result: object = scorer.function(completion.text, reference, prompt_text, metadata, **facts)
+        result: object = scorer.function(completion.text, reference, prompt_text, metadata, **fields)
         if not isinstance(result, Real):
             return None, f"returned a {type(result).__name__}, not a number"
         value = float(result)
-    except BaseException as error:  # noqa: BLE001 - the edge: a user's function may raise anything, even SystemExit
-        return None, _sayable(f"raised {_describe(error)}")
+    except BaseException as error:  # noqa: BLE001 - the edge: user code may raise anything, even SystemExit
+        return None, _bounded(f"raised {_describe(error)}")
     if not math.isfinite(value):
         return None, f"returned {value}"
     return value, ""
@@ -126,13 +126,13 @@ def _call(
 def _describe(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - the text of a user's exception is the user's code too
+    except Exception:  # noqa: BLE001 - a user's exception may fail in __str__
         text = "(its text cannot be had)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _sayable(text: str, limit: int = _PROBLEM_LENGTH) -> str:
-    """Bound the text, and replace what UTF-8 cannot carry."""
+def _bounded(text: str, limit: int = _PROBLEM_LENGTH) -> str:
+    """Limit the text's length, and replace what UTF-8 cannot encode."""
     text = text if len(text) <= limit else text[: limit - 3] + "..."
     return text.encode("utf-8", "replace").decode("utf-8")
 

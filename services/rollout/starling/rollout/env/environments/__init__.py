@@ -1,1 +1,1 @@
-"""Environments."""
+"""The built-in environments: tools, gym, agent, verifiers."""

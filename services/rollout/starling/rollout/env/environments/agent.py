@@ -1,7 +1,7 @@
-"""The environment `agent`: a program of the user's that talks to the model as an OpenAI client.
+"""The environment `agent`: a user's program that calls the model as an OpenAI client.
 
-The program knows nothing of training. It is given an address and a key, and each episode has a key of its own: what is
-asked for with it is recorded into the episode's trajectory (`starling.rollout.api.recording`).
+The program knows nothing of training. It gets an address and an API key, one key per episode: requests with that key
+are recorded into the episode's trajectory (`starling.rollout.api.recording`).
 
     async def program(task: AgentTask) -> float:
         client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
@@ -33,95 +33,93 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """What a program is given."""
+    """Argument of a program."""
 
     base_url: str
     """Address for an OpenAI client, ending in ``/v1``."""
     api_key: str
-    """The key of this episode; not valid any more when the program has ended."""
+    """The key of this episode; revoked when the program has ended."""
     model: str
-    """Name of the model, which is not looked at."""
+    """Name of the model; requests may name any."""
     messages: list[dict[str, str]]
-    """The prompt, as a conversation; a prompt of plain text is one message of the user."""
+    """The prompt as a conversation; a prompt of plain text is one user message."""
     reference: str
     """The reference answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the dataset has besides."""
+    """The dataset row's other columns."""
     index: int = 0
-    """Which of the trajectories of its group this is, from 0."""
+    """Index of this trajectory in its group, from 0."""
 
 
 @dataclass(slots=True)
 class EpisodeEndpoint:
-    """The way from an episode to the endpoint, which is there only when the replica runs."""
+    """Access of episodes to the HTTP server, which starts after the environment is loaded."""
 
     server: ApiServer | None = None
 
     def connect(self, server: ApiServer) -> None:
-        """Take `server` for all episodes."""
+        """Set the server, before the first episode."""
         self.server = server
 
     @asynccontextmanager
     async def record(self, episode: Episode) -> AsyncIterator[tuple[AgentTask, Recording]]:
-        """Record what is asked for with the key of the task into `episode`."""
-        assert self.server is not None, "the endpoint is there before the first episode"
-        assert isinstance(episode, TokenEpisode), "recording knows of tokens"
+        """Record the requests with the task's key into `episode`."""
+        assert self.server is not None, "the server starts before the first episode"
+        assert isinstance(episode, TokenEpisode), "a recording needs tokens"
         if episode.prompt.media:
             raise EpisodeError("an agent cannot be given images or videos: use a dataset of text")
         recording = self.server.recording(episode)
-        key = self.server.keys.open(recording)
+        key = self.server.keys.issue(recording)
         try:
             yield _task(episode, self.server, key), recording
         finally:
-            self.server.keys.close(key)
+            self.server.keys.revoke(key)
             await recording.close()
 
 
 def make_agent(
     program: str, *, args: Mapping[str, Any] | None = None, limit_reward: float | None = 0.0
 ) -> LoadedEnvironment:
-    """Make the environment.
+    """Create the environment.
 
     Args:
         program: ``module:function`` or ``path/to/file.py:function`` that takes an `AgentTask`: an ``async def``, or a
-            plain function, which is called in a thread of its own. It returns the reward, an `EpisodeOutcome`, or
-            nothing.
-        args: what it takes by name besides.
+            plain function, which runs in a thread of its own. It returns the reward, an `EpisodeOutcome`, or None.
+        args: further keyword arguments of the function.
         limit_reward: reward of a trajectory whose program ended because the episode had no turn or token left.
 
     Raises:
-        ConfigError: it cannot be imported, or not be called so.
+        ConfigError: the function cannot be imported or does not accept the arguments.
     """
     function = import_object(program, "Agent")
     if not callable(function):
         raise ConfigError(f"Agent {program!r} is a {type(function).__name__}: name a function.")
     check_options(f"Agent {program!r}", function, (None,), dict(args or {}))
-    line, bound = EpisodeEndpoint(), partial(function, **(args or {}))
-    play = partial(play_agent, program=bound, line=line, limit_reward=limit_reward)
-    return LoadedEnvironment(play, connect=line.connect)
+    endpoint, bound = EpisodeEndpoint(), partial(function, **(args or {}))
+    play = partial(play_agent, program=bound, endpoint=endpoint, limit_reward=limit_reward)
+    return LoadedEnvironment(play, connect=endpoint.connect)
 
 
 async def play_agent(
-    episode: Episode, *, program: Callable[[AgentTask], Any], line: EpisodeEndpoint, limit_reward: float | None
+    episode: Episode, *, program: Callable[[AgentTask], Any], endpoint: EpisodeEndpoint, limit_reward: float | None
 ) -> Any:
     """Play one episode: run the program to its end."""
-    async with line.record(episode) as (task, recording):
+    async with endpoint.record(episode) as (task, recording):
         try:
             given = await (program(task) if inspect.iscoroutinefunction(program) else _in_thread(program, task))
         except Exception:
-            # Whatever a client makes of it: that the episode is over is no failure, and one of the engine's is not the
-            # program's.
+            # Clients wrap errors in their own: the recording knows whether the episode was over, or the engine failed.
             if isinstance(recording.problem, EpisodeOver):
                 given = limit_reward
             elif recording.problem is not None:
                 raise recording.problem from None
             else:
                 raise
-    return with_branches(given, recording)
+    return add_branch_metric(given, recording)
 
 
-def with_branches(given: Any, recording: Recording) -> Any:
-    """Return what a program gave, with how many conversations it had in its metrics."""
+def add_branch_metric(given: Any, recording: Recording) -> Any:
+    """Return a program's result with the number of its conversations added to the metrics."""
     if not isinstance(given, EpisodeOutcome):
         if given is not None and not isinstance(given, int | float):
             return given
@@ -131,13 +129,13 @@ def with_branches(given: Any, recording: Recording) -> Any:
 
 
 async def _in_thread(program: Callable[[AgentTask], Any], task: AgentTask) -> Any:
-    """Call a plain function in a thread of its own: one that never returns keeps nobody waiting but its episode."""
+    """Run a plain function in a thread of its own, so that one that hangs blocks only its episode."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
         if done.done():
-            return  # cancelled: nobody asks any more
+            return  # cancelled
         if error is None:
             done.set_result(value)
         else:
@@ -147,7 +145,7 @@ async def _in_thread(program: Callable[[AgentTask], Any], task: AgentTask) -> An
         value, problem = None, None
         try:
             value = program(task)
-        except BaseException as error:  # noqa: BLE001 - the edge: a user's code may raise anything, even SystemExit
+        except BaseException as error:  # noqa: BLE001 - the edge: user code may raise anything, even SystemExit
             problem = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
         try:
             loop.call_soon_threadsafe(settle, value, problem)

@@ -1,4 +1,4 @@
-"""The environment `gym`: a world in the form of Gymnasium that speaks text, in a process of its own per episode.
+"""The environment `gym`: a text environment with Gymnasium's interface, in a process of its own per episode.
 
 reset(*, seed, options) -> text, or (text, info)
 step(text) -> (text, reward, terminated, truncated, info)
@@ -18,11 +18,11 @@ from starling.rollout.env.registry import LoadedEnvironment
 from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError, SandboxSession
 
 SEED = "seed"
-"""Key of a prompt's metadata that says the seed."""
+"""Key of the seed in a prompt's metadata."""
 
 
 class WorldError(SandboxError):
-    """An environment of the user's does not do what Gymnasium asks of one."""
+    """A result of `reset` or `step` that does not follow Gymnasium's interface."""
 
 
 def make_gym(
@@ -34,18 +34,18 @@ def make_gym(
     memory_mb: int = 4096,
     import_s: float = 60.0,
 ) -> LoadedEnvironment:
-    """Make the environment.
+    """Create the environment.
 
     Args:
-        environment: ``module:Class`` or ``path/to/file.py:Class``; an object of it is made for each episode.
-        arguments: by name, to make it.
-        timeout_s: how long making it, and each of its calls, may take.
-        max_processes: most episodes at a time in this replica; others wait.
-        memory_mb: most MiB of address space of each.
-        import_s: how long importing it may take.
+        environment: ``module:Class`` or ``path/to/file.py:Class``; each episode creates an object of it.
+        arguments: keyword arguments of the class.
+        timeout_s: limit of creating the object, and of each call.
+        max_processes: limit on concurrent episodes in this replica; further ones wait.
+        memory_mb: limit on the address space of each process, in MiB.
+        import_s: limit on the time of the import.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: the class cannot be imported.
     """
     sandbox = Sandbox(
         [environment], what="Environment", memory_mb=memory_mb, max_processes=max_processes, import_s=import_s
@@ -55,27 +55,27 @@ def make_gym(
 
 
 async def act(episode: Episode, *, sandbox: Sandbox, arguments: dict[str, Any], timeout_s: float) -> EpisodeOutcome:
-    """Play one episode; its reward is the sum of those of its steps."""
+    """Play one episode; its reward is the sum over the steps."""
     total, metrics = 0.0, dict[str, float]()
     async with sandbox.session() as session:
         await session.make(0, arguments, timeout_s=timeout_s)
-        _tell(episode, await _reset(session, episode.prompt, timeout_s))
+        _observe(episode, await _reset(session, episode.prompt, timeout_s))
         try:
             while True:
                 reply = await episode.reply()
-                text, reward, over, info = _stepped(await session.invoke("step", reply.text, timeout_s=timeout_s))
+                text, reward, ended, info = _step_result(await session.invoke("step", reply.text, timeout_s=timeout_s))
                 total += reward
                 metrics |= {name: float(value) for name, value in info.items() if _is_number(value)}
-                if over:
+                if ended:
                     break
-                _tell(episode, text)
-        except EpisodeOver:  # what there is counts
+                _observe(episode, text)
+        except EpisodeOver:  # the trajectory so far counts
             pass
     return EpisodeOutcome(reward=total, metrics=metrics)
 
 
 def seed_of(prompt: Prompt) -> int:
-    """Return the seed of a prompt: the same for all trajectories of its group, which then begin alike."""
+    """Return the seed of a prompt, which all trajectories of its group share so that they begin alike."""
     given = prompt.metadata.get(SEED)
     if isinstance(given, int):
         return given
@@ -91,7 +91,7 @@ async def _reset(session: SandboxSession, prompt: Prompt, timeout_s: float) -> s
     return text
 
 
-def _stepped(found: Any) -> tuple[str, float, bool, Mapping[str, Any]]:
+def _step_result(found: Any) -> tuple[str, float, bool, Mapping[str, Any]]:
     match found:
         case [str(text), int() | float() as reward, bool(terminated), bool(truncated), dict(info)]:
             if math.isfinite(reward):
@@ -101,7 +101,7 @@ def _stepped(found: Any) -> tuple[str, float, bool, Mapping[str, Any]]:
     )
 
 
-def _tell(episode: Episode, text: str) -> None:
+def _observe(episode: Episode, text: str) -> None:
     if not text:
         return
     if episode.prompt.messages:

@@ -1,4 +1,4 @@
-"""The environment `tools`: the model calls functions, and is told what they return, until it answers without a call."""
+"""The environment `tools`: the model calls functions and gets their results, until it replies without a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError
 
 _KEYS: Final = ("function", "name", "description", "parameters", "timeout_s")
 TEXT_FORM: Final = "\n<tool_response>\n{}\n</tool_response>\n"
-"""How results stand in a prompt of plain text, which has no messages."""
+"""Form of a result in a prompt of plain text, which has no messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Tool:
     name: str
     schema: Mapping[str, Any]
     target: int
-    """Its number in the sandbox."""
+    """Its index in the sandbox."""
     timeout_s: float
 
 
@@ -44,18 +44,18 @@ def make_tools(
     memory_mb: int = 4096,
     import_s: float = 60.0,
 ) -> LoadedEnvironment:
-    """Make the environment.
+    """Create the environment.
 
     Args:
-        tools: ``module:function`` or ``path/to/file.py:function`` each, or a table with that as `function` and with
-            `name`, `description`, `parameters` (a JSON schema) or `timeout_s` of its own.
+        tools: each ``module:function`` or ``path/to/file.py:function``, or a table with that as `function` and,
+            optionally, `name`, `description`, `parameters` (a JSON schema) and `timeout_s`.
         parser: how the model writes calls: ``hermes``, ``llama``, or a function of the text, as ``module:function``.
-        timeout_s: how long one call may take; then its process is killed, and the model is told.
-        max_calls: most calls of one reply; the model is told that the others were not made.
-        max_result_chars: characters of a result that the model is told.
-        max_processes: most calls at a time, over all episodes of the replica.
-        memory_mb: most MiB of address space of a call.
-        import_s: how long the imports of the tools may take.
+        timeout_s: limit of one call; then its process is killed, and the model gets an error.
+        max_calls: limit on the calls of one reply; the model gets an error for each further one.
+        max_result_chars: limit on the characters of a result.
+        max_processes: limit on concurrent calls, over all episodes of the replica.
+        memory_mb: limit on the address space of a call, in MiB.
+        import_s: limit on the time of the imports.
 
     Raises:
         ConfigError: a tool or the parser cannot be used.
@@ -63,24 +63,24 @@ def make_tools(
     tables = [_table(tool) for tool in tools]
     if not tables:
         raise ConfigError("Environment 'tools' has no tools: name functions in rollout.environment.options.tools.")
-    chosen = _parser(parser)
+    parse = _parser(parser)
     sandbox = Sandbox(
         [table["function"] for table in tables],
         what="Tool",
-        described=True,
+        with_schemas=True,
         memory_mb=memory_mb,
         max_processes=max_processes,
         import_s=import_s,
     )
     try:
-        known = _named(tables, sandbox.schemas, timeout_s)
+        named = _named(tables, sandbox.schemas, timeout_s)
     except ConfigError:
         sandbox.close()
         raise
     play = partial(
-        use_tools, tools=known, parse=chosen, sandbox=sandbox, max_calls=max_calls, max_chars=max_result_chars
+        use_tools, tools=named, parse=parse, sandbox=sandbox, max_calls=max_calls, max_chars=max_result_chars
     )
-    return LoadedEnvironment(play, tuple(tool.schema for tool in known.values()), sandbox.close)
+    return LoadedEnvironment(play, tuple(tool.schema for tool in named.values()), sandbox.close)
 
 
 async def use_tools(
@@ -90,19 +90,19 @@ async def use_tools(
     num_calls = num_errors = 0
     try:
         while calls := parse((await episode.reply()).text):
-            made = await asyncio.gather(*(_answer(call, tools, sandbox) for call in calls[:max_calls]))
-            texts = [text for text, _ in made]
-            texts += [f"Error: at most {max_calls} calls are made at a time"] * (len(calls) - len(made))
+            results = await asyncio.gather(*(_call(call, tools, sandbox) for call in calls[:max_calls]))
+            texts = [text for text, _ in results]
+            texts += [f"Error: at most {max_calls} calls are made at a time"] * (len(calls) - len(results))
             num_calls += len(calls)
-            num_errors += len(calls) - sum(fine for _, fine in made)
-            _tell(episode, calls, [_shortened(text, max_chars) for text in texts])
-    except EpisodeOver:  # what there is counts
+            num_errors += len(calls) - sum(succeeded for _, succeeded in results)
+            _add_results(episode, calls, [_shortened(text, max_chars) for text in texts])
+    except EpisodeOver:  # the trajectory so far counts
         pass
     return EpisodeOutcome(metrics={"tool_calls": num_calls, "tool_errors": num_errors})
 
 
-async def _answer(call: Call | Malformed, tools: Mapping[str, Tool], sandbox: Sandbox) -> tuple[str, bool]:
-    """Make one call; returns what the model is told, and whether it went well."""
+async def _call(call: Call | Malformed, tools: Mapping[str, Tool], sandbox: Sandbox) -> tuple[str, bool]:
+    """Make one call; returns the text for the model, and whether it succeeded."""
     if isinstance(call, Malformed):
         return f"Error: {call.problem}", False
     tool = tools.get(call.name)
@@ -116,7 +116,7 @@ async def _answer(call: Call | Malformed, tools: Mapping[str, Tool], sandbox: Sa
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), True
 
 
-def _tell(episode: Episode, calls: Sequence[Call | Malformed], texts: Sequence[str]) -> None:
+def _add_results(episode: Episode, calls: Sequence[Call | Malformed], texts: Sequence[str]) -> None:
     if not episode.prompt.messages:
         for text in texts:
             episode.say_text(TEXT_FORM.format(text))
@@ -125,8 +125,8 @@ def _tell(episode: Episode, calls: Sequence[Call | Malformed], texts: Sequence[s
     episode.say(*({"role": "tool", **name, "content": text} for name, text in zip(names, texts, strict=True)))
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most} more characters)"
+def _shortened(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[:max_chars]} ... ({len(text) - max_chars} more characters)"
 
 
 def _table(tool: str | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -144,16 +144,16 @@ def _table(tool: str | Mapping[str, Any]) -> Mapping[str, Any]:
 def _named(
     tables: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], timeout_s: float
 ) -> dict[str, Tool]:
-    """Return the tools by name; what a table says of its own comes before what the function says."""
-    known: dict[str, Tool] = {}
+    """Return the tools by name; the settings of a table override the function's schema."""
+    named: dict[str, Tool] = {}
     for target, (table, schema) in enumerate(zip(tables, schemas, strict=True)):
         function = {**schema["function"], **{key: table[key] for key in _KEYS[1:4] if key in table}}
         name = function["name"]
-        if name in known:
+        if name in named:
             raise ConfigError(f"Two tools are called {name!r}: give one of them another `name`.")
         limit_s = float(table.get("timeout_s", timeout_s))
-        known[name] = Tool(name, {"type": "function", "function": function}, target, limit_s)
-    return known
+        named[name] = Tool(name, {"type": "function", "function": function}, target, limit_s)
+    return named
 
 
 def _parser(name: str) -> Parser:
@@ -161,7 +161,7 @@ def _parser(name: str) -> Parser:
         return PARSERS[name]
     if not is_import_path(name):
         raise ConfigError(
-            f"There is no parser {name!r} of tool calls: known are {', '.join(PARSERS)}; one of yours is named "
+            f"There is no parser {name!r} of tool calls: known are {', '.join(PARSERS)}; your own is named "
             "`module:function`."
         )
     found: Parser = import_object(name, "Parser")

@@ -1,8 +1,8 @@
 """The environment `verifiers`: environments of that library, with their rubrics as rewards.
 
-Such an environment asks the model as an OpenAI client; each episode gives it a client of its own, whose requests are
+Such an environment calls the model as an OpenAI client; each episode has a client of its own, whose requests are
 recorded into the trajectory. Of a prompt it gets the messages, the reference as `answer`, and from the metadata `info`,
-`task` and `example_id` where they are there.
+`task` and `example_id` if present.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from starling.rollout.env.registry import LoadedEnvironment, check_options
 from starling.rollout.env.sandbox.fork_server import describe
 
 _raised: ContextVar[list[str]] = ContextVar("raised")
-"""What reward functions raised while one trajectory was scored: the library makes a reward of 0 of it."""
+"""Exceptions of reward functions for the current trajectory, which the library would turn into a reward of 0."""
 
 
 def make_verifiers(environment: str, *, args: Mapping[str, Any] | None = None) -> LoadedEnvironment:
-    """Make the environment. To be called in the main thread.
+    """Create the environment, in the main thread.
 
     Args:
-        environment: the id of one that is installed, or ``module:function`` or ``path/to/file.py:function`` that
-            returns one.
-        args: what that function takes, by name.
+        environment: the id of an installed one, or ``module:function`` or ``path/to/file.py:function`` that returns
+            one.
+        args: keyword arguments of that function.
 
     Raises:
-        ConfigError: it cannot be made, or it does what a single trajectory cannot.
+        ConfigError: it cannot be created, or needs more than single trajectories.
     """
     try:
         import verifiers
@@ -48,7 +48,7 @@ def make_verifiers(environment: str, *, args: Mapping[str, Any] | None = None) -
         raise ConfigError(
             f"rollout.environment.kind = 'verifiers' needs that library ({error}): install starling-rollout[verifiers]."
         ) from None
-    with _own_signals():
+    with _preserved_signal_handlers():
         made = _make(environment, dict(args or {}))
     title = f"Environment {environment!r}"
     if not isinstance(made, verifiers.Environment):
@@ -62,15 +62,15 @@ def make_verifiers(environment: str, *, args: Mapping[str, Any] | None = None) -
                     f"{title} has the reward function {function.__name__!r} over a whole group, and each trajectory is "
                     "judged by itself: remove it."
                 )
-        rubric.funcs[:] = map(_watched, rubric.funcs)
-    line, clients = EpisodeEndpoint(), Clients()
+        rubric.funcs[:] = map(_recording_exceptions, rubric.funcs)
+    endpoint, clients = EpisodeEndpoint(), Clients()
     return LoadedEnvironment(
-        partial(play_verifiers, environment=made, line=line, clients=clients), connect=line.connect
+        partial(play_verifiers, environment=made, endpoint=endpoint, clients=clients), connect=endpoint.connect
     )
 
 
 class Clients:
-    """OpenAI clients with the connections of one: to make one from nothing takes longer than many an episode."""
+    """OpenAI clients that share connections: creating one from scratch takes longer than a short episode."""
 
     def __init__(self) -> None:
         self._of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
@@ -86,34 +86,34 @@ class Clients:
 
 
 async def play_verifiers(
-    episode: Episode, *, environment: Any, line: EpisodeEndpoint, clients: Clients
+    episode: Episode, *, environment: Any, endpoint: EpisodeEndpoint, clients: Clients
 ) -> EpisodeOutcome:
-    """Play one episode, and have the rubric judge it."""
+    """Play one episode, and score it with the rubric."""
     from verifiers.errors import EmptyModelResponseError
 
-    async with line.record(episode) as (task, recording):
+    async with endpoint.record(episode) as (task, recording):
         state = await environment.rollout(
-            input_of(environment, task), clients.of(task), task.model, _sampling_args(environment)
+            dataset_row(environment, task), clients.of(task), task.model, _sampling_args(environment)
         )
         if recording.problem is not None and not isinstance(recording.problem, EpisodeOver):
             raise recording.problem
         error = state.get("error")
         if isinstance(error, EmptyModelResponseError):
-            # Saying nothing is a reply, too, if not one that the library knows: it is judged as what it is.
+            # An empty reply, which the library rejects; the rubric scores it as it is.
             state["completion"] = [*state["completion"], {"role": "assistant", "content": ""}]
         elif error is not None and recording.problem is None:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             return EpisodeOutcome(status=Status.ENV_ERROR, problem=f"the environment raised {describe(cause)}")
-        return await _judged(environment, state, recording.num_branches)
+        return await _score(environment, state, recording.num_branches)
 
 
-async def _judged(environment: Any, state: Any, num_branches: int) -> EpisodeOutcome:
+async def _score(environment: Any, state: Any, num_branches: int) -> EpisodeOutcome:
     metrics = {"num_branches": float(num_branches)}
     if not environment.score_rollouts:
         return EpisodeOutcome(metrics=metrics)
     raised: list[str] = []
     _raised.set(raised)
-    # As a group of one: an environment without a reward function of its own can be judged in no other way.
+    # As a group of one: an environment without a reward function of its own can be scored in no other way.
     await environment.rubric.score_group([state])
     if raised:
         return EpisodeOutcome(status=Status.ENV_ERROR, metrics=metrics, problem=raised[0])
@@ -121,8 +121,8 @@ async def _judged(environment: Any, state: Any, num_branches: int) -> EpisodeOut
     return EpisodeOutcome(reward=float(state["reward"]), metrics=metrics)
 
 
-def input_of(environment: Any, task: AgentTask) -> dict[str, Any]:
-    """Return a prompt in the form that the library's datasets have."""
+def dataset_row(environment: Any, task: AgentTask) -> dict[str, Any]:
+    """Return a prompt as a row of the library's datasets."""
     metadata = task.metadata
     messages: list[dict[str, str]] = list(task.messages)
     if environment.system_prompt and messages[0]["role"] != "system":
@@ -148,18 +148,18 @@ def _make(environment: str, args: dict[str, Any]) -> Any:
         return verifiers.load_environment(environment, **args)
     except ConfigError:
         raise
-    except Exception as error:  # what makes it is the user's, or somebody else's: it may raise anything
+    except Exception as error:  # user code, or a third party's, may raise anything
         raise ConfigError(f"{title} cannot be made: {describe(error)}.") from error
 
 
 def _sampling_args(environment: Any) -> dict[str, Any]:
-    """Return what of the environment's own sampling counts: how long a reply may be. The rest is the run's."""
+    """Return the environment's own sampling parameters that apply: the length of a reply. The run sets the others."""
     longest = environment.sampling_args.get("max_tokens")
     return {} if longest is None else {"max_tokens": longest}
 
 
 def _rubrics(rubric: Any) -> Iterator[Any]:
-    """Yield the rubrics that functions are in."""
+    """Yield the rubrics that hold functions."""
     inner = [*getattr(rubric, "rubrics", ()), *(one.rubric for one in getattr(rubric, "env_map", {}).values())]
     if not inner:
         yield rubric
@@ -167,11 +167,11 @@ def _rubrics(rubric: Any) -> Iterator[Any]:
         yield from _rubrics(one)
 
 
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that tells when it raises: a failure is no reward of 0."""
+def _recording_exceptions(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a reward function to record its exceptions in `_raised`: a failure is not a reward of 0."""
 
     @functools.wraps(function)
-    async def watched(*positional: Any, **named: Any) -> Any:
+    async def wrapper(*positional: Any, **named: Any) -> Any:
         try:
             value = function(*positional, **named)
             return await value if inspect.isawaitable(value) else value
@@ -180,15 +180,15 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
             _raised.get([]).append(f"the reward function {name!r} raised {describe(error)}")
             raise
 
-    return watched
+    return wrapper
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep the process's handling of signals: an environment takes it over when it is made, and would end the process
-    without giving anything back."""
+def _preserved_signal_handlers() -> Iterator[None]:
+    """Restore the process's signal handlers: an environment replaces them when it is created, and would end the process
+    without an orderly shutdown."""
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("an environment of `verifiers` is made in the main thread alone")
+        raise ConfigError("an environment of `verifiers` can be created in the main thread only")
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,1 +1,1 @@
-"""Episodes."""
+"""Episodes: the token sequence of one trajectory, its turns and branches."""

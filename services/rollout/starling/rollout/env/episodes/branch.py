@@ -1,8 +1,7 @@
-"""An episode whose conversation may be taken up again at an earlier place.
+"""Branches of an episode: conversations that continue it from an earlier reply, or start anew.
 
-Programs that keep the conversation themselves do so: they ask twice, drop what has become too long, or give a part of
-the work to a conversation beside. Each such conversation is a branch; what was sampled on the way to where it leaves
-another one stays as it was sampled.
+Programs that keep the conversation themselves branch: they ask twice, drop old messages, or hand part of the work to a
+second conversation. Branches share the tokens up to the reply where they part.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """Where a reply ends."""
+class _ReplyEnd:
+    """Sizes of the episode at the end of a reply."""
 
     num_tokens: int
     num_messages: int
@@ -33,13 +32,13 @@ class _Mark:
 
 
 class Branch(TokenEpisode):
-    """One conversation of an episode, which begins with messages of its own.
+    """One conversation of an episode, with its own first messages.
 
     Args:
         origin: the episode.
-        messages: what it begins with, at least one, in the form that chat templates take.
+        messages: first messages, at least one, in the form of chat templates.
         tools: functions that the model may call, as JSON schemas.
-        number: from 0, another one for each branch of `origin`: it decides, too, what is drawn.
+        number: unique among the branches of `origin`, from 0; it selects the seed.
 
     Raises:
         ConfigError: the chat template refuses the messages.
@@ -53,46 +52,46 @@ class Branch(TokenEpisode):
         number: int,
     ) -> None:
         self._origin, self.number = origin, number
-        super().__init__(_task_of(origin, number), origin.index, origin._tokenizer, origin._ask)
+        super().__init__(_branch_task(origin, number), origin.index, origin._tokenizer, origin._generate)
         begun = tuple(ChatMessage(role=str(one["role"]), content=str(one["content"])) for one in messages)
         prompt = msgspec.structs.replace(origin.prompt, messages=begun)
         self._task = replace(self._task, prompt=prompt, tools=tuple(tools))
         self._messages = [dict(message) for message in messages]
-        text = conversation_text(self._tokenizer, self._messages, self._task.tools, of=self._title)
+        text = conversation_text(self._tokenizer, self._messages, self._task.tools, of=self._description)
         self._context = encode_text(self._tokenizer, text)
-        self._marks: list[_Mark] = []
+        self._reply_ends: list[_ReplyEnd] = []
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """All tokens so far, sampled ones and others."""
+        """All tokens so far, those of the context and of the environment included."""
         return (*self._context, *self._token_ids)
 
     def fork(self, num_turns: int, number: int) -> Branch:
-        """Return a branch that is as this one was behind its reply `num_turns`, of at least 1; both go on apart."""
-        mark, other = self._marks[num_turns - 1], copy.copy(self)
-        task = _task_of(self._origin, number)
+        """Return a branch that continues after this branch's reply `num_turns` (1 or more), independent of this one."""
+        reply_end, other = self._reply_ends[num_turns - 1], copy.copy(self)
+        task = _branch_task(self._origin, number)
         other.number = number
         other._task = replace(self._task, lease=task.lease, sampling=task.sampling)
-        other._token_ids = self._token_ids[: mark.num_tokens]
-        other._logprobs = self._logprobs[: mark.num_tokens]
-        other._versions = self._versions[: mark.num_tokens]
-        other._sampled = self._sampled[: mark.num_tokens]
-        other._messages = [dict(message) for message in self._messages[: mark.num_messages]]
-        other._turns, other._marks = self._turns[:num_turns], self._marks[:num_turns]
-        other._said, other._texts, other._ending = [], ([], []), mark.ending
-        other._beginning = None
+        other._token_ids = self._token_ids[: reply_end.num_tokens]
+        other._logprobs = self._logprobs[: reply_end.num_tokens]
+        other._versions = self._versions[: reply_end.num_tokens]
+        other._sampled = self._sampled[: reply_end.num_tokens]
+        other._messages = [dict(message) for message in self._messages[: reply_end.num_messages]]
+        other._turns, other._reply_ends = self._turns[:num_turns], self._reply_ends[:num_turns]
+        other._pending_messages, other._pending_texts, other._end_token_text = [], ([], []), reply_end.ending
+        other._reply_prefix = None
         other._ran_out = other._replying = False
         other._truncated = other._turns[-1].status is Status.TRUNCATED
         return other
 
     def _record(self, completion: Completion) -> ModelReply:
         reply = super()._record(completion)
-        self._marks.append(_Mark(len(self._token_ids), len(self._messages), self._ending))
+        self._reply_ends.append(_ReplyEnd(len(self._token_ids), len(self._messages), self._end_token_text))
         return reply
 
 
-def _task_of(origin: TokenEpisode, number: int) -> EpisodeTask:
-    """Return the task of a branch: what it asks the engine for has names of its own, and it draws for itself."""
+def _branch_task(origin: TokenEpisode, number: int) -> EpisodeTask:
+    """Return the task of a branch, with a lease and a seed of its own."""
     task = origin._task
     if not number:
         return task

@@ -1,4 +1,4 @@
-"""One trajectory while it is being made: a sequence of token ids that only grows."""
+"""One trajectory in progress: a sequence of token ids that only grows."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from starling.algo.text import conversation, conversation_text, decode, encode_t
 from starling.common.errors import StarlingError
 from starling.common.wire.messages import Prompt, Sampling, Status
 from starling.rollout.engine.base import GroupRequest, GroupResult, TokenListener
+from starling.rollout.engine.queue import LEASE_PREFIX, EngineQueue
 from starling.rollout.env.base import EpisodeOutcome, EpisodeOver, ModelReply
 from starling.rollout.env.episodes.trajectory import EndedEpisode
-from starling.rollout.env.episodes.turns import StopTexts, encode_behind, text_between, without_ending
-from starling.rollout.shell.request_queue import LEASE_PREFIX, EngineQueue
+from starling.rollout.env.episodes.turns import StopTexts, encode_continuation, strip_end_token, text_between
 
 if TYPE_CHECKING:
     from starling.rollout.engine.base import Completion
 
 
-_numbers: Final = itertools.count()
-"""Of all that this process's episodes ask for: a reply that is given up and asked for again is another request."""
+_request_numbers: Final = itertools.count()
+"""Numbers the requests of this process: a reply that is cancelled and requested again is a new request."""
 
 
 class EpisodeError(StarlingError, ValueError):
-    """An environment asked for something that this episode cannot do."""
+    """An environment requested something that this episode cannot do."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:
-    """What the episodes of one group have in common."""
+    """What the episodes of one group share."""
 
     lease: str
     prompt: Prompt
@@ -45,23 +45,23 @@ class EpisodeTask:
     sampling: Sampling
     max_turns: int
     turn_max_tokens: int
-    """Most tokens of one reply; 0 for no bound of its own."""
+    """Limit on the tokens of one reply; 0 for none."""
     max_model_len: int
     tools: tuple[Mapping[str, Any], ...] = ()
     tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 GenerateFunction = Callable[[GroupRequest, Callable[[], bool]], Awaitable[GroupResult]]
-"""Have the engine generate a group. The second argument is asked, whenever tokens have come, whether they are enough;
-the result then has those there are, at least."""
+"""Generates a group in the engine. The second argument is called whenever tokens arrive and returns whether they are
+enough; the result then has at least those."""
 
 
 class TokenEpisode:
-    """An `Episode` (see `base`) of token ids. Used from one event loop."""
+    """An `Episode` (see `base`) over token ids. Used from one event loop."""
 
-    def __init__(self, task: EpisodeTask, index: int, tokenizer: Any, ask: GenerateFunction) -> None:
+    def __init__(self, task: EpisodeTask, index: int, tokenizer: Any, generate: GenerateFunction) -> None:
         """Begin with the prompt of `task`, as trajectory `index` of its group."""
-        self._task, self._index, self._tokenizer, self._ask = task, index, tokenizer, ask
+        self._task, self._index, self._tokenizer, self._generate = task, index, tokenizer, generate
         self._messages: list[dict[str, Any]] = conversation(task.prompt)
         self._context = list(task.prompt_ids)
         """All tokens before the first sampled one."""
@@ -69,52 +69,52 @@ class TokenEpisode:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._sampled: list[bool] = []
-        self._said: list[Mapping[str, Any]] = []
-        """Messages that no token stands for yet."""
-        self._texts: tuple[list[str], list[str]] = ([], [])
-        """Texts that no token stands for yet: those before `_said`, and those behind it."""
+        self._pending_messages: list[Mapping[str, Any]] = []
+        """Messages that are not encoded yet."""
+        self._pending_texts: tuple[list[str], list[str]] = ([], [])
+        """Texts that are not encoded yet: those before `_pending_messages`, and those after them."""
         self._turns: list[Completion] = []
-        self._ending = ""
-        """Text of the token that ended the last reply; empty where none did."""
-        self._beginning: str | None = ""
-        """Text with which the next reply's message begins; None where it goes on with the last message."""
+        self._end_token_text = ""
+        """Text of the token that ended the last reply; empty if none did."""
+        self._reply_prefix: str | None = ""
+        """Text with which the next reply's message begins; None where the reply continues the last message."""
         self._ran_out = self._replying = False
         self._truncated = False
-        self._successor: TokenEpisode | None = None
+        self._replacement: TokenEpisode | None = None
 
     @property
     def prompt(self) -> Prompt:
-        """What it began with."""
+        """The prompt."""
         return self._task.prompt
 
     @property
     def index(self) -> int:
-        """Which of the trajectories of its group it is, from 0."""
+        """Index of this trajectory in its group, from 0."""
         return self._index
 
     @property
     def tokenizer(self) -> Any:
-        """The model's, for its event loop alone."""
+        """The tokenizer, for the episode's event loop only."""
         return self._tokenizer
 
     @property
     def sampling(self) -> Sampling:
-        """How its tokens are drawn."""
+        """Sampling parameters."""
         return self._task.sampling
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
-        """The conversation so far; empty where the prompt is plain text."""
-        return (*self._messages, *self._said)
+        """The conversation so far; empty for a prompt of plain text."""
+        return (*self._messages, *self._pending_messages)
 
     @property
     def num_turns(self) -> int:
-        """Replies so far."""
+        """Number of replies so far."""
         return len(self._turns)
 
     @property
     def turns(self) -> Sequence[Completion]:
-        """The replies as the engine gave them, each cut behind its stop text where it has one."""
+        """The replies from the engine, each cut after its stop text if it has one."""
         return tuple(self._turns)
 
     @property
@@ -125,25 +125,25 @@ class TokenEpisode:
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """The functions that the model was told of, as JSON schemas."""
+        """Functions that the model may call, as JSON schemas."""
         return self._task.tools
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ModelReply:
-        """Have the model say something; see `Episode`.
+        """Sample one reply of the model; see `Episode`.
 
         Raises:
             EpisodeOver: no turn or token is left.
-            EpisodeError: another reply is under way, or the conversation cannot be written.
+            EpisodeError: another reply is in progress, or the chat template refuses the conversation.
         """
         if self._replying:
-            raise EpisodeError("a reply was asked for while another one is under way: an episode is one sequence")
+            raise EpisodeError("a reply was requested while another one is in progress: an episode is one sequence")
         if max_tokens is not None and max_tokens < 1:
-            raise EpisodeError(f"a reply of {max_tokens} tokens was asked for; give at least 1")
+            raise EpisodeError(f"a reply of {max_tokens} tokens was requested; give at least 1")
         if self.num_turns >= self._task.max_turns:
             raise EpisodeOver(f"the model has had its {self._task.max_turns} turns")
         self._replying = True
         try:
-            self._write()
+            self._encode_pending()
             if not (budget := self._budget(max_tokens)):
                 self._ran_out = True
                 raise EpisodeOver("no token is left, by sampling.max_tokens or by the context")
@@ -153,15 +153,15 @@ class TokenEpisode:
             self._replying = False
         completion = stops.cut(whole)
         by_token = whole is completion and completion.status is Status.OK
-        self._ending = decode_all(self._tokenizer, completion.token_ids[-1:].tolist()) if by_token else ""
+        self._end_token_text = decode_all(self._tokenizer, completion.token_ids[-1:].tolist()) if by_token else ""
         return self._record(completion)
 
     def say(self, *messages: Mapping[str, Any]) -> None:
-        """Add messages, which the chat template writes; see `Episode`.
+        """Add messages, written by the chat template; see `Episode`.
 
         Raises:
-            EpisodeError: the prompt is no conversation, or has images and nothing was sampled yet, or the next reply is
-                to begin with a text already.
+            EpisodeError: the prompt is plain text, or has images and nothing was sampled yet, or text was already added
+                as the beginning of the next reply.
         """
         if not messages:
             return
@@ -170,34 +170,34 @@ class TokenEpisode:
                 f"prompt {self._task.prompt.id!r} is plain text, to which no message can be added: "
                 "give the dataset as conversations, or use say_text"
             )
-        if self._texts[1] or (self._texts[0] and not self._turns):
+        if self._pending_texts[1] or (self._pending_texts[0] and not self._turns):
             raise EpisodeError(
-                "messages were added behind a text with which the next reply is to begin: add the messages first"
+                "messages were added after a text with which the next reply begins: add the messages first"
             )
-        self._check_may_begin()
-        self._said.extend(messages)
+        self._check_images_allow_text()
+        self._pending_messages.extend(messages)
 
     def say_text(self, text: str) -> None:
-        """Add text as it stands; see `Episode`.
+        """Add text without a template; see `Episode`.
 
         Raises:
             EpisodeError: the prompt has images and nothing was sampled yet.
         """
-        self._check_may_begin()
+        self._check_images_allow_text()
         if text:
-            self._texts[bool(self._said)].append(text)
+            self._pending_texts[bool(self._pending_messages)].append(text)
 
-    def give_way(self, other: TokenEpisode) -> None:
-        """Have `other` be the trajectory."""
-        self._successor = other
+    def replace_by(self, other: TokenEpisode) -> None:
+        """Let `other` be the trajectory that `end` returns."""
+        self._replacement = other
 
     def end(self, outcome: EpisodeOutcome) -> EndedEpisode:
-        """Return what is there, with what came of it; what the environment said last, and nobody answered, is left out.
+        """Return the trajectory with its outcome, without what the environment added after the last reply.
 
-        A trajectory in which nothing was sampled is a failure: there is nothing to judge.
+        A trajectory without a sampled token is a failure.
         """
-        if self._successor is not None:
-            return self._successor.end(outcome)
+        if self._replacement is not None:
+            return self._replacement.end(outcome)
         last = max((at + 1 for at, sampled in enumerate(self._sampled) if sampled), default=0)
         status, problem = outcome.status, outcome.problem
         if status is None:
@@ -223,42 +223,42 @@ class TokenEpisode:
             problem=problem,
         )
 
-    # --- from what was said to tokens --------------------------------------------------------------------------------
+    # --- pending messages and texts to tokens ------------------------------------------------------------------------
 
-    def _check_may_begin(self) -> None:
+    def _check_images_allow_text(self) -> None:
         if self._task.tensors and not self._turns:
             raise EpisodeError("an environment cannot add to a prompt with images before the model's first reply")
 
-    def _write(self) -> None:
-        """Make what was said into tokens."""
-        (before, behind), said = map("".join, self._texts), self._said
-        self._texts, self._said = ([], []), []
+    def _encode_pending(self) -> None:
+        """Encode the pending messages and texts."""
+        (before, behind), said = map("".join, self._pending_texts), self._pending_messages
+        self._pending_texts, self._pending_messages = ([], []), []
         if said and not self._turns:
-            whole = conversation_text(self._tokenizer, [*self._messages, *said], self._task.tools, of=self._title)
+            whole = conversation_text(self._tokenizer, [*self._messages, *said], self._task.tools, of=self._description)
             self._context = encode_text(self._tokenizer, whole)
             self._append(behind)
         elif said:
-            after = text_between(self._tokenizer, self._messages, said, self._task.tools, of=self._title)
-            self._append(before + without_ending(after, "" if before else self._ending) + behind)
+            after = text_between(self._tokenizer, self._messages, said, self._task.tools, of=self._description)
+            self._append(before + strip_end_token(after, "" if before else self._end_token_text) + behind)
         else:
             self._append(before)
-        if self._beginning is not None:
-            self._beginning += before
+        if self._reply_prefix is not None:
+            self._reply_prefix += before
         elif before and self._messages:
             self._messages[-1]["content"] += before
         if said:
             self._messages.extend(dict(message) for message in said)
-            self._beginning = behind
+            self._reply_prefix = behind
 
     @property
-    def _title(self) -> str:
+    def _description(self) -> str:
         return f"the conversation of prompt {self._task.prompt.id!r}"
 
     def _append(self, text: str) -> None:
-        """Add tokens that are not sampled."""
+        """Add tokens that were not sampled."""
         if not text:
             return
-        ids = encode_behind(self._tokenizer, text)
+        ids = encode_continuation(self._tokenizer, text)
         if not self._turns:
             self._context.extend(ids)
             return
@@ -267,7 +267,7 @@ class TokenEpisode:
         self._versions.extend(self._versions[-1:] * len(ids))
         self._sampled.extend([False] * len(ids))
 
-    # --- from the engine's answer to a reply -------------------------------------------------------------------------
+    # --- sampling ----------------------------------------------------------------------------------------------------
 
     def _budget(self, max_tokens: int | None) -> int:
         bounds = [self.tokens_left]
@@ -278,18 +278,18 @@ class TokenEpisode:
         return min(bounds)
 
     async def _sample(self, max_tokens: int, stops: StopTexts) -> Completion:
-        """Ask the engine for one completion of all tokens so far."""
+        """Request one completion of all tokens so far from the engine."""
         turn, ids = self.num_turns, [*self._context, *self._token_ids]
         seed = turn_seed(self._task.sampling.seed, self._index, turn)
         request = GroupRequest(
-            lease=f"{LEASE_PREFIX}{self._task.lease}/{self._index}/{turn}/{next(_numbers)}",
+            lease=f"{LEASE_PREFIX}{self._task.lease}/{self._index}/{turn}/{next(_request_numbers)}",
             prompt_ids=ids,
             num_completions=1,
             sampling=msgspec.structs.replace(self._task.sampling, max_tokens=max_tokens, seed=seed),
-            tensors=_placed(self._task.tensors, len(ids)),
+            tensors=_extend_positions(self._task.tensors, len(ids)),
             listener=stops.listener,
         )
-        (completion,) = (await self._ask(request, stops.reached)).completions
+        (completion,) = (await self._generate(request, stops.reached)).completions
         return completion
 
     def _record(self, completion: Completion) -> ModelReply:
@@ -301,17 +301,17 @@ class TokenEpisode:
         text = decode(self._tokenizer, ids)
         self._turns.append(completion)
         self._truncated = completion.status is Status.TRUNCATED
-        if self._messages and self._beginning is None:
+        if self._messages and self._reply_prefix is None:
             self._messages[-1]["content"] += text
         elif self._messages:
-            self._messages.append({"role": "assistant", "content": f"{self._beginning}{text}"})
-        self._beginning = None
+            self._messages.append({"role": "assistant", "content": f"{self._reply_prefix}{text}"})
+        self._reply_prefix = None
         finish: Literal["stop", "length"] = "length" if self._truncated else "stop"
         return ModelReply(text=text, token_ids=tuple(ids), finish=finish)
 
 
 def turn_seed(seed: int, index: int, turn: int) -> int:
-    """Return the seed of one reply: of the group's seed, the trajectory's index, and the replies before it."""
+    """Return the seed of one reply, derived from the group's seed, the trajectory's index and the reply's number."""
     digest = hashlib.sha256(f"{seed}/{index}/{turn}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -321,34 +321,34 @@ def decode_all(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-async def ask_through(door: EngineQueue, request: GroupRequest, enough: Callable[[], bool]) -> GroupResult:
-    """Have the engine behind `door` generate `request`; see `GenerateFunction`. Cancelled, it is wanted no longer."""
+async def generate_through(engine_queue: EngineQueue, request: GroupRequest, enough: Callable[[], bool]) -> GroupResult:
+    """Generate `request` through the engine's queue; see `GenerateFunction`. Cancelling it abandons the request."""
     loop, own = asyncio.get_running_loop(), request.listener
 
-    def look() -> None:
+    def check() -> None:
         if enough():
-            door.finish(request.lease)
+            engine_queue.finish(request.lease)
 
-    def heard(index: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        assert own is not None, "nobody else is told"
+    def on_tokens(index: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        assert own is not None, "only a listener is wrapped"
         own(index, token_ids, logprobs)
-        # In the engine's thread, which is not to learn that nobody listens any more.
+        # This runs in the engine's thread, which must not fail because the event loop has been closed.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(look)
+            loop.call_soon_threadsafe(check)
 
-    listener: TokenListener | None = heard if own is not None else None
-    future = asyncio.wrap_future(door.submit(replace(request, listener=listener)))
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # told, wanted or not
+    listener: TokenListener | None = on_tokens if own is not None else None
+    future = asyncio.wrap_future(engine_queue.submit(replace(request, listener=listener)))
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks its exception as retrieved
     try:
-        # Cancelling what the door holds would surprise whoever settles it.
+        # Shielded: the queue settles its futures, and nothing else may cancel them.
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        door.abandon(request.lease)
+        engine_queue.abandon(request.lease)
         raise
 
 
-def _placed(tensors: Mapping[str, npt.NDArray[Any]], num_tokens: int) -> Mapping[str, npt.NDArray[Any]]:
-    """Return the tensors of a prompt with positions for `num_tokens` tokens: those behind the prompt count on."""
+def _extend_positions(tensors: Mapping[str, npt.NDArray[Any]], num_tokens: int) -> Mapping[str, npt.NDArray[Any]]:
+    """Return the prompt's tensors with position ids for `num_tokens` tokens, counting on after the prompt."""
     positions = tensors.get("position_ids")
     if positions is None:
         return tensors

@@ -1,4 +1,4 @@
-"""What became of episodes, as it is sent and trained."""
+"""Trajectories of ended episodes, in the form in which they are sent and trained."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from starling.rollout.env.episodes.turns import common_length
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One attempt: the tokens behind the prompt, sampled ones and the environment's. The arrays have one element each.
+    """One attempt: the tokens after the prompt, both sampled and added by the environment; arrays of shape [tokens].
 
-    What the environment said has a log-probability of 0 and the version of the token before, or of the first sampled
-    one where none is before.
+    Tokens of the environment have a log-probability of 0 and the version of the token before, or of the first sampled
+    token at the beginning.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -35,7 +35,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class EndedEpisode:
-    """One episode that is over."""
+    """One ended episode."""
 
     context: list[int]
     """All tokens before the first sampled one."""
@@ -53,20 +53,20 @@ class EndedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class PlayedGroup:
-    """All trajectories of one group, in the order of their indices."""
+    """All trajectories of one group, by index."""
 
     lease: str
     prompt_ids: npt.NDArray[np.int32]
     trajectories: tuple[Trajectory, ...]
     temperature: float
-    """Divisor of the logits, as it was asked for."""
+    """Divisor of the logits, of the request."""
     min_version: int
-    """The oldest version that was allowed, which stands for those of a trajectory without a sampled token."""
+    """Oldest version that the request allows; stands in for the version of a trajectory without a sampled token."""
     tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """What the prompt's images and videos need."""
+    """Tensors of the prompt's images and videos, by name."""
 
 
-def gather(
+def group_trajectories(
     lease: str,
     prompt_ids: Sequence[int],
     episodes: Sequence[EndedEpisode],
@@ -75,26 +75,27 @@ def gather(
     min_version: int,
     tensors: Mapping[str, npt.NDArray[Any]],
 ) -> PlayedGroup:
-    """Put the episodes of one group together.
+    """Combine the episodes of one group.
 
-    Their prompt is what they all begin with: what an environment says first may differ, and then belongs to each.
+    Their prompt is the common beginning of their contexts: where an environment adds different text before the first
+    reply, that text belongs to each trajectory.
 
     Args:
-        lease: of the group.
+        lease: lease of the group.
         prompt_ids: the dataset's prompt, for a group in which nothing was sampled.
         episodes: at least one.
-        temperature: that of the request.
-        min_version: that of the request.
-        tensors: those of the prompt.
+        temperature: temperature of the request.
+        min_version: minimum version of the request.
+        tensors: tensors of the prompt.
     """
     begun = [episode.context for episode in episodes if episode.token_ids]
     shared = begun[0][: common_length(begun)] if begun else list(prompt_ids)
-    if begun and not shared:  # nothing in common, and a prompt needs a token
+    if begun and not shared:  # the engine and the trainer need a prompt of at least one token
         problem = (
-            "the trajectories of the group begin with different tokens: give the dataset a prompt, or have the "
-            "environment begin alike in all of them"
+            "the trajectories of the group begin with different tokens: give the dataset a prompt, or let the "
+            "environment begin all of them alike"
         )
-        episodes = [_failed(problem)] * len(episodes)
+        episodes = [failed_episode(problem)] * len(episodes)
         shared = list(prompt_ids) or begun[0][:1]
     return PlayedGroup(
         lease=lease,
@@ -106,7 +107,8 @@ def gather(
     )
 
 
-def _failed(problem: str) -> EndedEpisode:
+def failed_episode(problem: str) -> EndedEpisode:
+    """Return an episode without a token, of status `env_error`."""
     return EndedEpisode([], [], [], [], [], Status.ENV_ERROR, problem=problem)
 
 

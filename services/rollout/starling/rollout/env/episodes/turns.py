@@ -1,9 +1,9 @@
-"""What stands between two replies of the model, as text and as tokens: pure functions of a tokenizer.
+"""Text and tokens between two replies of the model, and stop texts that end a reply.
 
-The model's tokens stay as they were sampled, whatever the chat template would make of their text: some templates drop
-the reasoning of earlier turns, strip blanks, or write a tool call in another form. So nothing that the model said is
-written again. The template is given a mark in place of the last reply, and what it writes behind the mark is what
-comes next: the end of the assistant's turn, the new messages, and the beginning of the next turn.
+Sampled tokens stay as they are, whatever the chat template would make of their text: some templates drop the reasoning
+of earlier turns, strip blanks, or rewrite a tool call. So a reply is never rendered again. The template gets a
+placeholder for the last reply, and what it writes after the placeholder is what follows: the end of the assistant's
+turn, the new messages, and the beginning of the next turn.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from starling.algo.text import conversation_text, decode, encode_text
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Status
 
+if TYPE_CHECKING:
+    from starling.rollout.engine.base import Completion, TokenListener
+
 Message = Mapping[str, Any]
 
-_MARK: Final = "StarlingReply"
+MARGIN_TOKENS: Final = 8
+"""Tokens that are searched in addition to as many as a stop text has bytes: a character may take several tokens."""
+
+_PLACEHOLDER: Final = "StarlingReply"
 
 
 def text_between(
@@ -30,16 +36,16 @@ def text_between(
     Args:
         tokenizer: the model's.
         messages: the conversation so far; the last one is the assistant's.
-        said: what comes after it, at least one message.
+        said: the messages after it, at least one.
         tools: functions that the model may call.
         of: names the conversation in errors.
 
     Raises:
-        ConfigError: the template refuses the messages, or does not write what the assistant says.
+        ConfigError: the template refuses the messages, or does not write the assistant's content.
     """
-    mark = _mark([*messages, *said])
-    marked = [*messages[:-1], {"role": "assistant", "content": mark}, *said]
-    _, found, after = conversation_text(tokenizer, marked, tools, of=of).rpartition(mark)
+    placeholder = _placeholder([*messages, *said])
+    marked = [*messages[:-1], {"role": "assistant", "content": placeholder}, *said]
+    _, found, after = conversation_text(tokenizer, marked, tools, of=of).rpartition(placeholder)
     if not found:
         raise ConfigError(
             f"the model's chat template does not write what the assistant said in {of}, so nothing can follow it; "
@@ -48,22 +54,22 @@ def text_between(
     return after
 
 
-def without_ending(text: str, ending: str) -> str:
-    """Return `text` without the end of the turn, where the model has sampled that itself.
+def strip_end_token(text: str, ending: str) -> str:
+    """Return `text` without the end of the turn, where the model sampled it itself.
 
     Args:
-        text: what `text_between` returned.
-        ending: the text of the token that ended the reply; empty where none did. Then the end of the turn is the
-            template's.
+        text: result of `text_between`.
+        ending: text of the token that ended the reply; empty if none did, so that the template's end of the turn
+            stays.
     """
     stripped = text.lstrip()
     return stripped.removeprefix(ending) if ending and stripped.startswith(ending) else text
 
 
-def encode_behind(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text that stands behind other tokens.
+def encode_continuation(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text that follows other tokens.
 
-    Some tokenizers begin every text with a blank; behind a special token, which is its own word, they add none.
+    Some tokenizers put a blank before every text, but not after a special token; so the text is encoded after one.
     """
     anchor, token = tokenizer.eos_token, tokenizer.eos_token_id
     if anchor:
@@ -74,36 +80,26 @@ def encode_behind(tokenizer: Any, text: str) -> list[int]:
 
 
 def common_length(sequences: Sequence[list[int]]) -> int:
-    """Return how many tokens all of `sequences` begin with alike."""
-    first, last = min(sequences, default=[]), max(sequences, default=[])  # all others lie between these two
+    """Return the length of the common prefix of `sequences`."""
+    first, last = min(sequences, default=[]), max(sequences, default=[])  # all others sort between these two
     shared = min(len(first), len(last))
     return next((at for at in range(shared) if first[at] != last[at]), shared)
 
 
-def _mark(messages: Sequence[Message]) -> str:
-    """Return a word that no message has."""
+def _placeholder(messages: Sequence[Message]) -> str:
+    """Return a word that occurs in no message."""
     texts, number = str(messages), 0
-    while f"{_MARK}{number}" in texts:
+    while f"{_PLACEHOLDER}{number}" in texts:
         number += 1
-    return f"{_MARK}{number}"
-
-
-# JOINED from starling.rollout.env.stops: Texts that end a reply, which the engine, knowing tokens only,
-# cannot see.
-
-if TYPE_CHECKING:
-    from starling.rollout.engine.base import Completion, TokenListener
-
-MARGIN_TOKENS = 8
-"""Looked at besides as many tokens as a stop text has bytes: some characters take several tokens."""
+    return f"{_PLACEHOLDER}{number}"
 
 
 class StopTexts:
-    """Watches one completion for texts.
+    """Detects stop texts in one completion; the engine knows stop tokens only.
 
     Args:
         tokenizer: the model's.
-        texts: any of which ends it; none for a completion that nothing needs to watch.
+        texts: any of them ends the completion; empty to detect nothing.
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
@@ -115,26 +111,26 @@ class StopTexts:
 
     @property
     def listener(self) -> TokenListener | None:
-        """To be told of the tokens, in any thread; None where there is nothing to watch for."""
-        return self._heard if self._texts else None
+        """Listener for the completion's tokens, called in any thread; None without stop texts."""
+        return self._on_tokens if self._texts else None
 
-    def _heard(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def _on_tokens(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         with self._lock:
             self._ids.extend(int(token) for token in token_ids)
 
     def reached(self) -> bool:
-        """Say whether one of the texts is there, looking at what came since the last time."""
+        """Whether a stop text has been sampled, searching the tokens since the last call."""
         with self._lock:
             new = self._ids[max(0, self._num_seen - self._window) :]
             self._num_seen = len(self._ids)
         return self._found(new)
 
     def cut(self, completion: Completion) -> Completion:
-        """Return `completion` up to the token with which the first of the texts is complete."""
+        """Return `completion` up to the token that completes the first stop text."""
         ids = completion.token_ids.tolist()
         if not self._texts or not self._found(ids):
             return completion
-        low, high = 1, len(ids)  # the text of more tokens holds that of fewer, but for half a character at its end
+        low, high = 1, len(ids)  # bisection: more tokens decode to a longer text, but for half a character at the end
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self._found(ids[:middle]) else (middle + 1, high)

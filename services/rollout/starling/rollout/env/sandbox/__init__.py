@@ -1,1 +1,1 @@
-"""Sandbox."""
+"""Sandbox: processes that run user code for tools and gym."""

@@ -1,10 +1,10 @@
-"""The keeper of sandboxed processes: it imports what a user named, once, and forks a process for each session.
+"""Fork server of sandboxed processes: imports the user's code once and forks a process for each session.
 
     python -P -u -m starling.rollout.env.sandbox.fork_server FD
 
-It speaks over the socket FD only, and runs nothing but imports itself. A forked process serves one session over a
-socket of its own: what it does to modules and memory ends with it. The keeper reaps it when told to, never before: so
-the number of its process group cannot have passed to another when it is killed.
+It communicates over the socket FD only, and runs nothing of the user's code but the imports. A forked process serves
+one session over its own socket: its changes to modules and memory end with it. The fork server reaps it only when the
+session is killed, so that its process group id cannot have been reused by then.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from starling.rollout.env.sandbox.messages import (
     StartSession,
     TargetsImported,
     ToSession,
+    decode_to_fork_server,
+    decode_to_session,
     encode,
     frame,
-    to_keeper,
-    to_session,
 )
 from starling.rollout.env.sandbox.schema import schema_of
 
@@ -54,26 +54,26 @@ _PROBLEM_LENGTH: Final = 2000
 
 
 def main(argv: list[str]) -> None:
-    """Serve the rollout over the socket `argv[1]` until it goes."""
+    """Serve the rollout over the socket `argv[1]` until it closes."""
     control = socket.socket(fileno=int(argv[1]))
-    os.set_inheritable(control.fileno(), False)  # what a tool starts must not hold the line open
+    os.set_inheritable(control.fileno(), False)  # what a tool starts must not keep the socket open
     setproctitle("starling-tools")
-    sys.path.append(os.getcwd())  # last: a file of the user's must not take the place of a library's module
-    setup = to_keeper.decode(control.recv(MESSAGE_BYTES))
-    assert isinstance(setup, SandboxSetup), "it is said first"
+    sys.path.append(os.getcwd())  # last, so that a user's file cannot shadow a library's module
+    setup = decode_to_fork_server.decode(control.recv(MESSAGE_BYTES))
+    assert isinstance(setup, SandboxSetup), "the first message is the setup"
     limit(setup.memory_mb)
-    signal.setitimer(signal.ITIMER_REAL, setup.import_s)  # an import that never ends, of a rollout that has gone
+    signal.setitimer(signal.ITIMER_REAL, setup.import_s)  # ends an import that hangs after the rollout has gone
     answer, targets = prepare(setup)
     signal.setitimer(signal.ITIMER_REAL, 0)
     with contextlib.suppress(BrokenPipeError):
         control.send(encode(answer))
         if isinstance(answer, TargetsImported):
-            gc.freeze()  # pages that the collector touches would be copied in every process
-            keep(control, targets)
+            gc.freeze()  # pages that the collector touches would be copied in every fork
+            run_sessions(control, targets)
 
 
 def limit(memory_mb: int) -> None:
-    """Bound what this process and those that it forks may take, and let none of them gain rights."""
+    """Limit the resources of this process and its forks, and forbid new privileges."""
     size = memory_mb << 20
     for kind, most in (
         (resource.RLIMIT_AS, size),
@@ -88,7 +88,7 @@ def limit(memory_mb: int) -> None:
 
 
 def prepare(setup: SandboxSetup) -> tuple[FromForkServer, list[Any]]:
-    """Import what is named."""
+    """Import the names of `setup`."""
     targets: list[Any] = []
     try:
         for name in setup.names:
@@ -96,20 +96,21 @@ def prepare(setup: SandboxSetup) -> tuple[FromForkServer, list[Any]]:
             if not callable(found):
                 raise ConfigError(f"{setup.what} {name!r} is a {type(found).__name__}: name something to call.")
             targets.append(found)
-        return TargetsImported(tuple(schema_of(target) for target in targets) if setup.described else ()), targets
+        schemas = tuple(schema_of(target) for target in targets) if setup.with_schemas else ()
+        return TargetsImported(schemas), targets
     except ConfigError as error:
-        return ImportFailed(_sayable(str(error))), []
+        return ImportFailed(_bounded(str(error))), []
 
 
-def keep(control: socket.socket, targets: list[Any]) -> None:
-    """Fork a process for each session, and kill it when it ends."""
+def run_sessions(control: socket.socket, targets: list[Any]) -> None:
+    """Fork a process for each session, and kill it at the session's end."""
     sessions: dict[int, int] = {}
     try:
         while True:
             data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
             if not data:
                 return
-            message = to_keeper.decode(data)
+            message = decode_to_fork_server.decode(data)
             if isinstance(message, StartSession):
                 sessions[message.session] = _fork(control, descriptors[0], targets)
                 os.close(descriptors[0])
@@ -121,7 +122,7 @@ def keep(control: socket.socket, targets: list[Any]) -> None:
 
 
 def _fork(control: socket.socket, descriptor: int, targets: list[Any]) -> int:
-    keeper = os.getpid()
+    fork_server = os.getpid()
     pid = os.fork()
     if pid:
         return pid
@@ -129,26 +130,26 @@ def _fork(control: socket.socket, descriptor: int, targets: list[Any]) -> int:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         control.close()
-        if os.getppid() == keeper:  # it may have ended before we asked
-            with socket.socket(fileno=descriptor) as line:
-                serve(line, targets)
+        if os.getppid() == fork_server:  # it may have ended before the prctl
+            with socket.socket(fileno=descriptor) as connection:
+                serve(connection, targets)
     finally:
-        os._exit(0)  # no handler of the keeper's, and nothing flushed twice
+        os._exit(0)  # runs no exit handler of the fork server, and flushes nothing twice
     raise AssertionError("a forked process does not come back")
 
 
 def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the first finds nothing before the process has a group of its own
+    for kill in (os.killpg, os.kill):  # the process may not have called setsid yet
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
 
-def serve(line: socket.socket, targets: list[Any]) -> None:
-    """Answer the calls of one session, one after the other, until the line ends."""
+def serve(connection: socket.socket, targets: list[Any]) -> None:
+    """Answer the calls of one session, one after another, until its socket closes."""
     made: Any = None
-    while (body := _receive(line)) is not None:
-        message: ToSession = to_session.decode(body)
+    while (body := _receive(connection)) is not None:
+        message: ToSession = decode_to_session.decode(body)
         try:
             if isinstance(message, MakeObject):
                 made = targets[message.target](**message.options)
@@ -156,30 +157,30 @@ def serve(line: socket.socket, targets: list[Any]) -> None:
             else:
                 answer = CallReturned(_invoke(message, made, targets))
             sent = frame(encode(answer))
-        except BaseException as error:  # noqa: BLE001 - the edge: a user's code may raise anything, even SystemExit
+        except BaseException as error:  # noqa: BLE001 - the edge: user code may raise anything, even SystemExit
             sent = frame(encode(CallRaised(describe(error))))
-        line.sendall(sent)
+        connection.sendall(sent)
 
 
 def _invoke(message: CallFunction, made: Any, targets: list[Any]) -> Any:
     function: Callable[..., Any] = getattr(made, message.method) if message.target < 0 else targets[message.target]
-    given = function(*message.positional, **message.named)
-    return asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given
+    returned = function(*message.positional, **message.named)
+    return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
 
 
-async def _awaited(given: Any) -> Any:
-    return await given
+async def _await(returned: Any) -> Any:
+    return await returned
 
 
-def _receive(line: socket.socket) -> bytes | None:
-    head = _exactly(line, LENGTH.size)
-    return None if head is None else _exactly(line, LENGTH.unpack(head)[0])
+def _receive(connection: socket.socket) -> bytes | None:
+    head = _receive_exactly(connection, LENGTH.size)
+    return None if head is None else _receive_exactly(connection, LENGTH.unpack(head)[0])
 
 
-def _exactly(line: socket.socket, size: int) -> bytes | None:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < size:
-        data = line.recv(size - len(parts))
+        data = connection.recv(size - len(parts))
         if not data:
             return None
         parts += data
@@ -187,16 +188,16 @@ def _exactly(line: socket.socket, size: int) -> bytes | None:
 
 
 def describe(error: BaseException) -> str:
-    """Say an error in words: ``ZeroDivisionError: division by zero``."""
+    """Return an exception as text: ``ZeroDivisionError: division by zero``."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - the text of a user's exception is the user's code too
+    except Exception:  # noqa: BLE001 - a user's exception may fail in __str__
         text = "(its text cannot be had)"
-    return _sayable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    return _bounded(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
-def _sayable(text: str) -> str:
-    """Bound the text, and replace what UTF-8 cannot carry."""
+def _bounded(text: str) -> str:
+    """Limit the text's length, and replace what UTF-8 cannot encode."""
     text = text if len(text) <= _PROBLEM_LENGTH else text[: _PROBLEM_LENGTH - 3] + "..."
     return text.encode("utf-8", "replace").decode("utf-8")
 

@@ -1,4 +1,4 @@
-"""What is said to and by a sandboxed process: MessagePack over a socket, each frame after its length."""
+"""Messages between the rollout, the fork server and the session processes: MessagePack frames over sockets."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from typing import Any, Final
 import msgspec
 
 FRAME_LIMIT_BYTES: Final = 64 << 20
-"""A longer frame is taken for garbage."""
+"""A longer frame is rejected."""
 LENGTH: Final = struct.Struct("<I")
+"""Length of a frame, sent before it."""
 
 
 class SandboxSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """What to import; said once, first."""
+    """What to import; the first message."""
 
     names: tuple[str, ...]
     what: str
-    """What each is to be, as the beginning of a sentence."""
-    described: bool
-    """Tell the schema of each function."""
+    """Kind of the names, as the beginning of an error: ``Tool``."""
+    with_schemas: bool
+    """Return the schema of each function."""
     memory_mb: int
-    """Most MiB of address space of each process."""
+    """Limit on the address space of each process, in MiB."""
     import_s: float
 
 
 class StartSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Start a process for a session; its socket comes with this message."""
+    """Start the process of a session; its socket comes with this message."""
 
     session: int
 
 
 class KillSession(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Kill the process of a session, and all that it started."""
+    """Kill the process of a session and all its children."""
 
     session: int
 
@@ -44,36 +45,36 @@ class TargetsImported(msgspec.Struct, frozen=True, array_like=True, tag="ready")
 
 
 class ImportFailed(msgspec.Struct, frozen=True, array_like=True, tag="unusable"):
-    """Something cannot be imported or used; the process ends."""
+    """A name cannot be imported or called; the process ends."""
 
     problem: str
 
 
 class MakeObject(msgspec.Struct, frozen=True, array_like=True, tag="make"):
-    """Make the object of this session."""
+    """Create the session's object."""
 
     target: int
     options: dict[str, Any]
 
 
 class CallFunction(msgspec.Struct, frozen=True, array_like=True, tag="invoke"):
-    """Call the target itself, or a method of the object of this session."""
+    """Call the target itself, or a method of the session's object."""
 
     target: int
-    """Which of the names; -1 for the session's object."""
+    """Index of the name; -1 for the session's object."""
     method: str
     positional: tuple[Any, ...]
     named: dict[str, Any]
 
 
 class CallReturned(msgspec.Struct, frozen=True, array_like=True, tag="returned"):
-    """What a call gave."""
+    """Result of a call."""
 
     value: Any
 
 
 class CallRaised(msgspec.Struct, frozen=True, array_like=True, tag="raised"):
-    """What a call raised, in words."""
+    """Exception of a call, as text."""
 
     problem: str
 
@@ -84,8 +85,8 @@ ToSession = MakeObject | CallFunction
 FromSession = CallReturned | CallRaised
 
 
-def plain(value: Any) -> Any:
-    """Return what stands for a value that MessagePack does not know: numbers of numpy as numbers, the rest as text."""
+def to_builtin(value: Any) -> Any:
+    """Convert a value that MessagePack does not know: numpy numbers and arrays to numbers, others to text."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "size", 0) == 1:
         return item()
@@ -93,13 +94,13 @@ def plain(value: Any) -> Any:
     return tolist() if callable(tolist) else str(value)
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
-to_keeper: Final = msgspec.msgpack.Decoder(ToForkServer)
-from_keeper: Final = msgspec.msgpack.Decoder(FromForkServer)
-to_session: Final = msgspec.msgpack.Decoder(ToSession)
-from_session: Final = msgspec.msgpack.Decoder(FromSession)
+encode = msgspec.msgpack.Encoder(enc_hook=to_builtin).encode
+decode_to_fork_server: Final = msgspec.msgpack.Decoder(ToForkServer)
+decode_from_fork_server: Final = msgspec.msgpack.Decoder(FromForkServer)
+decode_to_session: Final = msgspec.msgpack.Decoder(ToSession)
+decode_from_session: Final = msgspec.msgpack.Decoder(FromSession)
 
 
 def frame(body: bytes) -> bytes:
-    """Put its length before a message."""
+    """Return a message with its length before it."""
     return LENGTH.pack(len(body)) + body

@@ -1,10 +1,10 @@
-"""Code of others in processes of its own: what it breaks, takes or never returns from costs one call.
+"""Sandbox for user code: each session runs in a process of its own, so that a failure costs one call.
 
-    rollout ──control──> keeper (imports once) ──fork──> a process for each session, with a socket to the rollout
+    rollout ──control socket──> fork server (imports once) ──fork──> one process per session, with its own socket
 
-A process has nothing of the rollout's environment (no keys, no addresses), bounds on memory and files, no way to gain
-rights, and a session of its own, which is killed as a whole when it ends or takes too long. That protects the rollout
-from mistakes. It is no prison: the code runs as the same user and reaches the network.
+A process has none of the rollout's environment variables (keys, addresses), limited memory and files, no new
+privileges, and its own process group, which is killed as a whole at the end of the session or at a timeout. That
+protects the rollout from mistakes, not from malice: the code runs as the same user and has the network.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from starling.rollout.env.sandbox.messages import (
     StartSession,
     TargetsImported,
     ToSession,
+    decode_from_fork_server,
+    decode_from_session,
     encode,
     frame,
-    from_keeper,
-    from_session,
 )
 
 MESSAGE_BYTES: Final = 1 << 17
 _END_S: Final = 5.0
-"""How long a killed keeper may take to be gone."""
+"""How long a killed fork server may take to be gone."""
 
 
 class SandboxError(StarlingError):
-    """A call did not give a result: what it raised, or that its process ended, in words."""
+    """A call failed: its exception, or the end of its process, as text."""
 
 
 class SandboxTimeoutError(SandboxError):
@@ -55,116 +55,116 @@ class SandboxTimeoutError(SandboxError):
 
 
 class Sandbox:
-    """A keeper, and the sessions that it has processes for. May be used from any thread and event loop."""
+    """A fork server and its sessions. May be used from any thread and event loop."""
 
     def __init__(
         self,
         names: Sequence[str],
         *,
         what: str,
-        described: bool = False,
+        with_schemas: bool = False,
         memory_mb: int = 4096,
         max_processes: int = 16,
         import_s: float = 60.0,
     ) -> None:
-        """Start a keeper, and wait until it has imported everything.
+        """Start the fork server, and wait until it has imported everything.
 
         Args:
-            names: ``module:attribute`` or ``path/to/file.py:attribute``, each something to call.
-            what: what each is to be, as the beginning of a sentence: ``Tool``.
-            described: have `schemas` made from the functions' signatures.
-            memory_mb: most MiB of address space of each process.
-            max_processes: most sessions at a time; others wait.
-            import_s: how long the imports may take.
+            names: ``module:attribute`` or ``path/to/file.py:attribute``, each a callable.
+            what: kind of the names, as the beginning of an error: ``Tool``.
+            with_schemas: set `schemas` from the functions' signatures.
+            memory_mb: limit on the address space of each process, in MiB.
+            max_processes: limit on concurrent sessions; further ones wait.
+            import_s: limit on the time of the imports.
 
         Raises:
             ConfigError: one of them cannot be imported or called, or the imports take too long.
         """
-        self._setup = SandboxSetup(tuple(names), what, described, memory_mb, import_s)
+        self._setup = SandboxSetup(tuple(names), what, with_schemas, memory_mb, import_s)
         self._max_processes = max_processes
-        self._room: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-        self._room = weakref.WeakKeyDictionary()
+        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._semaphores = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._keeper, self.schemas = _start(self._setup)
+        self._fork_server, self.schemas = _start(self._setup)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[SandboxSession]:
-        """Have a process of one's own; it is killed at the end.
+        """Open a session with a process of its own, which is killed at the end.
 
         Raises:
-            SandboxError: no process can be had.
+            SandboxError: no process can be started.
         """
-        room = self._room.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_processes))
-        async with room:
+        semaphore = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_processes))
+        async with semaphore:
             number = next(self._numbers)
             mine, theirs = socket.socketpair()
             with contextlib.ExitStack() as left, theirs:
                 left.enter_context(mine)
-                keeper = self._keeper
+                fork_server = self._fork_server
                 try:
-                    keeper.open(number, theirs)
-                except OSError:  # it has gone
-                    keeper = await asyncio.to_thread(self._replace, keeper)
-                    keeper.open(number, theirs)
+                    fork_server.open(number, theirs)
+                except OSError:  # the fork server has ended
+                    fork_server = await asyncio.to_thread(self._replace, fork_server)
+                    fork_server.open(number, theirs)
                 left.pop_all()
-            line: asyncio.StreamWriter | socket.socket = mine
+            connection: asyncio.StreamWriter | socket.socket = mine
             try:
                 mine.setblocking(False)
-                reader, line = await asyncio.open_unix_connection(sock=mine)
-                yield SandboxSession(reader, line)
+                reader, connection = await asyncio.open_unix_connection(sock=mine)
+                yield SandboxSession(reader, connection)
             finally:
-                keeper.end(number)
-                line.close()
+                fork_server.end(number)
+                connection.close()
 
     def close(self) -> None:
-        """End the keeper and all processes."""
+        """End the fork server and all sessions."""
         with self._lock:
-            self._keeper.close()
+            self._fork_server.close()
 
-    def _replace(self, gone: _Keeper) -> _Keeper:
-        """Return a keeper that is not `gone`, a new one where nobody has made one yet."""
+    def _replace(self, gone: _ForkServer) -> _ForkServer:
+        """Return a fork server other than `gone`, starting one unless another thread has."""
         with self._lock:
-            if self._keeper is gone:
+            if self._fork_server is gone:
                 gone.close()
                 try:
-                    self._keeper, _ = _start(self._setup)
+                    self._fork_server, _ = _start(self._setup)
                 except (ConfigError, OSError) as error:
                     raise SandboxError(f"no process can be started for it: {error}") from error
-            return self._keeper
+            return self._fork_server
 
 
 class SandboxSession:
-    """A line to one process. Calls are made one after the other."""
+    """Connection to one process. Calls run one after another."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     async def make(self, target: int, options: dict[str, Any], *, timeout_s: float) -> None:
-        """Make the object of this session: call name number `target` with `options`. Raises SandboxError."""
-        await self._say(MakeObject(target, options), timeout_s)
+        """Create the session's object by calling name number `target` with `options`. Raises SandboxError."""
+        await self._request(MakeObject(target, options), timeout_s)
 
     async def invoke(self, method: str, *positional: Any, timeout_s: float, **named: Any) -> Any:
-        """Call a method of the session's object; what it returns has passed MessagePack. Raises SandboxError."""
-        return await self._say(CallFunction(-1, method, positional, named), timeout_s)
+        """Call a method of the session's object; its result has passed MessagePack. Raises SandboxError."""
+        return await self._request(CallFunction(-1, method, positional, named), timeout_s)
 
     async def call(self, target: int, named: dict[str, Any], *, timeout_s: float) -> Any:
-        """Call name number `target` itself; what it returns has passed MessagePack. Raises SandboxError."""
-        return await self._say(CallFunction(target, "", (), named), timeout_s)
+        """Call name number `target` itself; its result has passed MessagePack. Raises SandboxError."""
+        return await self._request(CallFunction(target, "", (), named), timeout_s)
 
-    async def _say(self, message: ToSession, timeout_s: float) -> Any:
+    async def _request(self, message: ToSession, timeout_s: float) -> Any:
         try:
-            said = frame(encode(message))
-        except (OverflowError, ValueError, TypeError, RecursionError) as error:  # a model may write any number or text
+            request = frame(encode(message))
+        except (OverflowError, ValueError, TypeError, RecursionError) as error:  # models write any number and text
             raise SandboxError(f"its arguments cannot be passed on ({type(error).__name__}: {error})") from None
         try:
             async with asyncio.timeout(timeout_s):
-                self._writer.write(said)
+                self._writer.write(request)
                 await self._writer.drain()
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 if length > FRAME_LIMIT_BYTES:
                     raise SandboxError(f"it returned {length >> 20} MiB; return less")
-                answer = from_session.decode(await self._reader.readexactly(length))
+                answer = decode_from_session.decode(await self._reader.readexactly(length))
         except TimeoutError:
             raise SandboxTimeoutError(f"it took longer than {timeout_s:g} s") from None
         except (OSError, EOFError):
@@ -174,24 +174,24 @@ class SandboxSession:
         raise SandboxError(answer.problem)
 
 
-class _Keeper:
-    """The keeper's process, and the line to it."""
+class _ForkServer:
+    """The fork server's process, and the control socket to it."""
 
-    def __init__(self, line: socket.socket, child: subprocess.Popen[bytes]) -> None:
-        self._line, self._child = line, child
+    def __init__(self, connection: socket.socket, child: subprocess.Popen[bytes]) -> None:
+        self._connection, self._child = connection, child
 
     def open(self, number: int, theirs: socket.socket) -> None:
-        """Have a process serve the socket `theirs`. Raises OSError when the keeper has gone."""
-        socket.send_fds(self._line, [encode(StartSession(number))], [theirs.fileno()])
+        """Start a process that serves the socket `theirs`. Raises OSError when the fork server has ended."""
+        socket.send_fds(self._connection, [encode(StartSession(number))], [theirs.fileno()])
 
     def end(self, number: int) -> None:
-        """Have a process killed; with a keeper that has gone, it has gone too."""
+        """Kill the process of a session; if the fork server has ended, its processes have too."""
         with contextlib.suppress(OSError):
-            self._line.send(encode(KillSession(number)))
+            self._connection.send(encode(KillSession(number)))
 
     def close(self) -> None:
-        """End the keeper, and wait until it is gone."""
-        self._line.close()
+        """End the fork server, and wait until it is gone."""
+        self._connection.close()
         try:
             self._child.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -199,8 +199,8 @@ class _Keeper:
             self._child.wait(_END_S)
 
 
-def _start(setup: SandboxSetup) -> tuple[_Keeper, tuple[dict[str, Any], ...]]:
-    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _start(setup: SandboxSetup) -> tuple[_ForkServer, tuple[dict[str, Any], ...]]:
+    connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         child = subprocess.Popen(
             [sys.executable, "-P", "-u", "-m", "starling.rollout.env.sandbox.fork_server", str(theirs.fileno())],
@@ -210,35 +210,35 @@ def _start(setup: SandboxSetup) -> tuple[_Keeper, tuple[dict[str, Any], ...]]:
             start_new_session=True,
             env=_environment(),
         )
-    keeper = _Keeper(line, child)
+    fork_server = _ForkServer(connection, child)
     try:
-        return keeper, _await_ready(line, setup)
+        return fork_server, _await_ready(connection, setup)
     except BaseException:
         child.kill()
-        keeper.close()
+        fork_server.close()
         raise
 
 
-def _await_ready(line: socket.socket, setup: SandboxSetup) -> tuple[dict[str, Any], ...]:
+def _await_ready(connection: socket.socket, setup: SandboxSetup) -> tuple[dict[str, Any], ...]:
     subject = f"{setup.what} {', '.join(map(repr, setup.names))}"
-    line.send(encode(setup))
+    connection.send(encode(setup))
     poller, until = select.poll(), time.monotonic() + setup.import_s
-    poller.register(line, select.POLLIN)
+    poller.register(connection, select.POLLIN)
     if not poller.poll(max(0.0, until - time.monotonic()) * 1000):
         raise ConfigError(
             f"{subject}: importing took longer than {setup.import_s:g} s; make the modules import faster."
         )
-    data = line.recv(MESSAGE_BYTES)
+    data = connection.recv(MESSAGE_BYTES)
     if not data:
-        raise ConfigError(f"{subject}: importing ended the process; see what it said, and the bound memory_mb.")
-    answer = from_keeper.decode(data)
+        raise ConfigError(f"{subject}: importing ended the process; see its output, and the limit memory_mb.")
+    answer = decode_from_fork_server.decode(data)
     if isinstance(answer, TargetsImported):
         return answer.schemas
     raise ConfigError(answer.problem)
 
 
 def _environment() -> dict[str, str]:
-    """Return all the environment that code of others gets: enough to find modules and programs."""
+    """Return the whole environment of user code: enough to find modules and programs."""
     return {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",

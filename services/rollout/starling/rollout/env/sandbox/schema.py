@@ -1,4 +1,4 @@
-"""The JSON schema of a function, from its signature and its docstring: what a model is told of a tool."""
+"""JSON schema of a tool, from the function's signature and docstring."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"Tool {name!r} has the parameter {parameter}, which cannot be given by name: write out its parameters."
             )
-        told = {"description": about[parameter.name]} if parameter.name in about else {}
-        properties[parameter.name] = {**type_schema(hints.get(parameter.name, Any)), **told}
+        described = {"description": about[parameter.name]} if parameter.name in about else {}
+        properties[parameter.name] = {**type_schema(hints.get(parameter.name, Any)), **described}
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}

@@ -1,4 +1,4 @@
-"""Prompts become token ids; those with images in threads of their own, so that tokens go on being sampled meanwhile."""
+"""Preparation of prompts: token ids and, in threads so that sampling goes on, the tensors of images and videos."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from starling.common.wire.messages import GenerateGroup, Prompt, Wait
 log = structlog.get_logger(__name__)
 
 NUM_THREADS = 2
-"""One that a file system does not answer leaves another."""
+"""Two, so that a file system that hangs leaves one."""
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt as the engine takes it, or why it cannot be."""
+    """A prompt in the form of the engine, or the problem with it."""
 
     message: GenerateGroup
     ids: list[int] = field(default_factory=list)
@@ -31,10 +31,10 @@ class PreparedPrompt:
 
 @dataclass(slots=True)
 class _Reading:
-    """The media of one prompt, queued or under way."""
+    """The media of one prompt, queued or being read."""
 
     since: float
-    """When it was queued or, once a thread has it, when that took it up."""
+    """When it was queued or, once a thread reads it, when that began."""
     begun: bool = False
     future: Future[PreparedPrompt] | None = None
 
@@ -45,9 +45,9 @@ class PromptPreparation:
     Args:
         encode: returns a prompt's token ids and tensors; called in any thread.
         put: takes each `PreparedPrompt` of a prompt with media.
-        timeout_s: how long the media of one prompt may take from when a thread takes them up. What is queued may wait
-            for as long as those before it need, unless no thread takes anything up for that time: then all of them
-            hang. The deadline of the lease, which is the controller's, bounds it in any case.
+        timeout_s: limit on reading the media of one prompt, from when a thread begins. A queued prompt may wait as long
+            as those before it take, unless no thread begins anything for that time: then all threads hang. The lease's
+            deadline, set by the controller, applies in any case.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class PromptPreparation:
         self._encode, self._put, self._timeout_s = encode, put, timeout_s
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prepare")
         self._readings: dict[str, _Reading] = {}
-        self._taken_up = float("-inf")
-        """When a thread began with something last."""
+        self._last_begun = float("-inf")
+        """When a thread last began to read."""
 
     def begin(self, message: GenerateGroup) -> PreparedPrompt | None:
-        """Prepare the prompt of `message`: at once where it is text, else the result is `put` later."""
+        """Prepare the prompt of `message`: a text at once, else the result is `put` later."""
         if not message.prompt.media:
             return self._prepare(message)
         reading = self._readings[message.lease] = _Reading(time.monotonic())
@@ -72,31 +72,31 @@ class PromptPreparation:
         return None
 
     def take(self, lease: str) -> bool:
-        """Return whether what was prepared for `lease` is still wanted; it is not again."""
+        """Remove the prompt of `lease`; returns False when it was cancelled, so that its result is to be dropped."""
         return self._readings.pop(lease, None) is not None
 
-    def forget(self, lease: str) -> None:
-        """Want it no longer: what is queued is not begun, and of what is under way nobody asks."""
+    def cancel(self, lease: str) -> None:
+        """Cancel a prompt: a queued one is not read, and the result of one being read is dropped."""
         reading = self._readings.pop(lease, None)
         if reading is not None and reading.future is not None:
             reading.future.cancel()
 
-    def forget_all(self) -> list[str]:
-        """Want none of them any longer; return their leases."""
+    def cancel_all(self) -> list[str]:
+        """Cancel all prompts; return their leases."""
         leases = list(self._readings)
         for lease in leases:
-            self.forget(lease)
+            self.cancel(lease)
         return leases
 
     def expire(self, now: float) -> list[tuple[str, str]]:
-        """Give up the leases whose media took too long; return them with the reason."""
+        """Cancel the prompts whose media took too long; return their leases with the reason."""
         late = [lease for lease, reading in self._readings.items() if now - self._clock(reading) >= self._timeout_s]
         for lease in late:
-            self.forget(lease)
+            self.cancel(lease)
         return [(lease, f"its images and videos could not be read within {self._timeout_s:g} s") for lease in late]
 
     def waits(self, now: float) -> tuple[Wait, ...]:
-        """Return what is waited for at `now`: the media that take longest."""
+        """Return the wait for media at `now`, since the oldest prompt made no progress."""
         if not self._readings:
             return ()
         since_s = now - min(self._clock(reading) for reading in self._readings.values())
@@ -104,15 +104,15 @@ class PromptPreparation:
         return (Wait(what="images and videos of prompts", on="disk", since_s=since_s, seconds_left=left_s),)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Cancel what is queued."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _clock(self, reading: _Reading) -> float:
-        """Return since when `reading` has been getting nowhere."""
-        return reading.since if reading.begun else max(reading.since, self._taken_up)
+        """Return since when `reading` has made no progress."""
+        return reading.since if reading.begun else max(reading.since, self._last_begun)
 
     def _read(self, message: GenerateGroup, reading: _Reading) -> PreparedPrompt:
-        reading.since = self._taken_up = time.monotonic()
+        reading.since = self._last_begun = time.monotonic()
         reading.begun = True
         return self._prepare(message)
 
@@ -122,8 +122,8 @@ class PromptPreparation:
         except StarlingError as error:
             return PreparedPrompt(message, problem=str(error))
         except Exception as error:
-            # An edge of the process: tokenizers and image processors are the model's, prompts the user's, and what they
-            # raise of each other is anything. It must cost this prompt and not the replica.
+            # An edge of the process: tokenizers and image processors come with the model and prompts from the user, so
+            # any exception is possible. It must fail this prompt and not the replica.
             log.exception("not_encoded", prompt=message.prompt.id)
             reason = (str(error).strip() or "without a word").splitlines()[0]
             return PreparedPrompt(

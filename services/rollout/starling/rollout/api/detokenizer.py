@@ -1,0 +1,97 @@
+"""Incremental detokenizer: text of a growing completion, in whole characters and up to a stop text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+REPLACEMENT_CHARACTER: Final = "�"
+"""What decoders write for an incomplete character."""
+
+
+class IncrementalDetokenizer:
+    """The text of one completion, which grows by tokens.
+
+    A decoder may write a token differently at the beginning of a text, and a character may span tokens. So new text is
+    the difference between two decodings that begin a few tokens earlier; the pieces together equal the decoding of all
+    tokens at once.
+
+    Args:
+        decode: decodes token ids, without special tokens.
+        stops: stop texts; the text ends before the first of them.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, tuple(stops)
+        self._ids: list[int] = []
+        self._begin = 0
+        """Where decoding begins: a few tokens before those whose text was returned."""
+        self._read = 0
+        """Number of tokens whose text is in `_text`."""
+        self._text = ""
+        self._num_returned = 0
+        """Number of characters that were returned."""
+        self.stopped = False
+        """Whether a stop text was found; later tokens are ignored."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, up to the one that completed a stop text."""
+        return len(self._ids)
+
+    @property
+    def text(self) -> str:
+        """The text so far, without an incomplete character or what may become a stop text."""
+        return self._text[: self._num_returned]
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; return the new text that is certain now."""
+        begin = self._num_returned
+        for token in token_ids:
+            if self.stopped:
+                break
+            self._ids.append(int(token))
+            fresh = self._fresh()
+            if fresh and not fresh.endswith(REPLACEMENT_CHARACTER):
+                self._extend(fresh)
+            elif self._first_stop(whole := fresh.rstrip(REPLACEMENT_CHARACTER)) is not None:
+                self._extend(whole)  # the token that began a character completed a stop text before it
+        return self._text[begin : self._num_returned]
+
+    def close(self) -> str:
+        """Return the remaining text, after the last token."""
+        begin = self._num_returned
+        if not self.stopped:
+            self._extend(self._fresh())
+            if not self.stopped:
+                self._num_returned = len(self._text)
+        return self._text[begin : self._num_returned]
+
+    def _fresh(self) -> str:
+        """Return the text of the tokens that are not in `_text`."""
+        known = self._decode(self._ids[self._begin : self._read])
+        return self._decode(self._ids[self._begin :])[len(known) :]
+
+    def _extend(self, fresh: str) -> None:
+        end = self._first_stop(fresh)
+        self._text += fresh
+        self._begin, self._read = self._read, len(self._ids)
+        if end is not None:
+            self.stopped, self._text = True, self._text[:end]
+            self._num_returned = len(self._text)
+        else:
+            self._num_returned = max(self._num_returned, len(self._text) - _overlap(self._text, self._stops))
+
+    def _first_stop(self, fresh: str) -> int | None:
+        """Return where the first stop text begins in the text followed by `fresh`; None without one."""
+        begin = max(0, len(self._text) - max(map(len, self._stops), default=0))
+        searched = self._text[begin:] + fresh
+        return min((begin + at for stop in self._stops if (at := searched.find(stop)) >= 0), default=None)
+
+
+def _overlap(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that is the beginning of one of `stops`."""
+    return max(
+        (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size])),
+        default=0,
+    )
