@@ -110,7 +110,8 @@ def ours(folder: Path) -> dict[str, Callable[[], dict[str, float]]]:
     from starling.policy.settings.optimizer import OptimizerSettings
     from starling.policy.settings.policy import PolicySettings
     from starling.policy.settings.supervised import SftStepSettings
-    from starling.policy.train.data.groups import ScoredGroup, SftExample
+    from starling.policy.train.data.examples import SftExample
+    from starling.policy.train.data.groups import ScoredGroup
     from starling.policy.train.model.load import load_model
     from starling.policy.train.rl import RlTrainer
     from starling.policy.train.sft import SftTrainer

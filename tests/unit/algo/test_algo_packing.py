@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.algo.packing import Microbatch, cost, num_cells, pack, padding_waste, plan_microbatches
+from starling.algo.packing import Microbatch, cost, num_token_slots, pack, padding_waste, plan_microbatches
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -38,7 +38,7 @@ def test_microbatches_keep_the_budget(lengths: list[int], budget: int, row_token
         used = [sum(lengths[i] for i in row) for row in batch.rows]
         assert max(used) == batch.row_tokens
         alone = len(batch.rows) == 1 and len(batch.rows[0]) == 1
-        assert batch.num_cells <= budget or (alone and lengths[batch.rows[0][0]] > budget)
+        assert batch.num_token_slots <= budget or (alone and lengths[batch.rows[0][0]] > budget)
 
 
 @given(LENGTHS, st.integers(1, 300))
@@ -47,7 +47,7 @@ def test_the_plan_is_deterministic_and_its_waste_is_what_the_cells_say(lengths: 
     assert plan == plan_microbatches(list(lengths), budget)
     waste = padding_waste(plan, lengths)
     assert 0.0 <= waste < 1.0
-    assert waste * num_cells(plan) == pytest.approx(num_cells(plan) - sum(lengths))
+    assert waste * num_token_slots(plan) == pytest.approx(num_token_slots(plan) - sum(lengths))
 
 
 @given(LENGTHS.filter(bool), st.integers(60, 300))

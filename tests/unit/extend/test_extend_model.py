@@ -74,7 +74,7 @@ def test_rollout_and_policy_agree_on_packed_rows_of_it(folder: Path) -> None:
     ends = np.cumsum([len(completion.token_ids) for completion in completions]).tolist()
     spans = list(zip([0, *ends[:-1]], ends, strict=True))
     prompted = [PromptBlock(result.prompt_ids, tuple(spans[3 * n : 3 * n + 3])) for n, result in enumerate(results)]
-    cells = sum(item.num_cells for item in prompted)
+    cells = sum(item.num_token_slots for item in prompted)
     batch = PackedBatch(tuple(prompted), (Microbatch(((0, 1, 2),), cells),), 0.0)
     inputs = to_tensors(batch, batch.plan[0], token_ids)
     logprobs, _ = token_logprobs(policy, inputs, chunk_tokens=16)

@@ -20,7 +20,8 @@ from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.settings.supervised import SftStepSettings
 from starling.policy.shell.saving import PolicySaver
-from starling.policy.train.data.groups import ScoredGroup, SftExample
+from starling.policy.train.data.examples import SftExample
+from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.learner import Learner
 
 NUM_SFT, LAST = 2, 7

@@ -39,7 +39,7 @@ def sequences(shapes: list[tuple[int, list[int]]], seed: int = 0) -> tuple[list[
 
 def one_row(prompted: list[PromptBlock]) -> PackedBatch:
     rows = (tuple(range(len(prompted))),)
-    return PackedBatch(tuple(prompted), (Microbatch(rows, sum(item.num_cells for item in prompted)),), 0.0)
+    return PackedBatch(tuple(prompted), (Microbatch(rows, sum(item.num_token_slots for item in prompted)),), 0.0)
 
 
 def packed_logprobs(model: Any, batch: PackedBatch, token_ids: np.ndarray[Any, Any]) -> Tensor:
@@ -184,14 +184,14 @@ def test_sharing_a_long_prompt_saves_its_cells() -> None:
     prompted, _ = sequences([(50, [5] * 8)])
     shared = pack_sequences(prompted, 1000)
     apart = pack_sequences(prompted, 1000, share_prompts=False)
-    assert sum(batch.num_cells for batch in shared.plan) == 50 + 8 * 4
-    assert sum(batch.num_cells for batch in apart.plan) == 8 * 54
+    assert sum(batch.num_token_slots for batch in shared.plan) == 50 + 8 * 4
+    assert sum(batch.num_token_slots for batch in apart.plan) == 8 * 54
 
 
 def test_sharing_never_breaks_a_budget_that_single_sequences_keep() -> None:
     prompted, _ = sequences([(50, [20] * 8)])
     for budget in range(69, 220, 7):
-        assert all(batch.num_cells <= budget for batch in pack_sequences(prompted, budget).plan)
+        assert all(batch.num_token_slots <= budget for batch in pack_sequences(prompted, budget).plan)
 
 
 def test_a_sequence_longer_than_the_model_takes_is_refused() -> None:

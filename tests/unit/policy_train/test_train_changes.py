@@ -15,7 +15,7 @@ from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import CHANGEABLE, PolicySettings, changed
 from starling.policy.settings.supervised import SftStepSettings
-from starling.policy.train.data.groups import SftExample
+from starling.policy.train.data.examples import SftExample
 from starling.policy.train.learner import Learner
 
 torch.set_num_threads(1)

@@ -10,14 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.policy.train.metrics.tokens import (
-    OLDEST_BIN,
-    WeightProbe,
-    effective_sample_size,
-    mismatch,
-    staleness_shares,
-    throughput,
-)
+from starling.policy.train.metrics.step import WeightProbe, throughput
+from starling.policy.train.metrics.tokens import OLDEST_BIN, effective_sample_size, mismatch, staleness_shares
 
 LOGPROBS = st.lists(st.tuples(st.floats(-12, 0), st.floats(-12, 0), st.booleans()), max_size=40)
 

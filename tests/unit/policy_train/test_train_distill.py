@@ -45,15 +45,15 @@ def teach(teacher: Any, group: ScoredGroup, divisor: float = 1.0) -> ScoredGroup
     top = known.topk(TOP_K, dim=-1)
     sampled = known.gather(-1, torch.from_numpy(group.completion_ids.astype(np.int64))[:, None])[:, 0]
     taught = TeacherLogprobs(sampled.float().numpy(), top.indices.to(torch.int32).numpy(), top.values.float().numpy())
-    return replace(group, taught=taught)
+    return replace(group, teacher=taught)
 
 
 def plain_loss(model: Any, groups: list[ScoredGroup], settings: DistillSettings, divisor: float) -> Tensor:
     """The loss of a step, as the papers have it: REINFORCE at ratio r, or the divergence over the likeliest tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
-        assert group.taught is not None
-        assert group.taught.top_ids is not None
+        assert group.teacher is not None
+        assert group.teacher.top_ids is not None
         start = 0
         for length in group.lengths:
             logs = position_logprobs(model, group, start, length, divisor)
@@ -61,7 +61,8 @@ def plain_loss(model: Any, groups: list[ScoredGroup], settings: DistillSettings,
                 at = start + offset
                 if settings.loss == "reverse_kl":
                     gains = [
-                        settings.discount**later * float(group.taught.logprobs[at + later] - group.logprobs[at + later])
+                        settings.discount**later
+                        * float(group.teacher.logprobs[at + later] - group.logprobs[at + later])
                         for later in range(length - offset)
                     ]
                     advantage = settings.coefficient * sum(gains)
@@ -69,8 +70,8 @@ def plain_loss(model: Any, groups: list[ScoredGroup], settings: DistillSettings,
                     bounded = ratio.clamp(0.8, 1.2)
                     total = total - torch.minimum(ratio * advantage, bounded * advantage)
                 else:
-                    ids = torch.from_numpy(group.taught.top_ids[at].astype(np.int64))
-                    p = torch.exp(torch.from_numpy(group.taught.top_logprobs[at]).double())
+                    ids = torch.from_numpy(group.teacher.top_ids[at].astype(np.int64))
+                    p = torch.exp(torch.from_numpy(group.teacher.top_logprobs[at]).double())
                     q = logs[offset, ids].exp()
                     p, q = (torch.cat([values, 1 - values.sum(dim=0, keepdim=True)]) for values in (p, q))
                     m = settings.beta * p + (1 - settings.beta) * q
@@ -108,7 +109,7 @@ def test_a_taught_step_equals_the_plain_reference(
     metrics = RlTrainer(model, settings, total_steps=1).step(groups, step=1, temperature=divisor)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=2e-6, abs=1e-7)
     assert metrics["num_trained_tokens"] == sum(map(sum, (group.lengths for group in groups)))
-    told = np.concatenate([group.logprobs - group.taught.logprobs for group in groups if group.taught is not None])
+    told = np.concatenate([group.logprobs - group.teacher.logprobs for group in groups if group.teacher is not None])
     assert metrics["teacher_kl"] == pytest.approx(float(told.mean()), rel=1e-5)
     for (name, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         assert one.grad is not None
@@ -147,26 +148,28 @@ def test_a_student_comes_to_do_what_its_teacher_does(tiny: Make, loss: Any) -> N
 
 def test_a_teacher_that_says_too_little_is_refused(tiny: Make, make_groups: Make) -> None:
     groups = [teach(tiny(seed=5), group) for group in make_groups(RAGGED)]
-    sampled_only = [replace(group, taught=TeacherLogprobs(group.taught.logprobs)) for group in groups if group.taught]
+    sampled_only = [
+        replace(group, teacher=TeacherLogprobs(group.teacher.logprobs)) for group in groups if group.teacher
+    ]
     trainer = RlTrainer(tiny(), PolicySettings(distill=DistillSettings(loss="jsd")), total_steps=1)
     with pytest.raises(ConfigError, match=r"needs the teacher's likeliest tokens.*set teacher.top_k above 0"):
         trainer.step(sampled_only, step=1)
     with pytest.raises(ConfigError, match="a teacher says less of group"):
-        trainer.step([groups[0], replace(groups[1], taught=None)], step=1)
+        trainer.step([groups[0], replace(groups[1], teacher=None)], step=1)
     with pytest.raises(ConfigError, match="has 17 tokens and what its teacher says is of others: 3 log-probabilities"):
-        replace(groups[0], taught=TeacherLogprobs(np.zeros(3, np.float32)))
+        replace(groups[0], teacher=TeacherLogprobs(np.zeros(3, np.float32)))
     with pytest.raises(ConfigError, match="a log-probability of its teacher is not finite"):
-        replace(groups[0], taught=TeacherLogprobs(np.full(17, -np.inf, np.float32)))
+        replace(groups[0], teacher=TeacherLogprobs(np.full(17, -np.inf, np.float32)))
 
 
 def test_what_a_teacher_says_comes_over_the_wire(tiny: Make, make_groups: Make) -> None:
     group = teach(tiny(seed=5), make_groups(RAGGED)[0])
-    assert group.taught is not None
+    assert group.teacher is not None
     arrays = {
         "": [group.prompt_ids, group.completion_ids, group.logprobs, group.versions],
-        "teacher_logprobs": [group.taught.logprobs],
-        "teacher_top_ids": [group.taught.top_ids],
-        "teacher_top_logprobs": [group.taught.top_logprobs],
+        "teacher_logprobs": [group.teacher.logprobs],
+        "teacher_top_ids": [group.teacher.top_ids],
+        "teacher_top_logprobs": [group.teacher.top_logprobs],
     }
     named = [(name, array) for name, several in arrays.items() for array in several]
     message = TrainGroup(
@@ -181,6 +184,6 @@ def test_what_a_teacher_says_comes_over_the_wire(tiny: Make, make_groups: Make) 
         ),
     )
     (read,) = groups_from_wire([message], [array.tobytes() for _, array in named])
-    assert read.taught is not None
+    assert read.teacher is not None
     for name in ("logprobs", "top_ids", "top_logprobs"):
-        np.testing.assert_array_equal(getattr(read.taught, name), getattr(group.taught, name))
+        np.testing.assert_array_equal(getattr(read.teacher, name), getattr(group.teacher, name))

@@ -107,7 +107,7 @@ def test_every_architecture_gets_the_numbers_of_its_own_code(kind: str, tied: bo
     expected_gradients = gradients(model, expected)
     head = find_lm_head(model)
     assert head is not None
-    assert head.finish == FINISHES[kind]
+    assert head.transform == FINISHES[kind]
     for chunk_tokens in (1000, 5):
         logprobs, entropy = token_logprobs(model, inputs, temperature, chunk_tokens=chunk_tokens)
         assert not entropy.requires_grad
@@ -199,13 +199,13 @@ def test_a_copy_of_a_model_is_computed_with_its_own_weights() -> None:
     vocabulary=st.integers(2, 150),
     chunk_tokens=st.integers(1, 80),
     with_bias=st.booleans(),
-    finish=st.sampled_from(
+    transform=st.sampled_from(
         [LogitTransform(), LogitTransform("cap", 2.0), LogitTransform("multiply", 0.3), LogitTransform("divide", 3.0)]
     ),
     seed=st.integers(0, 99),
 )
 def test_any_cut_into_chunks_agrees_with_float64(
-    num_tokens: int, vocabulary: int, chunk_tokens: int, with_bias: bool, finish: LogitTransform, seed: int
+    num_tokens: int, vocabulary: int, chunk_tokens: int, with_bias: bool, transform: LogitTransform, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (
@@ -215,20 +215,20 @@ def test_any_cut_into_chunks_agrees_with_float64(
     targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
     temperature = 0.5 + torch.rand(num_tokens, generator=generator)
     outside = torch.randn(2, num_tokens, generator=generator)
-    head = LmHead(weight, bias if with_bias else None, finish)
+    head = LmHead(weight, bias if with_bias else None, transform)
     found = head_logprobs(hidden, head, targets, temperature, with_entropy_gradient=True, chunk_tokens=chunk_tokens)
     inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
     found_gradients = torch.autograd.grad(found, inputs, tuple(outside))
 
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     logits = exact[0] @ exact[1].T + (exact[2] if with_bias else 0.0)
-    value = finish.value
+    value = transform.value
     logits = {
         "nothing": lambda: logits,
         "cap": lambda: value * torch.tanh(logits / value),
         "multiply": lambda: logits * value,
         "divide": lambda: logits / value,
-    }[finish.kind]()
+    }[transform.kind]()
     logs = torch.log_softmax(logits / temperature.double()[:, None], dim=-1)
     expected = logs.gather(-1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
     expected_gradients = torch.autograd.grad(expected, exact, tuple(outside.double()))

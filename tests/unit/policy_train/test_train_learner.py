@@ -17,7 +17,7 @@ from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.supervised import SftStepSettings
 from starling.policy.train.checkpoint.header import find_state
 from starling.policy.train.checkpoint.state import SavedState
-from starling.policy.train.data.groups import SftExample
+from starling.policy.train.data.examples import SftExample
 from starling.policy.train.errors import StepBrokenError
 from starling.policy.train.learner import Learner
 from starling.policy.train.sft import SftTrainer
@@ -62,7 +62,7 @@ def test_an_optimizer_that_the_next_step_uses_must_fit(tiny: Make, make_groups: 
     again = Learner(tiny, MUON)
     again.resume(saved, next_kind="sft")
     assert isinstance(again.trainer, SftTrainer)
-    assert again.trainer.descent.num_steps == 1
+    assert again.trainer.optimizer.num_steps == 1
 
 
 class Breaking(SftTrainer):

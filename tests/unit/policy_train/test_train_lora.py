@@ -123,12 +123,12 @@ def test_new_adapters_add_nothing_and_follow_from_the_seed(tiny: Make, init: str
 def test_only_adapters_learn(tiny: Make, form: str) -> None:
     model = adapted(tiny(tied=False), FORMS[form])
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    descent = ModelOptimizer(model, OptimizerSettings(learning_rate=1e-2, weight_decay=0.1), 1)
+    optimizer = ModelOptimizer(model, OptimizerSettings(learning_rate=1e-2, weight_decay=0.1), 1)
     loss(model).backward()
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == set(
         version_tensors(model)
     )
-    descent.apply(1.0)
+    optimizer.apply(1.0)
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert changed == set(version_tensors(model))
     assert all(is_adapter(name) for name in changed)
@@ -333,9 +333,9 @@ def test_frozen_parameters_stay_as_they_are(tiny: Make) -> None:
     model = tiny(tied=False)
     freeze(model, [r"layers\.0\.", "embed"])
     before = {name: tensor.clone() for name, tensor in version_tensors(model).items()}
-    descent = ModelOptimizer(model, OptimizerSettings(learning_rate=1e-2), 1)
+    optimizer = ModelOptimizer(model, OptimizerSettings(learning_rate=1e-2), 1)
     loss(model).backward()
-    descent.apply(1.0)
+    optimizer.apply(1.0)
     after = version_tensors(model)
     assert after.keys() == before.keys(), "what is frozen travels too"
     same = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}

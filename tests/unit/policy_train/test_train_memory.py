@@ -105,7 +105,7 @@ def test_a_copy_computes_with_its_own_weights(tiny: Callable[..., Any], how: str
     """The reference of a KL term is a copy of a model that goes on changing."""
     model = tiny()
     if how == "offload":
-        offload_activations(model, least_bytes=0, away_from={"cpu"})
+        offload_activations(model, min_bytes=0, device_types={"cpu"})
     elif how == "compile":
         compile_blocks(model, backend="eager")
     else:
@@ -124,7 +124,7 @@ def test_a_copy_computes_with_its_own_weights(tiny: Callable[..., Any], how: str
 def test_offloaded_activations_come_back(tiny: Callable[..., Any], checkpointing: Any) -> None:
     model, plain = tiny(), tiny()
     apply_memory_settings(model, MemorySettings(checkpointing=checkpointing))
-    offload_activations(model, least_bytes=512, away_from={"cpu"})
+    offload_activations(model, min_bytes=512, device_types={"cpu"})
     found = train(model)
     assert all(torch.equal(found[name], gradient) for name, gradient in train(plain).items())
 
@@ -143,7 +143,7 @@ class Projections(torch.nn.Module):
 
 def test_an_activation_is_moved_once_and_weights_never() -> None:
     model, inputs = Projections(), torch.randn(50, 16)
-    offload_activations(model, least_bytes=0, away_from={"cpu"})
+    offload_activations(model, min_bytes=0, device_types={"cpu"})
     with PeakMemory() as memory:
         output = model(inputs)
         # The activation itself is gone; its copy, which takes as much, is there once.
@@ -154,7 +154,7 @@ def test_an_activation_is_moved_once_and_weights_never() -> None:
 
 def test_small_activations_stay() -> None:
     model, inputs = Projections(), torch.randn(50, 16)
-    offload_activations(model, least_bytes=inputs.nbytes + 1, away_from={"cpu"})
+    offload_activations(model, min_bytes=inputs.nbytes + 1, device_types={"cpu"})
     with PeakMemory() as memory:
         output = model(inputs)
         assert memory.peak_bytes == inputs.nbytes + 2 * output.nbytes
@@ -216,10 +216,10 @@ def test_a_model_without_blocks_is_told() -> None:
 
 
 @pytest.mark.parametrize("with_entropy_gradient", [False, True])
-@pytest.mark.parametrize("finish", [LogitTransform(), LogitTransform("cap", 5.0)])
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform("cap", 5.0)])
 @pytest.mark.parametrize(("num_tokens", "hidden_size"), [(96, 8), (500, 8), (500, 128)])
 def test_log_probabilities_need_little_more_than_a_chunk_of_logits(
-    with_entropy_gradient: bool, finish: LogitTransform, num_tokens: int, hidden_size: int
+    with_entropy_gradient: bool, transform: LogitTransform, num_tokens: int, hidden_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     vocabulary, chunk_tokens = 4096, 96
@@ -231,7 +231,7 @@ def test_log_probabilities_need_little_more_than_a_chunk_of_logits(
     with PeakMemory() as memory:
         logprobs, entropy = head_logprobs(
             hidden,
-            LmHead(weight, None, finish),
+            LmHead(weight, None, transform),
             targets,
             0.9,
             with_entropy_gradient=with_entropy_gradient,

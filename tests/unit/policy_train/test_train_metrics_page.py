@@ -13,7 +13,7 @@ import torch
 from starling.policy.core.phases import PHASES
 from starling.policy.settings.alarms import AlarmName, AlarmSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.data.groups import SftExample
+from starling.policy.train.data.examples import SftExample
 from starling.policy.train.metrics.clock import StepClock
 from starling.policy.train.metrics.step import FLOPS, StepMetrics
 from starling.policy.train.metrics.tokens import effective_sample_size, mismatch, staleness_shares

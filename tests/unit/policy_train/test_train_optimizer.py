@@ -34,14 +34,14 @@ def test_three_steps_equal_the_algorithm_of_the_paper() -> None:
         learning_rate=0.1, warmup_steps=2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6, max_grad_norm=0.5
     )
     model = model_with(weight, bias)
-    descent = ModelOptimizer(model, settings, total_steps=3)
+    optimizer = ModelOptimizer(model, settings, total_steps=3)
     values = {"weight": weight.double(), "bias": bias.double()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in values.items()}
     for step in (1, 2, 3):
         gradients = {name: torch.randn(value.shape, generator=generator) for name, value in values.items()}
-        descent.clear()
+        optimizer.clear()
         model.weight.grad, model.bias.grad = gradients["weight"].clone(), gradients["bias"].clone()
-        applied = descent.apply(1.0)
+        applied = optimizer.apply(1.0)
         norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
         rate = 0.1 * min(step / 2, 1.0)
         assert applied.grad_norm == pytest.approx(norm, rel=1e-6)
@@ -61,13 +61,13 @@ def test_three_steps_equal_the_algorithm_of_the_paper() -> None:
 @pytest.mark.parametrize(("gradient", "loss"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
 def test_a_gradient_or_loss_that_is_not_finite_is_skipped(gradient: float, loss: float) -> None:
     model = model_with(torch.ones(2, 2), torch.ones(2))
-    descent = ModelOptimizer(model, OptimizerSettings(learning_rate=0.1), total_steps=2)
+    optimizer = ModelOptimizer(model, OptimizerSettings(learning_rate=0.1), total_steps=2)
     model.weight.grad, model.bias.grad = torch.full((2, 2), gradient), torch.ones(2)
-    assert descent.apply(loss).skipped
+    assert optimizer.apply(loss).skipped
     assert torch.equal(model.weight, torch.ones(2, 2))
-    descent.clear()
+    optimizer.clear()
     model.weight.grad, model.bias.grad = torch.ones(2, 2), torch.ones(2)
-    assert not descent.apply(1.0).skipped
+    assert not optimizer.apply(1.0).skipped
     assert torch.isfinite(model.weight).all()
     assert not torch.equal(model.weight, torch.ones(2, 2))
 
@@ -137,10 +137,10 @@ def make(model: torch.nn.Module, total_steps: int = 9, **changes: object) -> Mod
     return ModelOptimizer(model, settings, total_steps)
 
 
-def update(descent: ModelOptimizer, model: torch.nn.Module, seed: int) -> None:
-    descent.clear()
+def update(optimizer: ModelOptimizer, model: torch.nn.Module, seed: int) -> None:
+    optimizer.clear()
     give_gradients(model, seed)
-    assert not descent.apply(1.0).skipped
+    assert not optimizer.apply(1.0).skipped
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -160,14 +160,14 @@ def test_every_kind_fits_a_regression(kind: str, dtype: torch.dtype) -> None:
     model = network(dtype)
     # An update of Muon is about a fifth as long as one of the first of AdamW.
     rate = 4e-2 if kind == "muon" else 1e-2
-    descent = make(model, 40, kind=kind, learning_rate=rate, weight_decay=0.0, schedule="linear")
+    optimizer = make(model, 40, kind=kind, learning_rate=rate, weight_decay=0.0, schedule="linear")
     losses = []
     for _ in range(40):
-        descent.clear()
+        optimizer.clear()
         loss = torch.nn.functional.mse_loss(model(inputs).float(), targets.float())
         torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
-        descent.apply(losses[-1])
+        optimizer.apply(losses[-1])
     assert losses[-1] < 0.1 * losses[0]
 
 
@@ -176,12 +176,12 @@ def test_every_kind_fits_a_regression(kind: str, dtype: torch.dtype) -> None:
 def test_what_continues_from_the_state_tensors_makes_the_same_bits(kind: str, dtype: torch.dtype) -> None:
     changes = {"kind": kind, "ema_decay": 0.9, "schedule": "wsd", "decay_steps": 3}
     whole = network(dtype)
-    descent = make(whole, 6, **changes)
+    optimizer = make(whole, 6, **changes)
     for seed in range(3):
-        update(descent, whole, seed)
-    weights, saved = copies(whole.state_dict()), copies(descent.state_tensors())
+        update(optimizer, whole, seed)
+    weights, saved = copies(whole.state_dict()), copies(optimizer.state_tensors())
     for seed in range(3, 6):
-        update(descent, whole, seed)
+        update(optimizer, whole, seed)
     again = network(dtype)
     resumed = make(again, 6, **changes)
     again.load_state_dict(weights)
@@ -191,7 +191,7 @@ def test_what_continues_from_the_state_tensors_makes_the_same_bits(kind: str, dt
     for seed in range(3, 6):
         update(resumed, again, seed)
     assert same(again.state_dict(), whole.state_dict())
-    assert same(resumed.state_tensors(), descent.state_tensors())
+    assert same(resumed.state_tensors(), optimizer.state_tensors())
     assert not same(resumed.state_tensors(), saved)
 
 
@@ -200,19 +200,19 @@ def test_what_continues_from_the_state_tensors_makes_the_same_bits(kind: str, dt
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_a_skipped_step_touches_nothing(kind: str, dtype: torch.dtype, num_before: int) -> None:
     model = network(dtype)
-    descent = make(model, kind=kind, ema_decay=0.9)
+    optimizer = make(model, kind=kind, ema_decay=0.9)
     for seed in range(num_before):
-        update(descent, model, seed)
-    weights, state = copies(model.state_dict()), copies(descent.state_tensors())
-    descent.clear()
+        update(optimizer, model, seed)
+    weights, state = copies(model.state_dict()), copies(optimizer.state_tensors())
+    optimizer.clear()
     give_gradients(model, 7)
     parameter = next(model.parameters())
     assert parameter.grad is not None
     parameter.grad[3, 4] = math.nan
-    assert descent.apply(1.0).skipped
+    assert optimizer.apply(1.0).skipped
     assert same(model.state_dict(), weights)
-    assert same(descent.state_tensors(), state)
-    assert descent.num_steps == num_before + 1, "the schedule counts the steps of the run"
+    assert same(optimizer.state_tensors(), state)
+    assert optimizer.num_steps == num_before + 1, "the schedule counts the steps of the run"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,11 +220,11 @@ def test_frozen_parameters_have_no_part_in_it(kind: str) -> None:
     model = network(torch.bfloat16)
     model[0].requires_grad_(False)
     frozen = copies(model[0].state_dict())
-    descent = make(model, kind=kind, ema_decay=0.9)
-    update(descent, model, 0)
+    optimizer = make(model, kind=kind, ema_decay=0.9)
+    update(optimizer, model, 0)
     assert same(model[0].state_dict(), frozen)
-    assert {name.partition(":")[2] for name in descent.state_tensors()} == {"2.weight", "2.bias"}
-    assert descent.ema.keys() == {"2.weight", "2.bias"}
+    assert {name.partition(":")[2] for name in optimizer.state_tensors()} == {"2.weight", "2.bias"}
+    assert optimizer.ema.keys() == {"2.weight", "2.bias"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,12 +233,12 @@ def test_a_factor_scales_the_update_exactly(kind: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    descent = make(model, kind=kind, rates={r"^2\.weight": 0.25, r"2\.": 0.5})
+    optimizer = make(model, kind=kind, rates={r"^2\.weight": 0.25, r"2\.": 0.5})
     for seed in range(3):
-        update(descent, model, seed)
+        update(optimizer, model, seed)
     assert model[0].weight.abs().min() > 0.0
     assert torch.equal(model[2].bias, 0.5 * model[0].bias)
-    assert descent.apply(1.0).learning_rate == 1e-2
+    assert optimizer.apply(1.0).learning_rate == 1e-2
     if kind == "muon":
         torch.testing.assert_close(model[2].weight, 0.25 * model[0].weight)
 
@@ -279,9 +279,9 @@ def test_a_pattern_that_comes_too_late_is_refused() -> None:
 def test_vectors_and_what_is_chosen_are_not_decayed(kind: str) -> None:
     model = network()
     before = copies(model.state_dict())
-    descent = make(model, kind=kind, learning_rate=0.5, no_decay=[r"^2\.", "2.weight"])
-    descent.clear()
-    descent.apply(0.0)
+    optimizer = make(model, kind=kind, learning_rate=0.5, no_decay=[r"^2\.", "2.weight"])
+    optimizer.clear()
+    optimizer.apply(0.0)
     assert same(model[2].state_dict(), network()[2].state_dict())
     assert torch.equal(model[0].bias, before["0.bias"])
     torch.testing.assert_close(model[0].weight, before["0.weight"] * (1.0 - 0.5 * 0.1))
@@ -290,15 +290,15 @@ def test_vectors_and_what_is_chosen_are_not_decayed(kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_average_of_the_weights_is_that_of_every_update(dtype: torch.dtype) -> None:
     model = network(dtype)
-    descent = make(model, ema_decay=0.75)
+    optimizer = make(model, ema_decay=0.75)
     expected = {name: tensor.double() for name, tensor in model.state_dict().items()}
     for seed in range(4):
-        update(descent, model, seed)
-        held = descent.state_tensors()
+        update(optimizer, model, seed)
+        held = optimizer.state_tensors()
         for name, tensor in model.named_parameters():
             weight = held.get(f"master:{name}", tensor.detach()).double()
             expected[name] = 0.75 * expected[name] + 0.25 * weight
-    for name, tensor in descent.ema.items():
+    for name, tensor in optimizer.ema.items():
         assert tensor.dtype == torch.float32
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-6, atol=1e-7)
     assert not make(model).ema
@@ -308,11 +308,11 @@ def test_averages_of_8_bits_take_a_quarter_and_lead_to_nearly_the_same_weights()
     ends = {}
     for kind in ("adamw", "adamw_8bit"):
         model = network()
-        descent = make(model, kind=kind)
+        optimizer = make(model, kind=kind)
         for seed in range(12):
-            update(descent, model, seed)
+            update(optimizer, model, seed)
         ends[kind] = copies(model.state_dict())
-        held = descent.state_tensors()
+        held = optimizer.state_tensors()
     assert held["exp_avg.codes:0.weight"].dtype == torch.uint8
     assert held["exp_avg_sq.scale:0.weight"].shape == (64 * 64 // 256,)
     assert held["exp_avg:0.bias"].dtype == torch.float32, "too small to be worth it"
@@ -332,12 +332,12 @@ def test_averages_of_8_bits_take_a_quarter_and_lead_to_nearly_the_same_weights()
 )
 def test_a_state_of_another_optimizer_is_refused(changes: dict[str, object], difference: str) -> None:
     model, other = network(), network()
-    given, descent = make(model), make(other, **changes)
+    given, optimizer = make(model), make(other, **changes)
     update(given, model, 0)
-    before = copies(descent.state_tensors())
+    before = copies(optimizer.state_tensors())
     with pytest.raises(ConfigError, match=f"{difference}; give the optimizer's settings and the model of that run"):
-        descent.load_state_tensors(given.state_tensors())
-    assert same(descent.state_tensors(), before)
+        optimizer.load_state_tensors(given.state_tensors())
+    assert same(optimizer.state_tensors(), before)
 
 
 def test_a_state_of_another_shape_is_refused() -> None:

@@ -29,7 +29,7 @@ ELSEWHERE = torch.device("cpu")
 
 def make(model: torch.nn.Module, where: torch.device | None = ELSEWHERE, **changes: object) -> ModelOptimizer:
     tree = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "ema_decay": 0.9}
-    return ModelOptimizer(model, OptimizerSettings.model_validate(tree | changes), 10, where=where)
+    return ModelOptimizer(model, OptimizerSettings.model_validate(tree | changes), 10, device=where)
 
 
 def backward(model: Any, seed: int) -> None:
@@ -39,14 +39,14 @@ def backward(model: Any, seed: int) -> None:
     torch.autograd.backward(logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).mean())
 
 
-def learn(model: Any, descent: ModelOptimizer, steps: range) -> list[Any]:
+def learn(model: Any, optimizer: ModelOptimizer, steps: range) -> list[Any]:
     """Make steps of three microbatches each."""
     made = []
     for step in steps:
-        descent.clear()
+        optimizer.clear()
         for microbatch in range(3):
             backward(model, 3 * step + microbatch)
-        made.append(descent.apply(1.0))
+        made.append(optimizer.apply(1.0))
     return made
 
 
@@ -65,22 +65,22 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_the_place_of_the_update_changes_no_bit(tiny: Callable[..., Any], kind: str, dtype: torch.dtype) -> None:
     model, other = tiny().to(dtype), tiny().to(dtype)
     before = weights(model)
-    descent, beside = make(model, kind=kind), make(other, None, kind=kind)
-    assert learn(model, descent, range(3)) == learn(other, beside, range(3))
+    optimizer, beside = make(model, kind=kind), make(other, None, kind=kind)
+    assert learn(model, optimizer, range(3)) == learn(other, beside, range(3))
     assert_same(weights(model), weights(other))
     assert all(not torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
-    assert_same(descent.state_tensors(), beside.state_tensors())
-    assert_same(dict(descent.ema), dict(beside.ema))
+    assert_same(optimizer.state_tensors(), beside.state_tensors())
+    assert_same(dict(optimizer.ema), dict(beside.ema))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("places", [(ELSEWHERE, ELSEWHERE), (ELSEWHERE, None), (None, ELSEWHERE)])
 def test_a_state_can_be_taken_up_in_another_place(tiny: Callable[..., Any], dtype: torch.dtype, places: Any) -> None:
     model, resumed = tiny().to(dtype), tiny(seed=1).to(dtype)
-    descent, taking_up = make(model, places[0]), make(resumed, places[1])
-    learn(model, descent, range(2))
-    saved = copy.deepcopy((weights(model), descent.state_tensors()))
-    learn(model, descent, range(2, 4))
+    optimizer, taking_up = make(model, places[0]), make(resumed, places[1])
+    learn(model, optimizer, range(2))
+    saved = copy.deepcopy((weights(model), optimizer.state_tensors()))
+    learn(model, optimizer, range(2, 4))
     # After its masters were made: they are those of other weights.
     with torch.no_grad():
         for name, parameter in resumed.named_parameters():
@@ -89,52 +89,52 @@ def test_a_state_can_be_taken_up_in_another_place(tiny: Callable[..., Any], dtyp
     taking_up.num_steps = 2
     learn(resumed, taking_up, range(2, 4))
     assert_same(weights(resumed), weights(model))
-    assert_same(taking_up.state_tensors(), descent.state_tensors())
+    assert_same(taking_up.state_tensors(), optimizer.state_tensors())
 
 
 def test_gradients_leave_the_parameters_at_once_and_are_forgotten_by_clear(tiny: Callable[..., Any]) -> None:
     model, other = tiny(), tiny()
-    descent, fresh = make(model), make(other)
+    optimizer, fresh = make(model), make(other)
     backward(model, 7)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert learn(model, descent, range(1)) == learn(other, fresh, range(1))
+    assert learn(model, optimizer, range(1)) == learn(other, fresh, range(1))
     assert_same(weights(model), weights(other))
 
 
 def test_a_gradient_that_was_put_there_counts(tiny: Callable[..., Any]) -> None:
     model, other = tiny(), tiny()
-    for one, descent in ((model, make(model)), (other, make(other, None))):
+    for one, optimizer in ((model, make(model)), (other, make(other, None))):
         for number, parameter in enumerate(one.parameters()):
             parameter.grad = torch.full_like(parameter, 1.0 + number)
-        assert descent.apply(1.0).grad_norm > 0.0
+        assert optimizer.apply(1.0).grad_norm > 0.0
     assert_same(weights(model), weights(other))
 
 
 def test_a_step_that_is_skipped_changes_nothing(tiny: Callable[..., Any]) -> None:
     model = tiny()
-    descent, before = make(model), weights(model)
+    optimizer, before = make(model), weights(model)
     backward(model, 0)
-    assert descent.apply(float("nan")).skipped
+    assert optimizer.apply(float("nan")).skipped
     assert_same(weights(model), before)
-    assert not descent.state_tensors()["exp_avg:model.norm.weight"].any()
+    assert not optimizer.state_tensors()["exp_avg:model.norm.weight"].any()
 
 
 @pytest.mark.parametrize("where", [ELSEWHERE, None])
 def test_the_descent_that_came_last_gets_the_gradients(tiny: Callable[..., Any], where: torch.device | None) -> None:
     model, other = tiny(), tiny()
-    former, descent, alone = make(model), make(model, where), make(other, where)
-    assert learn(model, descent, range(1)) == learn(other, alone, range(1))
+    former, optimizer, alone = make(model), make(model, where), make(other, where)
+    assert learn(model, optimizer, range(1)) == learn(other, alone, range(1))
     assert_same(weights(model), weights(other))
     assert not former.state_tensors()["exp_avg:model.norm.weight"].any()
 
 
 def test_a_copy_of_the_model_keeps_its_own_gradients(tiny: Callable[..., Any]) -> None:
     model = tiny()
-    descent = make(model)
+    optimizer = make(model)
     reference = frozen_copy(model).requires_grad_(True)
     backward(reference, 0)
     assert all(parameter.grad is not None for parameter in reference.parameters())
-    assert descent.apply(1.0).grad_norm == 0.0
+    assert optimizer.apply(1.0).grad_norm == 0.0
 
 
 def test_for_a_model_on_a_cpu_it_is_told_that_nothing_changes(tiny: Callable[..., Any]) -> None:

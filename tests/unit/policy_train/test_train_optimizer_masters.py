@@ -48,14 +48,14 @@ def test_updates_smaller_than_the_spacing_of_bfloat16_add_up() -> None:
     model, alone = linear(), torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
     with torch.no_grad():
         model.weight.fill_(1.0)
-    descent, plain = make(model), torch.optim.AdamW([alone], lr=1e-4, weight_decay=0.0)
+    optimizer, plain = make(model), torch.optim.AdamW([alone], lr=1e-4, weight_decay=0.0)
     for _ in range(100):
-        descent.clear()
+        optimizer.clear()
         model.weight.grad, alone.grad = torch.ones_like(model.weight), torch.ones_like(alone)
-        descent.apply(1.0)
+        optimizer.apply(1.0)
         plain.step()
     assert torch.equal(alone, torch.ones_like(alone)), "the spacing below 1 is 1/256, so each update is rounded away"
-    master = descent.state_tensors()["master:weight"]
+    master = optimizer.state_tensors()["master:weight"]
     torch.testing.assert_close(master, torch.full((8, 8), 0.99), rtol=1e-5, atol=0.0)
     assert torch.equal(model.weight, master.bfloat16()), "rounded to nearest"
 
@@ -66,13 +66,13 @@ def test_masters_learn_as_a_model_in_float32_with_the_same_gradients(kind: str) 
     changes = {"kind": kind, "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "ema_decay": 0.9}
     descents = make(low, **changes), make(full, **changes)
     for seed in range(5):
-        for model, descent in zip((low, full), descents, strict=True):
-            descent.clear()
+        for model, optimizer in zip((low, full), descents, strict=True):
+            optimizer.clear()
             for parameter in model.parameters():
                 parameter.grad = draw(*parameter.shape, seed=seed).bfloat16().to(parameter.dtype)
-        first, second = (descent.apply(1.0) for descent in descents)
+        first, second = (optimizer.apply(1.0) for optimizer in descents)
         assert first == second, "the norm, too"
-    held, expected = (descent.state_tensors() for descent in descents)
+    held, expected = (optimizer.state_tensors() for optimizer in descents)
     expected |= {f"master:{name}": parameter.detach() for name, parameter in full.named_parameters()}
     assert held.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in held.items())
@@ -80,46 +80,46 @@ def test_masters_learn_as_a_model_in_float32_with_the_same_gradients(kind: str) 
 
 def test_microbatches_are_summed_in_float32() -> None:
     model = linear()
-    descent = make(model, learning_rate=1.0)
+    optimizer = make(model, learning_rate=1.0)
     sums = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
     rounded = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    descent.clear()
+    optimizer.clear()
     for seed in range(6):
         for name, gradient in accumulate(model, seed).items():
             sums[name] += gradient
             rounded[name] += gradient
         assert all(parameter.grad is None for parameter in model.parameters()), "it is freed at once"
-    norm = descent.apply(1.0).grad_norm
+    norm = optimizer.apply(1.0).grad_norm
     total = sum(float(gradient.double().square().sum()) for gradient in sums.values()) ** 0.5
     assert norm == pytest.approx(total, rel=1e-6)
     for name, gradient in sums.items():
-        held = descent.state_tensors()[f"exp_avg:{name}"]
+        held = optimizer.state_tensors()[f"exp_avg:{name}"]
         torch.testing.assert_close(held, 0.1 * gradient, rtol=1e-6, atol=0.0)
     assert any(not torch.equal(rounded[name].float(), gradient) for name, gradient in sums.items())
 
 
 def test_the_bound_scales_the_gradient_in_float32() -> None:
     model = linear()
-    descent = make(model, max_grad_norm=1e-3)
-    descent.clear()
+    optimizer = make(model, max_grad_norm=1e-3)
+    optimizer.clear()
     gradients = {name: gradient.float() for name, gradient in accumulate(model, 0).items()}
-    norm = descent.apply(1.0).grad_norm
+    norm = optimizer.apply(1.0).grad_norm
     assert norm > 1.0
     for name, gradient in gradients.items():
-        held = descent.state_tensors()[f"exp_avg:{name}"]
+        held = optimizer.state_tensors()[f"exp_avg:{name}"]
         torch.testing.assert_close(held, 0.1 * gradient * 1e-3 / norm, rtol=1e-4, atol=1e-12)
 
 
 def test_what_was_accumulated_is_forgotten_by_clear() -> None:
     model = linear()
-    descent = make(model)
+    optimizer = make(model)
     accumulate(model, 0)
-    descent.clear()
+    optimizer.clear()
     accumulate(model, 1)
     once = linear()
     other = make(once)
     accumulate(once, 1)
-    assert descent.apply(1.0) == other.apply(1.0)
+    assert optimizer.apply(1.0) == other.apply(1.0)
     assert torch.equal(model.weight, once.weight)
 
 
@@ -128,45 +128,45 @@ def test_the_descent_that_came_last_gets_the_gradients(keep: bool) -> None:
     model = linear()
     former: ModelOptimizer | None = make(model, learning_rate=0.1)
     accumulate(model, 0)
-    descent = make(model, learning_rate=0.1)
+    optimizer = make(model, learning_rate=0.1)
     if not keep:
         former = None
         gc.collect()
     gradients = accumulate(model, 1)
-    descent.apply(1.0)
+    optimizer.apply(1.0)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(descent.state_tensors()[f"exp_avg:{name}"], 0.1 * gradient.float())
+        torch.testing.assert_close(optimizer.state_tensors()[f"exp_avg:{name}"], 0.1 * gradient.float())
     if former is not None:
         assert not former.state_tensors()["exp_avg:weight"].any()
 
 
 def test_the_parameters_are_those_of_the_masters_that_were_taken_over() -> None:
     model, other = linear(), torch.nn.Linear(8, 8).bfloat16()
-    descent, resumed = make(model, learning_rate=1e-2), make(other)
+    optimizer, resumed = make(model, learning_rate=1e-2), make(other)
     accumulate(model, 0)
-    descent.apply(1.0)
-    resumed.load_state_tensors(descent.state_tensors())
+    optimizer.apply(1.0)
+    resumed.load_state_tensors(optimizer.state_tensors())
     assert torch.equal(other.weight, model.weight)
 
 
 def test_a_copy_of_the_model_keeps_its_own_gradients(tiny: Callable[..., Any]) -> None:
     model = tiny().bfloat16()
-    descent = make(model)
+    optimizer = make(model)
     reference = frozen_copy(model).requires_grad_(True)
     ids = torch.arange(6)[None]
     torch.autograd.backward(reference(input_ids=ids).logits.float().logsumexp(dim=-1).sum())
     assert all(parameter.grad is not None for parameter in reference.parameters())
-    assert descent.apply(1.0).grad_norm == 0.0
+    assert optimizer.apply(1.0).grad_norm == 0.0
 
 
 def test_a_tied_model_in_bfloat16_has_one_master_for_both_ends(tiny: Callable[..., Any]) -> None:
     model = tiny(tied=True).bfloat16()
-    descent = make(model, learning_rate=1e-2)
+    optimizer = make(model, learning_rate=1e-2)
     ids = torch.arange(6)[None]
     before = model.lm_head.weight.detach().clone()
     torch.autograd.backward(model(input_ids=ids).logits.float().logsumexp(dim=-1).sum())
-    descent.apply(1.0)
-    masters = {name.partition(":")[2] for name in descent.state_tensors() if name.startswith("master:")}
+    optimizer.apply(1.0)
+    masters = {name.partition(":")[2] for name in optimizer.state_tensors() if name.startswith("master:")}
     assert masters == {name for name, _ in model.named_parameters()}
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not torch.equal(model.lm_head.weight, before)

@@ -63,11 +63,11 @@ def test_three_steps_equal_the_definition_in_float64() -> None:
     options = OptimizerSettings(
         kind="muon", learning_rate=0.05, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.9), max_grad_norm=0.0
     )
-    descent = ModelOptimizer(model, options, total_steps=3)
+    optimizer = ModelOptimizer(model, options, total_steps=3)
     values = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     sums = {name: torch.zeros_like(value) for name, value in values.items()}
     for step in range(3):
-        descent.clear()
+        optimizer.clear()
         for number, (name, parameter) in enumerate(model.named_parameters()):
             parameter.grad = draw(*parameter.shape, seed=10 * step + number)
             if name == "gate.bias":
@@ -78,7 +78,7 @@ def test_three_steps_equal_the_definition_in_float64() -> None:
             change = torch.stack([by_singular_values(matrix) for matrix in stack]).reshape(gradient.shape)
             change = change * 0.2 * math.sqrt(max(gradient.shape[-2:]))
             values[name] = values[name] * (1.0 - 0.05 * 0.2) - 0.05 * change
-        descent.apply(1.0)
+        optimizer.apply(1.0)
     for name in ("gate.weight", "experts.up"):
         found = dict(model.named_parameters())[name]
         torch.testing.assert_close(found.double(), values[name], rtol=1e-4, atol=1e-5)
@@ -99,8 +99,8 @@ def test_matrices_change_as_with_the_muon_of_torch() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_heads_and_vectors_are_left_to_adamw(tiny: Callable[..., Any], tied: bool) -> None:
     model = tiny(tied=tied)
-    descent = ModelOptimizer(model, OptimizerSettings(kind="muon"), total_steps=1)
-    held = descent.state_tensors()
+    optimizer = ModelOptimizer(model, OptimizerSettings(kind="muon"), total_steps=1)
+    held = optimizer.state_tensors()
     muon = {name.partition(":")[2] for name in held if name.startswith("momentum:")}
     adamw = {name.partition(":")[2] for name in held if name.startswith("exp_avg:")}
     assert {name for name in muon if ".layers.0." in name} == {
@@ -139,18 +139,20 @@ class Scorer(torch.nn.Module):
 def test_tables_stacked_biases_and_scores_are_no_hidden_matrices() -> None:
     model = Scorer()
     assert hidden_matrices(model, dict(model.named_parameters())) == {"layer.weight"}
-    descent = ModelOptimizer(model, OptimizerSettings(kind="muon", learning_rate=0.5, weight_decay=0.5), total_steps=1)
+    optimizer = ModelOptimizer(
+        model, OptimizerSettings(kind="muon", learning_rate=0.5, weight_decay=0.5), total_steps=1
+    )
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    descent.apply(0.0)
+    optimizer.apply(0.0)
     kept = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
     assert kept == {"experts.up_bias", "layer.bias"}, "of a gradient of 0 only the decay is left, and biases have none"
 
 
 @pytest.mark.parametrize("model", [torch.nn.LayerNorm(4), torch.nn.Linear(4, 4, bias=False)])
 def test_a_model_may_have_one_sort_of_parameter_only(model: torch.nn.Module) -> None:
-    descent = ModelOptimizer(model, OptimizerSettings(kind="muon", learning_rate=0.1), total_steps=1)
+    optimizer = ModelOptimizer(model, OptimizerSettings(kind="muon", learning_rate=0.1), total_steps=1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = draw(*parameter.shape)
-    descent.apply(1.0)
+    optimizer.apply(1.0)
     assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

@@ -20,19 +20,19 @@ def test_views_and_shared_memory_come_back_as_they_were() -> None:
     rows, tied = whole.view(3, 4), whole[4:8]
     kept = rows.clone()
     parking = DeviceOffload(("cpu",))
-    assert parking.park([whole, rows, tied, torch.empty(0)]) == 48, "one memory behind three tensors"
+    assert parking.offload([whole, rows, tied, torch.empty(0)]) == 48, "one memory behind three tensors"
     assert whole.untyped_storage().nbytes() == 0
-    assert parking.park([whole]) == 0
-    parking.bring_back()
+    assert parking.offload([whole]) == 0
+    parking.restore()
     assert torch.equal(rows, kept)
     rows[1, 0] = -1.0
     assert tied[0] == whole[4] == -1.0
-    assert not parking.is_parked
+    assert not parking.is_offloaded
 
 
 def test_what_is_in_the_memory_of_the_host_stays_there() -> None:
     tensor = torch.ones(4)
-    assert DeviceOffload().park([tensor]) == 0
+    assert DeviceOffload().offload([tensor]) == 0
     assert torch.equal(tensor, torch.ones(4))
 
 

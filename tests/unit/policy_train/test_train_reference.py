@@ -157,7 +157,7 @@ def test_lending_adapters_leaves_the_trained_ones_as_they_were(tiny: Make, form:
     first = copies(model)
     reference = ReferenceModel(model, None)
     reference.begin(0)
-    reference.prepare(1, wanted_by="a test")
+    reference.prepare(1, required_by="a test")
     with torch.no_grad():
         for tensor in version_tensors(model).values():
             tensor.mul_(1.5)

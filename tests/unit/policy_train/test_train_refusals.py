@@ -123,7 +123,7 @@ def begun(model: Any, groups: list[ScoredGroup]) -> RlTrainer:
 
 def held(model: torch.nn.Module, trainer: RlTrainer) -> dict[str, Tensor]:
     found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return found | {name: tensor.clone() for name, tensor in trainer.descent.state_tensors().items()}
+    return found | {name: tensor.clone() for name, tensor in trainer.optimizer.state_tensors().items()}
 
 
 def assert_held(model: torch.nn.Module, trainer: RlTrainer, before: dict[str, Tensor]) -> None:
@@ -144,7 +144,7 @@ def test_a_function_of_the_users_that_fails_is_named_and_changes_nothing(
     with pytest.raises(ConfigError, match=(ADVANTAGES | LOSSES)[name][1]):
         trainer.step(groups, step=2, settings=chosen)
     assert_held(model, trainer, before)
-    assert trainer.descent.num_steps == 1
+    assert trainer.optimizer.num_steps == 1
 
 
 def test_a_bound_that_the_loss_does_not_take_is_named(tiny: Make, make_groups: Make) -> None:
@@ -165,7 +165,7 @@ def test_a_loss_that_is_not_a_number_skips_the_step(tiny: Make, make_groups: Mak
     assert metrics["num_updates"] == minibatches
     assert math.isnan(metrics["loss"])
     assert_held(model, trainer, before)
-    assert trainer.descent.num_steps == 2  # the schedule goes on
+    assert trainer.optimizer.num_steps == 2  # the schedule goes on
     assert trainer.step(groups, step=3)["skipped_step"] == 0.0
 
 

@@ -220,7 +220,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from starling.policy.train.checkpoint.dcp import Parts, write_parts
+from starling.policy.train.checkpoint.dcp import SavedTensors, write_tensors
 
 torch.set_num_threads(1)
 action, folder, rank, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -230,11 +230,11 @@ mesh = init_device_mesh("cpu", (size,))
 whole = {"weights/a": torch.arange(35.0).reshape(7, 5), "trainer/step:a": torch.tensor(3.0)}
 if action == "write":
     held = {**whole, "weights/a": distribute_tensor(whole["weights/a"], mesh, [Shard(0)])}
-    digests = write_parts(LocalFileSystem(), f"{folder}/parts", held, dist.group.WORLD)
+    digests = write_tensors(LocalFileSystem(), f"{folder}/parts", held, dist.group.WORLD)
     assert len(digests) == size + 1, digests
 else:
     held = {"weights/a": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)]), "trainer/step:a": torch.zeros(())}
-    Parts(LocalFileSystem(), f"{folder}/parts").read_into(held, dist.group.WORLD)
+    SavedTensors(LocalFileSystem(), f"{folder}/parts").read_into(held, dist.group.WORLD)
     assert torch.equal(held["weights/a"].full_tensor(), whole["weights/a"])
     assert held["trainer/step:a"] == 3.0
 dist.destroy_process_group()

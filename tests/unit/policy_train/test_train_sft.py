@@ -13,7 +13,7 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.supervised import SftStepSettings
-from starling.policy.train.data.groups import SftExample
+from starling.policy.train.data.examples import SftExample
 from starling.policy.train.sft import SftTrainer
 
 torch.set_num_threads(1)

@@ -29,7 +29,8 @@ from starling.policy.train.checkpoint.dcp import SavedTensors
 from starling.policy.train.checkpoint.header import StateHeader, VerifiedState, encode_header, find_state
 from starling.policy.train.checkpoint.state import SavedState
 from starling.policy.train.checkpoint.storage import Storage
-from starling.policy.train.data.groups import ScoredGroup, SftExample
+from starling.policy.train.data.examples import SftExample
+from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.learner import Learner
 from starling.weightsync.plan.offer import digest_of
 
@@ -81,9 +82,9 @@ def held(learner: Learner) -> dict[str, Tensor]:
     """Return copies of all tensors that a step changes, and the counters."""
     found = {name: tensor.clone() for name, tensor in learner.tensors.items()}
     if learner.trainer is not None:
-        descent = learner.trainer.descent
-        found["num_steps"] = torch.tensor(descent.num_steps)
-        found |= {name: value.clone() for name, value in descent.state_tensors().items()}
+        optimizer = learner.trainer.optimizer
+        found["num_steps"] = torch.tensor(optimizer.num_steps)
+        found |= {name: value.clone() for name, value in optimizer.state_tensors().items()}
     return found
 
 
@@ -289,13 +290,13 @@ def test_an_index_cannot_run_code(tiny: Make, tmp_path: Path) -> None:
 ENDLESS = """
 import itertools, sys
 import torch
-from starling.policy.train.checkpoint.state import HostCopy, Progress, States, named, take_state
+from starling.policy.train.checkpoint.state import HostBuffers, StateMetadata, StateStore, in_section, take_state
 from starling.policy.train.checkpoint.storage import Storage
 from starling.weightsync.plan.offer import digest_of
-model, states = torch.nn.Linear(1000, 500), States(Storage(sys.argv[1]))
+model, states = torch.nn.Linear(1000, 500), StateStore(Storage(sys.argv[1]))
 for version in itertools.count(1):
-    tensors = named("weights/", dict(model.named_parameters()))
-    states.write(take_state(Progress(run="r", version=version), tensors, torch.device("cpu"), HostCopy()))
+    tensors = in_section("weights/", dict(model.named_parameters()))
+    states.write(take_state(StateMetadata(run="r", version=version), tensors, torch.device("cpu"), HostBuffers()))
     print(version, flush=True)
 """
 
@@ -319,13 +320,13 @@ FULL_DISK = """
 import resource, sys
 import torch
 from starling.common.errors import ConfigError
-from starling.policy.train.checkpoint.state import HostCopy, Progress, States, named, take_state
+from starling.policy.train.checkpoint.state import HostBuffers, StateMetadata, StateStore, in_section, take_state
 from starling.policy.train.checkpoint.storage import Storage
 from starling.weightsync.plan.offer import digest_of
-model, states = torch.nn.Linear(64, 64), States(Storage(sys.argv[1]))
+model, states = torch.nn.Linear(64, 64), StateStore(Storage(sys.argv[1]))
 def write(version):
-    tensors = named("weights/", dict(model.named_parameters()))
-    states.write(take_state(Progress(run="r", version=version), tensors, torch.device("cpu"), HostCopy()))
+    tensors = in_section("weights/", dict(model.named_parameters()))
+    states.write(take_state(StateMetadata(run="r", version=version), tensors, torch.device("cpu"), HostBuffers()))
 write(1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 try:

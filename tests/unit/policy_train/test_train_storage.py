@@ -120,13 +120,13 @@ def test_a_damaged_state_in_s3_is_skipped(store: Store, part: str, damage: str) 
 ENDLESS = """
 import itertools, json, sys
 import torch
-from starling.policy.train.checkpoint.state import HostCopy, Progress, States, named, take_state
+from starling.policy.train.checkpoint.state import HostBuffers, StateMetadata, StateStore, in_section, take_state
 from starling.policy.train.checkpoint.storage import Storage
-states = States(Storage(sys.argv[1], json.loads(sys.argv[2])))
+states = StateStore(Storage(sys.argv[1], json.loads(sys.argv[2])))
 for version in itertools.count(1):
     weights = {"w": torch.full((1_500_000,), float(version))}
     print(version, flush=True)
-    taken = take_state(Progress(run="r", version=version), named("weights/", weights), torch.device("cpu"), HostCopy())
+    taken = take_state(StateMetadata(run="r", version=version), in_section("weights/", weights), torch.device("cpu"), HostBuffers())
     states.write(taken)
 """
 

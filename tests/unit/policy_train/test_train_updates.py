@@ -19,9 +19,9 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings, CorrectionSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.data.credit import StepGroups
 from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.errors import StepBrokenError
+from starling.policy.train.loss.credit import StepGroups
 from starling.policy.train.model.load import version_tensors
 from starling.policy.train.rl import RlTrainer
 
@@ -119,7 +119,7 @@ def test_updates_equal_a_plain_loop(
         assert metrics["loss"] == pytest.approx(math.fsum(losses) / len(losses), abs=2e-6)
         assert metrics["num_updates"] == len(losses) == len(parts) * passes
         assert metrics["learning_rate"] == pytest.approx(rate)
-        assert trainer.descent.num_steps == step
+        assert trainer.optimizer.num_steps == step
         assert_same_weights(model, plain)
 
 

@@ -106,7 +106,7 @@ def plain_logprobs(model: Any, prompted: list[PromptBlock], token_ids: np.ndarra
 
 def one_row(prompted: list[PromptBlock]) -> PackedBatch:
     rows = (tuple(range(len(prompted))),)
-    return PackedBatch(tuple(prompted), (Microbatch(rows, sum(item.num_cells for item in prompted)),), 0.0)
+    return PackedBatch(tuple(prompted), (Microbatch(rows, sum(item.num_token_slots for item in prompted)),), 0.0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,7 @@
 """Stop 7 of the walk, pack: sequences become rows, rows become microbatches.
 
 A *row* holds one or more whole sequences end to end; a *microbatch* is a rectangle of rows of equal length, which one
-forward pass takes. Its *cells* are rows x row length; a cell without a token is waste. Rows of one sequence each
+forward pass takes. Its *token slots* are rows x row length; an empty slot is waste. Rows of one sequence each
 (padding) are the special case of a row length that holds no second sequence.
 
 Pure Python: no torch, no numpy. Everything here is deterministic.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PAIR_COST = 1.0 / 1024.0
-"""Cost of one query-key pair, in cells: how attention grows against the rest of a transformer.
+"""Cost of one query-key pair, in token slots: how attention grows against the rest of a transformer.
 
 For a hidden size h the two cost about 4 h and 24 h^2 operations per layer, so 1 / (6 h); 1/1024 is h = 170.
 """
@@ -27,15 +27,15 @@ _Division = list[tuple[float, list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A rectangle of cells: for each row, the indices of the sequences that it holds, from the left."""
+    """A rectangle of token slots: for each row, the indices of the sequences that it holds, from the left."""
 
     rows: tuple[tuple[int, ...], ...]
     row_tokens: int
-    """Cells of each row: the fullest row's tokens."""
+    """Token slots of each row: the fullest row's tokens."""
 
     @property
-    def num_cells(self) -> int:
-        """Cells of the rectangle, filled or not."""
+    def num_token_slots(self) -> int:
+        """Token slots of the rectangle, filled or not."""
         return len(self.rows) * self.row_tokens
 
 
@@ -79,14 +79,14 @@ def plan_microbatches(
     row_tokens: int | None = None,
     pair_cost: float = PAIR_COST,
 ) -> list[Microbatch]:
-    """Divide sequences over microbatches of at most `tokens_per_microbatch` cells each.
+    """Divide sequences over microbatches of at most `tokens_per_microbatch` token slots each.
 
     Args:
         lengths: tokens of each sequence.
-        tokens_per_microbatch: most cells of one microbatch. A sequence longer than this still gets trained: in a
+        tokens_per_microbatch: most token slots of one microbatch. A sequence longer than this still gets trained: in a
             microbatch of its own, the only kind that exceeds the budget.
         row_tokens: length of the rows; by default the cheapest of a few multiples of the longest sequence, counting
-            the cells and `pair_cost` for each query-key pair.
+            the token slots and `pair_cost` for each query-key pair.
         pair_cost: see `PAIR_COST`.
 
     Raises:
@@ -152,20 +152,20 @@ def balance(costs: Sequence[float], num_parts: int, *, equal_sizes: bool = False
     return sorted((sorted(items) for _, items in division), key=lambda items: (not items, items))
 
 
-def num_cells(microbatches: Sequence[Microbatch]) -> int:
-    """Return the cells of all `microbatches` together."""
-    return sum(microbatch.num_cells for microbatch in microbatches)
+def num_token_slots(microbatches: Sequence[Microbatch]) -> int:
+    """Return the token slots of all `microbatches` together."""
+    return sum(microbatch.num_token_slots for microbatch in microbatches)
 
 
 def cost(microbatches: Sequence[Microbatch], pair_cost: float = PAIR_COST) -> float:
-    """Return what `plan_microbatches` minimises: cells, and query-key pairs at `pair_cost` each."""
-    return sum(batch.num_cells * (1.0 + pair_cost * batch.row_tokens) for batch in microbatches)
+    """Return what `plan_microbatches` minimises: token slots, and query-key pairs at `pair_cost` each."""
+    return sum(batch.num_token_slots * (1.0 + pair_cost * batch.row_tokens) for batch in microbatches)
 
 
 def padding_waste(microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> float:
-    """Return the share of cells that hold no token: 0 is perfect, and 0 for no cells."""
-    cells = num_cells(microbatches)
-    return 1.0 - sum(lengths) / cells if cells else 0.0
+    """Return the share of token slots that hold no token: 0 is perfect, and 0 for no token slots."""
+    slots = num_token_slots(microbatches)
+    return 1.0 - sum(lengths) / slots if slots else 0.0
 
 
 def _plan(lengths: Sequence[int], budget: int, row_tokens: int) -> list[Microbatch]:

@@ -1,4 +1,4 @@
-"""A step that broke off between two of its updates."""
+"""Errors of a training step. Importable without torch."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from starling.common.errors import ConfigError
 
 
 class StepBrokenError(ConfigError):
-    """A step failed after some of its updates were made: the weights are no version any more."""
+    """A step failed after some of its optimizer updates: the weights are not a version."""

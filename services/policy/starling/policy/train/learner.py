@@ -1,10 +1,10 @@
-"""All that a step changes: the model, and the trainer of the kind of steps that is in force."""
+"""Training state of one policy replica: the model, the active trainer, and its saved states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 import structlog
 import torch
@@ -23,16 +23,17 @@ from starling.policy.train.checkpoint.state import (
     in_section,
     take_state,
 )
-from starling.policy.train.data.examples import PreferencePair
-from starling.policy.train.data.groups import ScoredGroup, SftExample
+from starling.policy.train.data.examples import PreferencePair, SftExample
+from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.errors import StepBrokenError
 from starling.policy.train.memory.offload import DeviceOffload
 from starling.policy.train.metrics.clock import StepClock
-from starling.policy.train.model.load import version_tensors as model_tensors
+from starling.policy.train.model.load import version_tensors
 from starling.policy.train.model.lora import export_model
-from starling.policy.train.preference import DpoTrainer, RewardModelTrainer
+from starling.policy.train.preference import DpoTrainer, PreferenceTrainer, RewardModelTrainer
 from starling.policy.train.rl import RlTrainer
 from starling.policy.train.sft import SftTrainer
+from starling.policy.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,69 +43,61 @@ else:
 
 log = structlog.get_logger(__name__)
 
-Trainer = SftTrainer | RlTrainer | DpoTrainer | RewardModelTrainer
-_KINDS: Final[Mapping[type[Trainer], TrainerKind]] = {
-    SftTrainer: "sft",
-    RlTrainer: "rl",
-    DpoTrainer: "dpo",
-    RewardModelTrainer: "reward_model",
-}
-
 
 class Learner:
-    """Makes the versions of one replica, one step at a time.
+    """Makes the weight versions of one replica, one step at a time.
 
-    The first step of another kind than the one before begins with a fresh trainer. What a learner has saved, another
-    one takes up, and from there both make the same versions, bit for bit, of the same steps.
+    The first step of another kind than the step before starts with a fresh trainer. A learner that resumes from a saved
+    state makes the same versions, bit for bit, as one that never stopped.
     """
 
     def __init__(self, load: Callable[[], PreTrainedModel], settings: PolicySettings) -> None:
-        """Begin with version 0.
+        """Start with version 0.
 
         Args:
-            load: loads that version, the same bits each time: it may be needed once more as the reference of a KL term.
-            settings: what to do, where a step does not say otherwise.
+            load: loads that version, the same bits each time: it may be loaded again as the reference of a KL term.
+            settings: defaults of every step.
 
         Raises:
             ConfigError: the model cannot be loaded.
         """
         self._load, self._settings = load, settings
         self.model = load()
-        self.tensors = model_tensors(self.model)
-        """What makes up a version; changed in place by every step."""
+        self.tensors = version_tensors(self.model)
+        """The tensors of a version; every step changes them in place."""
         self.clock = StepClock(self.model.device)
-        """Where the time of each step goes; the trainers enter their phases."""
+        """Phases of each step, entered by the trainers."""
         self.trainer: Trainer | None = None
         self.next_prompt = 0
-        """Position in the data of the first prompt that no step so far has trained."""
+        """Position in the data of the first prompt that no step has trained yet."""
         self.metrics: dict[str, float] = {}
         """Of the step that made this version."""
-        self._room = HostBuffers()
-        self._parking = DeviceOffload()
+        self._buffers = HostBuffers()
+        self._offload = DeviceOffload()
         self._broken: StepBrokenError | None = None
-        """Why the weights are no version any more."""
+        """Set when the weights are not a version."""
 
     def supervise(
         self, examples: Sequence[SftExample], *, num_steps: int, changes: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Make the next version out of `examples`; see `SftTrainer.step`.
+        """Make the next version from `examples`; see `SftTrainer.step`.
 
         Args:
             examples: those of the step.
             num_steps: supervised steps in the whole run.
-            changes: what this step does otherwise than the settings say, by key of the recipe.
+            changes: settings that differ in this step, by key of the recipe.
 
         Raises:
-            StepBrokenError: this step, or one before it, broke off after it had changed the weights.
-            ConfigError: it cannot be made; the weights are as they were.
+            StepBrokenError: this step, or one before it, failed after it had changed the weights.
+            ConfigError: the step cannot be made; the weights are unchanged.
         """
         settings = changed(self._settings, changes or {})
         if not isinstance(self.trainer, SftTrainer):
             self.trainer = self._fresh("sft", num_steps)
             assert isinstance(self.trainer, SftTrainer)
-        self.trainer.descent.total_steps = num_steps  # of this run, which may go on from a shorter one's state
-        with self._stepping():
-            return self._made(self.trainer.step(examples, settings))
+        with self._stepping(self.trainer, num_steps):
+            self.metrics = self.trainer.step(examples, settings)
+        return dict(self.metrics)
 
     def reinforce(
         self,
@@ -116,18 +109,16 @@ class Learner:
         max_tokens: int = 0,
         changes: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """Make version `step` out of `groups`; see `RlTrainer.step`, and `supervise` for the rest."""
+        """Make version `step` from `groups`; see `RlTrainer.step`, and `supervise` for the other arguments."""
         settings = changed(self._settings, changes or {})
         if not isinstance(self.trainer, RlTrainer):
             self.trainer = self._fresh("rl", num_steps)
             assert isinstance(self.trainer, RlTrainer)
-        self.trainer.descent.total_steps = num_steps
-        with self._stepping():
-            return self._made(
-                self.trainer.step(
-                    groups, step=step, temperature=temperature, settings=settings, longest_completion=max_tokens
-                )
+        with self._stepping(self.trainer, num_steps):
+            self.metrics = self.trainer.step(
+                groups, step=step, temperature=temperature, settings=settings, longest_completion=max_tokens
             )
+        return dict(self.metrics)
 
     def prefer(
         self,
@@ -138,113 +129,114 @@ class Learner:
         num_steps: int,
         changes: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """Make version `step` out of `pairs`; see `DpoTrainer.step`, `RewardModelTrainer.step`, and `supervise`."""
+        """Make version `step` from `pairs`; see `PreferenceTrainer.step`, and `supervise` for the other arguments."""
         settings = changed(self._settings, changes or {})
-        if not isinstance(self.trainer, DpoTrainer | RewardModelTrainer):
+        if not isinstance(self.trainer, PreferenceTrainer):
             self.trainer = self._fresh(objective, num_steps)
-            assert isinstance(self.trainer, DpoTrainer | RewardModelTrainer)
-        self.trainer.descent.total_steps = num_steps
-        with self._stepping():
-            return self._made(self.trainer.step(pairs, step=step, settings=settings))
+            assert isinstance(self.trainer, PreferenceTrainer)
+        with self._stepping(self.trainer, num_steps):
+            self.metrics = self.trainer.step(pairs, step=step, settings=settings)
+        return dict(self.metrics)
 
     def check_whole(self) -> None:
-        """See that the weights are a version. Raises StepBrokenError when a step broke off and left others."""
+        """Check that the weights are a version. Raises StepBrokenError if a step failed between two updates."""
         if self._broken is not None:
             raise StepBrokenError(
-                f"the weights are no version since a step broke off ({self._broken}): "
-                "go on from the newest state in a fresh process"
+                f"the weights are not a version, because a step failed between two updates ({self._broken}): "
+                "restart the process from the newest state"
             ) from self._broken
 
     def take_state(self, version: int, *, run: str = "", metrics: Mapping[str, float] | None = None) -> StateSnapshot:
-        """Take the state of this moment, as `version`: a copy in memory, which holds until the next one is taken.
+        """Copy the present state, as `version`, into host memory. The copy is valid until the next one.
 
         Args:
             version: of the weights.
-            run: whose state it is.
-            metrics: what is known of that version, beside what its step measured.
+            run: id of the run.
+            metrics: of that version, besides those of its step.
 
         Raises:
-            StepBrokenError: the weights are no version.
+            StepBrokenError: the weights are not a version.
         """
         self.check_whole()
-        trainer, progress = self.trainer, None
+        trainer, trainer_state = self.trainer, None
         tensors = in_section(WEIGHTS, self.tensors)
         if trainer is not None:
-            reference = trainer.reference if isinstance(trainer, RlTrainer | DpoTrainer) else None
-            progress = TrainerState(
-                kind=_KINDS[type(trainer)],
-                num_steps=trainer.descent.num_steps,
-                total_steps=trainer.descent.total_steps,
+            reference = trainer.reference
+            trainer_state = TrainerState(
+                kind=trainer.kind,
+                num_steps=trainer.optimizer.num_steps,
+                total_steps=trainer.optimizer.total_steps,
                 begun_at=-1 if reference is None else reference.version,
             )
-            tensors |= in_section(TRAINER, trainer.descent.state_tensors())
-            # The initial model can be loaded again.
+            tensors |= in_section(TRAINER, trainer.optimizer.state_tensors())
+            # Version 0 can be loaded again.
             if reference is not None and reference.version > 0:
                 tensors |= in_section(REFERENCE, reference.tensors)
-        told = StateMetadata(
+        metadata = StateMetadata(
             run=run,
             version=version,
             next_prompt=self.next_prompt,
-            trainer=progress,
+            trainer=trainer_state,
             metrics={**self.metrics, **(metrics or {})},
         )
-        return take_state(told, tensors, self.model.device, self._room)
+        return take_state(metadata, tensors, self.model.device, self._buffers)
 
     def resume(self, saved: SavedState, *, next_kind: TrainerKind | None = None) -> int:
-        """Take up what was saved. Returns its version.
+        """Restore a saved state. Returns its version.
 
         Args:
             saved: the state.
-            next_kind: what the next step learns from, where the state is of another run. The trainer of another kind
-                is then left where it is: no step will need it, and its settings may be others in this run.
+            next_kind: kind of the next step, where the state is of another run. A trainer of another kind is then not
+                restored: no step needs it, and this run may have other settings for it.
 
         Raises:
-            ConfigError: the state is of another model, or of another optimizer.
+            ConfigError: the state is of another model or another optimizer.
         """
         saved.restore(WEIGHTS, self.tensors)
         self.next_prompt, self.metrics = saved.state.next_prompt, saved.state.metrics
         trainer = saved.state.trainer
         if trainer is not None and next_kind in (None, trainer.kind):
-            self._resume_trainer(saved, trainer)
+            self._restore_trainer(saved, trainer)
         elif trainer is not None:
-            log.info("the optimizer of the state is not taken up", of=trainer.kind, next_step=next_kind)
+            log.info("the optimizer of the state is not restored", kind=trainer.kind, next_step=next_kind)
         saved.restore_random(self.model.device)
         return saved.state.version
 
     @property
     def asleep(self) -> bool:
-        """Say whether others have the devices."""
-        return self._parking.is_parked
+        """Whether the devices are given to other processes."""
+        return self._offload.is_offloaded
 
     def sleep(self) -> int:
-        """Take all that stays between two steps off the devices. Returns how many bytes that frees there."""
-        held = [*self.model.parameters(), *self.model.buffers()]
+        """Move everything that persists between steps off the devices. Returns the bytes freed there."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
         if self.trainer is not None:
-            self.trainer.descent.clear()
-            held += self.trainer.descent.state_tensors().values()
-            if isinstance(self.trainer, RlTrainer | DpoTrainer):
-                held += self.trainer.reference.tensors.values()
-        return self._parking.park(held)
+            self.trainer.optimizer.clear()
+            tensors += self.trainer.optimizer.state_tensors().values()
+            if self.trainer.reference is not None:
+                tensors += self.trainer.reference.tensors.values()
+        return self._offload.offload(tensors)
 
     def wake(self) -> None:
-        """Take the devices back; everything is as it was, bit for bit."""
-        self._parking.bring_back()
+        """Move everything back to the devices, bit for bit as it was."""
+        self._offload.restore()
 
     def exported(self, *, merged: bool = False) -> dict[str, Tensor]:
-        """Return a copy of what an export holds, in memory; it holds until the next copy is taken.
+        """Copy the tensors of an export into host memory. The copy is valid until the next one.
 
-        Of a model with adapters that is the adapters, or, with `merged`, the weights of a model without any.
+        For a model with adapters these are the adapters, or, with `merged`, the weights of the merged model.
 
         Raises:
-            StepBrokenError: the weights are no version.
+            StepBrokenError: the weights are not a version.
         """
         self.check_whole()
-        copies = self._room.take(in_section(WEIGHTS, export_model(self.model) if merged else self.tensors))
+        copies = self._buffers.take(in_section(WEIGHTS, export_model(self.model) if merged else self.tensors))
         return {name.removeprefix(WEIGHTS): tensor for name, tensor in copies.items()}
 
     @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Let a step be made, and remember when it breaks off with the weights changed."""
+    def _stepping(self, trainer: Trainer, num_steps: int) -> Iterator[None]:
+        """Prepare a step of a run of `num_steps`, and record whether it fails with the weights changed."""
+        trainer.optimizer.total_steps = num_steps  # a restored state may be of a shorter run
         self.check_whole()
         try:
             yield
@@ -252,21 +244,17 @@ class Learner:
             self._broken = error
             raise
 
-    def _made(self, metrics: dict[str, float]) -> dict[str, float]:
-        self.metrics = metrics
-        return dict(metrics)
-
-    def _resume_trainer(self, saved: SavedState, progress: TrainerState) -> None:
-        self.trainer = trainer = self._fresh(progress.kind, progress.total_steps)
-        if isinstance(trainer, RlTrainer | DpoTrainer):
-            trainer.reference.version = progress.begun_at
+    def _restore_trainer(self, saved: SavedState, state: TrainerState) -> None:
+        self.trainer = trainer = self._fresh(state.kind, state.total_steps)
+        if trainer.reference is not None:
+            trainer.reference.version = state.begun_at
             if saved.has(REFERENCE):
                 saved.restore(REFERENCE, trainer.reference.keep())
-        self.trainer.descent.num_steps = progress.num_steps
-        self.trainer.descent.load_state_tensors(saved.read(TRAINER))
+        trainer.optimizer.num_steps = state.num_steps
+        trainer.optimizer.load_state_tensors(saved.read(TRAINER))
 
     def _fresh(self, kind: TrainerKind, num_steps: int) -> Trainer:
-        """Return a new trainer, in place of the one in force: there may be no room for the optimizers of both."""
+        """Return a new trainer, after dropping the active one: both optimizers might not fit in memory."""
         self.trainer = None
         model, settings, clock = self.model, self._settings, self.clock
         match kind:
@@ -280,7 +268,7 @@ class Learner:
                 return RlTrainer(model, settings, total_steps=num_steps, clock=clock, initial=self._reload)
 
     def _reload(self) -> PreTrainedModel:
-        """Load version 0 once more. Whatever that draws, the steps go on as if it had drawn nothing."""
+        """Load version 0 again, without effect on the generators of random numbers."""
         device = self.model.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             return self._load().requires_grad_(False)

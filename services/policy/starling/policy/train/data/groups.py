@@ -1,4 +1,4 @@
-"""What a step is made of: scored groups, or supervised examples."""
+"""Scored groups as arrays: the data of a reinforcement-learning step, and its decoding from the wire."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _EXTRA: Final[dict[str, np.dtype[Any]]] = {
     **{grid: np.dtype(np.int64) for grid in _PIXELS.values()},
     POSITIONS: np.dtype(np.int32),
 }
-"""What a prompt with images has besides its tokens, as `TrainGroup` says; each has two dimensions."""
-_TAUGHT: Final[dict[str, tuple[np.dtype[Any], int]]] = {
+"""Tensors of a prompt with images, by name (see `TrainGroup`); each has two dimensions."""
+_TEACHER: Final[dict[str, tuple[np.dtype[Any], int]]] = {
     "teacher_logprobs": (np.dtype(np.float32), 1),
     "teacher_top_ids": (np.dtype(np.int32), 2),
     "teacher_top_logprobs": (np.dtype(np.float32), 2),
 }
-"""What a teacher says, as `TokensScored` lists it: element type and dimensions."""
+"""Tensors of a teacher, by name (see `TokensScored`): element type and number of dimensions."""
 LOSS_MASK: Final = "loss_mask"
 _MASK_DTYPE: Final = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherLogprobs:
-    """What a teacher says of the T tokens of a group."""
+    """A teacher's log-probabilities of the T tokens of a group."""
 
     logprobs: FloatArray
     """Log-probability of each token, [T]."""
@@ -58,27 +58,27 @@ class ScoredGroup:
     completion_ids: IntArray
     """Token ids, [T]."""
     logprobs: FloatArray
-    """Log-probability of each token when it was sampled, [T]."""
+    """Log-probability of each token at sampling, [T]."""
     versions: IntArray
     """Weight version that sampled each token, [T]."""
     lengths: tuple[int, ...]
-    """Tokens of each completion; their sum is T. One in which nothing was sampled is scored but not trained."""
+    """Tokens of each completion; their sum is T. A completion without sampled tokens is scored but not trained."""
     rewards: tuple[float, ...]
     """Reward of each completion."""
     prompt_id: str = ""
     """Names the group in errors."""
     temperature: float = 0.0
-    """Divisor of the logits under which it was sampled; 0 for that of the step."""
+    """Divisor of the logits at sampling; 0 for that of the step."""
     cut: tuple[bool, ...] = ()
     """Whether each completion was cut off at its token limit; empty where none was."""
-    taught: TeacherLogprobs | None = None
-    """What a teacher says of its tokens, in a run that has one."""
+    teacher: TeacherLogprobs | None = None
+    """In runs with a teacher."""
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """What the model takes of the prompt's images and videos, by name, and where the prompt's tokens stand; empty for
-    a prompt of text."""
+    """Model inputs of the prompt's images and videos, by name, and the positions of the prompt's tokens; empty for a
+    text prompt."""
     loss_mask: npt.NDArray[np.uint8] | None = None
-    """1 for each token that the model sampled, 0 for what an environment said between its replies, which is context
-    and nothing else, [T]; None where all were sampled."""
+    """1 for each token that the model sampled, 0 for an environment's tokens between its replies, which are context
+    only, [T]; None where all were sampled."""
 
     @property
     def sampled(self) -> Flags:
@@ -87,7 +87,7 @@ class ScoredGroup:
 
     @property
     def num_sampled(self) -> tuple[int, ...]:
-        """Tokens of each completion that the model sampled: those to train."""
+        """Sampled tokens of each completion: those to train."""
         if self.loss_mask is None:
             return self.lengths
         totals = np.concatenate(([0], np.cumsum(self.sampled)))[np.cumsum((0, *self.lengths))]
@@ -99,10 +99,10 @@ class ScoredGroup:
         return self.cut or (False,) * len(self.lengths)
 
     def __post_init__(self) -> None:
-        _check_prompt(self.prompt_ids, self.prompt_id)
+        check_prompt(self.prompt_ids, self.prompt_id)
         _check_extra(self.extra, len(self.prompt_ids), self.prompt_id)
         total = sum(self.lengths)
-        _check_taught(self.taught, total, self.prompt_id)
+        _check_teacher(self.teacher, total, self.prompt_id)
         sizes = (len(self.completion_ids), len(self.logprobs), len(self.versions))
         if any(size != total for size in sizes) or min(self.lengths, default=0) < 0:
             raise ConfigError(
@@ -117,37 +117,20 @@ class ScoredGroup:
             )
         if self.cut and len(self.cut) != len(self.lengths):
             raise ConfigError(
-                f"group {self.prompt_id!r} has {len(self.lengths)} completions and says of {len(self.cut)} whether "
-                "they were cut off: say it of each"
+                f"group {self.prompt_id!r} has {len(self.lengths)} completions and {len(self.cut)} flags whether they "
+                "were cut off: give one flag per completion"
             )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SftExample:
-    """A prompt and the response to learn."""
-
-    prompt_ids: IntArray
-    """Token ids, [prompt], at least one."""
-    response_ids: IntArray
-    """Token ids, [response], the end-of-sequence token included."""
-    prompt_id: str = ""
-    """Names the example in errors."""
-
-    def __post_init__(self) -> None:
-        _check_prompt(self.prompt_ids, self.prompt_id)
-        if not len(self.response_ids):
-            raise ConfigError(f"example {self.prompt_id!r} has an empty response: give at least one token to learn")
-
-
 def groups_from_wire(groups: Sequence[TrainGroup], buffers: Sequence[Any]) -> list[ScoredGroup]:
-    """Read the groups of a `TrainStep` from its buffer frames, without copying them.
+    """Decode the groups of a `TrainStep` from its buffer frames, without copying them.
 
     Args:
-        groups: the message's groups.
-        buffers: its frames (bytes or memoryviews) in the order of the groups: four for each, and those that it names.
+        groups: of the message.
+        buffers: its frames (bytes or memoryviews) in the order of the groups: four for each, then the named ones.
 
     Raises:
-        WireError: frames are missing, left over, or not what their description says.
+        WireError: frames are missing, left over, or do not match their description.
     """
     frames = iter(buffers)
     read = [_read(group, frames) for group in groups]
@@ -162,24 +145,24 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
         raise WireError(f"group {group.prompt_id!r} describes {len(group.tensors)} tensors instead of {len(_DTYPES)}")
     arrays: list[npt.NDArray[Any]] = []
     extra: dict[str, npt.NDArray[Any]] = {}
-    taught: dict[str, npt.NDArray[Any]] = {}
+    teacher: dict[str, npt.NDArray[Any]] = {}
     loss_mask: npt.NDArray[np.uint8] | None = None
-    for at, meta in enumerate(group.tensors):
+    for index, meta in enumerate(group.tensors):
         frame = next(frames, None)
         if frame is None:
             raise WireError(f"group {group.prompt_id!r} lacks a buffer that it describes")
-        if at < len(_DTYPES):
-            arrays.append(_array(group.prompt_id, meta, _DTYPES[at], 1, frame))
+        if index < len(_DTYPES):
+            arrays.append(_array(group.prompt_id, meta, _DTYPES[index], 1, frame))
         elif meta.name in _EXTRA:
             extra[meta.name] = _array(group.prompt_id, meta, _EXTRA[meta.name], 2, frame)
-        elif meta.name in _TAUGHT:
-            dtype, ndim = _TAUGHT[meta.name]
-            taught[meta.name] = _array(group.prompt_id, meta, dtype, ndim, frame)
+        elif meta.name in _TEACHER:
+            dtype, ndim = _TEACHER[meta.name]
+            teacher[meta.name] = _array(group.prompt_id, meta, dtype, ndim, frame)
         elif meta.name == LOSS_MASK:
             loss_mask = _array(group.prompt_id, meta, _MASK_DTYPE, 1, frame)
         else:
-            known = ", ".join([*_EXTRA, *_TAUGHT, LOSS_MASK])
-            raise WireError(f"group {group.prompt_id!r} has a tensor {meta.name!r} and can only have {known}")
+            allowed = ", ".join([*_EXTRA, *_TEACHER, LOSS_MASK])
+            raise WireError(f"group {group.prompt_id!r} has a tensor {meta.name!r} and can only have {allowed}")
     prompt_ids, completion_ids, logprobs, versions = arrays
     try:
         return ScoredGroup(
@@ -192,7 +175,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
             prompt_id=group.prompt_id,
             temperature=group.temperature,
             cut=tuple(trajectory.status is Status.TRUNCATED for trajectory in group.trajectories),
-            taught=_taught(taught),
+            teacher=_teacher_logprobs(teacher),
             extra=extra,
             loss_mask=loss_mask,
         )
@@ -200,26 +183,28 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
         raise WireError(str(error)) from error
 
 
-def _taught(found: Mapping[str, npt.NDArray[Any]]) -> TeacherLogprobs | None:
-    if "teacher_logprobs" not in found:
+def _teacher_logprobs(tensors: Mapping[str, npt.NDArray[Any]]) -> TeacherLogprobs | None:
+    if "teacher_logprobs" not in tensors:
         return None
-    return TeacherLogprobs(found["teacher_logprobs"], found.get("teacher_top_ids"), found.get("teacher_top_logprobs"))
+    return TeacherLogprobs(
+        tensors["teacher_logprobs"], tensors.get("teacher_top_ids"), tensors.get("teacher_top_logprobs")
+    )
 
 
-def _check_taught(taught: TeacherLogprobs | None, num_tokens: int, prompt_id: str) -> None:
-    if taught is None:
+def _check_teacher(teacher: TeacherLogprobs | None, num_tokens: int, prompt_id: str) -> None:
+    if teacher is None:
         return
-    ids, logprobs = taught.top_ids, taught.top_logprobs
-    fits = len(taught.logprobs) == num_tokens and (ids is None) == (logprobs is None)
+    ids, logprobs = teacher.top_ids, teacher.top_logprobs
+    fits = len(teacher.logprobs) == num_tokens and (ids is None) == (logprobs is None)
     if ids is not None and logprobs is not None:
         fits = fits and ids.shape == logprobs.shape and len(ids) == num_tokens
     if not fits:
         raise ConfigError(
-            f"group {prompt_id!r} has {num_tokens} tokens and what its teacher says is of others: "
-            f"{len(taught.logprobs)} log-probabilities, and likeliest tokens of shape "
+            f"group {prompt_id!r} has {num_tokens} tokens and its teacher's data does not match them: "
+            f"{len(teacher.logprobs)} log-probabilities, and likeliest tokens of shape "
             f"{[None if array is None else list(array.shape) for array in (ids, logprobs)]}"
         )
-    if not all(np.isfinite(array).all() for array in (taught.logprobs, logprobs) if array is not None):
+    if not all(np.isfinite(array).all() for array in (teacher.logprobs, logprobs) if array is not None):
         raise ConfigError(f"group {prompt_id!r} cannot be trained: a log-probability of its teacher is not finite")
 
 
@@ -229,7 +214,7 @@ def _check_mask(loss_mask: npt.NDArray[np.uint8] | None, num_tokens: int, prompt
     if loss_mask.dtype != _MASK_DTYPE or loss_mask.shape != (num_tokens,):
         raise ConfigError(
             f"group {prompt_id!r} has {num_tokens} tokens and a loss mask {loss_mask.dtype}{list(loss_mask.shape)}: "
-            "it must be uint8 and say of each token whether it was sampled"
+            "it must be uint8 with one entry per token"
         )
     if loss_mask.max(initial=0) > 1:
         raise ConfigError(f"group {prompt_id!r} has {loss_mask.max()} in its loss mask: 1 is sampled, 0 is not")
@@ -247,24 +232,25 @@ def _array(prompt_id: str, meta: TensorMeta, dtype: np.dtype[Any], ndim: int, fr
 
 
 def _check_extra(extra: Mapping[str, npt.NDArray[Any]], prompt_tokens: int, prompt_id: str) -> None:
-    """Refuse images that are not what their grids describe: the model would spread them over other prompts."""
+    """Refuse images that do not match their grids: the model would spread them over other prompts."""
     if not extra:
         return
     for pixels, grid in _PIXELS.items():
-        have = len(extra[pixels]) if pixels in extra else 0
+        num_rows = len(extra[pixels]) if pixels in extra else 0
         if grid in extra and extra[grid].shape[1] != 3:
-            found = list(extra[grid].shape)
-            raise ConfigError(f"group {prompt_id!r} has grids {found} instead of three columns in {grid}")
+            shape = list(extra[grid].shape)
+            raise ConfigError(f"group {prompt_id!r} has grids {shape} instead of three columns in {grid}")
         described = int(extra[grid].prod(axis=1).sum()) if grid in extra else 0
-        if have != described:
-            raise ConfigError(f"group {prompt_id!r} has {have} rows of {pixels} where {grid} describes {described}")
+        if num_rows != described:
+            raise ConfigError(f"group {prompt_id!r} has {num_rows} rows of {pixels} where {grid} describes {described}")
     positions = extra.get(POSITIONS)
     if positions is None or positions.shape != (3, prompt_tokens):
-        shape = "none" if positions is None else list(positions.shape)
-        raise ConfigError(f"group {prompt_id!r} has images and {POSITIONS} {shape} instead of [3, {prompt_tokens}]")
+        given = "none" if positions is None else list(positions.shape)
+        raise ConfigError(f"group {prompt_id!r} has images and {POSITIONS} {given} instead of [3, {prompt_tokens}]")
 
 
-def _check_prompt(prompt_ids: IntArray, prompt_id: str) -> None:
+def check_prompt(prompt_ids: IntArray, prompt_id: str) -> None:
+    """Refuse an empty prompt. Raises ConfigError."""
     if not len(prompt_ids):
         raise ConfigError(
             f"prompt {prompt_id!r} has no tokens: give at least one, such as the beginning-of-sequence token"

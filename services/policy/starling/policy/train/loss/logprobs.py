@@ -1,14 +1,14 @@
-"""The log-probabilities of the trained tokens, without the logits of all of them at once.
+"""Log-probabilities of the trained tokens, computed in chunks without materialising all logits.
 
-The logits of a step, [trained tokens, vocabulary], are often more than all other activations together. They are
+The logits of a step, [trained tokens, vocabulary], often take more memory than all other activations together. They are
 computed in chunks, twice:
 
-    forward     by tokens: a chunk's logits, its log-probabilities, and per token the two numbers that normalise them
-    backward    by columns of the vocabulary: the logits of all tokens again, which become their own gradient in place
+    forward     by tokens: a chunk's logits, its log-probabilities, and two normalisation constants per token
+    backward    by columns of the vocabulary: the logits of all tokens again, turned into their own gradient in place
 
-By columns because each row of the output layer's gradient is then one matrix product over all tokens, summed in
-float32 inside it. By tokens it would be a sum over chunks, and a float32 one needs a buffer of twice the layer's size;
-the sum that is left, that of the hidden states' gradient, is much smaller: 4 bytes per trained token and hidden unit.
+By columns, because each row of the output layer's gradient is then one matrix product over all tokens, summed in
+float32 inside it. By tokens it would be a sum over chunks, and a float32 sum needs a buffer of twice the layer's size;
+the remaining sum, that of the hidden states' gradient, is much smaller: 4 bytes per trained token and hidden unit.
 
 Softmax is computed in float32 on a few rows of a chunk at a time. Legend of shapes: N trained tokens, H hidden units,
 V vocabulary.
@@ -27,10 +27,10 @@ from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.model.lm_head import LmHead, LogitTransform, find_lm_head, trained_hidden, trained_logits
 
 _PARTS: Final = 24
-"""A chunk's rows are computed in float32 so many parts apart: at most three such parts exist, a quarter of a bfloat16
-chunk."""
+"""Number of parts in which a chunk's rows are computed in float32: at most three parts exist at a time, a quarter of a
+bfloat16 chunk."""
 _COLUMN_MULTIPLE: Final = 64
-"""Columns at a time are a multiple of this, for the matrix units of GPUs."""
+"""Columns per block are a multiple of this, for the matrix units of GPUs."""
 
 
 def token_logprobs(
@@ -42,18 +42,17 @@ def token_logprobs(
     with_entropy_gradient: bool = False,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each trained token, and the entropy of its distribution, both float32 [N].
+    """Return the log-probability of each trained token and the entropy of its distribution, both float32 [N].
 
-    Both are of ``softmax(logits / temperature)``, the distribution from which the tokens were drawn.
+    Both are of ``softmax(logits / temperature)``, the distribution from which the tokens were sampled.
 
     Args:
         model: a causal language model.
         inputs: one microbatch.
         temperature: one for all, or [N].
-        targets: int64 [N, K], to ask at each position for K tokens, and not for the trained one; the log-probabilities
-            are then [N, K].
-        with_entropy_gradient: differentiate the entropy too; else it is a metric.
-        chunk_tokens: tokens whose logits exist at a time. It changes the rounding of gradients at most.
+        targets: int64 [N, K], K tokens per position in place of the trained one; the log-probabilities are then [N, K].
+        with_entropy_gradient: differentiate the entropy too; otherwise it is a metric.
+        chunk_tokens: tokens whose logits exist at a time; it affects only the rounding of gradients.
     """
     head = find_lm_head(model)
     targets = inputs.targets if targets is None else targets
@@ -79,8 +78,8 @@ def head_logprobs(
     with_entropy_gradient: bool = False,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `token_logprobs` does, from the hidden states [N, H] before the output layer."""
-    task = _task(targets, temperature, with_entropy_gradient, head.finish, chunk_tokens)
+    """Return the same as `token_logprobs`, from the hidden states [N, H] before the output layer."""
+    task = _task(targets, temperature, with_entropy_gradient, head.transform, chunk_tokens)
     logprobs, entropy = _HeadLogprobs.apply(hidden, head.weight, head.bias, task)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -88,7 +87,7 @@ def head_logprobs(
 def logits_logprobs(
     logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0, *, with_entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return what `token_logprobs` does, from logits [N, V] that there are."""
+    """Return the same as `token_logprobs`, from logits [N, V]."""
     task = _task(targets, temperature, with_entropy_gradient, LogitTransform(), len(targets))
     logprobs, entropy = _LogitsLogprobs.apply(logits, task)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -96,24 +95,28 @@ def logits_logprobs(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task:
-    """What stays as it is from forward to backward, and has no gradient."""
+    """Arguments without a gradient, shared by forward and backward."""
 
     targets: Tensor
     """int64 [N] or [N, K]"""
     divisor: Tensor | None
     """float32 [N]: the temperatures; None where all are 1."""
     with_entropy_gradient: bool
-    finish: LogitTransform
+    transform: LogitTransform
     chunk_tokens: int
 
 
 def _task(
-    targets: Tensor, temperature: float | Tensor, with_entropy_gradient: bool, finish: LogitTransform, chunk_tokens: int
+    targets: Tensor,
+    temperature: float | Tensor,
+    with_entropy_gradient: bool,
+    transform: LogitTransform,
+    chunk_tokens: int,
 ) -> _Task:
     divisor = temperature if isinstance(temperature, Tensor) else None
     if not isinstance(temperature, Tensor) and temperature != 1.0:
         divisor = torch.full((len(targets),), temperature, dtype=torch.float32, device=targets.device)
-    return _Task(targets, divisor, with_entropy_gradient, finish, chunk_tokens)
+    return _Task(targets, divisor, with_entropy_gradient, transform, chunk_tokens)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -123,24 +126,24 @@ class _HeadLogprobs(torch.autograd.Function):
         buffer = weight.new_empty(min(task.chunk_tokens, len(hidden)) * len(weight))
         for chunk in _parts(0, len(hidden), task.chunk_tokens):
             logits = _project(hidden[chunk], weight, bias, buffer)
-            normalised.measure_(task.finish.apply_(logits), task, chunk.start)
-        return _keep(ctx, task, normalised, hidden, weight, bias)
+            normalised.measure_(task.transform.apply_(logits), task, chunk.start)
+        return _save(ctx, task, normalised, hidden, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         task: _Task = ctx.task
-        *kept, hidden, weight, bias = ctx.saved_tensors
-        differential = _Differential(task, _Normalised(*kept), *outer)
-        wanted = ctx.needs_input_grad
+        *normalised, hidden, weight, bias = ctx.saved_tensors
+        differential = _Differential(task, _Normalised(*normalised), *outer)
+        needed = ctx.needs_input_grad
         columns = _columns_at_a_time(hidden, len(weight), task.chunk_tokens)
-        sums = _Sums(hidden, single=columns == len(weight)) if wanted[0] else None
-        weight_gradient = torch.empty_like(weight) if wanted[1] else None
-        bias_gradient = torch.empty_like(bias) if wanted[2] else None
+        sums = _Sums(hidden, single=columns == len(weight)) if needed[0] else None
+        weight_gradient = torch.empty_like(weight) if needed[1] else None
+        bias_gradient = torch.empty_like(bias) if needed[2] else None
         buffer = weight.new_empty(len(hidden) * columns)
         for block in _parts(0, len(weight), columns):
             logits = _project(hidden, weight[block], None if bias is None else bias[block], buffer)
-            gradient = differential.replace_(task.finish.apply_(logits), block)
+            gradient = differential.replace_(task.transform.apply_(logits), block)
             if sums is not None:
                 sums.add(gradient, weight[block])
             if weight_gradient is not None:
@@ -155,18 +158,18 @@ class _LogitsLogprobs(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, task: _Task) -> tuple[Tensor, Tensor]:
         normalised = _Normalised.empty_like(task.targets)
         normalised.measure_(logits, task, 0)
-        return _keep(ctx, task, normalised, logits)
+        return _save(ctx, task, normalised, logits)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor, None]:
-        *kept, logits = ctx.saved_tensors
-        differential = _Differential(ctx.task, _Normalised(*kept), *outer)
+        *normalised, logits = ctx.saved_tensors
+        differential = _Differential(ctx.task, _Normalised(*normalised), *outer)
         return differential.replace_(logits.clone(), slice(0, logits.shape[1])), None
 
 
-def _keep(ctx: Any, task: _Task, normalised: _Normalised, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keep what the backward pass needs, and return what the forward pass does."""
+def _save(ctx: Any, task: _Task, normalised: _Normalised, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Save the backward pass's inputs, and return the forward pass's results."""
     ctx.task = task
     ctx.save_for_backward(*(getattr(normalised, field.name) for field in fields(normalised)), *inputs)
     ctx.set_materialize_grads(False)
@@ -177,7 +180,7 @@ def _keep(ctx: Any, task: _Task, normalised: _Normalised, *inputs: Tensor | None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Normalised:
-    """What is known of each trained token's distribution; float32 [N] where not said otherwise."""
+    """Normalisation and results of each trained token's distribution; float32 [N] unless stated otherwise."""
 
     logprobs: Tensor
     """Of the targets, in their shape."""
@@ -193,7 +196,7 @@ class _Normalised:
         return cls(torch.empty_like(targets, dtype=torch.float32), *others)
 
     def measure_(self, logits: Tensor, task: _Task, first: int) -> None:
-        """Fill in the tokens from `first` on, whose finished logits these are."""
+        """Fill in the tokens from `first` on, given their transformed logits."""
         for part in _parts(0, len(logits), _rows_at_a_time(len(logits))):
             rows = slice(first + part.start, first + part.stop)
             scaled = logits[part].float()
@@ -201,7 +204,7 @@ class _Normalised:
                 scaled = scaled / task.divisor[rows, None]
             self.largest[rows] = scaled.amax(dim=-1)
             logs = torch.log_softmax(scaled, dim=-1)
-            del scaled  # Before the next temporary: the part counts in the peak.
+            del scaled  # before the next temporary: the part counts in the peak
             # The largest logit's log-probability is 0 - log_sum, exactly.
             self.log_sum[rows] = -logs.amax(dim=-1)
             wanted = task.targets[rows]
@@ -222,11 +225,11 @@ class _Differential:
     """float32 [N], likewise of the entropy."""
 
     def replace_(self, logits: Tensor, columns: slice) -> Tensor:
-        """Turn finished logits into the gradient with respect to raw ones, in place. Returns `logits`.
+        """Turn transformed logits into the gradient with respect to raw ones, in place. Returns `logits`.
 
         Args:
             logits: [N, columns].
-            columns: which of the vocabulary they are.
+            columns: their range in the vocabulary.
         """
         for rows in _parts(0, len(logits), _rows_at_a_time(len(logits))):
             values = logits[rows]
@@ -234,7 +237,7 @@ class _Differential:
             logs.sub_(self.normalised.largest[rows, None]).sub_(self.normalised.log_sum[rows, None])
             gradient = self._divide_(self._by_scaled_(logs, rows, columns), rows)
             del logs
-            values.copy_(self.task.finish.differentiate_(gradient, values))
+            values.copy_(self.task.transform.differentiate_(gradient, values))
             del gradient
         return logits
 
@@ -292,18 +295,18 @@ def _rows_at_a_time(num_rows: int) -> int:
 
 
 def _columns_at_a_time(hidden: Tensor, num_columns: int, chunk_tokens: int) -> int:
-    """Return of how many columns all tokens' logits, and the float32 sum beside them, take no more than a chunk."""
+    """Return the number of columns for which all tokens' logits and the float32 sum take no more than a chunk."""
     num_tokens, hidden_size = hidden.shape
     if num_tokens <= chunk_tokens:
         return num_columns
     most = num_columns * chunk_tokens // num_tokens
     sum_columns = 0 if hidden.dtype == torch.float32 else hidden_size * 4 // hidden.element_size()
-    # Not less than half: where the sum alone is as large as a chunk, the hidden states themselves are what counts.
+    # Not less than half: where the sum alone is as large as a chunk, the hidden states dominate the memory.
     columns = max(most - sum_columns, most // 2, 1)
     return columns - columns % _COLUMN_MULTIPLE if columns > _COLUMN_MULTIPLE else columns
 
 
 def _parts(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Yield [start, stop) in parts of `size`, the last one perhaps shorter."""
+    """Yield [start, stop) in parts of `size`; the last part may be shorter."""
     for begin in range(start, stop, size):
         yield slice(begin, min(begin + size, stop))

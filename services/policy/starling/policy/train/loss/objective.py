@@ -1,4 +1,4 @@
-"""What a step's settings ask for: the functions of its algorithm, with their options bound."""
+"""Objective of a reinforcement-learning step: the functions of its algorithm with their options, and the token loss."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from starling.algo.algorithm import Aggregate, Correction, Old, defaults, find, functions
+from starling.algo.loss.correct import correct
+from starling.algo.loss.regularisers import entropy_bonus, kl_loss, positive_nll
 from starling.algo.loss.terms import LossTerms, Tokens
 from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings
+from starling.policy.train.metrics.tokens import TokenMetrics
 
 Advantage = Callable[[Sequence[Sequence[float]]], list[list[float]]]
-"""The rewards of each group of a step become the advantages of its completions."""
+"""From the rewards of each group of a step to the advantages of its completions."""
 
 _OPTIONS: Final = ("clip_low", "clip_high", "dual_clip", "max_ratio", "advantage_scale")
-"""Settings that are arguments of a loss or an advantage; unset, they are as the algorithm has them."""
-_NAMES: Final = {"advantage_scale": "scale"}
-"""Those whose argument has another name."""
+"""Settings that are arguments of a loss or an advantage function; unset, the algorithm's own value applies."""
+_ARGUMENTS: Final = {"advantage_scale": "scale"}
+"""Names of the arguments where they differ from the setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +38,18 @@ class Objective:
     corrections: tuple[Correction, ...]
     mask_truncated: bool
     in_force: Mapping[str, Any]
-    """Options of the loss and the advantage, by name of their arguments, with the functions' own defaults."""
+    """Options of the loss and the advantage function by argument name, the functions' own defaults included."""
 
 
 def objective_of(settings: AlgorithmSettings) -> Objective:
-    """Resolve the algorithm that `settings` name, with what they want otherwise.
+    """Resolve the algorithm of `settings`, with the options that they override.
 
     Raises:
-        ConfigError: there is no such algorithm, an option that it does not take, or a correction without an effect.
+        ConfigError: the algorithm is unknown, does not take an option, or a correction has no effect.
     """
     algorithm = find(settings.name)
-    given = {_NAMES.get(name, name): getattr(settings, name) for name in _OPTIONS}
-    options = {name: value for name, value in given.items() if value is not None} | settings.options
+    values = {_ARGUMENTS.get(name, name): getattr(settings, name) for name in _OPTIONS}
+    options = {name: value for name, value in values.items() if value is not None} | settings.options
     try:
         loss, advantage = functions(algorithm, options)
     except ConfigError as error:
@@ -57,7 +61,7 @@ def objective_of(settings: AlgorithmSettings) -> Objective:
     if old == "rollout" and any(one.kind != "sequence_mask" for one in corrections):
         raise ConfigError(
             f"policy.algorithm, {settings.name}: corrections have no effect with old = 'rollout', where the loss's own "
-            "ratio begins at the rollout; set old = 'proximal', or remove them"
+            "ratio starts at the rollout; set old = 'proximal', or remove them"
         )
     return Objective(
         advantage=advantage,
@@ -72,11 +76,11 @@ def objective_of(settings: AlgorithmSettings) -> Objective:
 
 
 def check_objective(settings: AlgorithmSettings) -> None:
-    """Resolve the algorithm and try it on two tokens, so that no step has to find out what is wrong with it.
+    """Resolve the algorithm and try it on two tokens, so that mistakes surface before the first step.
 
     Raises:
-        ConfigError: as `objective_of`; or an option has a value that its function does not take, or the loss is not
-            one number per token.
+        ConfigError: as `objective_of`; or an option has a value that its function refuses, or the loss is not one
+            number per token.
     """
     objective = objective_of(settings)
     zeros, sequence = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
@@ -85,10 +89,69 @@ def check_objective(settings: AlgorithmSettings) -> None:
         objective.advantage([[0.0, 1.0]])
         loss = objective.loss(tokens).loss
     except Exception as error:  # A user's function raises anything.
-        why = error if isinstance(error, ValueError) else repr(error)
-        raise ConfigError(f"policy.algorithm, {settings.name}: {why}") from error
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise ConfigError(f"policy.algorithm, {settings.name}: {reason}") from error
     if loss.shape != (2,):
         raise ConfigError(
             f"policy.algorithm, {settings.name}: the loss of 2 tokens has the shape {list(loss.shape)}; "
             "return one number for each token, the step adds them up"
         )
+
+
+def token_losses(
+    tokens: Tokens,
+    entropy: Tensor,
+    reference_logprobs: Tensor | None,
+    algorithm: AlgorithmSettings,
+    objective: Objective,
+    metrics: TokenMetrics,
+) -> Tensor:
+    """Return the loss of each token, [N]: the algorithm's, corrected, plus the regularisers of the settings.
+
+    Args:
+        tokens: of one microbatch.
+        entropy: of each token's distribution, [N].
+        reference_logprobs: under the reference model, [N]; None without a KL term.
+        algorithm: coefficients of the regularisers.
+        objective: loss and corrections.
+        metrics: receives the metrics of every term.
+    """
+    terms = _algorithm_terms(tokens, objective)
+    factor, correction_metrics = correct(tokens, objective.corrections)
+    metrics.add(terms.metrics | correction_metrics | {"entropy": entropy})
+    losses = terms.loss * factor if objective.corrections else terms.loss
+    regularisers = []
+    if reference_logprobs is not None:
+        kl = kl_loss(tokens, reference_logprobs, kind=algorithm.kl_estimator)
+        regularisers.append((algorithm.kl_coefficient, kl))
+    if algorithm.entropy_coefficient:
+        regularisers.append((algorithm.entropy_coefficient, entropy_bonus(entropy)))
+    if algorithm.positive_nll_coefficient:
+        regularisers.append((algorithm.positive_nll_coefficient, positive_nll(tokens)))
+    for coefficient, term in regularisers:
+        losses = losses + coefficient * term.loss
+        metrics.add({name: value for name, value in term.metrics.items() if name != "entropy"})
+    return losses
+
+
+def _algorithm_terms(tokens: Tokens, objective: Objective) -> LossTerms:
+    """Call the loss, which may be the user's own, and check its result: a mean would silently count N times."""
+    try:
+        terms = objective.loss(tokens)
+        shapes = {name: tuple(values.shape) for name, values in {"loss": terms.loss, **terms.metrics}.items()}
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # A user's function raises anything.
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise ConfigError(f"the loss function of policy.algorithm failed: {reason}") from error
+    for name, shape in shapes.items():
+        if shape != tuple(tokens.logprobs.shape):
+            raise ConfigError(
+                f"the loss function of policy.algorithm gave {name!r} in the shape {list(shape)} for "
+                f"{len(tokens.logprobs)} tokens: it must give one number per token"
+            )
+    if not terms.loss.requires_grad:
+        raise ConfigError(
+            "the loss of policy.algorithm does not depend on tokens.logprobs, so the step would train nothing"
+        )
+    return terms

@@ -1,4 +1,4 @@
-"""What a teacher counts in a step: advantages of its own, or a divergence from it."""
+"""Distillation in a step: advantages from a teacher's log-probabilities, or a divergence from its distribution."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ from starling.algo.loss.distill import generalised_jsd, reverse_kl_advantages
 from starling.algo.loss.terms import LossTerms
 from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import DistillSettings
-from starling.policy.train.data.credit import TrainBatch
 from starling.policy.train.data.packing import MicrobatchInputs
+from starling.policy.train.loss.credit import TrainBatch
 
 
-def check_taught(credited: TrainBatch, settings: DistillSettings) -> None:
-    """Refuse a teacher that says less than the loss needs.
+def check_teacher(batch: TrainBatch, settings: DistillSettings) -> None:
+    """Refuse a teacher that reports less than the loss needs.
 
     Raises:
         ConfigError: names the setting and the remedy.
     """
-    if credited.taught is not None and settings.loss == "jsd" and credited.taught.top_ids is None:
+    if batch.teacher is not None and settings.loss == "jsd" and batch.teacher.top_ids is None:
         raise ConfigError(
-            "policy.distill.loss = 'jsd' needs the teacher's likeliest tokens, and it tells of the sampled ones only: "
-            "set teacher.top_k above 0, or take 'reverse_kl'"
+            "policy.distill.loss = 'jsd' needs the teacher's likeliest tokens, and the teacher reports only the "
+            "sampled ones: set teacher.top_k above 0, or use 'reverse_kl'"
         )
 
 
-def with_teacher(credited: TrainBatch, settings: DistillSettings) -> TrainBatch:
-    """Return `credited` with the advantages that a teacher gives; as it is where there is none."""
-    taught = credited.taught
-    if taught is None:
-        return credited
-    advantages = settings.reward_coefficient * torch.from_numpy(credited.advantages)
+def with_teacher_advantages(batch: TrainBatch, settings: DistillSettings) -> TrainBatch:
+    """Return `batch` with the teacher's advantages added; unchanged without a teacher."""
+    teacher = batch.teacher
+    if teacher is None:
+        return batch
+    advantages = settings.reward_coefficient * torch.from_numpy(batch.advantages)
     if settings.loss == "reverse_kl":
-        own = reverse_kl_advantages(
-            torch.from_numpy(credited.rollout_logprobs),
-            torch.from_numpy(taught.logprobs),
-            torch.from_numpy(credited.sequence),
+        from_teacher = reverse_kl_advantages(
+            torch.from_numpy(batch.rollout_logprobs),
+            torch.from_numpy(teacher.logprobs),
+            torch.from_numpy(batch.sequence),
             discount=settings.discount,
         )
-        advantages = advantages + settings.coefficient * own
-    return replace(credited, advantages=advantages.numpy())
+        advantages = advantages + settings.coefficient * from_teacher
+    return replace(batch, advantages=advantages.numpy())
 
 
-def wanted_tokens(credited: TrainBatch, inputs: MicrobatchInputs, settings: DistillSettings) -> Tensor | None:
-    """Return the tokens whose log-probabilities are wanted at each position: the trained one, then the teacher's.
+def teacher_targets(batch: TrainBatch, inputs: MicrobatchInputs, settings: DistillSettings) -> Tensor | None:
+    """Return the tokens whose log-probabilities the loss needs, [N, 1 + K]: the trained one, then the teacher's K.
 
     None where the trained ones are enough.
     """
-    taught = credited.taught
-    if taught is None or taught.top_ids is None or settings.loss != "jsd":
+    teacher = batch.teacher
+    if teacher is None or teacher.top_ids is None or settings.loss != "jsd":
         return None
-    ids = torch.from_numpy(taught.top_ids[inputs.tokens]).to(inputs.targets)
+    ids = torch.from_numpy(teacher.top_ids[inputs.tokens]).to(inputs.targets)
     return torch.cat([inputs.targets[:, None], ids], dim=1)
 
 
-def divergence(
-    credited: TrainBatch, inputs: MicrobatchInputs, student_logprobs: Tensor, settings: DistillSettings
+def teacher_divergence(
+    batch: TrainBatch, inputs: MicrobatchInputs, student_logprobs: Tensor, settings: DistillSettings
 ) -> LossTerms:
     """Return the divergence between teacher and student at each token, [N].
 
     Args:
-        credited: of the update.
+        batch: of the update.
         inputs: the microbatch.
         student_logprobs: float32 [N, K], of the teacher's likeliest tokens under the trained weights.
         settings: which divergence.
     """
-    assert credited.taught is not None, "the update has no teacher"
-    assert credited.taught.top_logprobs is not None, "the teacher told its likeliest tokens"
-    known = torch.from_numpy(credited.taught.top_logprobs[inputs.tokens]).to(student_logprobs)
-    return generalised_jsd(student_logprobs, known, beta=settings.beta)
+    assert batch.teacher is not None, "the update has no teacher"
+    assert batch.teacher.top_logprobs is not None, "the teacher reported no likeliest tokens"
+    teacher_logprobs = torch.from_numpy(batch.teacher.top_logprobs[inputs.tokens]).to(student_logprobs)
+    return generalised_jsd(student_logprobs, teacher_logprobs, beta=settings.beta)

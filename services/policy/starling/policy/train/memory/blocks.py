@@ -1,4 +1,4 @@
-"""The transformer blocks of a model, whatever it calls them."""
+"""Transformer blocks of a model, independent of their names: finding, replacing their forward, compiling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from starling.common.errors import ConfigError
 
 
 def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks: the list of modules of one class that holds the most parameters.
+    """Return the blocks: the list of modules of one class with the most parameters.
 
-    By parameters, because lists of experts may lie inside blocks. Of a vision-language model only the language model
-    counts.
+    Parameters decide, because blocks may contain lists of experts. Only the language model of a vision-language model
+    is searched.
 
     Raises:
         ConfigError: the model has no such list.
@@ -29,35 +29,32 @@ def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
     if not lists:
         raise ConfigError(
-            f"{type(model).__name__} has no list of equal blocks: leave policy.memory.checkpointing at none and "
+            f"{type(model).__name__} has no list of blocks of one class: leave policy.memory.checkpointing at none and "
             "policy.memory.compile off"
         )
     return max(lists, key=lambda blocks: sum(parameter.numel() for block in blocks for parameter in block.parameters()))
 
 
 def replace_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-    """Let `forward(module, ...)` be what this one module computes; it finds the former one by `class_forward`.
+    """Make this one module compute `forward(module, ...)`, which can call the original by `class_forward`.
 
-    The module stays the object that it is, and its tensors keep their names. A bound method, because a copy of the
-    module must call itself: a closure would go on computing with the weights of the original.
+    The module stays the same object, and its tensors keep their names. A bound method, because a copy of the module
+    must call itself: a closure would compute with the weights of the original.
     """
-    assert "forward" not in vars(module), "a module is changed once"
+    assert "forward" not in vars(module), "the forward of a module is replaced once"
     module.forward = MethodType(forward, module)
 
 
 def class_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Compute what the module's class says."""
+    """Call the `forward` of the module's class."""
     return type(module).forward(module, *args, **kwargs)
-
-
-# JOINED from starling.policy.train.compiled: Compiled transformer blocks.
 
 
 def compile_blocks(model: torch.nn.Module, backend: str = "inductor") -> None:
     """Compile each block of `model`, in place: its tensors keep their names.
 
-    Blocks and not the whole model: they share one code, which is compiled once for all, and the sizes of microbatches
-    vary from step to step. A copy of the model runs uncompiled.
+    Blocks and not the whole model: all blocks share one compiled code, and the sizes of microbatches vary from step to
+    step. A copy of the model runs uncompiled.
     """
     for block in find_blocks(model):
         block.compile(backend=backend)

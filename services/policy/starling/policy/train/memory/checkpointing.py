@@ -1,6 +1,6 @@
-"""Activation checkpointing: a block keeps its input, and computes the rest again in the backward pass.
+"""Activation checkpointing: a block keeps its input, and recomputes the rest in the backward pass.
 
-Not that of transformers: it is off in evaluation mode, in which our models are for good.
+The checkpointing of transformers is not used: it is off in evaluation mode, in which our models always are.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def _selective(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _name(operator) in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _name(operator) in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _name(operator: Any) -> str:
     return str(getattr(operator, "overloadpacket", operator))
 
 
-_KEPT = frozenset(
+_SAVED = frozenset(
     {
         "aten.mm",
         "aten.addmm",
@@ -52,5 +52,5 @@ _KEPT = frozenset(
         "flex_attention",
     }
 )
-"""What costs more time to compute again than memory to keep. Batched products are not in it: where attention is not
-fused they are its scores, a number for each pair of tokens."""
+"""Operators whose recomputation costs more than keeping their results. Batched products are not among them: where
+attention is not fused they are its scores, a number for each pair of tokens."""

@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in the CPU's memory."""
+"""Offload of device tensors to host memory: activations until the backward pass, and a whole policy while it sleeps."""
 
 from __future__ import annotations
 
@@ -12,42 +12,49 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from starling.policy.train.memory.blocks import class_forward, replace_forward
 
-LEAST_BYTES: Final = 1 << 20
-"""Smaller tensors stay: their copies would cost more time than they save memory."""
+DEVICE_TYPES: Final = ("cuda", "xpu")
+"""Types of devices whose tensors are offloaded."""
+MIN_ACTIVATION_BYTES: Final = 1 << 20
+"""Smaller activations stay: their copies would cost more time than they save memory."""
 
 
 def offload_activations(
-    model: torch.nn.Module, *, least_bytes: int = LEAST_BYTES, away_from: Collection[str] = ("cuda", "xpu")
+    model: torch.nn.Module,
+    *,
+    min_bytes: int = MIN_ACTIVATION_BYTES,
+    device_types: Collection[str] = DEVICE_TYPES,
 ) -> None:
-    """Let what `model` saves for its backward pass lie in pinned memory of the CPU, and come back when it is needed.
+    """Keep the tensors that `model` saves for its backward pass in pinned host memory.
 
-    The copies are made in the order of the stream that computes: no synchronisation is needed and the memory that they
-    free is at hand for what is computed next, but nothing is computed while they last.
+    The copies are made in the order of the stream that computes: no synchronisation is needed, and the memory that they
+    free can be used by the next computation, but nothing is computed while they last.
 
     Args:
         model: changed in place.
-        least_bytes: size from which a tensor is moved.
-        away_from: types of devices whose tensors are moved.
+        min_bytes: size from which a tensor is moved.
+        device_types: types of devices whose tensors are moved.
     """
-    kinds = frozenset(away_from)
+    types = frozenset(device_types)
 
     def offloading(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _saving_away(self, least_bytes, kinds):
+        with _offload_saved_tensors(self, min_bytes, types):
             return class_forward(self, *args, **kwargs)
 
     replace_forward(model, offloading)
 
 
-def _saving_away(model: torch.nn.Module, least_bytes: int, away_from: frozenset[str]) -> AbstractContextManager[object]:
-    # The backward pass needs the weights too, and they stay where they are.
+def _offload_saved_tensors(
+    model: torch.nn.Module, min_bytes: int, device_types: frozenset[str]
+) -> AbstractContextManager[object]:
+    # The backward pass needs the weights too, and they stay on the device.
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     # Several operations save the same tensor, such as the input of three projections: it is moved once.
     moved: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         if (
-            tensor.device.type not in away_from
-            or tensor.nbytes < least_bytes
+            tensor.device.type not in device_types
+            or tensor.nbytes < min_bytes
             or tensor.untyped_storage()._cdata in weights
         ):
             return tensor
@@ -66,48 +73,43 @@ def _saving_away(model: torch.nn.Module, least_bytes: int, away_from: frozenset[
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-# JOINED from starling.policy.train.parking: A policy that gives its devices to others for a while: its
-# tensors lie in the CPU's memory meanwhile.  Each tensor stays the object that it is, and every view of it:
-# only the memory behind it goes, and comes back.
-
-AWAY_FROM: Final = ("cuda", "xpu")
-"""Types of devices that are given away; what is in the CPU's memory already stays there."""
-
-
 class DeviceOffload:
-    """Where the tensors are that were taken off their devices."""
+    """Tensors of a sleeping policy in host memory.
 
-    def __init__(self, away_from: Collection[str] = AWAY_FROM) -> None:
-        """`away_from`: types of devices whose tensors are moved."""
-        self._away_from = frozenset(away_from)
-        self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
-        self.is_parked = False
+    Each tensor and every view of it stays the same object: only its memory on the device is released and restored.
+    """
+
+    def __init__(self, device_types: Collection[str] = DEVICE_TYPES) -> None:
+        """`device_types`: types of devices whose tensors are moved."""
+        self._device_types = frozenset(device_types)
+        self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self.is_offloaded = False
         """The tensors have no memory on their devices."""
 
-    def park(self, tensors: Iterable[Tensor]) -> int:
-        """Take these tensors off their devices, and return how many bytes that frees; 0 when it was done before."""
-        if self.is_parked:
+    def offload(self, tensors: Iterable[Tensor]) -> int:
+        """Move `tensors` to host memory. Returns the bytes freed on devices; 0 if they are offloaded already."""
+        if self.is_offloaded:
             return 0
-        self.is_parked = True
+        self.is_offloaded = True
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in tensors
-            if tensor.device.type in self._away_from and tensor.untyped_storage().nbytes()
+            if tensor.device.type in self._device_types and tensor.untyped_storage().nbytes()
         }
         for storage in storages.values():
             on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
-            self._parked.append((storage, copy.copy_(on_device)))
+            self._copies.append((storage, copy.copy_(on_device)))
             storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # else the freed memory stays with this process
-        return sum(copy.nbytes for _, copy in self._parked)
+        return sum(copy.nbytes for _, copy in self._copies)
 
-    def bring_back(self) -> None:
-        """Put every tensor back to where it was, bit for bit."""
-        while self._parked:
-            storage, copy = self._parked[-1]
+    def restore(self) -> None:
+        """Move every tensor back to its device, bit for bit."""
+        while self._copies:
+            storage, copy = self._copies[-1]
             storage.resize_(copy.nbytes)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
-            self._parked.pop()  # only now: where the device has no room, what is left can be brought back later
-        self.is_parked = False
+            self._copies.pop()  # only now: if the device is out of memory, the rest can be restored later
+        self.is_offloaded = False

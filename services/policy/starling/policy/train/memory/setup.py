@@ -1,4 +1,4 @@
-"""What a model is made to do to need less memory, once, when it is loaded, and where its optimizer works."""
+"""Application of the memory settings to a loaded model, and the device of its optimizer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = structlog.get_logger(__name__)
 
 
 def apply_memory_settings(model: torch.nn.Module, settings: MemorySettings) -> None:
-    """Change how `model` computes, in place; its tensors and their names stay as they are.
+    """Change how `model` computes, in place; its tensors and their names stay the same.
 
-    Call it once, on the device where the model will be, and after adapters have been added.
+    Call it once, on the model's final device and after adapters have been added.
 
     Raises:
-        ConfigError: the model has no blocks that could be checkpointed or compiled.
+        ConfigError: the model has no blocks to checkpoint or compile.
     """
     # Before blocks are compiled: this runs the model on one token, a shape that never comes again.
     find_lm_head(model)
@@ -38,6 +38,6 @@ def apply_memory_settings(model: torch.nn.Module, settings: MemorySettings) -> N
 
 
 def optimizer_device(model: torch.nn.Module, settings: MemorySettings) -> torch.device | None:
-    """Return the device on which the updates of `model` are made, or None where each parameter is."""
+    """Return the device of the optimizer updates of `model`, or None for the device of each parameter."""
     on_cpu = next(model.parameters()).device.type == "cpu"
     return torch.device("cpu") if settings.offload_optimizer and not on_cpu else None

@@ -1,9 +1,8 @@
-"""The clock of the training thread: phases are entered on the host and timed where they happen.
+"""Clock of the training thread: phases are entered on the host and timed on the device.
 
 On a CPU a phase begins when it is entered. On a GPU the host runs ahead of the device, and a synchronisation at each
-border would slow the step down that it measures. There each border is a CUDA event instead, which stands for the
-moment at which the device gets there; the events are read at the end of the step, when the device has been waited for
-in any case, to read the metrics. Both ways every moment belongs to one phase.
+boundary would slow down the step that it measures. There each boundary is a CUDA event; the events are read at the end
+of the step, which waits for the device anyway to read the metrics. In both cases every moment belongs to one phase.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ import torch
 from starling.policy.core.phases import Phase, PhaseTimes
 
 MOST_MARKS: Final = 1024
-"""Who waits for hours enters phases all the while: by so many borders they are added up in mid-step."""
+"""Number of phase boundaries at which they are summed in mid-step: a wait of hours enters phases all the time."""
 
 
 class StepClock:
-    """Tells where the time of each step went. Phases belong to one thread; `hide` may be called by any."""
+    """Measures the time of each step by phase. Phases belong to one thread; `hide` may be called by any thread."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        """Begin now, in the phase `other`. `device`: where the steps are computed."""
+        """Start now, in the phase `other`. `device`: of the steps."""
         self._device = torch.device(device)
         self._lock = threading.Lock()
         self._marks: list[tuple[Phase, torch.cuda.Event | float]] = []
         self._phase: Phase = "other"
         self._begin()
-        self._split = PhaseTimes(self._begun)
+        self._times = PhaseTimes(self._begun)
 
     def enter(self, phase: Phase) -> None:
-        """From now on time belongs to `phase`."""
+        """Start `phase`."""
         if phase != self._phase:
             self._phase = phase
             self._marks.append((phase, self._mark()))
@@ -44,7 +43,7 @@ class StepClock:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Count what happens inside as `phase`, and then go on as before."""
+        """Enter `phase` for the duration of the context, then return to the phase before."""
         before = self._phase
         self.enter(phase)
         try:
@@ -53,31 +52,31 @@ class StepClock:
             self.enter(before)
 
     def hide(self, seconds: float) -> None:
-        """Note `seconds` of a publication that training did not wait for."""
+        """Add `seconds` of a publication that overlapped with training."""
         with self._lock:
-            self._split.hide(seconds)
+            self._times.hide(seconds)
 
     def take(self) -> dict[str, float]:
-        """End the step and begin the next one. Returns what `PhaseTimes.take` says; waits for the device."""
+        """End the step and start the next one. Returns the metrics of `PhaseTimes.take`; waits for the device."""
         end = self._mark()
         ended = self._settle(end)
         with self._lock:
-            return self._split.take(ended)
+            return self._times.take(ended)
 
     def _settle(self, end: torch.cuda.Event | float) -> float:
-        """Add up what was marked, and time the next marks afresh. Returns when the device passed `end`, the last."""
+        """Sum the marked phases and start a new origin. Returns the time at which the device passed `end`, the last."""
         if isinstance(end, torch.cuda.Event):
             end.synchronize()
         with self._lock:
             for phase, mark in self._marks:
-                self._split.enter(phase, self._time(mark))
+                self._times.enter(phase, self._time(mark))
         ended = self._time(end)
         self._marks.clear()
         self._begin()
         return ended
 
     def _begin(self) -> None:
-        """Lay down what marks are timed against from now on: an event, and the host's time of it."""
+        """Set the origin of the next marks: an event, and its time on the host's clock."""
         self._origin = self._mark()
         if isinstance(self._origin, torch.cuda.Event):
             self._origin.synchronize()
@@ -91,7 +90,7 @@ class StepClock:
         return event
 
     def _time(self, mark: torch.cuda.Event | float) -> float:
-        """Return when the device passed `mark`, on the host's clock."""
+        """Return the time at which the device passed `mark`, on the host's clock."""
         if isinstance(mark, float):
             return mark
         assert isinstance(self._origin, torch.cuda.Event)

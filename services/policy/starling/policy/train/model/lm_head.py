@@ -1,7 +1,7 @@
-"""The output layer of a model, and what the model's own code does to the logits behind it.
+"""Output layer of a language model: how its logits are transformed, and forward passes of trained positions only.
 
-Some architectures cap their logits (Gemma 2) or scale them (Granite, Cohere). Which they are is not listed here but
-seen: the output layer is made to put out known numbers, and what becomes of them is compared bit for bit.
+Some architectures cap their logits (Gemma 2) or scale them (Granite, Cohere). The transform is not looked up in a list
+but observed: the output layer is made to return known numbers, and the model's logits are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from starling.policy.train.data.packing import MicrobatchInputs
 log = structlog.get_logger(__name__)
 
 _PROBE_LOGIT: Final = 100.0
-"""Logits of both signs up to here are tried: a cap shows, whatever the weights are."""
+"""Largest absolute logit of the probe: large enough to reveal a cap, whatever the weights are."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What happens to each logit behind the output layer."""
+    """Transform of each logit after the output layer."""
 
     kind: Literal["nothing", "multiply", "divide", "cap"] = "nothing"
     value: float = 1.0
     """The factor, the divisor, or the bound of ``bound * tanh(logit / bound)``."""
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """Do it in place, in the arithmetic of the model's own code. Returns `logits`."""
+        """Transform `logits` in place, in the arithmetic of the model's own code. Returns `logits`."""
         if self.kind == "multiply":
             logits.mul_(self.value)
         elif self.kind == "divide":
@@ -42,9 +42,9 @@ class LogitTransform:
         return logits
 
     def differentiate_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Turn the gradient of finished `logits` into that of raw ones, in place. Returns `gradient`.
+        """Turn the gradient of transformed `logits` into that of raw ones, in place. Returns `gradient`.
 
-        Takes one temporary of the size of `gradient` where the kind is ``"cap"``.
+        For the kind ``"cap"`` this takes one temporary of the size of `gradient`.
         """
         if self.kind == "multiply":
             gradient.mul_(self.value)
@@ -58,45 +58,45 @@ class LogitTransform:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LmHead:
-    """An output layer whose logits can be computed apart from the rest of the model."""
+    """An output layer whose logits can be computed separately from the rest of the model."""
 
     weight: Tensor
     """[vocabulary, hidden]"""
     bias: Tensor | None
     """[vocabulary]"""
-    finish: LogitTransform
+    transform: LogitTransform
 
 
 def find_lm_head(model: torch.nn.Module) -> LmHead | None:
     """Return the output layer of `model`, or None where only the model's own code can compute its logits.
 
-    The first call for a model runs it on one token; the answer is kept for as long as the model is.
+    The first call for a model runs it on one token; the result is cached for the lifetime of the model.
     """
-    if model not in _FINISHES:
-        _FINISHES[model] = _probe(model)
-        if _FINISHES[model] is None:
+    if model not in _TRANSFORMS:
+        _TRANSFORMS[model] = _probe(model)
+        if _TRANSFORMS[model] is None:
             log.warning(
                 "the logits of a microbatch are computed all at once, which takes more memory: the output layer is not "
-                "a plain matrix, or what the model's code does behind it is not known",
+                "a plain matrix, or the model transforms its logits in an unknown way",
                 model=type(model).__name__,
             )
-    finish = _FINISHES[model]
+    transform = _TRANSFORMS[model]
     layer = output_layer(model)
-    # Asked each time: an adapter may have come to lie round the layer since.
-    if finish is None or not _is_plain(layer):
+    # Not cached: an adapter may have wrapped the layer since.
+    if transform is None or not _is_plain(layer):
         return None
     assert isinstance(layer, torch.nn.Linear)
-    return LmHead(layer.weight, layer.bias, finish)
+    return LmHead(layer.weight, layer.bias, transform)
 
 
 def output_layer(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that makes logits out of hidden states."""
+    """Return the module that computes logits from hidden states."""
     layer = model.get_output_embeddings()  # type: ignore[operator]
     assert isinstance(layer, torch.nn.Module), "a causal language model has an output layer"
     return layer
 
 
-_FINISHES: Final[WeakKeyDictionary[torch.nn.Module, LogitTransform | None]] = WeakKeyDictionary()
+_TRANSFORMS: Final[WeakKeyDictionary[torch.nn.Module, LogitTransform | None]] = WeakKeyDictionary()
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
@@ -105,7 +105,7 @@ def _is_plain(layer: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def _probe(model: torch.nn.Module) -> LogitTransform | None:
-    """See what becomes of known logits."""
+    """Compare the model's logits with those that its output layer is made to return; None if no transform fits."""
     layer = output_layer(model)
     if not _is_plain(layer):
         return None
@@ -113,20 +113,20 @@ def _probe(model: torch.nn.Module) -> LogitTransform | None:
     assert isinstance(weight, Tensor)
     ramp = torch.linspace(-_PROBE_LOGIT, _PROBE_LOGIT, len(weight)).to(weight.device, weight.dtype)[None, None]
 
-    def put_out_ramp(_: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def return_ramp(_: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return ramp.clone()
 
-    handle = layer.register_forward_hook(put_out_ramp)
+    handle = layer.register_forward_hook(return_ramp)
     try:
         token = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
-        seen: Tensor = model(input_ids=token, use_cache=False).logits
+        logits: Tensor = model(input_ids=token, use_cache=False).logits
     finally:
         handle.remove()
-    return next((finish for finish in _candidates(model) if torch.equal(finish.apply_(ramp.clone()), seen)), None)
+    return next((one for one in _candidates(model) if torch.equal(one.apply_(ramp.clone()), logits)), None)
 
 
 def _candidates(model: torch.nn.Module) -> Iterator[LogitTransform]:
-    """Yield what the model may do to its logits: nothing, or something with a number out of its configuration."""
+    """Yield possible transforms: none, or one with a number from the model's configuration."""
     yield LogitTransform()
     config: Any = model.config
     values = {
@@ -140,14 +140,10 @@ def _candidates(model: torch.nn.Module) -> Iterator[LogitTransform]:
         yield LogitTransform("cap", value)
 
 
-# JOINED from starling.policy.train.forward: One forward pass: what the model says at the cells that predict
-# trained tokens.
-
-
 def trained_hidden(model: torch.nn.Module, inputs: MicrobatchInputs) -> Tensor:
     """Return the hidden states before the output layer that predict the trained tokens, [N, hidden].
 
-    The output layer itself gets none of them: whoever calls this applies it in chunks.
+    The output layer receives none of them: the caller applies it in chunks.
     """
     found: list[Tensor] = []
 
@@ -163,9 +159,9 @@ def trained_hidden(model: torch.nn.Module, inputs: MicrobatchInputs) -> Tensor:
 def trained_logits(model: torch.nn.Module, inputs: MicrobatchInputs) -> Tensor:
     """Return the logits that predict the trained tokens, [N, vocabulary].
 
-    The other positions' logits, often most of the memory of a step, are never computed: their hidden states are taken
-    out just before the output layer. That leaves to the model's own code what it does around that layer (scaling,
-    soft capping), which is why it is done by a hook.
+    The logits of other positions, often most of a step's memory, are never computed: a hook removes their hidden states
+    just before the output layer. A hook, because the model's own code around that layer (scaling, soft capping) still
+    runs.
     """
 
     def select(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -181,7 +177,7 @@ def _trained(hidden: Tensor, inputs: MicrobatchInputs) -> Tensor:
 
 
 def _run(model: torch.nn.Module, inputs: MicrobatchInputs, before_output_layer: Any) -> Tensor:
-    """Return the logits of one forward pass in which the output layer's arguments are changed."""
+    """Return the logits of one forward pass in which a hook changes the output layer's arguments."""
     handle = output_layer(model).register_forward_pre_hook(before_output_layer)
     try:
         logits: Tensor = model(

@@ -1,4 +1,4 @@
-"""Load a causal language model, and name its tensors."""
+"""Causal language models: loading, placement, freezing, and the tensors of a weight version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starling.common.errors import ConfigError
 from starling.weightsync.tensors.adapters import published_tensors
 
 if TYPE_CHECKING:
-    # Importing transformers takes seconds, so this module does it when it loads a model.
+    # Importing transformers takes seconds, so this module imports it when it loads a model.
     from transformers import PreTrainedModel
 else:
     PreTrainedModel = torch.nn.Module
@@ -34,19 +34,19 @@ def load_model(
     trust_remote_code: bool = False,
     scores: bool = False,
 ) -> PreTrainedModel:
-    """Load the language model of a Hugging Face folder, with its vision where it has it, ready to train on the CPU.
+    """Load the language model of a Hugging Face folder, vision tower included, for training on the CPU.
 
-    The model is in evaluation mode for good: dropout would make the trainer's log-probabilities differ from those of
-    the rollout, and importance ratios differ from 1 for no reason.
+    The model stays in evaluation mode: with dropout the trainer's log-probabilities would differ from the rollout's,
+    and importance ratios from 1.
 
     Args:
         folder: holds ``config.json`` and, unless `init` is ``"random"``, weights.
-        init: take the weights of the folder, or draw them from the configuration; weights that are there stay unused.
-        seed: decides random weights, whatever was drawn before; the global generator is left as it was.
+        init: load the weights of the folder, or draw random ones from the configuration.
+        seed: of random weights, independent of earlier draws; the global generator is left unchanged.
         dtype: element type of all weights, by its name in torch.
-        trust_remote_code: run Python code that lies in the folder.
-        scores: load it as a model that scores sequences with one number instead; a folder that has no layer `score`
-            gets one at random, by `seed`.
+        trust_remote_code: run Python code from the folder.
+        scores: load it as a model that scores sequences with one number instead; a folder without a layer `score`
+            gets a random one, by `seed`.
 
     Raises:
         ConfigError: the folder is missing or unusable; the text names it and the remedy.
@@ -55,17 +55,17 @@ def load_model(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = _load(folder, getattr(torch, dtype), trust_remote_code, drawn=init == "random", scores=scores)
+            model = _load(folder, getattr(torch, dtype), trust_remote_code, random=init == "random", scores=scores)
     except ConfigError:
         raise
     except Exception as error:  # The folder is the user's, and its loaders raise anything.
-        why = f"{_sentence(error)}{remedy(folder, trust_remote_code)}"
-        raise ConfigError(f"the model in {folder} cannot be loaded: {why}") from error
+        reason = f"{_sentence(error)}{remedy(folder, trust_remote_code)}"
+        raise ConfigError(f"the model in {folder} cannot be loaded: {reason}") from error
     return model.eval()
 
 
 def place(model: PreTrainedModel, device: str) -> PreTrainedModel:
-    """Move `model` to `device`; ``auto`` takes a GPU where there is one.
+    """Move `model` to `device`; ``auto`` uses a GPU where there is one.
 
     Raises:
         ConfigError: there is no such device.
@@ -78,38 +78,60 @@ def place(model: PreTrainedModel, device: str) -> PreTrainedModel:
         raise ConfigError(f"model.device = {device!r} cannot be used: {_sentence(error)}") from error
 
 
+def use_liger(model: PreTrainedModel) -> None:
+    """Replace norms, rotary embeddings and gated layers of `model` by Liger's fused kernels, in place.
+
+    Liger's fused losses are not used: they would replace the model's forward pass, and Starling has its own losses.
+
+    Raises:
+        ConfigError: `model` is not on a CUDA device, Liger is not installed, or does not support such a model.
+    """
+    if model.device.type != "cuda":
+        raise ConfigError(
+            f"policy.liger = true needs a CUDA device, and the model is on {model.device}: "
+            "remove it, or set model.device"
+        )
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+    except ImportError:
+        raise ConfigError("policy.liger = true needs Liger: install starling-policy[liger]") from None
+    kind = model.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"policy.liger = true, and Liger has no kernels for a {kind}: remove it")
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
 def count_parameters(config: dict[str, Any]) -> int:
-    """Count the parameters of the causal language model that a Hugging Face configuration describes; makes no model.
+    """Count the parameters of the causal language model of a Hugging Face configuration, without allocating them.
 
     Args:
-        config: what its ``config.json`` holds; `model_type` names the architecture.
+        config: content of its ``config.json``; `model_type` names the architecture.
     """
     from transformers import AutoConfig
 
-    made = AutoConfig.for_model(**config)
+    described = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = auto_class(made).from_config(made)
+        model = auto_class(described).from_config(described)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
-    """Make the parameters constant in whose names one of `patterns` is found.
+    """Exclude the parameters whose names match one of `patterns` from training.
 
-    They travel with the others all the same: a rollout needs them, and where a publisher knows what has changed since
-    the version before, they cost nothing after the first.
+    They are still published: a rollout needs them, and with deltas they cost nothing after the first version.
 
     Raises:
-        ConfigError: a pattern that is no regular expression, or is found in no name.
+        ConfigError: a pattern is not a regular expression, or matches no name.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         try:
             found = [parameter for name, parameter in named.items() if re.search(pattern, name)]
         except re.error as error:
-            raise ConfigError(f"policy.frozen has {pattern!r}, which is no regular expression: {error}") from None
+            raise ConfigError(f"policy.frozen has {pattern!r}, which is not a regular expression: {error}") from None
         if not found:
             raise ConfigError(
-                f"policy.frozen has {pattern!r}, which is found in the name of no parameter; "
+                f"policy.frozen has {pattern!r}, which matches the name of no parameter; "
                 f"the first of {len(named)} is {next(iter(named))}"
             )
         for parameter in found:
@@ -117,7 +139,7 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of `model` that never changes: the reference of a KL term."""
+    """Return a copy of `model` without gradients: the reference of a KL term."""
     reference = copy.deepcopy(model)
     reference.requires_grad_(False)
     reference.zero_grad(set_to_none=True)
@@ -125,10 +147,10 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def longest_sequence(model: PreTrainedModel) -> int | None:
-    """Return the most tokens of a sequence that training can take, None for no limit.
+    """Return the maximum length of a training sequence in tokens, None for no limit.
 
     Raises:
-        ConfigError: some layers carry a state along the row, which no mask can keep from leaking between sequences.
+        ConfigError: some layers carry a state along the row, which would leak between packed sequences.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
@@ -142,17 +164,17 @@ def longest_sequence(model: PreTrainedModel) -> int | None:
 
 
 def pair_cost(model: PreTrainedModel) -> float:
-    """Return the cost of a query-key pair against that of a cell; see `starling.algo.packing.PAIR_COST`."""
+    """Return the cost of a query-key pair relative to a token slot; see `starling.algo.packing.PAIR_COST`."""
     hidden_size: int = model.config.get_text_config().hidden_size
     return 1.0 / (6.0 * hidden_size)
 
 
 def version_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return what makes up a weight version: parameters and persistent buffers, by Hugging Face name.
+    """Return the tensors of a weight version: parameters and persistent buffers, by Hugging Face name.
 
-    Of an adapted model it is what the adapters are made of: all else is the same in every version. Tied weights occur
-    once, under the name that `named_parameters` gives them. The tensors are the model's own, detached: they change with
-    every step.
+    For a model with adapters these are the adapters' tensors: all others are the same in every version. Tied weights
+    occur once, under the name that `named_parameters` gives them. The tensors are the model's own, detached: they
+    change with every step.
     """
     saved = model.state_dict(keep_vars=True).keys()
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -160,15 +182,15 @@ def version_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return published_tensors(model, named)
 
 
-def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, drawn: bool, scores: bool) -> PreTrainedModel:
-    """Return the model of `folder`, `drawn` or read; see `load_model`. Raises what the folder's loaders raise."""
+def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, random: bool, scores: bool) -> PreTrainedModel:
+    """Return the model of `folder`, with `random` weights or its own; see `load_model`. Raises any exception."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if scores:
         config.num_labels = 1
     kind = AutoModelForSequenceClassification if scores else auto_class(config)
-    if drawn:
+    if random:
         model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     else:
         model, info = kind.from_pretrained(
@@ -193,7 +215,7 @@ def _check_folder(folder: Path, init: str) -> None:
     try:
         json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}): write it anew") from error
+        raise ConfigError(f"{path} is not valid JSON ({error}): replace it") from error
     if init != "random" and not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES):
         raise ConfigError(
             f"the model folder {folder} has a config.json but no weights: "
@@ -202,7 +224,7 @@ def _check_folder(folder: Path, init: str) -> None:
 
 
 def _check_complete(folder: Path, missing: set[str], mismatched: set[str]) -> None:
-    """Refuse weights that do not fill the model: the loader would leave the rest at random."""
+    """Refuse weights that do not fill the model: the loader would leave the others random."""
     absent = sorted(str(name) for name in missing) or sorted(str(name) for name in mismatched)
     if absent:
         raise ConfigError(
@@ -214,36 +236,3 @@ def _check_complete(folder: Path, missing: set[str], mismatched: set[str]) -> No
 def _sentence(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no further reason given'}"
-
-
-# JOINED from starling.policy.train.liger: Liger's fused kernels, for who has installed them and has a CUDA
-# device.
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-else:
-    PreTrainedModel = torch.nn.Module
-
-
-def use_liger(model: PreTrainedModel) -> None:
-    """Have `model` compute its norms, rotations and gated layers with Liger's kernels, in place.
-
-    Liger's fused losses are left out: they would take the place of the model's forward pass, and Starling has losses of
-    its own.
-
-    Raises:
-        ConfigError: `model` is not on a CUDA device, Liger is not installed, or has nothing for such a model.
-    """
-    if model.device.type != "cuda":
-        raise ConfigError(
-            f"policy.liger = true needs a CUDA device, and the model is on {model.device}: "
-            "remove it, or set model.device"
-        )
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
-    except ImportError:
-        raise ConfigError("policy.liger = true needs Liger: install starling-policy[liger]") from None
-    kind = model.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ConfigError(f"policy.liger = true, and Liger has no kernels for a {kind}: remove it")
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

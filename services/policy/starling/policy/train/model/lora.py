@@ -1,4 +1,4 @@
-"""Adapters in training: where they begin, the model without them, and the two forms in which they are kept."""
+"""LoRA adapters in training: initial values from a file, the merged model, and peft's file format."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ else:
     PreTrainedModel = torch.nn.Module
 
 _PREFIX: Final = "base_model.model."
-"""What peft's files put before the names of a model's parameters."""
+"""Prefix of parameter names in peft's files."""
 _WEIGHTS: Final = "adapter_model.safetensors"
 
 
 def export_model(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the weights of `model` as a model without adapters has them: merged, under their plain names.
+    """Return the weights of `model` with its adapters merged, under the names of a model without adapters.
 
-    The adapters of a layer at a time are merged, into a copy: `model` stays as it is, to the bit. What is merged goes
-    to the CPU at once: a device needs room for one more layer, and not for a second model.
+    One layer at a time is merged, into a copy: `model` does not change by a bit. Merged layers move to the CPU at once,
+    so the device needs memory for one more layer and not for a second model.
     """
     weights = {base_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
     for name, layer in adapted_layers(model) if is_adapted(model) else ():
         if name.endswith(".base_layer"):
-            continue  # is merged with the layer around it
+            continue  # merged with the layer that contains it
         merged = _merged(layer).state_dict()
         weights.update({f"{base_name(name)}.{key}": tensor.cpu() for key, tensor in merged.items()})
     return weights
 
 
 def save_adapters(model: torch.nn.Module, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the adapters of `model` into `folder` as peft does: `PeftModel.from_pretrained` puts them on the base.
+    """Write the adapters of `model` into `folder` in peft's format: `PeftModel.from_pretrained` loads them.
 
-    `weights` are copies of them by the names of the model's parameters, for while the model goes on.
+    `weights` are copies of them by parameter name, which training does not change meanwhile.
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = _weights(model, weights)
@@ -55,46 +55,45 @@ def save_adapters(model: torch.nn.Module, folder: Path, weights: Mapping[str, Te
 
 
 def load_adapters(model: torch.nn.Module, folder: Path) -> None:
-    """Put the adapters in `folder`, which are in peft's form, into those of `model`, in place.
+    """Load adapters in peft's format from `folder` into those of `model`, in place.
 
     Raises:
-        ConfigError: there are none, they cannot be read, or they are of other layers, of another rank or scaled
-            otherwise.
+        ConfigError: there are none, they cannot be read, or their layers, rank or scale differ.
     """
     from peft import PeftConfig
 
     for name in ("adapter_config.json", _WEIGHTS):
         if not (folder / name).is_file():
-            raise ConfigError(
-                f"model.lora.adapter = {str(folder)!r} has no {name}: give a folder that peft has written"
-            )
+            raise ConfigError(f"model.lora.adapter = {str(folder)!r} has no {name}: give a folder written by peft")
     try:
         saved, found = PeftConfig.from_pretrained(str(folder)), load_file(folder / _WEIGHTS)
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"the adapters in {folder} cannot be read ({reason}): give others") from error
+        raise ConfigError(f"the adapters in {folder} cannot be read ({reason}): give another folder") from error
     config = _config(model)
     for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
-        there, here = getattr(saved, key, None), getattr(config, key)
-        if there != here:
+        in_folder, in_settings = getattr(saved, key, None), getattr(config, key)
+        if in_folder != in_settings:
             raise ConfigError(
-                f"the adapters in {folder} have {key} = {there}, and [model.lora] says {here}: give it the same"
+                f"the adapters in {folder} have {key} = {in_folder}, and [model.lora] {in_settings}: make them equal"
             )
     _fill(_weights(model), {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}, folder)
 
 
 def _fill(live: dict[str, Tensor], weights: dict[str, Tensor], folder: Path) -> None:
     for name in sorted(live.keys() | weights.keys()):
-        there, here = weights.get(name), live.get(name)
-        if there is None or here is None or there.shape != here.shape:
-            raise ConfigError(f"the adapters in {folder} are of other layers than [model.lora] adapts, as {name} shows")
+        saved, own = weights.get(name), live.get(name)
+        if saved is None or own is None or saved.shape != own.shape:
+            raise ConfigError(
+                f"the adapters in {folder} are of other layers than those of [model.lora]; the first difference: {name}"
+            )
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(weights[name])
 
 
 def _merged(layer: Any) -> torch.nn.Module:
-    """Return what a layer without an adapter would be that computes what `layer` does."""
+    """Return a layer without an adapter that computes the same as `layer`."""
     if hasattr(layer, "modules_to_save"):
         trained: torch.nn.Module = layer.modules_to_save[ADAPTER]
         return trained
@@ -106,7 +105,7 @@ def _merged(layer: Any) -> torch.nn.Module:
 
 
 def _weights(model: torch.nn.Module, copies: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the parameters of the adapters, or `copies`, under the names of peft's files but for their prefix."""
+    """Return the parameters of the adapters, or `copies`, by their names in peft's files without the prefix."""
     from peft import get_peft_model_state_dict
 
     weights: dict[str, Tensor] = get_peft_model_state_dict(

@@ -1,4 +1,4 @@
-"""The model against which a KL term or a preference is measured."""
+"""Reference model: the weights from which a KL term or a preference loss measures."""
 
 from __future__ import annotations
 
@@ -20,38 +20,41 @@ else:
 
 
 class ReferenceModel:
-    """The weights with which steps of a kind began, or those of the last reset; kept only where they are needed.
+    """The weights before the first step of a trainer, or those of the last reset; kept in memory only where needed.
 
-    They are a model of their own. Where a model is trained through adapters only the reference's adapters are kept, and
-    take the place of the trained ones for as long as it computes.
+    The reference is a separate model. For a model with adapters only the reference's adapters are kept; they are
+    swapped in while the reference computes.
     """
 
     def __init__(
-        self, model: PreTrainedModel, initial: Callable[[], PreTrainedModel] | None, kept: PreTrainedModel | None = None
+        self,
+        model: PreTrainedModel,
+        initial: Callable[[], PreTrainedModel] | None,
+        given: PreTrainedModel | None = None,
     ) -> None:
-        """Keep nothing yet but `kept`.
+        """Keep nothing yet but `given`.
 
         Args:
             model: that is trained.
-            initial: loads version 0 again, for when that is no longer what `model` holds.
-            kept: the reference, where it is known already.
+            initial: loads version 0 again, for when `model` has changed.
+            given: the reference, where the caller has it.
         """
         self._model, self._initial = model, initial
         self._live = version_tensors(model)
-        self._apart: PreTrainedModel | None = kept
+        self._separate: PreTrainedModel | None = given
         self._adapters: dict[str, Tensor] | None = None
         self.version = -1
-        """The version that it is; -1 before the first step."""
+        """Version of the reference; -1 before the first step."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What makes it up, by name, its own: writing into it changes the reference. Empty where it is not kept."""
+        """The reference's own tensors by name: writing into them changes it. Empty where it is not in memory."""
         if self._adapters is not None:
             return self._adapters
-        return {} if self._apart is None else version_tensors(self._apart)
+        return {} if self._separate is None else version_tensors(self._separate)
 
     def begin(self, version: int) -> None:
-        """Note that the first step changes `version`, which is the reference."""
+        """Record that the first step changes `version`, which is the reference."""
         self.version = version
 
     def keep(self) -> Mapping[str, Tensor]:
@@ -60,20 +63,20 @@ class ReferenceModel:
             if is_adapted(self._model):
                 self._adapters = {name: tensor.detach().clone() for name, tensor in self._live.items()}
             else:
-                self._apart = frozen_copy(self._model)
+                self._separate = frozen_copy(self._model)
         _copy(self._live, self.tensors)
         return self.tensors
 
-    def prepare(self, step: int, *, wanted_by: str, reset_every: int = 0) -> None:
-        """See to it that the reference of step `step` is here.
+    def prepare(self, step: int, *, required_by: str, reset_every: int = 0) -> None:
+        """Make the reference of step `step` available.
 
         Args:
-            step: numbers the version that is to be made.
-            wanted_by: the setting that needs a reference, with its value.
+            step: number of the version to make.
+            required_by: the setting that needs a reference, with its value.
             reset_every: versions after which the present weights become the reference; 0 for never.
 
         Raises:
-            ConfigError: nobody has it any more.
+            ConfigError: its weights are no longer available.
         """
         if reset_every and step - 1 - self.version >= reset_every:
             self.version = step - 1
@@ -85,24 +88,24 @@ class ReferenceModel:
             if is_adapted(initial):
                 self._adapters = {name: tensor.detach().clone() for name, tensor in version_tensors(initial).items()}
             else:
-                self._apart = initial
+                self._separate = initial
         elif not self.tensors:
             raise ConfigError(
-                f"{wanted_by} needs version {self.version} as its reference, with which these steps began, and "
-                "nobody kept it: leave it at 0, or begin a run with it"
+                f"{required_by} needs version {self.version}, with which these steps began, as its reference, and "
+                "those weights are no longer available: leave the setting at 0, or start a run with it"
             )
 
     @contextmanager
     def computing(self) -> Iterator[PreTrainedModel]:
         """Lend the reference, without gradients.
 
-        Between this and the backward pass there must be a forward pass of the trained model: where adapters take each
-        other's place, a graph that was made before would no longer fit.
+        Run a forward pass of the trained model between this and the backward pass: a graph made before adapters were
+        swapped no longer matches them.
         """
         with torch.no_grad():
             if self._adapters is None:
-                assert self._apart is not None, "prepare() comes first"
-                yield self._apart
+                assert self._separate is not None, "call prepare() first"
+                yield self._separate
                 return
             trained = {name: tensor.detach().clone() for name, tensor in self._live.items()}
             _copy(self._adapters, self._live)

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101), with averages in the parameters' own type or in 8 bits."""
+"""AdamW (arXiv:1711.05101), with averages in the parameters' type or in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
 def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return torch's AdamW with empty averages, in one fused kernel for all parameters where the device has it.
+    """Return torch's AdamW with empty averages, as one fused kernel for all parameters where the device has it.
 
     Args:
         groups: ``params``, ``lr`` and ``weight_decay`` each.
-        settings: the rest.
+        settings: betas and epsilon.
     """
     fused = all(parameter.device.type in _FUSED_DEVICES for group in groups for parameter in group["params"])
     optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused)
@@ -47,22 +47,22 @@ def adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> tor
 
 
 def import_adamw_8bit(key: str) -> type[AdamW8bit]:
-    """Return the class of `adamw_8bit`, imported only now, since it takes seconds.
+    """Return the class of `adamw_8bit`; its import takes seconds.
 
     Raises:
-        ConfigError: torchao is not installed, though the settings called `key` need it.
+        ConfigError: torchao is not installed, and the settings `key` need it.
     """
     try:
         from starling.policy.train.optim.adamw_8bit import AdamW8bit
     except ImportError as error:
         raise ConfigError(
-            f'{key}.kind = "adamw_8bit" needs torchao ({error}): install torchao, or take "adamw"'
+            f'{key}.kind = "adamw_8bit" needs torchao ({error}): install torchao, or use "adamw"'
         ) from error
     return AdamW8bit
 
 
 def plain_tensors(field: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield what holds an entry of an optimizer's state: itself or, of 8 bits, its codes and scales."""
+    """Yield the plain tensors of an entry of an optimizer's state: itself or, of 8 bits, its codes and scales."""
     if type(value) is Tensor:
         yield field, value
     else:

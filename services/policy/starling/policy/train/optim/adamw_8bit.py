@@ -1,4 +1,4 @@
-"""AdamW whose averages have 8 bits; imports torchao, which takes seconds, and so is imported where it is needed."""
+"""AdamW with averages of 8 bits. Imports torchao, which takes seconds: import this module only where it is needed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from starling.policy.settings.optimizer import OptimizerSettings
 
 
 class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
-    """AdamW whose averages are kept as codes `uint8 [shape]` with a float32 scale for each 256 of them.
+    """AdamW with averages as codes `uint8 [shape]` and a float32 scale for each 256 of them.
 
     Tensors of less than 4096 elements, or of a number that 256 does not divide, have averages in float32. On a
-    GPU the update is compiled, once for each shape. On a CPU it is not: that would take a C++ compiler, and longer than
-    training what one trains there.
+    GPU the update is compiled, once for each shape. On a CPU it is not: that needs a C++ compiler, and takes longer
+    than typical training on a CPU.
     """
 
     def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSettings) -> None:
-        """Begin with empty averages; see `starling.policy.train.optim.adamw.adamw`."""
+        """Start with empty averages; see `starling.policy.train.optim.adamw.adamw`."""
         super().__init__(groups, betas=settings.betas, eps=settings.eps)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._compiles = all(parameter.device.type != "cpu" for parameter in parameters)
@@ -33,6 +33,6 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
             }
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Change every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         with nullcontext() if self._compiles else torch.compiler.set_stance("force_eager"):
             super().step(closure)

@@ -1,8 +1,8 @@
-"""Muon: the average of a matrix's gradient, with all its singular values made about 1, is what changes the matrix.
+"""Muon: updates a matrix by its averaged gradient, with all singular values set to about 1.
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); scaled as in "Muon is scalable for LLM
 training" (arXiv:2502.16982), so that an entry changes about as much as with AdamW. `torch.optim.Muon` does the same for
-matrices; it takes no stacks of them, as the experts of a mixture are, and computes in bfloat16 on a CPU too.
+matrices, but not for stacks of them such as the experts of a mixture, and computes in bfloat16 on a CPU too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Of the polynomial of Newton-Schulz: steepest at 0, at the price of singular values between about 0.7 and 1.2."""
+"""Of the Newton-Schulz polynomial: steepest at 0, at the price of singular values between about 0.7 and 1.2."""
 NUM_ITERATIONS: Final = 5
 _LEAST_NORM = 1e-7
 _UPDATE_RMS = 0.2
@@ -28,17 +28,18 @@ _STACKS = re.compile(r"(^|\.)experts\.")
 def hidden_matrices(model: torch.nn.Module, names: Mapping[str, Tensor]) -> set[str]:
     """Return which of `names` are matrices of hidden layers, or the stacked matrices `[E, a, b]` of experts.
 
-    Not so: embeddings and heads, whose rows belong to single tokens; vectors and biases, stacked or not; convolutions.
+    Excluded: embeddings and heads, whose rows belong to single tokens; vectors and biases, stacked or not;
+    convolutions.
     """
-    apart = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    excluded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     output_embeddings: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
-    apart.add(id(getattr(output_embeddings(), "weight", None)))
+    excluded.add(id(getattr(output_embeddings(), "weight", None)))
     parameters = dict(model.named_parameters())
     return {
         name
         for name, tensor in names.items()
         if (tensor.dim() == 2 or (tensor.dim() == 3 and _STACKS.search(name)))
-        and id(parameters[name]) not in apart
+        and id(parameters[name]) not in excluded
         and not name.endswith("bias")
         and not _HEADS.search(name)
     }
@@ -48,11 +49,11 @@ def orthogonalised(matrices: Tensor, num_iterations: int = NUM_ITERATIONS) -> Te
     """Return `matrices` with singular values about 1, by the quintic iteration of Newton and Schulz.
 
     Args:
-        matrices: [..., a, b], each on its own; a matrix of zeros stays one.
-        num_iterations: how often to apply the polynomial.
+        matrices: [..., a, b], each separately; a matrix of zeros stays 0.
+        num_iterations: applications of the polynomial.
 
     Returns:
-        [..., a, b], float32 on a CPU and bfloat16 elsewhere, where it is exact enough and much faster.
+        [..., a, b], float32 on a CPU and bfloat16 elsewhere, which is exact enough and much faster.
     """
     a, b, c = COEFFICIENTS
     element = torch.float32 if matrices.device.type == "cpu" else torch.bfloat16
@@ -70,11 +71,11 @@ def orthogonalised(matrices: Tensor, num_iterations: int = NUM_ITERATIONS) -> Te
 class Muon(torch.optim.Optimizer):
     """Muon of matrices [a, b] and stacks of them [E, a, b], with decoupled weight decay.
 
-    A parameter must be whole on its device: singular values are not those of a shard.
+    A parameter must be whole on its device: the singular values of a shard are not those of the matrix.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
-        """Begin with empty averages.
+        """Start with empty averages.
 
         Args:
             groups: ``params``, ``lr`` and ``weight_decay`` each.
@@ -87,7 +88,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Change every parameter that has a gradient; `closure` is not used."""
+        """Update every parameter that has a gradient; `closure` is not used."""
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             for parameter in group["params"]:

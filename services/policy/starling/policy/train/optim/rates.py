@@ -1,11 +1,13 @@
-"""The learning rate of each step."""
+"""Learning rate and weight decay of each parameter: the schedule over steps, and factors by name pattern."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
@@ -14,10 +16,10 @@ from starling.policy.settings.optimizer import OptimizerSettings
 def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:
     """Return the learning rate of step `step` of `total_steps`, counted from 1.
 
-    Warm-up step s of w has s / w of the highest rate. What falls then starts at the highest rate and would reach
-    `final_share` of it one step after the last, so that with a share of 0 no step is in vain. ``linear`` and ``cosine``
-    (SGDR, arXiv:1608.03983, equation 5) fall from the warm-up on; ``wsd`` (arXiv:2404.06395, its ``sqrt`` shape
-    arXiv:2405.18392) over the last `decay_steps`, or over what the warm-up leaves where that is less.
+    Warm-up step s of w has s / w of the peak rate. A decay starts at the peak and would reach `final_share` of it one
+    step after the last, so with a share of 0 no step has a rate of 0. ``linear`` and ``cosine`` (SGDR,
+    arXiv:1608.03983, equation 5) decay from the warm-up on; ``wsd`` (arXiv:2404.06395, its ``sqrt`` shape
+    arXiv:2405.18392) over the last `decay_steps`, or over all steps after the warm-up if these are fewer.
     """
     peak, share = settings.learning_rate, settings.final_share
     if step <= settings.warmup_steps:
@@ -33,7 +35,7 @@ def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> f
 
 
 def _height(settings: OptimizerSettings, progress: float) -> float:
-    """Return what is left of the fall, from 1 to 0 as `progress` goes from 0 to 1."""
+    """Return the share of the decay that remains, from 1 to 0 as `progress` goes from 0 to 1."""
     if settings.schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
     if settings.schedule == "wsd" and settings.decay_shape == "sqrt":
@@ -41,19 +43,41 @@ def _height(settings: OptimizerSettings, progress: float) -> float:
     return 1.0 - progress
 
 
-# JOINED from starling.policy.train.patterns: Regular expressions that choose parameters by name.
+def rate_factors(
+    trained: Mapping[str, Tensor], settings: OptimizerSettings, key: str = "optimizer"
+) -> dict[str, float]:
+    """Return the factor on the learning rate of each parameter.
+
+    `key` names the settings in errors. Raises ConfigError as `first_matches` does.
+    """
+    patterns = first_matches([*settings.rates], trained, f"{key}.rates")
+    return {name: settings.rates[patterns[name]] if name in patterns else 1.0 for name in trained}
+
+
+def weight_decays(
+    trained: Mapping[str, Tensor], settings: OptimizerSettings, key: str = "optimizer"
+) -> dict[str, float]:
+    """Return the weight decay of each parameter: 0 for vectors, biases (stacked ones too), and `no_decay` patterns.
+
+    `key` names the settings in errors. Raises ConfigError as `first_matches` does.
+    """
+    spared = {name for pattern in settings.no_decay for name in first_matches([pattern], trained, f"{key}.no_decay")}
+    return {
+        name: 0.0 if tensor.dim() < 2 or name.endswith("bias") or name in spared else settings.weight_decay
+        for name, tensor in trained.items()
+    }
 
 
 def first_matches(patterns: Sequence[str], names: Iterable[str], setting: str) -> dict[str, str]:
-    """Return, for each of `names` in which one of `patterns` is found, the first such.
+    """Return the first matching pattern of each name; names without a match are left out.
 
     Args:
-        patterns: regular expressions.
+        patterns: regular expressions, searched for in the names.
         names: of parameters.
-        setting: whose patterns these are, for the error.
+        setting: that holds the patterns, for errors.
 
     Raises:
-        ConfigError: a pattern chooses nothing, which names it and the names most like it.
+        ConfigError: a pattern matches nothing; lists the names most like it.
     """
     names = list(names)
     found: dict[str, str] = {}
@@ -61,23 +85,23 @@ def first_matches(patterns: Sequence[str], names: Iterable[str], setting: str) -
         pattern = next((pattern for pattern in patterns if re.search(pattern, name)), None)
         if pattern is not None:
             found[name] = pattern
-    chosen = set(found.values())
+    used = set(found.values())
     for pattern in patterns:
-        if pattern in chosen:
+        if pattern in used:
             continue
         if any(re.search(pattern, name) for name in names):
             raise ConfigError(
-                f"{setting} has {pattern!r} after patterns that match all that it matches: put it before them"
+                f"{setting} has {pattern!r} after patterns that match everything it matches: put it before them"
             )
-        near = ", ".join(_near(pattern, names))
+        similar = ", ".join(_similar(pattern, names))
         raise ConfigError(
             f"{setting} has {pattern!r}, which matches no trainable parameter; "
-            + (f"names like it: {near}" if near else f"they are {names[0]} and so on")
+            + (f"similar names: {similar}" if similar else f"the first of {len(names)} is {names[0]}")
         )
     return found
 
 
-def _near(pattern: str, names: Sequence[str], num: int = 3) -> list[str]:
+def _similar(pattern: str, names: Sequence[str], num: int = 3) -> list[str]:
     """Return the names that have a part like `pattern`, one for all layers, best first."""
     parts: dict[str, str] = {}
     for name in {re.sub(r"\d+", "0", name): name for name in reversed(names)}.values():

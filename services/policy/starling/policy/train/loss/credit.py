@@ -1,4 +1,4 @@
-"""Stop 6 of the walk, credit: scored groups become trained tokens, each with an advantage and a weight."""
+"""Stop 6 of the walk, credit: scored groups become trained tokens, each with an advantage and a loss weight."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from starling.policy.train.loss.objective import Objective
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
-    """The trained tokens of one update, T of them in S completions.
+    """The T trained tokens of one optimizer update.
 
-    The completions lie end to end and have C tokens: what an environment said in them is among the C and not the T.
+    The completions lie end to end and have C tokens, which include those of an environment; T counts sampled ones only.
     """
 
-    prompted: tuple[PromptBlock, ...]
-    """Which of the C tokens are completions of which prompt."""
+    blocks: tuple[PromptBlock, ...]
+    """Each prompt with the spans of its completions among the C tokens."""
     token_ids: IntArray
     """[C]."""
     rollout_logprobs: FloatArray
-    """Log-probabilities when they were sampled, [T]."""
+    """Log-probabilities at sampling, [T]."""
     advantages: FloatArray
     """[T]."""
     weights: FloatArray
     """Share of each token in the update's loss, [T]."""
     fresh: FloatArray
-    """1 for tokens whose whole completion was sampled by the version that is trained now, else 0; [T]."""
+    """1 for tokens of completions sampled entirely by the version that is trained now, else 0; [T]."""
     sequence: Index
-    """int64 [T]: the completion that holds each token."""
+    """int64 [T]: the completion of each token."""
     versions: IntArray
     """Weight version that sampled each token, [T]."""
     temperatures: FloatArray | None
-    """Divisor of the logits under which each was sampled, [T]; None where all are those of the step."""
-    taught: TeacherLogprobs | None = None
-    """What a teacher says of each, where there is one."""
+    """Divisor of the logits at sampling, [T]; None where it is the step's for all."""
+    teacher: TeacherLogprobs | None = None
+    """In runs with a teacher."""
     trained: Flags | None = None
     """Which of the C tokens are the T trained ones, [C]; None where all are."""
 
@@ -56,13 +56,13 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGroups:
-    """The groups of a step with what was found out about all of them together."""
+    """The groups of a step, with the advantage and the staleness of each completion."""
 
     groups: tuple[ScoredGroup, ...]
     advantages: tuple[list[float], ...]
-    """Of each completion of each group."""
-    ages: tuple[list[float], ...]
-    """Staleness of each completion of each group."""
+    """Of each completion, by group."""
+    staleness: tuple[list[float], ...]
+    """Of each completion, by group, in versions."""
 
     @property
     def longest(self) -> int:
@@ -70,10 +70,10 @@ class StepGroups:
         return max(length for group in self.groups for length in group.num_sampled)
 
     def split(self, count: int) -> list[StepGroups]:
-        """Cut into `count` parts, the numbers of groups differing by at most one; fewer where there are fewer groups.
+        """Split into `count` parts whose numbers of groups differ by at most one; fewer where there are fewer groups.
 
-        The parts have nearly equally many tokens: where every token of an update weighs the same, it then weighs nearly
-        the same in the whole step. Which group is in which part follows from the lengths alone.
+        The parts have nearly equal numbers of tokens, so a token that has the same weight as all others of its update
+        has nearly the same weight as all others of the step. The split depends on the lengths alone.
         """
         num_tokens = [float(sum(group.num_sampled)) for group in self.groups]
         parts = balance(num_tokens, min(count, len(self.groups)), equal_sizes=True)
@@ -81,43 +81,43 @@ class StepGroups:
             StepGroups(
                 tuple(self.groups[index] for index in part),
                 tuple(self.advantages[index] for index in part),
-                tuple(self.ages[index] for index in part),
+                tuple(self.staleness[index] for index in part),
             )
             for part in parts
         ]
 
 
 def compute_advantages(groups: Sequence[ScoredGroup], objective: Objective, *, step: int) -> StepGroups:
-    """Find the advantages and ages of the completions of `groups` in step `step`.
+    """Return `groups` with the advantage and the staleness of each completion in step `step`.
 
     Raises:
         ConfigError: there is no token, a reward or log-probability is not finite, or the advantage function fails or
-            gives something else than a finite number per completion.
+            does not return a finite number per completion.
     """
     if not any(group.sampled.any() for group in groups):
         raise ConfigError(f"step {step} has {len(groups)} groups without a sampled token: there is nothing to train")
     for group in groups:
         _check(group, step)
-    advantages = _advantages(groups, objective, step)
-    return StepGroups(tuple(groups), advantages, tuple(_ages(group, step) for group in groups))
+    advantages = _call_advantage(groups, objective, step)
+    return StepGroups(tuple(groups), advantages, tuple(_staleness(group, step) for group in groups))
 
 
 def make_train_batch(
-    scored: StepGroups, objective: Objective, *, longest: int, skip_zero: bool = False, temperature: float = 1.0
+    step_groups: StepGroups, objective: Objective, *, longest: int, skip_zero: bool = False, temperature: float = 1.0
 ) -> TrainBatch:
-    """Lay out the trained tokens of one update.
+    """Collect the trained tokens of one update.
 
     Args:
-        scored: its groups.
-        objective: says which completions count, and how much.
+        step_groups: the groups of the update.
+        objective: aggregation, and whether truncated completions are masked.
         longest: tokens by which the aggregate ``constant`` divides, where the objective has no number for it.
-        skip_zero: leave out completions whose advantage is exactly 0; they count in the mean all the same.
-        temperature: of groups that do not say theirs.
+        skip_zero: leave out completions whose advantage is exactly 0; the mean still counts them.
+        temperature: of groups without a temperature of their own.
     """
-    groups = scored.groups
+    groups = step_groups.groups
     lengths = [length for group in groups for length in group.lengths]
     num_sampled = [length for group in groups for length in group.num_sampled]
-    advantages, ages = _flat(scored.advantages), _flat(scored.ages)
+    advantages, ages = _flat(step_groups.advantages), _flat(step_groups.staleness)
     counted = [not (objective.mask_truncated and cut) for group in groups for cut in group.truncated]
     trained = [
         bool(length) and counts and not (skip_zero and advantage == 0.0)
@@ -132,35 +132,36 @@ def make_train_batch(
         constant=objective.aggregate_tokens or longest,
     )
     sampled = np.concatenate([group.sampled for group in groups])
-    kept = np.repeat(np.array(trained), lengths)
-    chosen = kept & sampled
-    own = [group.temperature or temperature for group in groups]
-    drawn = [value for value, group in zip(own, groups, strict=True) for _ in group.lengths]
-    counts = [length for length, taken in zip(num_sampled, trained, strict=True) if taken]
+    in_batch = np.repeat(np.array(trained), lengths)
+    chosen = in_batch & sampled
+    by_group = [group.temperature or temperature for group in groups]
+    by_completion = [value for value, group in zip(by_group, groups, strict=True) for _ in group.lengths]
+    counts = [length for length, included in zip(num_sampled, trained, strict=True) if included]
     return TrainBatch(
-        prompted=_prompted(groups, trained),
-        token_ids=np.concatenate([group.completion_ids for group in groups])[kept],
+        blocks=_prompt_blocks(groups, trained),
+        token_ids=np.concatenate([group.completion_ids for group in groups])[in_batch],
         rollout_logprobs=np.concatenate([group.logprobs for group in groups])[chosen],
         advantages=_per_token(advantages, lengths)[chosen],
         weights=_per_token(weights.tolist(), lengths)[chosen],
         fresh=_per_token([float(age == 0) for age in ages], lengths)[chosen],
         sequence=np.repeat(np.arange(len(counts), dtype=np.int64), counts),
         versions=np.concatenate([group.versions for group in groups])[chosen],
-        temperatures=None if set(own) == {temperature} else _per_token(drawn, lengths)[chosen],
-        taught=_taught(groups, chosen),
-        trained=None if sampled.all() else sampled[kept],
+        temperatures=None if set(by_group) == {temperature} else _per_token(by_completion, lengths)[chosen],
+        teacher=_join_teacher(groups, chosen),
+        trained=None if sampled.all() else sampled[in_batch],
     )
 
 
-def _taught(groups: Sequence[ScoredGroup], chosen: npt.NDArray[np.bool_]) -> TeacherLogprobs | None:
-    """Put together what a teacher says of the chosen tokens. Raises ConfigError when it speaks of some groups only."""
-    known = [group.taught for group in groups if group.taught is not None]
+def _join_teacher(groups: Sequence[ScoredGroup], chosen: Flags) -> TeacherLogprobs | None:
+    """Join the teacher's log-probabilities of the chosen tokens. Raises ConfigError when some groups lack them."""
+    known = [group.teacher for group in groups if group.teacher is not None]
     if not known:
         return None
     if len(known) != len(groups) or len({one.top_ids is None for one in known}) > 1:
-        silent = next((group.prompt_id for group in groups if group.taught is None), groups[0].prompt_id)
+        lacking = next((group.prompt_id for group in groups if group.teacher is None), groups[0].prompt_id)
         raise ConfigError(
-            f"a teacher says less of group {silent!r} than of others of its step: give all to one teacher"
+            f"a teacher reported less about group {lacking!r} than about others of its step: score all of them with "
+            "one teacher"
         )
     ids = [one.top_ids for one in known if one.top_ids is not None]
     logprobs = [one.top_logprobs for one in known if one.top_logprobs is not None]
@@ -171,15 +172,15 @@ def _taught(groups: Sequence[ScoredGroup], chosen: npt.NDArray[np.bool_]) -> Tea
     )
 
 
-def group_metrics(scored: StepGroups) -> dict[str, float]:
-    """Return the metrics of a step that are known before any forward pass."""
-    advantages, ages = _flat(scored.advantages), _flat(scored.ages)
-    rewards = np.array(_flat([group.rewards for group in scored.groups]))
+def group_metrics(step_groups: StepGroups) -> dict[str, float]:
+    """Return the metrics of a step that need no forward pass."""
+    advantages, ages = _flat(step_groups.advantages), _flat(step_groups.staleness)
+    rewards = np.array(_flat([group.rewards for group in step_groups.groups]))
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "zero_advantage_share": advantages.count(0.0) / len(advantages),
-        "num_tokens": float(sum(sum(group.num_sampled) for group in scored.groups)),
+        "num_tokens": float(sum(sum(group.num_sampled) for group in step_groups.groups)),
         "num_sequences": float(len(ages)),
         "staleness_max": max(ages),
         "staleness_mean": sum(ages) / len(ages),
@@ -205,14 +206,14 @@ def _check(group: ScoredGroup, step: int) -> None:
             )
 
 
-def _advantages(groups: Sequence[ScoredGroup], objective: Objective, step: int) -> tuple[list[float], ...]:
-    """Ask the advantage function, which may be the user's own, and check what it gives."""
+def _call_advantage(groups: Sequence[ScoredGroup], objective: Objective, step: int) -> tuple[list[float], ...]:
+    """Call the advantage function, which may be the user's own, and check its result."""
     try:
         rows = [list(map(float, row)) for row in objective.advantage([group.rewards for group in groups])]
     except Exception as error:  # A user's function raises anything.
         names = ", ".join(group.prompt_id for group in groups[:3])
-        why = error if isinstance(error, ValueError) else f"its advantage function raised {error!r}"
-        raise ConfigError(f"the groups of step {step} ({names}, ...) cannot be trained: {why}") from error
+        reason = error if isinstance(error, ValueError) else f"its advantage function raised {error!r}"
+        raise ConfigError(f"the groups of step {step} ({names}, ...) cannot be trained: {reason}") from error
     remedy = "the advantage function of policy.algorithm must give one finite number per completion"
     if len(rows) != len(groups):
         raise ConfigError(f"the {len(groups)} groups of step {step} got {len(rows)} lists of advantages: {remedy}")
@@ -229,8 +230,8 @@ def _advantages(groups: Sequence[ScoredGroup], objective: Objective, step: int) 
     return tuple(rows)
 
 
-def _ages(group: ScoredGroup, step: int) -> list[float]:
-    """Return the staleness of each completion; one in which nothing was sampled has no token that could be stale."""
+def _staleness(group: ScoredGroup, step: int) -> list[float]:
+    """Return the staleness of each completion; 0 for one without a sampled token."""
     versions, lengths = group.versions[group.sampled], group.num_sampled
     ends = np.cumsum(lengths).tolist()
     return [
@@ -239,20 +240,20 @@ def _ages(group: ScoredGroup, step: int) -> list[float]:
     ]
 
 
-def _prompted(groups: Sequence[ScoredGroup], trained: Sequence[bool]) -> tuple[PromptBlock, ...]:
-    """Number the tokens of the trained completions in order, and say which are whose."""
-    prompted = []
-    kept = index = 0
+def _prompt_blocks(groups: Sequence[ScoredGroup], trained: Sequence[bool]) -> tuple[PromptBlock, ...]:
+    """Return each prompt with the spans of its trained completions, whose tokens are numbered in order."""
+    blocks = []
+    end = index = 0
     for group in groups:
         spans = []
         for length in group.lengths:
             if trained[index]:
-                spans.append((kept, kept + length))
-                kept += length
+                spans.append((end, end + length))
+                end += length
             index += 1
         if spans:
-            prompted.append(PromptBlock(group.prompt_ids, tuple(spans), group.extra))
-    return tuple(prompted)
+            blocks.append(PromptBlock(group.prompt_ids, tuple(spans), group.extra))
+    return tuple(blocks)
 
 
 def _flat(rows: Iterable[Sequence[float]]) -> list[float]:

@@ -1,0 +1,98 @@
+"""Parts of a step that all trainers share: microbatch tensors, the backward pass, and metrics of the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from starling.policy.core.phases import NullClock, PhaseClock
+from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.checkpoint.header import TrainerKind
+from starling.policy.train.data.groups import Flags, IntArray
+from starling.policy.train.data.packing import MicrobatchInputs, PackedBatch, to_tensors
+from starling.policy.train.memory.setup import optimizer_device
+from starling.policy.train.metrics.flops import model_cost, step_flops
+from starling.policy.train.model.load import longest_sequence, pair_cost
+from starling.policy.train.model.reference import ReferenceModel
+from starling.policy.train.optim.optimizer import ModelOptimizer, UpdateResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = torch.nn.Module
+
+
+class Trainer:
+    """A model that is trained in place, with its optimizer.
+
+    Each kind of trainer has its own `step`; all of them go pack -> forward -> loss -> update -> metrics.
+    """
+
+    kind: ClassVar[TrainerKind]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: PolicySettings,
+        optimizer: OptimizerSettings,
+        *,
+        total_steps: int,
+        clock: PhaseClock | None,
+        reference: ReferenceModel | None = None,
+    ) -> None:
+        """Start with a fresh optimizer.
+
+        Args:
+            model: trained in place.
+            settings: defaults of every step.
+            optimizer: settings of this kind of step.
+            total_steps: planned number of steps; decides the decay of the learning rate.
+            clock: records the phases of each step.
+            reference: for losses that compare with the weights before training.
+        """
+        self._model, self._settings = model, settings
+        self._longest, self._pair_cost = longest_sequence(model), pair_cost(model)
+        self._clock, self._cost = clock or NullClock(), model_cost(model)
+        device = optimizer_device(model, settings.memory)
+        self.optimizer = ModelOptimizer(model, optimizer, total_steps, device=device)
+        self.reference = reference
+
+    def _microbatches(
+        self, batch: PackedBatch, token_ids: IntArray, trained: Flags | None = None
+    ) -> Iterator[MicrobatchInputs]:
+        """Yield one microbatch's tensors at a time: masks and pixels of all could be larger than the model."""
+        for microbatch in batch.plan:
+            self._clock.enter("forward")
+            yield to_tensors(batch, microbatch, token_ids, self._model.dtype, self._model.device, trained)
+
+    def _backward(self, loss: Tensor) -> Tensor:
+        """Accumulate the gradient of `loss`. Returns its detached value."""
+        self._clock.enter("backward")
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def _step_metrics(
+        self,
+        result: UpdateResult,
+        optimizer: OptimizerSettings,
+        batch: PackedBatch,
+        *,
+        num_tokens: int,
+        num_sequences: int,
+    ) -> dict[str, float]:
+        """Return the metrics common to all steps of one optimizer update."""
+        return {
+            "grad_norm": result.grad_norm,
+            "max_grad_norm": optimizer.max_grad_norm,
+            "learning_rate": result.learning_rate,
+            "skipped_step": float(result.skipped),
+            "num_tokens": float(num_tokens),
+            "num_sequences": float(num_sequences),
+            "num_microbatches": float(len(batch.plan)),
+            "padding_waste": batch.padding_waste,
+            "model_flops": step_flops(self._cost, batch.lengths, num_tokens),
+        }
