@@ -46,7 +46,7 @@ def test_run_starts_from_a_state_of_another_run(tmp_path: Path) -> None:
     assert (elsewhere / "out" / "model.safetensors").exists()
 
     for flags, words in (
-        (("--from", "nowhere"), "there is no whole state in nowhere"),
+        (("--from", "nowhere"), "there is no intact state in nowhere"),
         (("--from", "state", "--rl.num-steps", "2"), f"it is of version {begun}, and the recipe ends with version 5"),
         (
             ("--from", "state", "--sft.num-steps", "1", "--rl.num-steps", "9"),

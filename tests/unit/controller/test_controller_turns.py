@@ -140,7 +140,7 @@ def test_what_cannot_sleep_now_is_told_again_after_a_while() -> None:
     assert told(script) == ["rollout-0 sleeps"]
 
 
-ASLEEP = "this policy sleeps: wake it first"
+ASLEEP = "this policy is asleep: wake it first"
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -47,11 +47,11 @@ def test_what_fits_is_not_objected_to(command: PolicyCommand) -> None:
         (save(4), "step 4 cannot be saved: this policy holds version 3"),
         (
             TrainStep(lease="train:4:0", step=4, groups=GROUPS, num_replicas=2, num_groups=2),
-            "step 4 is shared by 2 policies, and this one can only do its steps alone",
+            "step 4 is shared by 2 policies, and this policy trains only whole steps",
         ),
         (
             AdoptWeights(lease="adopt:7:0", version=7, source="policy-1", with_state=True),
-            "version 7 cannot be adopted: this policy makes its versions, and takes none from others",
+            "version 7 cannot be adopted: this policy makes its versions, and adopts none from others",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_step_is_held_back_for_so_long_and_says_for_what() -> None:
     progress.hold(held(), ())
     (wait,) = progress.waits(100.0)
     assert (wait.since_s, wait.seconds_left, wait.on) == (0.0, 60.0, "controller")
-    assert wait.what == "the order to publish version 3, before step 4"
+    assert wait.what == "the command to publish version 3, before step 4"
     assert progress.expire(100.0) == [], "from here it counts"
     (wait,) = progress.waits(130.0)
     assert (wait.since_s, wait.seconds_left) == (30.0, 30.0)

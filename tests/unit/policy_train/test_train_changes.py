@@ -112,7 +112,9 @@ def test_a_reference_that_nobody_kept_is_refused_and_changes_nothing(
     resumed = Learner(lambda: tiny(), settings())
     resume(resumed, tmp_path)
     for tried in (learner, resumed):
-        with pytest.raises(ConfigError, match=r"kl_coefficient = 0\.5 needs version 1 as its reference"):
+        with pytest.raises(
+            ConfigError, match=r"kl_coefficient = 0\.5 needs version 1, with which these steps began, as its reference"
+        ):
             reinforce(tried, make_groups, 3, algorithm__kl_coefficient=0.5)
         assert all(torch.equal(tensor, before[name]) for name, tensor in tried.tensors.items())
     assert reinforce(learner, make_groups, 3) == reinforce(resumed, make_groups, 3)

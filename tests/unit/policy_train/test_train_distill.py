@@ -154,7 +154,7 @@ def test_a_teacher_that_says_too_little_is_refused(tiny: Make, make_groups: Make
     trainer = RlTrainer(tiny(), PolicySettings(distill=DistillSettings(loss="jsd")), total_steps=1)
     with pytest.raises(ConfigError, match=r"needs the teacher's likeliest tokens.*set teacher.top_k above 0"):
         trainer.step(sampled_only, step=1)
-    with pytest.raises(ConfigError, match="a teacher says less of group"):
+    with pytest.raises(ConfigError, match="a teacher reported less about group"):
         trainer.step([groups[0], replace(groups[1], teacher=None)], step=1)
     with pytest.raises(ConfigError, match="has 17 tokens and what its teacher says is of others: 3 log-probabilities"):
         replace(groups[0], teacher=TeacherLogprobs(np.zeros(3, np.float32)))

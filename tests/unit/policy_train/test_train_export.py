@@ -128,7 +128,7 @@ def test_adapters_are_exported_as_their_run_does(
     folder = tmp_path / "run" / "attempt-1"
     StateStore(Storage(str(folder / "states"))).write(learner.take_state(4))
     assert main(["export", str(folder), str(tmp_path / "out"), "--model", str(model)]) == 2
-    assert "is one of adapters, and nothing near it says which" in capsys.readouterr().err
+    assert "contains adapters, and [model.lora] is not known" in capsys.readouterr().err
     told = f'targets = ["q_proj"]\nmerged = {str(merged).lower()}\n'
     (folder / "config.toml").write_text(f'[model]\npath = "{model}"\n[model.lora]\nrank = 2\n{told}')
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
@@ -169,9 +169,9 @@ def test_what_cannot_be_exported_is_one_sentence(
     states, out = str(tmp_path / "states"), str(tmp_path / "out")
     for arguments, words in (
         ([states, out], f"nothing near {states} says which model it is of; give its folder with --model"),
-        ([str(folder), out], f"there is no whole state in {folder}"),
+        ([str(folder), out], f"there is no intact state in {folder}"),
         ([states, str(tmp_path / "full"), "--model", str(model)], "exists and is not empty"),
-        ([states, out, "--model", str(model), "--ema"], "has no averaged weights: leave --ema away"),
+        ([states, out, "--model", str(model), "--ema"], "has no averaged weights: omit --ema"),
         ([states, out, "--model", str(other)], "of another model: it has model.layers.1.input_layernorm.weight"),
         ([str(tmp_path / "nowhere"), out], "nowhere does not exist"),
     ):

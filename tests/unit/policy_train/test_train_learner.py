@@ -46,7 +46,7 @@ def test_an_optimizer_that_no_step_will_use_is_not_taken_up(tiny: Make, make_gro
     other = Learner(tiny, PLAIN)
     with capture_logs() as lines:
         assert other.resume(saved, next_kind="rl") == 1
-    assert [(line["of"], line["next_step"]) for line in lines] == [("sft", "rl")]
+    assert [(line["kind"], line["next_step"]) for line in lines] == [("sft", "rl")]
     assert other.trainer is None
     again = reinforce(other, make_groups)
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
@@ -88,7 +88,8 @@ def test_weights_that_are_no_version_are_given_to_nobody(tiny: Make, make_groups
         lambda: reinforce(learner, make_groups),
     ):
         with pytest.raises(
-            StepBrokenError, match=r"no version since a step broke off \(the second loss failed\): go on"
+            StepBrokenError,
+            match=r"not a version, because a step failed between two updates \(the second loss failed\): restart",
         ):
             asked()  # type: ignore[operator]
     assert Learner(tiny, PLAIN).resume(SavedState.of(find_state(str(path)))) == 1, "there a fresh process begins"

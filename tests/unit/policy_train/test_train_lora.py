@@ -285,7 +285,7 @@ def test_adapters_of_other_layers_are_not_begun_with(tiny: Make, tmp_path: Path)
     save_adapters(adapted(tiny(), LoraSettings(rank=4, targets=("q_proj",))), tmp_path / "other")
     for settings, reason in (
         (LoraSettings(rank=4, targets=("v_proj",)), "are of other layers"),
-        (LoraSettings(rank=2, targets=("q_proj",)), r"have r = 4, and \[model.lora\] says 2"),
+        (LoraSettings(rank=2, targets=("q_proj",)), r"have r = 4, and \[model.lora\] 2"),
         (LoraSettings(rank=4, targets=("q_proj",), rslora=True), "use_rslora = False"),
     ):
         model = adapted(tiny(), settings)
@@ -350,7 +350,7 @@ def test_tied_weights_are_frozen_by_either_name(tiny: Make) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "reason"),
-    [("visual", "found in the name of no parameter; the first of"), ("(", "no regular expression")],
+    [("visual", "matches the name of no parameter; the first of"), ("(", "not a regular expression")],
 )
 def test_what_freezes_nothing_is_refused(tiny: Make, pattern: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):

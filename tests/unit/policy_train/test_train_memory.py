@@ -211,7 +211,9 @@ def test_blocks_are_those_of_the_language_model() -> None:
 
 
 def test_a_model_without_blocks_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"Linear has no list of equal blocks: leave policy\.memory\.checkpointing"):
+    with pytest.raises(
+        ConfigError, match=r"Linear has no list of blocks of one class: leave policy\.memory\.checkpointing"
+    ):
         find_blocks(torch.nn.Linear(2, 2))
 
 

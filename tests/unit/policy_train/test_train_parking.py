@@ -19,15 +19,15 @@ def test_views_and_shared_memory_come_back_as_they_were() -> None:
     whole = torch.arange(12, dtype=torch.float32)
     rows, tied = whole.view(3, 4), whole[4:8]
     kept = rows.clone()
-    parking = DeviceOffload(("cpu",))
-    assert parking.offload([whole, rows, tied, torch.empty(0)]) == 48, "one memory behind three tensors"
+    offload = DeviceOffload(("cpu",))
+    assert offload.offload([whole, rows, tied, torch.empty(0)]) == 48, "one memory behind three tensors"
     assert whole.untyped_storage().nbytes() == 0
-    assert parking.offload([whole]) == 0
-    parking.restore()
+    assert offload.offload([whole]) == 0
+    offload.restore()
     assert torch.equal(rows, kept)
     rows[1, 0] = -1.0
     assert tied[0] == whole[4] == -1.0
-    assert not parking.is_offloaded
+    assert not offload.is_offloaded
 
 
 def test_what_is_in_the_memory_of_the_host_stays_there() -> None:
@@ -41,7 +41,7 @@ def test_a_learner_that_slept_makes_the_same_versions(tiny: Make, make_groups: M
     algorithm = PolicySettings().algorithm.model_copy(update={"kl_coefficient": kl_coefficient})
     settings = PolicySettings(algorithm=algorithm)
     steady, sleeper = Learner(tiny, settings), Learner(tiny, settings)
-    sleeper._parking = DeviceOffload(("cpu",))  # let the CPU's memory stand for a device's
+    sleeper._offload = DeviceOffload(("cpu",))  # let the CPU's memory stand for a device's
     for step in (1, 2, 3):
         for learner in (steady, sleeper):
             learner.reinforce(make_groups([(6, [4, 1]), (3, [2, 5])], seed=step), step=step, num_steps=3)

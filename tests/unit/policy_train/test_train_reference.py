@@ -202,7 +202,10 @@ def test_a_reference_that_nobody_kept_is_refused(tiny: Make, make_groups: Make) 
     trainer = RlTrainer(model, settings(kl_coefficient=0.0), total_steps=9, initial=tiny)
     trainer.step(make_groups(RAGGED, seed=1), step=4)  # begins with version 3, after supervised steps
     before = copies(model)
-    with pytest.raises(ConfigError, match=r"policy.algorithm.kl_coefficient = 0\.4 needs version 3 as its reference"):
+    with pytest.raises(
+        ConfigError,
+        match=r"policy.algorithm.kl_coefficient = 0\.4 needs version 3, with which these steps began, as its reference",
+    ):
         trainer.step(make_groups(RAGGED, seed=2), step=5, settings=settings())
     assert same(copies(model), before)
     metrics = trainer.step(make_groups(RAGGED, seed=2), step=5, settings=settings(reset=1))

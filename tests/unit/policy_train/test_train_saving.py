@@ -66,7 +66,7 @@ def test_of_equally_good_ones_the_newest_is_the_best(tmp_path: Path) -> None:
 def test_a_metric_that_nobody_tells_is_told(tmp_path: Path) -> None:
     with capture_logs() as lines:
         write(StateStore(Storage(str(tmp_path)), best="-loss"), 1, reward_mean=1.0)
-    assert [(line["metric"], line["told"]) for line in lines] == [("loss", ["reward_mean"])]
+    assert [(line["metric"], line["available"]) for line in lines] == [("loss", ["reward_mean"])]
 
 
 @settings(max_examples=25, deadline=None)
@@ -100,7 +100,7 @@ def test_a_state_is_found_by_its_folder_and_by_that_of_its_run(tmp_path: Path) -
         assert find_state(place).state.version == 3
         assert find_state(f"file://{place}").url == path
     for place in ("nowhere", "states/version-3/parts"):
-        with pytest.raises(ConfigError, match=f"there is no whole state in {tmp_path / place}; give the folder of one"):
+        with pytest.raises(ConfigError, match=f"there is no intact state in {tmp_path / place}; give the folder of one"):
             find_state(str(tmp_path / place))
     (Path(path) / "parts" / "__0_0.distcp").unlink()
     with pytest.raises(ConfigError, match=f"the state {path} is damaged: __0_0.distcp is missing; give an older one"):
@@ -179,7 +179,7 @@ def test_a_save_is_told_when_it_is_done_and_the_next_one_waits_for_it() -> None:
     saver.begin("the state of version 3", gate.write, outcomes.append)
     assert gate.begun.wait(30.0)
     assert saver.waits(0.0) == (), "nobody waits for it"
-    with pytest.raises(ConfigError, match="the state of version 3 is not written after 0 s: look at the storage"):
+    with pytest.raises(ConfigError, match="the state of version 3 is not written after 0 s: check the storage"):
         saver.wait(0.001)
     assert told == ["the state of version 3 to be written"]
     assert outcomes == []

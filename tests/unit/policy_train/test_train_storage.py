@@ -126,8 +126,8 @@ states = StateStore(Storage(sys.argv[1], json.loads(sys.argv[2])))
 for version in itertools.count(1):
     weights = {"w": torch.full((1_500_000,), float(version))}
     print(version, flush=True)
-    taken = take_state(StateMetadata(run="r", version=version), in_section("weights/", weights), torch.device("cpu"), HostBuffers())
-    states.write(taken)
+    metadata, tensors = StateMetadata(run="r", version=version), in_section("weights/", weights)
+    states.write(take_state(metadata, tensors, torch.device("cpu"), HostBuffers()))
 """
 
 

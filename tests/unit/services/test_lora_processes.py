@@ -99,9 +99,9 @@ def test_only_adapters_travel(desk: Desk, model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--policy.init", "random"), "policy.init = 'random' does not go with [model.lora]"),
-        (("--policy.frozen", '["layers"]'), "policy.frozen does not go with [model.lora]"),
-        (("--weights.quantise", "fp8_row"), "weights.quantise = 'fp8_row' does not go with [model.lora]"),
+        (("--policy.init", "random"), "policy.init = 'random' is not compatible with [model.lora]"),
+        (("--policy.frozen", '["layers"]'), "policy.frozen is not compatible with [model.lora]"),
+        (("--weights.quantise", "fp8_row"), "weights.quantise = 'fp8_row' is not compatible with [model.lora]"),
     ],
 )
 def test_what_does_not_go_with_adapters(

@@ -120,7 +120,7 @@ def test_who_loses_the_controller_gives_shared_devices_away(desk: Desk, model: P
         desk.is_silent = False
         desk.hello("policy-0")
         assert refused(desk, wire.PublishWeights(lease=desk.lease("publish"), version=0)) == (
-            "this policy sleeps: wake it first"
+            "this policy is asleep: wake it first"
         )
         desk.ask("policy-0", wire.Wake(lease=desk.lease("wake")), wire.Woken)
         publish(desk, 0)
@@ -141,7 +141,7 @@ def test_what_a_policy_says_to_orders(desk: Desk, model: Path, tmp_path: Path) -
         desk.send("policy-0", early, buffers)
         heartbeat = desk.heartbeat("policy-0", lambda told: bool(told.waits))
         assert [(wait.what, wait.on) for wait in heartbeat.waits] == [
-            ("the order to publish version 0, before step 1", "controller")
+            ("the command to publish version 0, before step 1", "controller")
         ]
         assert 0.0 < heartbeat.waits[0].seconds_left <= 60.0
         assert heartbeat.offered == -1
@@ -152,11 +152,11 @@ def test_what_a_policy_says_to_orders(desk: Desk, model: Path, tmp_path: Path) -
         assert heartbeat.offered == 0
 
         shared, _ = step_of(desk.lease("train"), 2, num_replicas=2, replica=1, num_groups=8)
-        assert "shared by 2 policies, and this one can only do its steps alone" in refused(desk, shared)
+        assert "shared by 2 policies, and this policy trains only whole steps" in refused(desk, shared)
         unknown, _ = step_of(desk.lease("train"), 2, settings={"policy.optimizer.betas": 0.5})
         assert "policy.optimizer.betas = 0.5 cannot be changed from one step to the next" in refused(desk, unknown)
         adopt = wire.AdoptWeights(lease=desk.lease("adopt"), version=2, source="policy-1", with_state=True)
-        assert "takes none from others" in refused(desk, adopt, (b"offer", b"plan"))
+        assert "adopts none from others" in refused(desk, adopt, (b"offer", b"plan"))
         assert train(desk, 2, settings={"policy.sft.optimizer.learning_rate": 0.5})["learning_rate"] == 0.5
         policy.terminate()
         assert ended(policy) == 0

@@ -1,1 +1,1 @@
-"""The policy: learns from trajectories and publishes weight versions."""
+"""The policy service: trains a model and publishes its weight versions."""

@@ -118,7 +118,7 @@ class SimulatedPolicy(SimulatedReplica):
             self._work(0.05, lambda: self._sleep_or_wake(message))
             return
         # It may have fallen asleep for want of the controller since the command was sent.
-        objection = self._objection(message) if self.awake else "this policy sleeps: wake it first"
+        objection = self._objection(message) if self.awake else "this policy is asleep: wake it first"
         if objection is not None:
             self.fail(message.lease, objection)
             self._done()

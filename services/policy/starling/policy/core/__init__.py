@@ -1,1 +1,1 @@
-"""What the policy decides: which work fits its version."""
+"""Decisions of the policy: admission of commands, alarms, phases of a step. Pure: no torch, no clock, no socket."""

@@ -1,7 +1,7 @@
-"""Where the wall clock of a step went: every moment of it belongs to exactly one phase, so the shares sum to 1. Pure.
+"""Wall-clock time of a step by phase: every moment belongs to exactly one phase, so the shares sum to 1. Pure.
 
-A step's time runs from the end of the step before to its own end: it holds the wait for its data, and whatever was
-published or saved in between. What another thread does meanwhile is *hidden*: told beside the sum, for it overlaps.
+A step's time runs from the end of the step before to its own end, and includes waiting for its data and any publication
+or save in between. The work of other threads overlaps with it and is reported separately as *hidden*.
 """
 
 from __future__ import annotations
@@ -9,53 +9,54 @@ from __future__ import annotations
 from typing import Final, Literal, Protocol, get_args
 
 Phase = Literal["wait_data", "forward", "backward", "optimizer", "publish_exposed", "checkpoint", "other"]
-"""What the training thread does: wait for the groups of a step; compute losses; compute gradients; change the weights;
-wait for the snapshot of a publication; write a state or a checkpoint; anything else (credit, packing, messages)."""
+"""Activity of the training thread: waiting for the groups of a step; computing losses; computing gradients; updating
+the weights; waiting for the snapshot of a publication; saving a state or a checkpoint; anything else (credit, packing,
+messages)."""
 
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
 
 class PhaseClock(Protocol):
-    """What a trainer tells when it begins a phase."""
+    """Receives the phases of a trainer."""
 
     def enter(self, phase: Phase) -> None:
-        """From now on time belongs to `phase`, until another is entered."""
+        """Start `phase`, which lasts until another one is entered."""
 
 
 class NullClock:
-    """For when nobody asks where the time goes."""
+    """A clock that measures nothing."""
 
     def enter(self, phase: Phase) -> None:
         """Do nothing."""
 
 
 class PhaseTimes:
-    """Adds up seconds by phase. A clock that goes back counts as one that stands still."""
+    """Seconds by phase. A clock that goes backwards counts as standing still."""
 
     def __init__(self, now: float) -> None:
-        """Begin at `now` (seconds), in the phase `other`."""
+        """Start at `now` (seconds), in the phase `other`."""
         self._phase: Phase = "other"
         self._since = now
         self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self._hidden_s = 0.0
 
     def enter(self, phase: Phase, now: float) -> Phase:
-        """Let time belong to `phase` from `now` on. Returns the phase that ends here, to go back to."""
+        """Start `phase` at `now`. Returns the phase that ends."""
         self._seconds[self._phase] += max(0.0, now - self._since)
         self._since = max(self._since, now)
         before, self._phase = self._phase, phase
         return before
 
     def hide(self, seconds: float) -> None:
-        """Note `seconds` of a publication that training did not wait for."""
+        """Add `seconds` of a publication that overlapped with training."""
         self._hidden_s += seconds
 
     def take(self, now: float) -> dict[str, float]:
-        """End the step at `now` and begin the next one, in the same phase.
+        """End the step at `now` and start the next one, in the same phase.
 
         Returns:
-            ``time/step_s``, and of each phase ``time/<phase>_s`` and ``time/<phase>_share``, which sum to 1; a step
-            that took no time is all `other`. Beside them ``time/publish_hidden_s``.
+            ``time/step_s``, and for each phase ``time/<phase>_s`` and ``time/<phase>_share``, which sum to 1; a step
+            that took no time is all `other`. In addition ``time/publish_hidden_s``.
         """
         self.enter(self._phase, now)
         total_s = sum(self._seconds.values())

@@ -1,1 +1,1 @@
-"""The policy's settings, one section per file; `policy` holds the whole."""
+"""Settings of the policy, one section per file; `policy` contains all of them."""

@@ -1,4 +1,4 @@
-"""When a step's numbers are a cause for alarm."""
+"""Alarm settings: bounds on the metrics of a step."""
 
 from __future__ import annotations
 
@@ -12,53 +12,52 @@ from starling.policy.core.alarms import AlarmRule
 AlarmName = Literal[
     "not_finite", "mismatch", "weights_still", "zero_advantage", "entropy", "effective_sample", "clip", "staleness"
 ]
-"""What each is about is in `docs/reference/metrics.md`."""
+"""`docs/metrics.md` describes each."""
 
-_SAYS: Final[dict[AlarmName, str]] = {
-    "not_finite": "the loss or the gradient was not finite, so the step left the weights as they were; "
-    "lower the learning rate or max_grad_norm, and look for rewards or log-probabilities that are out of range",
-    "mismatch": "rollout and trainer disagree about tokens of the same weights, so importance ratios are off; "
-    "compare their dtypes, kernels, temperature and chat template, or add a correction",
-    "weights_still": "no sampled weight changes any more; raise the learning rate, train in float32, "
-    "or see whether all advantages are 0",
-    "zero_advantage": "nearly all completions have the advantage 0, so there is nothing to learn from them; "
-    "take prompts that are neither solved nor hopeless, a larger group, or dynamic sampling",
-    "entropy": "the policy hardly explores any more; lower the learning rate, raise clip_high, or add an entropy bonus",
+_TEXTS: Final[dict[AlarmName, str]] = {
+    "not_finite": "the loss or the gradient was not finite, so the step left the weights unchanged; "
+    "lower the learning rate or max_grad_norm, and check for rewards or log-probabilities out of range",
+    "mismatch": "rollout and trainer disagree about the log-probabilities of the same weights, so importance ratios "
+    "are wrong; compare their dtypes, kernels, temperature and chat template, or add a correction",
+    "weights_still": "no sampled weight changed; raise the learning rate, train in float32, "
+    "or check whether all advantages are 0",
+    "zero_advantage": "nearly all completions have an advantage of 0, so there is little to learn from them; "
+    "use prompts of medium difficulty, a larger group, or dynamic sampling",
+    "entropy": "the policy hardly explores; lower the learning rate, raise clip_high, or add an entropy bonus",
     "effective_sample": "few tokens carry nearly all of the importance weight; lower rl.max_staleness, "
     "or add a correction that truncates the ratios",
-    "clip": "most tokens are clipped and teach nothing; lower the learning rate, the updates of a step, "
+    "clip": "most tokens are clipped and have no gradient; lower the learning rate, the updates of a step, "
     "or rl.max_staleness",
-    "staleness": "tokens are older than the bound; lower rl.max_staleness, or take an algorithm that stands it "
+    "staleness": "tokens are older than the bound; lower rl.max_staleness, or use an algorithm that tolerates it "
     "(aipo, decoupled_ppo) and raise policy.alarms.staleness",
 }
 
 
 class AlarmSettings(SettingsSection):
-    """Bounds on what a step measures. An alarm is told when it begins and when it is over; see
-    `docs/reference/metrics.md`."""
+    """Bounds on the metrics of a step. An alarm is reported when it is raised and when it clears."""
 
     mismatch_kl: float = Field(default=0.02, gt=0.0)
-    """Most nats per token (k3) between rollout and trainer for tokens of the same weights (`mismatch`)."""
+    """Alarm `mismatch`: maximum divergence (k3, nats per token) between rollout and trainer for equal weights."""
     still_steps: int = Field(default=3, ge=1)
-    """Steps in a row in which no sampled weight changes (`weights_still`)."""
+    """Alarm `weights_still`: consecutive steps in which no sampled weight changes."""
     zero_advantage_share: float = Field(default=0.95, gt=0.0, le=1.0)
-    """Greatest share of completions whose advantage is 0, for `zero_advantage_steps` (`zero_advantage`)."""
+    """Alarm `zero_advantage`: maximum share of completions with an advantage of 0."""
     zero_advantage_steps: int = Field(default=5, ge=1)
-    """Steps in a row above it."""
+    """Consecutive steps above `zero_advantage_share` that raise the alarm."""
     entropy: float = Field(default=0.005, gt=0.0)
-    """Least mean entropy of a token, in nats, for `entropy_steps` (`entropy`)."""
+    """Alarm `entropy`: minimum mean entropy of a token, in nats."""
     entropy_steps: int = Field(default=5, ge=1)
-    """Steps in a row below it."""
+    """Consecutive steps below `entropy` that raise the alarm."""
     effective_sample: float = Field(default=0.3, gt=0.0, le=1.0)
-    """Least effective sample size of the tokens, as a share of their number, for 2 steps (`effective_sample`)."""
+    """Alarm `effective_sample`: minimum effective sample size, as a share of the number of tokens, for 2 steps."""
     clip_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Greatest share of clipped tokens, for 3 steps (`clip`)."""
+    """Alarm `clip`: maximum share of clipped tokens, for 3 steps."""
     staleness: int = Field(default=8, ge=0)
-    """Most versions that a trained token may be behind (`staleness`); `rl.max_staleness` is what bounds it."""
+    """Alarm `staleness`: maximum age of a trained token, in versions; the bound itself is `rl.max_staleness`."""
     off: tuple[AlarmName, ...] = ()
-    """Alarms that are not wanted."""
+    """Alarms to disable."""
     fail_on: tuple[AlarmName, ...] = ()
-    """Alarms that end the run, with their sentence as the reason."""
+    """Alarms that end the run, with their text as the reason."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -68,7 +67,7 @@ class AlarmSettings(SettingsSection):
         return self
 
     def rules(self) -> tuple[AlarmRule, ...]:
-        """Return what to watch, in the order in which alarms are told."""
+        """Return the rules of the enabled alarms, in the order in which alarms are reported."""
         return tuple(rule for rule in self._all() if rule.name not in self.off)
 
     def _all(self) -> tuple[AlarmRule, ...]:
@@ -82,14 +81,14 @@ class AlarmSettings(SettingsSection):
                 self.zero_advantage_share,
                 num_steps=self.zero_advantage_steps,
             ),
-            # Supervised steps have an entropy too, and are to make it small.
+            # Supervised steps have an entropy too, and are meant to reduce it.
             _rule(
                 "entropy",
                 "entropy",
                 self.entropy,
                 is_floor=True,
                 num_steps=self.entropy_steps,
-                beside="zero_advantage_share",
+                requires="zero_advantage_share",
             ),
             _rule("effective_sample", "ess_token", self.effective_sample, is_floor=True, num_steps=2),
             _rule("clip", "clip_fraction", self.clip_fraction, num_steps=3),
@@ -98,4 +97,4 @@ class AlarmSettings(SettingsSection):
 
 
 def _rule(name: AlarmName, metric: str, bound: float, **how: Any) -> AlarmRule:
-    return AlarmRule(name=name, metric=metric, bound=bound, says=_SAYS[name], **how)
+    return AlarmRule(name=name, metric=metric, bound=bound, text=_TEXTS[name], **how)

@@ -1,4 +1,4 @@
-"""The algorithm of reinforcement learning: a named one, and what a recipe wants otherwise."""
+"""Algorithm settings: the loss of reinforcement learning, its corrections, and distillation from a teacher."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from starling.common.settings import SettingsSection
 
 
 class CorrectionSettings(SettingsSection):
-    """One off-policy correction: a factor on each token's loss; several multiply. See
-    `docs/reference/algorithms.md`."""
+    """An off-policy correction: a factor on each token's loss; several multiply. See `docs/algorithms.md`."""
 
     kind: Literal["truncate", "mask", "sequence_mask"]
-    """`truncate` (TIS) bounds the ratio of training to sampling probability at `high`; `mask` (MIS, icepop) drops what
-    lies outside [`low`, `high`]; `sequence_mask` drops completions of negative advantage that drifted further than
+    """`truncate` (TIS) bounds the ratio of training to sampling probability at `high`; `mask` (MIS, icepop) drops
+    ratios outside [`low`, `high`]; `sequence_mask` drops completions of negative advantage that drifted by more than
     `high` (nats per token)."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Whose ratio: each token's, the product over its completion, or the geometric mean over its completion."""
+    """Ratio to bound: each token's, the product over its completion, or the geometric mean over its completion."""
     low: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """Least ratio that `mask` keeps."""
+    """Minimum ratio that `mask` keeps."""
     high: float = Field(gt=0.0, allow_inf_nan=False)
-    """Greatest ratio."""
+    """Maximum ratio."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -31,77 +30,74 @@ class CorrectionSettings(SettingsSection):
         return self
 
     def to_algo(self) -> Correction:
-        """Return it as the loss takes it. ValueError when its bounds make no sense."""
+        """Return the correction for `starling.algo`. Raises ValueError if its bounds are inconsistent."""
         return Correction(**self.model_dump())
 
 
 class AlgorithmSettings(SettingsSection):
-    """The loss of a reinforcement-learning step. What is not set here is as the named algorithm has it."""
+    """The loss of a reinforcement-learning step. Unset values are those of the named algorithm."""
 
     name: str = "grpo"
     """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, reinforce_pp_baseline, aipo, dual_clip, decoupled_ppo; the
-    name that an installed package registers; or `module:attribute` or `file.py:attribute` of your own."""
+    name registered by an installed package; or your own as `module:attribute` or `file.py:attribute`."""
     clip_low: float | None = Field(default=None, gt=0.0, le=1.0)
-    """How far below 1 the importance ratio may count."""
+    """Lower clipping of the importance ratio, at 1 - `clip_low`."""
     clip_high: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    """How far above 1 the importance ratio may count."""
+    """Upper clipping of the importance ratio, at 1 + `clip_high`."""
     dual_clip: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     """Bound on the ratio where the advantage is negative (more than 1); 0 for none."""
     max_ratio: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    """Greatest importance weight of one-sided algorithms (AIPO)."""
+    """Maximum importance weight of one-sided algorithms (AIPO)."""
     advantage_scale: Literal["std", "none"] | None = None
-    """Divide advantages by the standard deviation of their group, or do not."""
+    """Whether to divide advantages by the standard deviation of their group."""
     options: dict[str, float | int | bool | str] = Field(default_factory=dict)
-    """Further options of the loss and the advantage, by the names of their arguments."""
+    """Further options of the loss and the advantage, by argument name."""
     aggregate: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] | None = None
-    """What weighs the same in a step's loss: each token, or each completion with the mean or the sum of its tokens; or
-    each token by the constant `aggregate_tokens`."""
+    """Aggregation of a step's loss: mean over tokens; mean over completions of the mean or the sum of their tokens; or
+    of the sum divided by the constant `aggregate_tokens`."""
     aggregate_tokens: int = Field(default=0, ge=0)
     """Tokens by which `constant` divides a completion's sum; 0 for `sampling.max_tokens`."""
     old: Literal["rollout", "proximal"] | None = None
-    """Denominator of the importance ratio: the probabilities under which a token was sampled, or those of the weights
-    with which the step began, which costs a forward pass where a step has several updates."""
+    """Denominator of the importance ratio: the probabilities at sampling, or those of the weights at the start of the
+    step, which take another forward pass if the step has several updates."""
     num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer updates of one step, each on its part of the groups. The step makes one weight version all the same."""
+    """Optimizer updates per step, each on a part of the groups. The step still makes one weight version."""
     num_passes: int = Field(default=1, ge=1)
-    """How often a step goes through its groups."""
+    """Passes of a step over its groups."""
     corrections: tuple[CorrectionSettings, ...] | None = None
-    """Off-policy corrections. All but `sequence_mask` weigh by what `old` has over the rollout's probabilities, so they
-    need `old = "proximal"`."""
+    """Off-policy corrections. All but `sequence_mask` weight by the ratio of `old` to the rollout's probabilities, so
+    they need `old = "proximal"`."""
     mask_truncated: bool | None = None
-    """Leave completions that reached their token limit out of the loss (overlong filtering of DAPO)."""
+    """Exclude completions that reached their token limit from the loss (overlong filtering of DAPO)."""
     kl_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """Weight of the divergence from the reference, the model that reinforcement began with; 0 keeps no such model."""
+    """Weight of the KL divergence from the reference, the model at the start of reinforcement; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
-    """How the divergence is estimated."""
+    """Estimator of the KL divergence."""
     reference_reset_every: int = Field(default=0, ge=0)
-    """Steps after which the reference becomes the present model; 0 for never."""
+    """Steps after which the present model becomes the reference; 0 for never."""
     entropy_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """Weight of the entropy that is added to the objective."""
+    """Weight of the entropy bonus."""
     positive_nll_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Weight of the negative log-likelihood of completions with a positive advantage."""
     skip_zero_advantage: bool = True
-    """Leave completions whose advantage is 0 out of the forward pass: they add nothing to the gradient.
+    """Exclude completions with an advantage of 0 from the forward pass: they do not change the gradient.
 
-    Their tokens still count in the mean, so the step is the same. Has no effect where another term trains them too.
+    The mean still counts their tokens, so the step is the same. No effect if another term trains them too.
     """
 
 
-# JOINED from starling.policy.settings.distill: Learning from a teacher, in runs that have one.
-
-
 class DistillSettings(SettingsSection):
-    """What the teacher's log-probabilities count in a step, and how (runs with `launch.num_teachers` above 0)."""
+    """Use of a teacher's log-probabilities in a step (runs with `launch.num_teachers` above 0)."""
 
     loss: Literal["reverse_kl", "jsd"] = "reverse_kl"
-    """`reverse_kl`: each sampled token has as its advantage how much likelier the teacher finds it. `jsd`: the
-    generalised Jensen-Shannon divergence over the teacher's likeliest tokens (`teacher.top_k` above 0)."""
+    """`reverse_kl`: the advantage of a sampled token is its log-probability under the teacher minus the student's.
+    `jsd`: the generalised Jensen-Shannon divergence over the teacher's likeliest tokens (`teacher.top_k` above 0)."""
     coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    """Weight of the teacher."""
+    """Weight of the teacher's term."""
     reward_coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    """Weight of the advantages that come from rewards, beside it; without scorers these are 0."""
+    """Weight of the advantages from rewards; without scorers these are 0."""
     discount: float = Field(default=0.0, ge=0.0, le=1.0)
-    """How much a token answers for the teacher's view of the tokens after it (`reverse_kl`): 0 not at all."""
+    """Discount of the teacher's advantages of later tokens that a token is credited with (`reverse_kl`); 0 for none."""
     beta: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Between KL(teacher || student) at 0, which covers what the teacher does, and KL(student || teacher) at 1, which
-    seeks what it does most (`jsd`)."""
+    """Interpolates between KL(teacher || student) at 0, which covers the teacher's modes, and KL(student || teacher) at
+    1, which seeks its main mode (`jsd`)."""

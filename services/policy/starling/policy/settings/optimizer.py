@@ -1,4 +1,4 @@
-"""The optimizer: its kind, its schedule, what differs between parameters, and the bound on the gradient."""
+"""Optimizer settings: kind, learning-rate schedule, differences between parameters, gradient clipping."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from starling.common.settings import SettingsSection
 
 
 class OptimizerSettings(SettingsSection):
-    """How gradients become weights."""
+    """Optimizer and learning-rate schedule."""
 
     kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """`adamw`; `adamw_8bit`, the same with averages of a byte instead of four (torchao); or `muon` for the matrices of
-    the hidden layers, with AdamW for all else, at the learning rate and weight decay that suit AdamW."""
+    """`adamw`; `adamw_8bit`, with averages of one byte instead of four (torchao); or `muon` for the matrices of hidden
+    layers and AdamW for all other parameters, at a learning rate and weight decay suited to AdamW."""
     learning_rate: float = Field(default=1e-6, gt=0.0, allow_inf_nan=False)
-    """Highest learning rate, reached at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises in equal parts; 0 starts at the highest."""
+    """Steps of linear warm-up; 0 starts at the peak."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """What the learning rate does after the warm-up: stay; fall until the last step, evenly or along half a wave; or
-    stay, and fall over the last `decay_steps` (`wsd`)."""
+    """Learning rate after the warm-up: constant; linear or cosine decay to the last step; or constant, then decay over
+    the last `decay_steps` (`wsd`)."""
     decay_steps: int = Field(default=0, ge=0)
-    """Last steps, over which `wsd` lets the learning rate fall."""
+    """Number of last steps over which `wsd` decays the learning rate."""
     decay_shape: Literal["linear", "sqrt"] = "linear"
-    """How `wsd` falls: evenly, or with one minus the square root of the way."""
+    """Shape of the decay of `wsd`: linear, or one minus the square root of the progress."""
     final_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the highest learning rate at which every fall ends, one step after the last."""
+    """Share of the peak learning rate at which a decay ends, one step after the last."""
     rates: dict[str, float] = Field(default_factory=dict)
-    """Factors on the learning rate, by regular expressions that are searched for in the names of the model's
-    parameters (Hugging Face's); the first that is found counts, and where none is, the factor is 1."""
+    """Factors on the learning rate, by regular expressions searched for in the (Hugging Face) names of parameters; the
+    first match counts, and without a match the factor is 1."""
     weight_decay: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """Decoupled weight decay of the matrices; vectors (norms, biases) are never decayed."""
+    """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
     no_decay: tuple[str, ...] = ()
-    """Regular expressions for the names of further parameters that are not decayed."""
+    """Regular expressions for the names of further parameters without weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's averages of the gradient and of its square."""
     eps: float = Field(default=1e-8, gt=0.0, allow_inf_nan=False)
@@ -44,9 +44,9 @@ class OptimizerSettings(SettingsSection):
     momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Decay rate of Muon's average of the gradient."""
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Decay rate, per update, of an average of the weights that is kept beside them; 0 keeps none."""
+    """Decay rate, per update, of an exponential moving average of the weights; 0 keeps none."""
     max_grad_norm: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    """Largest Euclidean norm of the whole gradient, which is scaled down to it; 0 leaves the gradient alone."""
+    """Maximum Euclidean norm of the whole gradient, which is clipped to it; 0 disables clipping."""
 
     @model_validator(mode="after")
     def _betas_in_range(self) -> Self:
@@ -61,7 +61,7 @@ class OptimizerSettings(SettingsSection):
         if self.schedule != "wsd" and self.decay_steps:
             raise ValueError(
                 f"decay_steps = {self.decay_steps} has no effect with schedule = {self.schedule!r}: "
-                'leave it out, or take schedule = "wsd"'
+                'remove it, or set schedule = "wsd"'
             )
         return self
 
@@ -72,7 +72,7 @@ class OptimizerSettings(SettingsSection):
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    raise ValueError(f"{name} has {pattern!r}, which is no regular expression: {error}") from None
+                    raise ValueError(f"{name} has {pattern!r}, which is not a regular expression: {error}") from None
         return self
 
     @model_validator(mode="after")

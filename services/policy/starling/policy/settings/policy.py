@@ -1,4 +1,4 @@
-"""The whole of the policy's settings: how it loads its model and how it learns."""
+"""All settings of the policy: loading its model, training, publishing, saving."""
 
 from __future__ import annotations
 
@@ -25,86 +25,86 @@ CHANGEABLE: Final = (
     "policy.sft.optimizer.learning_rate",
     "policy.sft.optimizer.max_grad_norm",
 )
-"""What a step may be told to do otherwise than the recipe says."""
+"""Settings that operators may change from one step to the next."""
 
 
 class PolicySettings(SettingsSection):
-    """Everything the policy decides for itself."""
+    """Training and publication of weights."""
 
     init: Literal["pretrained", "random"] = "pretrained"
-    """Take the weights from the model's folder, or draw them from its configuration and `run.seed`."""
+    """Load the weights from the model's folder, or draw random ones from its configuration and `run.seed`."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Most cells (rows x row length) of one forward and backward pass; bounds the memory of activations."""
+    """Maximum token slots (rows x row length, padding included) of a microbatch; bounds the memory of activations."""
     share_prompts: bool = True
     """Compute a prompt once for several completions of its group where that makes the step cheaper."""
     transport: Literal["ucx", "tcp", "local", "nccl", "gloo", "nixl"] = "ucx"
-    """How weights travel to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory on this host, `nccl`
-    between GPUs where NCCL is what is tuned, `gloo` the same between CPUs, `nixl` where both ends have it installed."""
+    """Transport of weights to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory of this host,
+    `nccl` between GPUs where NCCL is tuned, `gloo` between CPUs, `nixl` where it is installed at both ends."""
     delta_versions: int | None = Field(default=None, ge=0)
-    """For so many versions back the policy knows what changed, and sends only that; 0 sends every version whole.
+    """Versions back from which a rollout can be sent only the changes; 0 sends every version in full.
 
-    Unset, it is 2, and 0 where all rollouts are on this host: there weights are sooner sent than compared.
+    Unset, it is 2, or 0 if all rollouts are on this host: there sending weights is faster than comparing them.
     """
     publish_timeout_s: float = Field(default=30.0, gt=0.0)
-    """How long a publication waits for rollouts that still read both snapshots, before it revokes the older one."""
+    """Time that a publication waits for rollouts that still read both snapshots, before it revokes the older one."""
     peak_tflops: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    """Dense TFLOP/s of one device in the dtype of training, against which the utilisation (MFU) is told; unset, what is
-    known of the GPU by its name, in bfloat16."""
+    """Dense TFLOP/s of one device in the dtype of training, for the reported utilisation (MFU); unset, the GPU's
+    data-sheet value for bfloat16."""
     optimizer: OptimizerSettings = OptimizerSettings()
-    """The optimizer of reinforcement learning."""
+    """Optimizer of reinforcement learning."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
-    """The loss of reinforcement learning."""
+    """Loss of reinforcement learning."""
     distill: DistillSettings = DistillSettings()
-    """What a teacher counts, in runs that have one."""
+    """Distillation, in runs with a teacher."""
     sft: SftStepSettings = SftStepSettings()
-    """The supervised steps."""
+    """Supervised steps."""
     dpo: DpoSettings = DpoSettings()
-    """Steps that learn preferences."""
+    """Steps on preference pairs."""
     reward_model: RewardModelSettings = RewardModelSettings()
-    """Steps that teach a model to score."""
+    """Steps that train a reward model."""
     frozen: tuple[str, ...] = ()
-    """Parameters that stay as they are: regular expressions, each found somewhere in the name of at least one."""
+    """Parameters that are not trained: regular expressions, each matching the name of at least one."""
     liger: bool = False
-    """Compute with Liger's fused kernels; needs a CUDA device and `starling-policy[liger]`."""
+    """Use Liger's fused kernels; needs a CUDA device and `starling-policy[liger]`."""
     memory: MemorySettings = MemorySettings()
-    """What is computed again or kept elsewhere to need less memory."""
+    """Recomputation, offload and compilation."""
     saving: SavingSettings = SavingSettings()
-    """Where states and checkpoints go, and which stay."""
+    """States and checkpoints: their location, and which to keep."""
     alarms: AlarmSettings = AlarmSettings()
-    """When a step's numbers are a cause for alarm."""
+    """Bounds on metrics that raise alarms."""
 
 
 def check_adapters(model: ModelSettings, policy: PolicySettings, weights: WeightsSettings) -> None:
-    """Check that adapters, if `model` has any, go with the rest.
+    """Check that the other settings are compatible with adapters, if `model` has any.
 
     Raises:
-        ValueError: every replica must find the base weights in the model's folder, as they are, and nothing but
-            adapters is trained.
+        ValueError: a setting changes the base weights, which every replica must read from the model's folder, or
+            trains other parameters than adapters.
     """
     if model.lora is None:
         return
     if policy.init == "random":
         raise ValueError(
-            "policy.init = 'random' does not go with [model.lora]: adapters travel without the weights they are for, "
-            "so every replica must read those from model.path"
+            "policy.init = 'random' is not compatible with [model.lora]: adapters are published without their base "
+            "weights, so every replica must read those from model.path"
         )
     if policy.frozen:
         raise ValueError(
-            "policy.frozen does not go with [model.lora], where all is frozen but the adapters: "
+            "policy.frozen is not compatible with [model.lora], where everything but the adapters is frozen: "
             "choose their layers by model.lora.targets and model.lora.exclude"
         )
     if weights.quantise:
         raise ValueError(
-            f"weights.quantise = {weights.quantise!r} does not go with [model.lora]: adapters travel without the "
-            "weights they are for, which every replica holds as they are; leave weights.quantise empty"
+            f"weights.quantise = {weights.quantise!r} is not compatible with [model.lora]: adapters are published "
+            "without their base weights, which every replica holds unquantised; leave weights.quantise empty"
         )
 
 
 def changed(settings: PolicySettings, changes: Mapping[str, float]) -> PolicySettings:
-    """Return `settings` with `changes`, whose keys are those of a recipe.
+    """Return `settings` with `changes`, by key of the recipe.
 
     Raises:
-        ConfigError: names a key that no step can change, or a value that its setting does not take.
+        ConfigError: a key cannot change from one step to the next, or a value is invalid.
     """
     tree = settings.model_dump()
     for key, value in changes.items():

@@ -1,4 +1,4 @@
-"""Where states and checkpoints are kept, and which of them stay."""
+"""Saving settings: the location of states and checkpoints, and which of them to keep."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from starling.common.settings import SettingsSection
 
 
 class SavingSettings(SettingsSection):
-    """States to continue from, and exports of the model. See `docs/how-to/checkpoints.md`."""
+    """States to resume from, and exports of the model. See `docs/operations/checkpoints.md`."""
 
     folder: str = ""
-    """Where they go: a folder, or a URL that fsspec knows, such as ``s3://bucket/prefix``; in it, each attempt has a
-    folder named by its id. Empty for the run's folder."""
+    """Location: a folder, or a URL supported by fsspec, such as ``s3://bucket/prefix``; each attempt has a subfolder
+    named by its id. Empty for the run's folder."""
     storage_options: dict[str, Any] = Field(default_factory=dict)
-    """What fsspec wants to know for `folder` and `begin_from`, such as ``endpoint_url``. Keep secrets out of it: it is
+    """Options of fsspec for `folder` and `begin_from`, such as ``endpoint_url``. Do not put secrets here: they are
     written to the run's folder."""
     begin_from: str = ""
-    """A state of another run that this one continues from; `starling run --from` sets it."""
+    """State of another run to start from; set by `starling run --from`."""
     begin_kind: Literal["sft", "rl", "dpo", "reward_model"] | None = None
-    """What the first step after that state learns from; `starling run --from` sets it. The state's optimizer is taken
-    up if it is of that kind; unset, always."""
+    """Kind of the first step after that state; set by `starling run --from`. The state's optimizer is restored if it is
+    of that kind; unset, always."""
     max_keep: int = Field(default=2, ge=2)
-    """States that stay, the newest ones: at least two, for one may be found damaged."""
+    """Number of newest states to keep: at least two, in case one is damaged."""
     best: str = ""
-    """A state that stays besides: the best by a metric, as ``reward_mean`` or ``eval/reward_mean``; with a minus
-    before it, as ``-loss``, the one with the least."""
+    """Additional state to keep: the best by a metric, such as ``reward_mean`` or ``eval/reward_mean``; with a minus
+    before it, such as ``-loss``, the lowest."""
     hf_every: int = Field(default=0, ge=0)
-    """Steps between two exports in Hugging Face form, besides the one at the end; 0 for none."""
+    """Steps between exports in Hugging Face format, in addition to the one at the end; 0 for none."""
     shard_mb: int = Field(default=5000, ge=1)
-    """Most MiB of one file of such an export."""
+    """Maximum size of one file of an export, in MiB."""
     patience_s: float = Field(default=1800.0, gt=0.0)
-    """How long one save may hold up the next one, which fails then."""
+    """Time that one save may delay the next one before that fails."""
 
     @model_validator(mode="after")
     def _best_is_named(self) -> Self:
         if self.best and not self.best.lstrip("+-"):
-            raise ValueError(f"best = {self.best!r} names no metric; write for example '-loss'")
+            raise ValueError(f"best = {self.best!r} names no metric; use for example '-loss'")
         return self

@@ -1,1 +1,1 @@
-"""The policy's hands: the line to the controller, the model, the publisher."""
+"""The policy process: connection to the controller, saving, publication."""

@@ -1,1 +1,1 @@
-"""Training: a model, batches made of trajectories, and the step that turns them into a new version."""
+"""Training: trainers on top (`rl`, `sft`, `preference`), and below them one package for each part of a step."""

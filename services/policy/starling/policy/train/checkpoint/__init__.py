@@ -1,1 +1,1 @@
-"""Checkpoint."""
+"""Saved states, exports in Hugging Face format, and the storage of both."""

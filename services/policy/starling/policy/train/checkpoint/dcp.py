@@ -1,8 +1,8 @@
-"""Tensors by name, in files and out of them again, in the form of `torch.distributed.checkpoint` (DCP).
+"""Named tensors in files, in the format of `torch.distributed.checkpoint` (DCP).
 
-Each rank writes what it holds, and any other number of ranks can read what it needs: the cutting is DCP's. Its files
-hold tensors, which torch reads without running anything, and one index, which is a pickle: that one is read by an
-unpickler which knows the dozen names of an index and no other.
+Each rank writes its shards, and any other number of ranks can read what they need: DCP reshards. Its files hold
+tensors, which torch reads without executing code, and one index, which is a pickle: an unpickler reads it that allows
+only the dozen names of an index.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-_KNOWN: Final = {
+_ALLOWED: Final = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -36,29 +36,29 @@ _KNOWN: Final = {
         *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     },
 }
-"""All that an index is made of, by module."""
+"""Names that an index may contain, by module."""
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
 class UnknownNameError(pickle.UnpicklingError):
-    """An index that names what no index is made of."""
+    """An index that contains a name that is not allowed."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name in _KNOWN.get(module, ()):
+        if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise UnknownNameError(f"it names {module}.{name}, which is no part of an index")
+        raise UnknownNameError(f"it names {module}.{name}, which no index contains")
 
 
-class _Digesting:
-    """A file to write to, front to back, that takes the digest of what passes."""
+class _DigestingFile:
+    """A file written from front to back, with the digest of its content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.state = file, xxhash.xxh3_128()
         self.error: Exception | None = None
-        """Why it cannot be written to. torch raises another one instead, of which nobody learns that a disk is full."""
+        """The error of a failed write: torch raises another one instead, which does not say that a disk is full."""
 
     def write(self, data: bytes) -> int:
         self.state.update(data)
@@ -72,19 +72,19 @@ class _Digesting:
         return self._file.tell()
 
     def flush(self) -> None:
-        """Nothing is held back here."""
+        """Do nothing: nothing is buffered here."""
 
     def close(self) -> None:
-        """Leave that to who opened it."""
+        """Do nothing: the caller that opened the file closes it."""
 
 
 class _Files(FileSystemBase):
-    """What DCP asks of a file system, by one of fsspec."""
+    """DCP's file-system interface over fsspec."""
 
     def __init__(self, fs: Any) -> None:
         self._fs = fs
         self.digests: dict[str, str] = {}
-        """Of the files that were written, by name."""
+        """Of the written files, by name."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -92,7 +92,7 @@ class _Files(FileSystemBase):
             if "w" not in mode:
                 yield file
                 return
-            digesting = _Digesting(file)
+            digesting = _DigestingFile(file)
             try:
                 yield digesting
             except Exception:
@@ -127,12 +127,12 @@ class _Files(FileSystemBase):
 
 class _Writer(FileSystemWriter):
     def __init__(self, files: _Files, path: str) -> None:
-        # Who lends the folder sees to it that all of it is on disk; without a file descriptor DCP syncs all disks.
+        # The owner of the folder syncs it to disk; without a file descriptor DCP would sync all disks.
         super().__init__(path, sync_files=False)
         self.fs, self.path = files, path  # type: ignore[assignment]
 
     def storage_meta(self) -> StorageMeta | None:
-        """Tell nothing of this process: equal tensors make equal files."""
+        """Store nothing about this process: equal tensors make equal files."""
         return None
 
 
@@ -153,7 +153,7 @@ def write_tensors(
 ) -> dict[str, str]:
     """Write `tensors` into the folder `path` of the fsspec file system `fs`. Returns the digest of each file, by name.
 
-    With a `group` all its ranks call this with what they hold (DTensors for what is sharded), and get all digests.
+    With a `group`, all its ranks call this with the tensors they hold (DTensors if sharded), and get all digests.
     """
     files = _Files(fs)
     with _plain_errors():
@@ -166,7 +166,7 @@ def write_tensors(
 
 
 class SavedTensors:
-    """What `write_parts` has written. Nothing is looked at before it is asked for."""
+    """Tensors written by `write_tensors`, read on demand."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
@@ -184,7 +184,7 @@ class SavedTensors:
         return self._shapes
 
     def read_into(self, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
-        """Fill `tensors` in place, each of the shape that is saved; DTensors with what this rank holds of them."""
+        """Fill `tensors` in place, each of its saved shape; DTensors with this rank's shards."""
         reader = _Reader(_Files(self._fs), self._path)
         with _plain_errors(), torch.no_grad():
             load(
@@ -197,19 +197,19 @@ class SavedTensors:
 
     def read(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors whose names begin with `prefix`, on the CPU, by the rest of their names."""
-        wanted = {
+        tensors = {
             name: torch.empty(shape, dtype=dtype)
             for name, (dtype, shape) in self.shapes().items()
             if name.startswith(prefix)
         }
-        if wanted:
-            self.read_into(wanted)
-        return {name.removeprefix(prefix): tensor for name, tensor in wanted.items()}
+        if tensors:
+            self.read_into(tensors)
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise what went wrong, not DCP's account of which rank it went wrong at."""
+    """Raise the original error in place of DCP's summary by rank."""
     try:
         yield
     except CheckpointException as error:

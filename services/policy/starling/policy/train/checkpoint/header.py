@@ -1,10 +1,9 @@
-"""What a saved state says of itself, and how one is found. Needs no torch: the `starling` command reads it too."""
+"""Header of a saved state (`state.json`), and the search for states. Imports no torch: the command line reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
@@ -15,32 +14,32 @@ from starling.policy.train.checkpoint.storage import MANIFEST, Storage
 from starling.weightsync.plan.offer import digest_of
 
 STATES: Final = "states"
-"""Where in a run's folder its states are."""
+"""Subfolder of a run's folder with its states."""
 PREFIX: Final = "version-"
 
 log = structlog.get_logger(__name__)
 
 
 TrainerKind = Literal["sft", "rl", "dpo", "reward_model"]
-"""What a trainer learns from: examples, scored groups, or pairs."""
+"""Kind of a trainer: supervised examples, scored groups, or preference pairs."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the trainer in force has come."""
+    """Position of the active trainer."""
 
     kind: TrainerKind
     num_steps: int
-    """Steps that it has made: where the schedule of its learning rate is."""
+    """Steps made so far: its position in the learning-rate schedule."""
     total_steps: int
     begun_at: int = -1
-    """The version whose weights are the reference of a KL term; -1 for none."""
+    """Version of the reference model; -1 for none."""
 
 
 class StateHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What `state.json` tells."""
+    """Content of `state.json`."""
 
     run: str
-    """Whose state it is. With `version` it is the place in that run's journal: what led there, and no more."""
+    """Id of the run. With `version` it identifies the position in that run's journal."""
     version: int
     next_prompt: int
     """Position in the data of the first prompt that no step up to `version` has trained."""
@@ -49,13 +48,13 @@ class StateHeader(msgspec.Struct, frozen=True, kw_only=True):
     python_random: tuple[int, tuple[int, ...], float | None]
     numpy_random: tuple[str, tuple[int, ...], int, int, float]
     metrics: dict[str, float]
-    """What was known of `version`."""
+    """Metrics of `version`."""
     parts: str
-    """The folder beside this file that holds the tensors."""
+    """Name of the folder with the tensors, next to this file."""
     digests: dict[str, str]
     """Of the files in it, by name."""
     form: Literal[2] = 2
-    """How all this is written."""
+    """Version of the format."""
 
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,20 +63,20 @@ class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DamagedStateError(Exception):
-    """A state that is not what was written."""
+    """A state that is missing, incomplete or corrupt."""
 
 
 @dataclass(frozen=True)
 class VerifiedState:
-    """A state whose files are as they were written."""
+    """A state whose files match their digests."""
 
     storage: Storage
-    """The folder that it is."""
+    """The folder of the state."""
     state: StateHeader
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """URL of the folder."""
         return self.storage.url()
 
 
@@ -88,10 +87,10 @@ def encode_header(state: StateHeader) -> bytes:
 
 
 def read_header(storage: Storage, *names: str) -> StateHeader:
-    """Return what the state in the folder `names` of `storage` tells, without a look at its other files.
+    """Read the header of the state in the folder `names` of `storage`, without checking its other files.
 
     Raises:
-        DamagedError: there is none, or it is not what was written.
+        DamagedStateError: it is missing or corrupt.
     """
     data = storage.read(*names, MANIFEST)
     if data is None:
@@ -99,36 +98,36 @@ def read_header(storage: Storage, *names: str) -> StateHeader:
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
         if digest_of(bytes(sealed.state)) != sealed.digest:
-            raise DamagedStateError(f"{MANIFEST} is not what was written")
+            raise DamagedStateError(f"{MANIFEST} does not match its digest")
         return msgspec.json.decode(sealed.state, type=StateHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DamagedStateError(f"{MANIFEST} is not what was written ({error})") from None
+        raise DamagedStateError(f"{MANIFEST} cannot be decoded ({error})") from None
 
 
 def verify_state(storage: Storage, *names: str) -> StateHeader:
-    """Return what the state in the folder `names` of `storage` tells, after a look at every byte of it.
+    """Read the header of the state in the folder `names` of `storage`, and verify the digests of all files.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedStateError: a file is missing or corrupt.
     """
     state = read_header(storage, *names)
     for name, digest in state.digests.items():
         found = storage.digest(*names, state.parts, name)
         if found != digest:
-            raise DamagedStateError(f"{name} is {'missing' if found is None else 'not what was written'}")
+            raise DamagedStateError(f"{name} {'is missing' if found is None else 'does not match its digest'}")
     return state
 
 
 def state_versions(storage: Storage) -> Iterator[tuple[int, str]]:
-    """Yield version and name of the folders of states in `storage`, whole or not, the newest first."""
+    """Yield version and name of the state folders in `storage`, complete or not, newest first."""
     numbers = [(name.removeprefix(PREFIX), name) for name in storage.names() if name.startswith(PREFIX)]
     yield from sorted(((int(number), name) for number, name in numbers if _is_number(number)), reverse=True)
 
 
 def newest_state(storage: Storage) -> VerifiedState | None:
-    """Return the newest state in `storage` that is as it was written, None when there is none.
+    """Return the newest intact state in `storage`, None if there is none.
 
-    One that is not is told of, and left where it is.
+    A damaged state is logged and left in place.
     """
     for version, name in state_versions(storage):
         try:
@@ -143,7 +142,7 @@ def newest_state(storage: Storage) -> VerifiedState | None:
 
 
 def find_state(url: str, options: dict[str, Any] | None = None) -> VerifiedState:
-    """Return the state that `url` means: its own folder, or the newest in a folder of states or in that of a run.
+    """Return the state at `url`: a state's own folder, or the newest in a folder of states or of a run.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -158,15 +157,9 @@ def find_state(url: str, options: dict[str, Any] | None = None) -> VerifiedState
     found = newest_state(storage.below(STATES) if STATES in names else storage)
     if found is None:
         raise ConfigError(
-            f"there is no whole state in {url}; give the folder of one, such as runs/mine/attempt-1/states/version-40"
+            f"there is no intact state in {url}; give the folder of one, such as runs/mine/attempt-1/states/version-40"
         )
     return found
-
-
-def run_config_of(state: Path) -> Path | None:
-    """Return the configuration of the run in whose folder a local `state` is, None when it lies elsewhere."""
-    config = state.absolute().parent.parent / "config.toml"
-    return config if config.is_file() else None
 
 
 def _is_number(text: str) -> bool:

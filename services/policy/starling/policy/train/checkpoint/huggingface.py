@@ -1,4 +1,4 @@
-"""Write a model in Hugging Face form: what `transformers` loads, and whoever serves or evaluates it."""
+"""Models in Hugging Face format: checkpoints during a run, and the export of a saved state."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ else:
     PreTrainedModel = torch.nn.Module
 
 SHARD_MB = 5000
-"""Most MiB of one file of weights, where nobody says otherwise."""
+"""Default maximum size of one file of weights, in MiB."""
+PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""Image and video processor settings. The policy creates no processor, so these files are copied unchanged."""
+EMA = "ema:"
+"""Prefix of the averaged weights among the tensors of a trainer, followed by the parameter's name."""
 _LAST = "config.json"
-"""Without this file a folder is no model: it is sent last to where a folder cannot come into being at once."""
+"""Without this file a folder is not a model: it is written last where a folder cannot be renamed into place."""
 
 
 class Saveable(Protocol):
@@ -49,12 +53,11 @@ def save_hf(
     """Write `model` and `tokenizer` into `folder`, all or nothing.
 
     Args:
-        model: tells the architecture; its weights, too, without `weights`.
-        tokenizer: written beside it.
-        folder: replaced, if it is there.
-        weights: by the names of `starling.policy.train.model.load.version_tensors`; copies, while `model` goes on. Of
-        a model with
-            adapters those alone, which peft reads, or all merged.
+        model: its architecture and, without `weights`, its weights.
+        tokenizer: written into the same folder.
+        folder: replaced, if it exists.
+        weights: by the names of `version_tensors`, copied, because training may change those of `model`. For a model
+            with adapters either the adapters, in peft's format, or all weights merged.
         shard_mb: most MiB of one file of weights.
 
     Raises:
@@ -73,15 +76,16 @@ def export_hf(
     weights: Mapping[str, Tensor],
     shard_mb: int = SHARD_MB,
 ) -> str:
-    """Write the folder `name` of `storage` as `save_hf` does. Returns where it is.
+    """Write the folder `name` of `storage` like `save_hf`. Returns its URL.
 
-    Elsewhere than on a local disk the files are written to a temporary folder first, then sent; ``config.json`` is the
-    last, and of a folder that is replaced the first to go. So what has that file is whole.
+    Unless the storage is a local disk, the files are written to a temporary folder first and then copied;
+    ``config.json`` is copied last, and removed first from a folder that is replaced. So a folder with that file is
+    complete.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    with storage.explained("written", name):  # a tokenizer tells of a full disk by an exception that is no OSError
+    with storage.explained("written", name):  # a tokenizer's exception for a full disk is not an OSError
         if storage.is_local:
             save_hf(model, tokenizer, Path(storage.path(name)), weights=weights, shard_mb=shard_mb)
         else:
@@ -107,39 +111,19 @@ def _write(
         tokenizer.save_pretrained(str(folder))
 
 
-# JOINED from starling.policy.train.companions: What lies beside the weights in a model's folder and goes with
-# every export of them.
-
-
-PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-"""How images and videos are read. The policy makes no processor, so these are copied as they are."""
-
-
 class TokenizerFiles:
-    """A tokenizer, and the settings of the processors: with them an export is a model folder like the one before."""
+    """Tokenizer and processor files, which make an export a complete model folder."""
 
     def __init__(self, tokenizer: Saveable, folder: Path) -> None:
-        """Take the tokenizer, and the folder of the model that is trained."""
+        """`folder`: of the model that is trained, with its processor files."""
         self._tokenizer, self._folder = tokenizer, folder
 
     def save_pretrained(self, save_directory: str) -> None:
-        """Write all of it into `save_directory`."""
+        """Write all files into `save_directory`."""
         self._tokenizer.save_pretrained(save_directory)
         for name in PROCESSOR_FILES:
             if (self._folder / name).is_file():
                 shutil.copyfile(self._folder / name, Path(save_directory, name))
-
-
-# JOINED from starling.policy.train.export: A saved state becomes a model in Hugging Face form, without a run.
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-else:
-    PreTrainedModel = torch.nn.Module
-
-EMA = "ema:"
-"""What the averaged weights are called among the tensors of a trainer, each followed by its parameter's name."""
 
 
 def export_state(
@@ -152,20 +136,20 @@ def export_state(
     ema: bool = False,
     shard_mb: int = SHARD_MB,
 ) -> StateHeader:
-    """Write the model of the state that `source` means, and the tokenizer of the model's folder, into `out`.
+    """Write the model of the state `source`, with the tokenizer of the model's folder, into `out`.
 
     Args:
-        source: as `find` takes it.
-        out: replaced, if it is there. Of a model with adapters it gets those, or, as the settings say, all merged.
-        settings: the model that was trained. Its folder tells the architecture; its weights are read below adapters
-            only, as the state has the others.
+        source: as for `find_state`.
+        out: replaced, if it exists. For a model with adapters it gets these or, by the settings, all weights merged.
+        settings: the model that was trained. Its folder defines the architecture; its weights are read only as the
+            base of adapters, because the state contains all others.
         options: for fsspec.
-        seed: that of the run, from which all follows that neither the folder nor the state has.
-        ema: write the averaged weights; what is not trained is as in the newest ones.
+        seed: of the run, for weights that are neither in the folder nor in the state.
+        ema: write the averaged weights; parameters that are not trained keep their newest values.
         shard_mb: most MiB of one file.
 
     Raises:
-        ConfigError: no such state, one of another model, one without averaged weights, or `out` cannot be written.
+        ConfigError: no such state, a state of another model or without averaged weights, or `out` cannot be written.
     """
     from transformers import AutoTokenizer
 
@@ -190,12 +174,12 @@ def export_state(
 
 
 def _architecture(saved: SavedState, url: str, settings: ModelSettings, seed: int) -> PreTrainedModel:
-    """Return a model with whatever the state at `url` does not have, to be filled with what it has."""
+    """Return a model into which the state at `url` can be restored."""
     lora = settings.lora
     if lora is None and saved.has(WEIGHTS, is_adapter):
         raise ConfigError(
-            f"the state {url} is one of adapters, and nothing near it says which: give it where it lies in its run's "
-            "folder, whose config.toml has [model.lora]"
+            f"the state {url} contains adapters, and [model.lora] is not known: give the state's path in its run's "
+            "folder, whose config.toml has that section"
         )
     model = load_model(
         Path(settings.path),
@@ -215,7 +199,7 @@ def _put_averages(saved: SavedState, url: str, live: dict[str, Tensor]) -> None:
     averaged = {name.removeprefix(EMA): tensor for name, tensor in saved.read(TRAINER).items() if name.startswith(EMA)}
     if not averaged:
         raise ConfigError(
-            f"the state {url} has no averaged weights: leave --ema away, or train with policy.optimizer.ema_decay"
+            f"the state {url} has no averaged weights: omit --ema, or train with policy.optimizer.ema_decay"
         )
     for name, tensor in averaged.items():
         live[name].copy_(tensor)

@@ -1,16 +1,16 @@
-"""The saved state of a policy: all that is needed to make the next step exactly as if nothing had happened.
+"""Saved states of a policy: everything needed to make the next step bitwise as if the run had never stopped.
 
     states/version-<n>/
-        state.json      what follows from which step, the generators of random numbers, digests of the files
-        parts/          tensors, as DCP writes them:
+        state.json      position of the run, generators of random numbers, digests of the files
+        parts/          tensors in DCP's format:
                             weights/<Hugging Face name>     the version itself
                             trainer/<field>:<parameter>     the optimizer's averages, master weights, averaged weights
                             reference/<name>                the model of the KL term, where it is not the initial one
                             random/<device>                 the states of torch's generators
 
-A state is taken in one moment, into the host's memory, and written while steps go on. It is there when its `state.json`
-is, which is written last; a digest of each file tells later whether it still is what was written, before anything of it
-is read. Nothing in it is code: see `starling.policy.train.checkpoint.dcp`.
+A snapshot is copied into host memory at once, and written while steps continue. A state is complete when its
+`state.json` exists, which is written last; digests of all files are verified before anything is read. Nothing in it is
+code: see `starling.policy.train.checkpoint.dcp`.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from starling.policy.train.checkpoint.header import (
 from starling.policy.train.checkpoint.storage import MANIFEST, Storage
 
 NUM_KEPT: Final = 2
-"""States that stay: the newest, and the one before for when that is damaged."""
+"""Number of states to keep: the newest, and the one before in case that is damaged."""
 WEIGHTS, TRAINER, REFERENCE, RANDOM = "weights/", "trainer/", "reference/", "random/"
 
 log = structlog.get_logger(__name__)
 
 
 class HostBuffers:
-    """Copies of tensors in the host's memory, in the same place each time, which a GPU can write to at full speed."""
+    """Pinned host memory for copies of tensors, reused for each copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of `tensors`, in place of those that were taken before."""
-        buffers = {name: self._room(name, tensor) for name, tensor in tensors.items()}
+        """Return copies of `tensors`, which overwrite the copies taken before."""
+        buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             buffers[name].copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
@@ -64,7 +64,7 @@ class HostBuffers:
         self._buffers |= buffers
         return buffers
 
-    def _room(self, name: str, tensor: Tensor) -> Tensor:
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -73,7 +73,7 @@ class HostBuffers:
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """A state that is in memory and not yet written."""
+    """A state in host memory that is not yet written."""
 
     state: StateHeader
     """Without `parts` and `digests`."""
@@ -82,7 +82,7 @@ class StateSnapshot:
 
 @dataclass(frozen=True)
 class StateMetadata:
-    """What a state says beside its tensors."""
+    """Position of a run, saved with the tensors of its state."""
 
     run: str
     version: int
@@ -92,73 +92,73 @@ class StateMetadata:
 
 
 def take_state(
-    progress: StateMetadata, tensors: Mapping[str, Tensor], device: torch.device, room: HostBuffers
+    metadata: StateMetadata, tensors: Mapping[str, Tensor], device: torch.device, buffers: HostBuffers
 ) -> StateSnapshot:
-    """Take the state of this moment.
+    """Take a snapshot of the present state.
 
     Args:
-        progress: how far it has come.
-        tensors: by section and name, as they are in the files; all but the generators of random numbers.
-        device: whose generator counts.
-        room: where the copies go. They hold until it is used again.
+        metadata: position of the run.
+        tensors: by section and name, as in the files; without the generators of random numbers.
+        device: whose generator is included.
+        buffers: memory of the copies, which are valid until it is used again.
     """
     state = StateHeader(
-        run=progress.run,
-        version=progress.version,
-        next_prompt=progress.next_prompt,
-        trainer=progress.trainer,
-        metrics={name: value for name, value in progress.metrics.items() if np.isfinite(value)},
+        run=metadata.run,
+        version=metadata.version,
+        next_prompt=metadata.next_prompt,
+        trainer=metadata.trainer,
+        metrics={name: value for name, value in metadata.metrics.items() if np.isfinite(value)},
         python_random=random.getstate(),
         numpy_random=_numpy_random(),
         parts="",
         digests={},
     )
-    return StateSnapshot(state, room.take({**tensors, **_random_states(device)}))
+    return StateSnapshot(state, buffers.take({**tensors, **_random_states(device)}))
 
 
 class StateStore:
     """The states of one run, each in a folder of `storage`."""
 
     def __init__(self, storage: Storage, *, max_keep: int = NUM_KEPT, best: str = "") -> None:
-        """Keep the newest `max_keep`, and the one that is `best` by a metric (``-`` before it: least is best)."""
+        """Keep the newest `max_keep` states, and the best by the metric `best` (with ``-`` before it: the lowest)."""
         self.storage, self._max_keep = storage, max_keep
         self._best, self._sign = best.lstrip("+-"), -1.0 if best.startswith("-") else 1.0
 
-    def write(self, taken: StateSnapshot) -> str:
-        """Write a state, then remove those that need not stay. Returns where it is, once it is durable.
+    def write(self, snapshot: StateSnapshot) -> str:
+        """Write a state, then remove old ones. Returns its URL, once it is durable.
 
         Raises:
-            ConfigError: the storage refuses; the states before stay.
+            ConfigError: the storage fails; the states before are kept.
         """
-        name = f"{PREFIX}{taken.state.version}"
+        name = f"{PREFIX}{snapshot.state.version}"
         with self.storage.writing(name) as draft:
             with self.storage.explained("written", name):
-                digests = write_tensors(self.storage.fs, draft.path, taken.tensors)
-            draft.manifest = encode_header(msgspec.structs.replace(taken.state, parts=draft.parts, digests=digests))
-        if self._best and self._best not in taken.state.metrics:
+                digests = write_tensors(self.storage.fs, draft.path, snapshot.tensors)
+            draft.manifest = encode_header(msgspec.structs.replace(snapshot.state, parts=draft.parts, digests=digests))
+        if self._best and self._best not in snapshot.state.metrics:
             log.warning(
-                "this state cannot be the best: nobody told its metric",
+                "this state cannot be the best: its metric is missing",
                 state=self.storage.url(name),
                 metric=self._best,
-                told=sorted(taken.state.metrics),
+                available=sorted(snapshot.state.metrics),
             )
         try:
-            self._remove_old(taken.state.version)
+            self._remove_old(snapshot.state.version)
         except ConfigError as error:
             log.warning("old states could not be removed", reason=str(error))
         return self.storage.url(name)
 
     def _remove_old(self, version: int) -> None:
-        """Remove the states up to `version` but those that stay, and what crashes left of others."""
+        """Remove the states up to `version` that are not kept, and incomplete ones left by crashes."""
         names = [name for found, name in state_versions(self.storage) if found <= version]
         complete = [name for name in names if MANIFEST in self.storage.names(name)]
-        stay = {*complete[: self._max_keep], *self._best_of(complete)}
+        kept = {*complete[: self._max_keep], *self._best_of(complete)}
         for name in names:
-            if name not in stay:
+            if name not in kept:
                 self.storage.remove(name)
 
     def _best_of(self, names: list[str]) -> list[str]:
-        """Return the name of the state whose metric is best; of equal ones the newest."""
+        """Return the name of the state with the best metric; of equal ones the newest."""
         values = {}
         for name in names if self._best else ():
             with suppress(DamagedStateError):
@@ -170,36 +170,36 @@ class StateStore:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state to continue from."""
+    """A state to resume from."""
 
     state: StateHeader
     _storage: Storage
     _parts: SavedTensors
 
     @classmethod
-    def of(cls, found: VerifiedState) -> SavedState:
-        """Return the state that was found, to be read."""
-        storage = found.storage
-        return cls(found.state, storage, SavedTensors(storage.fs, storage.path(found.state.parts)))
+    def of(cls, verified: VerifiedState) -> SavedState:
+        """Open a verified state for reading."""
+        storage = verified.storage
+        return cls(verified.state, storage, SavedTensors(storage.fs, storage.path(verified.state.parts)))
 
     def has(self, section: str, like: Callable[[str], bool] = bool) -> bool:
-        """Say whether it holds anything of a section whose name there is `like` this."""
+        """Return whether `section` has a tensor whose name satisfies `like`."""
         return any(name.startswith(section) and like(name.removeprefix(section)) for name in self._shapes())
 
     def dtype(self, section: str) -> torch.dtype:
-        """Return the element type of the first tensor of floating-point numbers in `section`."""
+        """Return the element type of the first floating-point tensor in `section`."""
         kinds = (dtype for name, (dtype, _) in self._shapes().items() if name.startswith(section))
         return next((dtype for dtype in kinds if dtype.is_floating_point), torch.float32)
 
     def restore(self, section: str, live: Mapping[str, Tensor]) -> None:
-        """Put the tensors of `section` into `live`, in place. Raises ConfigError when they are of another model."""
+        """Copy the tensors of `section` into `live`. Raises ConfigError if they are of another model."""
         shapes = self._shapes()
         saved = {name.removeprefix(section): shape for name, shape in shapes.items() if name.startswith(section)}
         difference = _difference(saved, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in live.items()})
         if difference is not None:
             raise ConfigError(
                 f"the state {self._storage.url()} is of another model: {difference}; "
-                "give the model of that run as model.path, or begin a run of its own"
+                "give the model of that run as model.path, or start a new run"
             )
         with self._storage.explained("read"):
             self._parts.read_into(in_section(section, live))
@@ -225,22 +225,22 @@ class SavedState:
 
 
 def seed_random(seed: int) -> None:
-    """Set the generators of random numbers as they are at version 0; by themselves they begin anywhere."""
+    """Seed the generators of random numbers for version 0."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def in_section(section: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` by the names that they have in a state."""
+    """Return `tensors` under their names in a state: prefixed by the section."""
     return {f"{section}{name}": tensor for name, tensor in tensors.items()}
 
 
 def _difference(saved: Mapping[str, Shape], live: Mapping[str, Shape]) -> str | None:
-    """Say the first thing in which two sets of weights differ, but for their values."""
+    """Describe the first difference between two sets of weights, values aside."""
     for name in sorted(saved.keys() | live.keys()):
         if name not in live:
-            return f"it has {name}, which this model has not"
+            return f"it has {name}, which this model does not have"
         if name not in saved:
             return f"it has no {name}, which this model has"
         if saved[name] != live[name]:

@@ -1,13 +1,13 @@
-"""Where a run keeps what it saves: a local folder, or anything that fsspec can reach by a URL, such as S3.
+"""Crash-safe folders on a local disk, or on any file system of fsspec, such as S3.
 
-A *folder* here has a manifest, which is written last and names what belongs to it. Readers believe manifests only, so a
-writer that dies half-way leaves nothing that anybody takes for whole.
+A *folder* here has a manifest, which is written last and names its parts. Readers trust manifests only, so a writer
+that dies half-way leaves nothing that a reader takes for complete.
 
-|          | local disk                                         | anywhere else                                    |
-|----------|----------------------------------------------------|--------------------------------------------------|
-| written  | into a folder beside it, to the disk, then renamed | below a fresh name within it, then the manifest  |
-| replaced | in one operation                                   | by the new manifest; the old parts go afterwards |
-| removed  | as a whole                                         | the manifest first                               |
+|          | local disk                                    | any other file system                               |
+|----------|-----------------------------------------------|-----------------------------------------------------|
+| written  | into a temporary folder, synced, then renamed | below a new name within it, then the manifest       |
+| replaced | in one operation                              | by the new manifest; the old parts are removed next |
+| removed  | as a whole                                    | the manifest first                                  |
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from starling.common.errors import ConfigError, StarlingError
 
 MANIFEST: Final = "state.json"
 _CHUNK: Final = 1 << 20
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_SAVING = ".saving-"
+_OLD = ".old"
+"""Suffix of a folder that is being replaced, where two names cannot be exchanged."""
 
 
 @dataclass
@@ -39,21 +44,21 @@ class Draft:
 
     storage: Storage
     parts: str
-    """The name of the folder within it that the parts go to."""
+    """Name of the subfolder for the parts."""
     path: str
-    """Where that is, for `Storage.fs`."""
+    """Path of that subfolder on `Storage.fs`."""
     manifest: bytes = b""
-    """To be set in the end."""
+    """Set by the writer at the end."""
 
 
 class Storage:
-    """A place for folders, each of them whole or not there, and with one writer at a time."""
+    """A directory of crash-safe folders with one writer at a time."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        """Use `url`: a path, or ``protocol://...`` of fsspec, whose `options` say for example whom to call.
+        """Use `url`: a path, or ``protocol://...`` of fsspec with its `options`, such as ``endpoint_url``.
 
         Raises:
-            ConfigError: nothing here knows such a URL, or such options.
+            ConfigError: the URL or an option is not supported here.
         """
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
@@ -70,22 +75,22 @@ class Storage:
         self.is_local = isinstance(self.fs, LocalFileSystem)
 
     def path(self, *names: str) -> str:
-        """Return where something in it is, as `fs` calls it."""
+        """Return the path of an entry on `fs`."""
         return "/".join((self.root.rstrip("/"), *names))
 
     def url(self, *names: str) -> str:
-        """Return where something in it is, for people and other processes."""
+        """Return the URL of an entry, for people and other processes."""
         path = self.path(*names)
         return path if self.is_local else str(self.fs.unstrip_protocol(path))
 
     def below(self, *names: str) -> Storage:
-        """Return the storage in a folder of this one."""
+        """Return the storage in a subfolder."""
         inner = object.__new__(Storage)
         inner.fs, inner.root, inner.is_local = self.fs, self.path(*filter(None, names)), self.is_local
         return inner
 
     def names(self, *within: str) -> list[str]:
-        """Return what lies directly in it, whole or not; nothing when there is no such folder."""
+        """Return the names of the direct entries, complete or not; nothing if there is no such folder."""
         with self.explained("listed", *within):
             self.fs.invalidate_cache()
             try:
@@ -95,7 +100,7 @@ class Storage:
         return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found})
 
     def read(self, *names: str) -> bytes | None:
-        """Return the bytes of a small file; None when it is not there."""
+        """Return the bytes of a small file; None if it does not exist."""
         with self.explained("read", *names):
             try:
                 data: bytes = self.fs.cat_file(self.path(*names))
@@ -118,14 +123,14 @@ class Storage:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Draft]:
-        """Lend a draft that becomes the folder `name`, all or nothing. What was there stays until then.
+        """Lend a draft that replaces the folder `name` at the end, all or nothing.
 
         Raises:
-            ConfigError: the storage refuses.
+            ConfigError: the storage fails.
         """
         if self.is_local:
             with self.explained("written", name):
-                clear_leftovers(Path(self.root))  # there is but one writer
+                clear_leftovers(Path(self.root))  # there is only one writer
             with whole_folder(Path(self.path(name))) as temporary:
                 (temporary / "parts").mkdir()
                 draft = Draft(self, "parts", f"{temporary}/parts")
@@ -140,7 +145,7 @@ class Storage:
             self.keep_only(name, parts)
 
     def check(self) -> None:
-        """See that one can write here, before anything depends on it. Raises ConfigError when not."""
+        """Check that the storage is writable. Raises ConfigError if it is not."""
         probe = self.path(f".probe-{secrets.token_hex(4)}")
         with self.explained("written"):
             if self.is_local:
@@ -149,13 +154,13 @@ class Storage:
             self.fs.rm_file(probe)
 
     def keep_only(self, name: str, parts: str) -> None:
-        """Remove what earlier writers left in the folder `name` beside its manifest and `parts`."""
+        """Remove everything in the folder `name` but its manifest and `parts`."""
         for other in self.names(name):
             if other not in (MANIFEST, parts):
                 self.fs.rm(self.path(name, other), recursive=True)
 
     def remove(self, name: str) -> None:
-        """Remove a folder. It is not whole from the first moment on."""
+        """Remove a folder; for readers it is incomplete from the first moment on."""
         with self.explained("removed", name):
             manifest = self.path(name, MANIFEST)
             if self.fs.exists(manifest):
@@ -163,7 +168,7 @@ class Storage:
             self.fs.rm(self.path(name), recursive=True)
 
     def send(self, folder: Path, name: str, *, last: str) -> None:
-        """Copy the files of a local `folder` to the folder `name`, in place of what is there; `last` goes last."""
+        """Replace the folder `name` by the files of a local `folder`; the file `last` is copied last."""
         if self.fs.exists(self.path(name)):
             if self.fs.exists(self.path(name, last)):
                 self.fs.rm_file(self.path(name, last))
@@ -174,14 +179,14 @@ class Storage:
 
     @contextmanager
     def explained(self, done: str, *names: str) -> Iterator[None]:
-        """Turn what a storage's libraries raise, each its own, into a ConfigError that says what cannot be `done`."""
+        """Convert any exception of the storage's libraries to a ConfigError that says what cannot be `done`."""
         try:
             yield
         except StarlingError:
             raise
-        except Exception as error:  # whatever it is: the storage is the user's, and its libraries raise anything
+        except Exception as error:  # the storage is the user's, and its libraries raise anything
             reason = getattr(error, "strerror", None) or _first_line(error)
-            remedy = "free space or choose another folder" if self.is_local else "look at policy.saving and the storage"
+            remedy = "free space or choose another folder" if self.is_local else "check policy.saving and the storage"
             raise ConfigError(f"{self.url(*names)} cannot be {done} ({reason}): {remedy}") from error
 
 
@@ -190,26 +195,16 @@ def _first_line(error: Exception) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-# JOINED from starling.policy.train.folder: Write a folder on a local disk so that a crash never leaves half
-# of one.
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_SAVING = ".saving-"
-_OLD = ".old"
-"""How the name ends of a folder that is being replaced, where two names cannot be exchanged."""
-
-
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Lend a folder to write into that becomes `folder` at the end, all or nothing.
+    """Lend a temporary folder that replaces `folder` at the end, all or nothing.
 
-    Everything goes into a folder beside it and reaches the disk before that takes the name `folder`. A checkpoint of
-    that name stays whole until then and is replaced in one operation where the file system can exchange two names
-    (Linux), else by two renames. What an earlier crash left beside `folder` is removed; see `clear_leftovers`.
+    The temporary folder is next to `folder` and synced to disk before it takes the name. An existing checkpoint of that
+    name stays complete until then, and is replaced in one operation where the file system can exchange two names
+    (Linux), else by two renames. Leftovers of earlier crashes are removed; see `clear_leftovers`.
 
     Raises:
-        ConfigError: the file system refuses: no space, no permission, or `folder` is a file.
+        ConfigError: the file system fails: no space, no permission, or `folder` is a file.
     """
     folder = folder.absolute()
     try:
@@ -225,9 +220,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             _replace(temporary, folder)
             _sync(folder.parent)
         finally:
-            # Gone when all went well; the previous checkpoint after an exchange; else what was written so far.
+            # After success it does not exist or is the previous checkpoint; after a failure it is incomplete.
             shutil.rmtree(temporary, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # the latter is how safetensors tells of a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(
             f"the checkpoint {folder} cannot be written ({reason}): free space or choose another folder"
@@ -235,13 +230,13 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def clear_leftovers(parent: Path, name: str | None = None) -> None:
-    """Remove what crashed writers of `parent`'s folder `name`, by default of any, left beside it. None may be at work.
+    """Remove temporary folders of crashed writers of `parent`'s folder `name`, by default of any folder.
 
-    A folder that lost its name to a writer that then crashed, before the new one had it, gets its name back: it may be
+    No writer may be active. A folder that was renamed away by a writer that then crashed gets its name back: it may be
     the only copy.
 
     Raises:
-        OSError: it cannot have it.
+        OSError: it cannot be renamed.
     """
     for leftover in parent.glob(f".{'*' if name is None else glob.escape(name)}{_SAVING}*"):
         folder = parent / leftover.name[1:].rpartition(_SAVING)[0]

@@ -1,7 +1,7 @@
-"""Writing beside the steps: one thread, one thing at a time.
+"""Background writer of states and exports: one thread, one write at a time.
 
-What is to be written lies in memory already, in a place that the next copy takes again. So a save that comes while
-another is being written waits for it; nothing is left out and nothing overtakes.
+The data is in host memory already, in buffers that the next snapshot reuses. So a save that comes during another write
+waits for it; none is skipped, and the order is kept.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from starling.common.errors import ConfigError, StarlingError
 from starling.common.wire.messages import Wait
 
 WriteOutcome = str | StarlingError
-"""Where it was written, or why not."""
+"""URL of the written folder, or the error."""
 
 
-def _nobody() -> None:
-    """Nobody wants to know."""
+def _ignore() -> None:
+    """Do nothing."""
 
 
 class BackgroundWriter:
-    """Writes one thing at a time. All but the writing is done by the thread that makes the steps."""
+    """Writes one state or export at a time. Its methods are called by the training thread only."""
 
     def __init__(
-        self, patience_s: float, broken: Callable[[Future[None]], None], changed: Callable[[], None] = _nobody
+        self, patience_s: float, broken: Callable[[Future[None]], None], changed: Callable[[], None] = _ignore
     ) -> None:
         """Start nothing yet.
 
         Args:
-            patience_s: how long a save may hold up the next one.
-            broken: takes the future of a save that ended in an exception that is nobody's failure.
-            changed: told when `waits` are others than before.
+            patience_s: how long a write may delay the next one.
+            broken: receives the future of a write that raised an unexpected exception.
+            changed: called when the result of `waits` changes.
         """
         self._patience_s, self._broken, self._changed = patience_s, broken, changed
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._future: Future[None] | None = None
         self._what, self._since = "", 0.0
         self._waiting: tuple[float, float] | None = None
-        """Since when, and until when, `wait` waits."""
+        """Begin and deadline of a `wait` in progress."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for what is being written.
+        """Wait for the write in progress.
 
         Raises:
-            ConfigError: it is not done within `timeout_s`, by default the saver's patience.
+            ConfigError: it takes longer than `timeout_s`, by default `patience_s`.
         """
         if self._future is None:
             return
@@ -58,23 +58,23 @@ class BackgroundWriter:
         if unfinished:
             since_s = time.monotonic() - self._since
             raise ConfigError(
-                f"{self._what} is not written after {since_s:.0f} s: look at the storage, or raise "
+                f"{self._what} is not written after {since_s:.0f} s: check the storage, or raise "
                 "policy.saving.patience_s"
             )
         self._future = None
 
     def begin(self, what: str, write: Callable[[], str], done: Callable[[WriteOutcome], None]) -> None:
-        """Have `write` called, which returns where it wrote, and then `done`, both in the saver's thread.
+        """Call `write`, which returns the URL, and then `done`, both in the writer's thread.
 
-        `what` is named in words. Nothing else may be under way: see `wait`.
+        `what` describes it in words. No other write may be in progress: see `wait`.
         """
-        assert self._future is None or self._future.done(), "wait first"
+        assert self._future is None or self._future.done(), "call wait() first"
         self._what, self._since = what, time.monotonic()
         self._future = self._pool.submit(_write, write, done)
         self._future.add_done_callback(self._look)
 
     def waits(self, now: float) -> tuple[Wait, ...]:
-        """Return what `wait` waits for at `now` (monotonic seconds); nothing while the steps go on."""
+        """Return what `wait` is waiting for at `now` (monotonic seconds); nothing while steps continue."""
         waiting = self._waiting
         if waiting is None:
             return ()

@@ -1,1 +1,1 @@
-"""Memory."""
+"""Memory savings: activation checkpointing, offload, compiled blocks."""

@@ -1,1 +1,1 @@
-"""Model."""
+"""The trained model: loading, adapters, its output layer, the reference model."""

@@ -1,1 +1,1 @@
-"""Optim."""
+"""Optimizers, master weights, learning-rate schedules."""
