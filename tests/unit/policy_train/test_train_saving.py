@@ -100,7 +100,8 @@ def test_a_state_is_found_by_its_folder_and_by_that_of_its_run(tmp_path: Path) -
         assert find_state(place).state.version == 3
         assert find_state(f"file://{place}").url == path
     for place in ("nowhere", "states/version-3/parts"):
-        with pytest.raises(ConfigError, match=f"there is no intact state in {tmp_path / place}; give the folder of one"):
+        expected = f"there is no intact state in {tmp_path / place}; give the folder of one"
+        with pytest.raises(ConfigError, match=expected):
             find_state(str(tmp_path / place))
     (Path(path) / "parts" / "__0_0.distcp").unlink()
     with pytest.raises(ConfigError, match=f"the state {path} is damaged: __0_0.distcp is missing; give an older one"):

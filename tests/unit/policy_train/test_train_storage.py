@@ -184,7 +184,7 @@ def test_an_export_in_s3_is_a_model_with_its_configuration_last(store: Store, ti
 
 
 def test_a_bucket_that_is_not_there_is_one_sentence(store: Store) -> None:
-    with pytest.raises(ConfigError, match=r"s3://no-such-bucket/a cannot be written \(.+\): look at policy.saving"):
+    with pytest.raises(ConfigError, match=r"s3://no-such-bucket/a cannot be written \(.+\): check policy.saving"):
         Storage("s3://no-such-bucket/a", store.options).check()
 
 
@@ -192,10 +192,10 @@ def test_a_store_that_does_not_answer_is_one_sentence(store: Store) -> None:
     impatient = {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {"max_attempts": 1}}}
     storage = Storage(store.url, {**store.options, **impatient})
     with pytest.raises(
-        ConfigError, match=rf"{store.url} cannot be written \(.+\): look at policy.saving and the storage"
+        ConfigError, match=rf"{store.url} cannot be written \(.+\): check policy.saving and the storage"
     ):
         storage.check()
-    with pytest.raises(ConfigError, match=rf"{store.url}/version-1 cannot be written \(.+\): look at policy.saving"):
+    with pytest.raises(ConfigError, match=rf"{store.url}/version-1 cannot be written \(.+\): check policy.saving"):
         write(StateStore(storage), 1)
-    with pytest.raises(ConfigError, match=rf"{store.url} cannot be listed \(.+\): look at policy.saving"):
+    with pytest.raises(ConfigError, match=rf"{store.url} cannot be listed \(.+\): check policy.saving"):
         newest_state(storage)
