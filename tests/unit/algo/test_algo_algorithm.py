@@ -130,7 +130,7 @@ def test_an_algorithm_comes_from_a_module_or_an_entry_point(tmp_path: Path, monk
     own = find("outside_algorithm:own")
     assert own.options == {"factor": 2.0}
     assert find("outside") is own
-    with pytest.raises(ConfigError, match="the algorithm 'odd' is of the type int: make it an Algorithm"):
+    with pytest.raises(ConfigError, match="the algorithm 'odd' has the type int: make it an Algorithm"):
         find("odd")
     with pytest.raises(ConfigError, match=r"no algorithm 'gpro': give one of grpo, .*, odd, outside, or module"):
         find("gpro")
@@ -140,7 +140,7 @@ def test_an_algorithm_comes_from_a_module_or_an_entry_point(tmp_path: Path, monk
     ("name", "text"),
     [
         ("nowhere.py:own", "there is no file '/.*nowhere.py'"),
-        ("starling.algo.advantage:group_normalised", "is of the type function: make it an Algorithm"),
+        ("starling.algo.advantage:group_normalised", "has the type function: make it an Algorithm"),
         ("starling.algo.advantage:", "write `module:attribute` or `path/to/file.py:attribute`"),
         (":own", "write `module:attribute` or `path/to/file.py:attribute`"),
         ("starling.algo:own", "no 'own' in there; it has nothing to call"),

@@ -142,7 +142,7 @@ def test_a_conversation_without_a_template_is_a_clear_error() -> None:
 @pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ messages[7].content }}", "{% if %}"])
 def test_a_template_that_refuses_a_conversation_is_a_clear_error(template: str) -> None:
     prompt = Prompt(id="train/0/1", messages=(ChatMessage(role="u", content="ab"),))
-    with pytest.raises(ConfigError, match=r"template cannot write prompt 'train/0/1' \(\w+: .+\); change the prompt"):
+    with pytest.raises(ConfigError, match=r"template cannot render prompt 'train/0/1' \(\w+: .+\); change the prompt"):
         encode_prompt(make_tokenizer(template), prompt)
 
 

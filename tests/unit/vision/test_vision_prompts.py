@@ -214,10 +214,10 @@ def test_small_frames_that_are_made_larger_are_counted_before(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("prompt", "complaint"),
     [
-        (ask("<image><image>", image(8, 8)), "asks for image, image and has image: write <image>"),
-        (ask("<image>"), "asks for image and has no media"),
-        (ask("abc", image(8, 8)), "asks for no media and has image"),
-        (ask("<video>", image(8, 8)), "asks for video and has image"),
+        (ask("<image><image>", image(8, 8)), "refers to image, image and has image: write <image>"),
+        (ask("<image>"), "refers to image and has no media"),
+        (ask("abc", image(8, 8)), "refers to no media and has image"),
+        (ask("<video>", image(8, 8)), "refers to video and has image"),
         (Prompt(id="p", text="<image>", media=(image(8, 8),)), "is plain text: give it as a conversation"),
         (ask("<image><|image_pad|>", image(8, 8)), r"2 places <|image_pad|> for 1 images"),
     ],
@@ -229,7 +229,7 @@ def test_media_and_markers_that_do_not_fit(encoder: PromptEncoder, prompt: Promp
 def test_a_model_of_text_takes_no_images(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     encoder = make_encoder(tmp_path, model)
-    assert "here only text is read; generate with a vision-language model" in refused(
+    assert "only text is supported here; generate with a vision-language model" in refused(
         encoder, ask("<image>", image(8, 8))
     )
     # Without media the marker is text like any other.

@@ -1,7 +1,7 @@
 """Stop 6 of the walk, credit: the rewards of a group become advantages.
 
 An advantage is a function ``advantage(groups, *, option=default, ...)``: the rewards of each group of a step in, the
-advantages out, one list per group in the same order. Whichever is used: equal rewards have advantages of exactly 0, an
+advantages out, one list per group in the same order. In all of them equal rewards have advantages of exactly 0, an
 empty group or a reward that is not finite is an error, and a step without groups has no advantages.
 
 Pure Python in double precision; no torch, no numpy.
@@ -28,7 +28,7 @@ def group_relative(rewards: Sequence[float], *, scale: Scale = "std", epsilon: f
     ``scale="none"`` leaves out the division (Dr. GRPO, arXiv:2503.20783): dividing favours prompts whose rewards
     hardly differ.
 
-    A group of one, and a group of equal rewards, has advantages of exactly 0: there is nothing to compare with.
+    A group of one, and a group of equal rewards, has advantages of exactly 0: there is nothing to compare.
 
     Raises:
         ValueError: the group is empty, a reward is not finite, or `epsilon` is negative.
@@ -41,7 +41,7 @@ def group_relative(rewards: Sequence[float], *, scale: Scale = "std", epsilon: f
         if not math.isfinite(reward):
             raise ValueError(f"reward {index} of the group is {reward}: drop a completion whose scoring failed")
     if all(reward == rewards[0] for reward in rewards):
-        # Said outright, because a mean in floating point may differ from its equal terms in the last bit.
+        # Explicitly, because a mean in floating point may differ from its equal terms in the last bit.
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     centred = [reward - mean for reward in rewards]
@@ -54,7 +54,7 @@ def group_relative(rewards: Sequence[float], *, scale: Scale = "std", epsilon: f
 def group_normalised(
     groups: Sequence[Sequence[float]], *, scale: Scale = "std", epsilon: float = EPSILON
 ) -> list[list[float]]:
-    """Return the advantages of GRPO (or Dr. GRPO, ``scale="none"``), each group by itself: see `group_relative`.
+    """Return the advantages of GRPO (or Dr. GRPO, ``scale="none"``), each group separately: see `group_relative`.
 
     Raises:
         ValueError: a group is empty, a reward is not finite, `epsilon` is negative, or there is no such scale.
@@ -66,12 +66,12 @@ def group_normalised(
 
 
 def leave_one_out(groups: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return each reward less the mean of the others of its group.
+    """Return each reward minus the mean of the others in its group.
 
     ``r_i - (sum of r_j, j != i) / (n - 1)`` (RLOO, arXiv:2402.14740, section 2.2): a baseline that does not depend on
     the completion itself, so the gradient stays unbiased. It is ``n / (n - 1)`` times the difference from the mean.
 
-    A group of one has an advantage of 0: there is nothing to compare with.
+    A group of one has an advantage of 0: there is nothing to compare.
 
     Raises:
         ValueError: a group is empty or a reward is not finite.
@@ -86,12 +86,12 @@ def batch_normalised(
     """Return rewards normalised over all completions of the step: ``(x - mean(x)) / (std(x) + epsilon)``.
 
     With ``baseline="none"`` x is the reward (REINFORCE++, arXiv:2501.03262); with ``"group"`` it is the reward less
-    the mean of its group (REINFORCE++-baseline, the same paper), so that an easy prompt does not praise all that it
-    gets. One deviation for the whole step, with the divisor n - 1, does not favour prompts whose rewards hardly
-    differ. The paper's penalty for leaving the reference is a setting of its own.
+    the mean of its group (REINFORCE++-baseline, the same paper), so that an easy prompt does not give all of its
+    completions a positive advantage. One deviation for the whole step, with the divisor n - 1, does not favour prompts
+    whose rewards hardly differ. The paper's penalty for divergence from the reference is a separate setting.
 
     A step of one completion, and one whose x are all equal, has advantages of exactly 0. A group of one has an
-    advantage of 0 under ``"group"``, and takes part as any other under ``"none"``.
+    advantage of 0 under ``"group"``, and is like any other under ``"none"``.
 
     Raises:
         ValueError: a group is empty, a reward is not finite, `epsilon` is negative, or there is no such baseline.

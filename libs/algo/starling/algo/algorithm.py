@@ -1,10 +1,10 @@
-"""What an algorithm is: a loss, an advantage, and how a step puts them together.
+"""Algorithms of reinforcement learning: a loss, an advantage, and how a step combines them.
 
-An algorithm of one's own is an `Algorithm` object in any module, or in a file of its own, named in the settings as
-``module:attribute`` or ``path/to/file.py:attribute``, or registered by a package as an entry point of the group
-``starling.algorithms``. Its two functions are
+A user's algorithm is an `Algorithm` object in any module or file, named in the settings as ``module:attribute`` or
+``path/to/file.py:attribute``, or registered by a package as an entry point of the group ``starling.algorithms``. Its
+two functions are
 
-- ``loss(tokens: Tokens, *, option=default, ...) -> Terms``, see `starling.algo.loss.terms`;
+- ``loss(tokens: Tokens, *, option=default, ...) -> LossTerms``, see `starling.algo.loss.terms`;
 - ``advantage(groups: Sequence[Sequence[float]], *, option=default, ...) -> list[list[float]]``: the rewards of each
   group of a step in, the advantages out, see `starling.algo.advantage`.
 
@@ -31,8 +31,8 @@ Aggregate = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_tok
 """The share of each token in the loss of a step: see `starling.algo.loss.aggregate.token_weights`."""
 
 Old = Literal["rollout", "proximal"]
-"""What the importance ratio divides by: the log-probabilities of the rollout, or those of the weights with which the
-step began."""
+"""Denominator of the importance ratio: the log-probabilities of the rollout, or those of the weights at the start of
+the step."""
 
 Loss = Callable[..., "LossTerms"]
 Advantage = Callable[..., list[list[float]]]
@@ -42,19 +42,19 @@ ENTRY_POINTS: Final = "starling.algorithms"
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A factor on the loss of tokens that other weights sampled: see `starling.algo.loss.correct`.
+    """A factor on the loss of off-policy tokens: see `starling.algo.loss.correct`.
 
     Raises:
-        ValueError: a bound is negative or infinite, `low` is above `high`, or a `low` that the kind does not take.
+        ValueError: a bound is negative or infinite, `low` is above `high`, or the kind has no lower bound.
     """
 
     kind: Literal["truncate", "mask", "sequence_mask"]
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Which weight is bounded; ``sequence_mask`` always judges whole completions."""
+    """Weight that is bounded; ``sequence_mask`` always applies to whole completions."""
     low: float = 0.0
-    """Least weight that ``mask`` lets pass."""
+    """Minimum weight that ``mask`` keeps."""
     high: float = 2.0
-    """Greatest weight; for ``sequence_mask`` the greatest mean of ``rollout_logprobs - logprobs``, in nats."""
+    """Maximum weight; for ``sequence_mask`` the maximum mean of ``rollout_logprobs - logprobs``, in nats."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.low <= self.high < math.inf:
@@ -65,7 +65,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A named choice of loss, advantage and what goes with them; settings may overrule all but the functions."""
+    """A named combination of loss, advantage and their options; settings may override all but the functions."""
 
     loss: Loss | str
     """The function, or ``module:function``, or ``path.py:function``."""
@@ -76,17 +76,17 @@ class Algorithm:
     aggregate: Aggregate = "token_mean"
     old: Old = "rollout"
     mask_truncated: bool = False
-    """Do not train completions that were cut off at the length limit; their rewards still count in the baseline."""
+    """Exclude completions that were cut off at the length limit from the loss; their rewards count in the baseline."""
     corrections: tuple[Correction, ...] = ()
 
 
 class Functions(NamedTuple):
-    """The two functions of an algorithm with their options filled in."""
+    """The two functions of an algorithm with their options bound."""
 
     loss: Callable[..., LossTerms]
-    """Takes `Tokens`."""
+    """Called with `Tokens`."""
     advantage: Callable[..., list[list[float]]]
-    """Takes the rewards of each group."""
+    """Called with the rewards of each group."""
 
 
 _PPO: Final = "starling.algo.loss.ppo:ppo_clip"
@@ -94,12 +94,12 @@ _LEAVE_ONE_OUT: Final = "starling.algo.advantage:leave_one_out"
 _BATCH: Final = "starling.algo.advantage:batch_normalised"
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = {
-    # DeepSeekMath, arXiv:2402.03300. Its divergence penalty is a setting of its own.
+    # DeepSeekMath, arXiv:2402.03300. Its divergence penalty is a separate setting.
     "grpo": Algorithm(_PPO, aggregate="sequence_mean_token_mean"),
     # arXiv:2503.20783: neither the group's deviation nor the completion's length divides.
     "dr_grpo": Algorithm(_PPO, options={"scale": "none"}, aggregate="constant"),
     # arXiv:2503.14476. Dynamic sampling and the overlong penalty happen before the step. Truncated completions are
-    # trained, because the penalty is what they are to learn.
+    # trained, because the penalty must reach them.
     "dapo": Algorithm(_PPO, options={"clip_low": 0.2, "clip_high": 0.28}),
     # arXiv:2507.18071.
     "gspo": Algorithm("starling.algo.loss.gspo:gspo", aggregate="sequence_mean_token_mean"),
@@ -124,7 +124,7 @@ def find(name: str) -> Algorithm:
     """Return the algorithm called `name`: one of `ALGORITHMS`, an entry point, or an object in a module or file.
 
     Raises:
-        ConfigError: there is none, it cannot be imported, or it is no `Algorithm`.
+        ConfigError: there is none, it cannot be imported, or it is not an `Algorithm`.
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
@@ -137,26 +137,26 @@ def find(name: str) -> Algorithm:
         known = ", ".join([*ALGORITHMS, *sorted(entries.names)])
         raise ConfigError(f"there is no algorithm {name!r}: give one of {known}, or module:attribute of your own")
     if not isinstance(found, Algorithm):
-        raise ConfigError(f"the algorithm {name!r} is of the type {type(found).__name__}: make it an Algorithm")
+        raise ConfigError(f"the algorithm {name!r} has the type {type(found).__name__}: make it an Algorithm")
     return found
 
 
 def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return `function` with those of `options` filled in that it takes.
+    """Return `function` with those of `options` bound that are among its keyword-only parameters.
 
-    The others are left for another function to take: `functions` finds those that none takes.
+    Other options are ignored here; `functions` reports those that no function has.
     """
-    taken = _options(function)
-    return partial(function, **{key: value for key, value in options.items() if key in taken})
+    names = _options(function)
+    return partial(function, **{key: value for key, value in options.items() if key in names})
 
 
 def functions(algorithm: Algorithm, options: Mapping[str, Any]) -> Functions:
-    """Return the algorithm's functions with its options filled in, those of `options` first.
+    """Return the algorithm's functions with its options bound; `options` override the algorithm's own.
 
-    An option that both take goes to both.
+    An option of both functions is bound in both.
 
     Raises:
-        ConfigError: neither function takes one of the options, or a function cannot be imported.
+        ConfigError: neither function has one of the options, or a function cannot be imported.
     """
     loss, advantage = _function(algorithm.loss), _function(algorithm.advantage)
     merged = {**algorithm.options, **options}
@@ -166,14 +166,8 @@ def functions(algorithm: Algorithm, options: Mapping[str, Any]) -> Functions:
     return Functions(bind(loss, merged), bind(advantage, merged))
 
 
-def bound(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of a function, with the values that `bind` or the function itself gave them."""
-    parameters = inspect.signature(function).parameters
-    return {name: parameters[name].default for name in _options(function)}
-
-
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of `function` that have a value, with it: its own, or what `bind` has filled in."""
+    """Return the options of `function` and their values, bound by `bind` or its own; those without one are left out."""
     parameters = inspect.signature(function).parameters.values()
     return {
         parameter.name: parameter.default
@@ -185,12 +179,12 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
     found = import_object(given, "the function of an algorithm") if isinstance(given, str) else given
     if not callable(found):
-        raise ConfigError(f"{given!r} is of the type {type(found).__name__}: name a function")
+        raise ConfigError(f"{given!r} has the type {type(found).__name__}: name a function")
     return found
 
 
 def _options(function: Callable[..., Any]) -> Sequence[str]:
-    """The keyword-only parameters: what stands before the star is data."""
+    """Return the names of the keyword-only parameters: positional ones are data."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 

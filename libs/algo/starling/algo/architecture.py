@@ -1,7 +1,6 @@
-"""What follows from a model's configuration: its class in transformers, and how long its sequences may be.
+"""Properties of a model from its configuration: its class in transformers, and the maximum length of its sequences.
 
-Policy and rollout must agree here: on the class to the name, and on the length so that no sequence is sampled that
-cannot be trained.
+Policy and rollout share them, so that both use the same class, and no sequence is sampled that cannot be trained.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from typing import Any
 
 
 def remedy(folder: Path, trust_remote_code: bool) -> str:
-    """Return what to add to the reason why the model in `folder` was not made, where its own code may be it."""
-    brings_code = b'"auto_map"' in (folder / "config.json").read_bytes()  # which need not be valid JSON
-    allow = "; the folder brings its own code: read it, and set model.trust_remote_code = true to run it"
-    return allow if brings_code and not trust_remote_code else ""
+    """Return the remedy to append to a loading error if the cause may be custom code in `folder`, else ""."""
+    has_code = b'"auto_map"' in (folder / "config.json").read_bytes()  # which need not be valid JSON
+    advice = "; the folder contains custom code: review it, and set model.trust_remote_code = true to run it"
+    return advice if has_code and not trust_remote_code else ""
 
 
 def auto_class(config: Any) -> Any:
-    """Return the auto class whose `from_config` and `from_pretrained` make the model of `config`.
+    """Return the auto class whose `from_config` and `from_pretrained` create the model of `config`.
 
-    That is `AutoModelForCausalLM`, but for models that take images too and are not listed there, such as Qwen2.5-VL:
-    those are made by `AutoModelForImageTextToText`.
+    `AutoModelForCausalLM`, or `AutoModelForImageTextToText` for vision-language models that are not registered there,
+    such as Qwen2.5-VL.
     """
-    # Only now: importing transformers takes seconds.
+    # Imported here, because importing transformers takes seconds.
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     own = getattr(config, "auto_map", None) or {}
@@ -31,7 +30,7 @@ def auto_class(config: Any) -> Any:
         return AutoModelForCausalLM
     if AutoModelForImageTextToText.__name__ in own:
         return AutoModelForImageTextToText
-    # Of the keys: the mapping itself has its own idea of what it contains.
+    # A set of its keys: the mapping's own `__contains__` has other semantics.
     of_text, with_images = (
         set(auto._model_mapping.keys()) for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
     )
@@ -39,10 +38,10 @@ def auto_class(config: Any) -> Any:
 
 
 def most_tokens(config: Any) -> int | None:
-    """Return the most tokens of a sequence that can be trained, None where `config` declares no limit.
+    """Return the maximum number of tokens of a trained sequence, None if `config` declares no limit.
 
-    It is the context of the model or, where layers attend to a window or a chunk only, the size of that: up to it they
-    attend to everything, as the masks of packed rows say.
+    It is the context length or, where layers attend to a window or a chunk, the size of that: up to it these layers
+    attend to all tokens, as the masks of packed rows assume.
     """
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()

@@ -60,7 +60,7 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         while first_open < len(room) and room[first_open] < shortest:
-            first_open += 1  # Rows that can take nothing more need no second look.
+            first_open += 1  # Full rows are not searched again.
         for row in range(first_open, len(rows)):
             if room[row] >= length:
                 rows[row].append(index)

@@ -1,6 +1,6 @@
-"""How old a sample may be, and the number of slots that guarantees it.
+"""Staleness bound: the age of a sample, and the number of slots that bounds it.
 
-Steps are numbered from 1; step ``s`` makes version ``s`` out of version ``s - 1``. With ``P`` prompts per step and
+Steps are numbered from 1; step ``s`` makes version ``s`` from version ``s - 1``. With ``P`` prompts per step and
 a bound ``S`` on staleness, groups are numbered by admission from 0 and trained in that order, so that group ``i``
 belongs to step ``i // P + 1``, whose base version is ``i // P``.
 
@@ -27,7 +27,7 @@ def staleness(step: int, oldest_version: int) -> int:
 def required_version(group_index: int, prompts_per_step: int, max_staleness: int) -> int:
     """Return the oldest version that may sample a token of group `group_index` (by admission, from 0).
 
-    Values of 0 or less mean that the initial weights will do.
+    Values of 0 or less mean that the initial weights suffice.
 
     Raises:
         ValueError: an argument is out of range.

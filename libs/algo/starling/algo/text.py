@@ -1,4 +1,4 @@
-"""Between text and token ids, with the model's own tokenizer. Policy and rollout must agree here to the token."""
+"""Conversion between text and token ids with the model's tokenizer, shared by policy and rollout."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _MARKER: Final = re.compile("<(image|video)>")
 def encode_prompt(tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
     """Return the token ids that the model continues.
 
-    A conversation goes through the tokenizer's chat template, up to where the assistant speaks; plain text is
-    tokenized as it stands, without special tokens. `tools` as for `prompt_text`.
+    A conversation is rendered by the tokenizer's chat template, up to the start of the assistant's turn; plain text is
+    tokenized unchanged, without special tokens. `tools` as for `prompt_text`.
 
     Raises:
-        ConfigError: `prompt` is a conversation that `prompt_text` cannot write, or it has images or videos,
-            which are the affair of a rollout with a vision-language model.
+        ConfigError: `prompt` is a conversation that `prompt_text` cannot render, or it has images or videos, which need
+            a rollout with a vision-language model.
     """
     if prompt.media:
         raise ConfigError(
-            f"prompt {prompt.id!r} has {len(prompt.media)} images or videos, and here only text is read; "
+            f"prompt {prompt.id!r} has {len(prompt.media)} images or videos, and only text is supported here; "
             "generate with a vision-language model, or give a dataset without media"
         )
     return encode_text(tokenizer, prompt_text(tokenizer, prompt, tools))
 
 
 def prompt_text(tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the text that the model continues; where media go, what the chat template writes for them.
+    """Return the text that the model continues, with the chat template's placeholders for media.
 
     Args:
         tokenizer: the model's.
         prompt: a conversation, or plain text.
-        tools: functions that the model may call, as JSON schemas in OpenAI's form; plain text does not tell of them.
+        tools: functions that the model may call, as JSON schemas in OpenAI's format; ignored for plain text.
 
     Raises:
         ConfigError: `prompt` is a conversation, and the tokenizer has no chat template or one that refuses it.
@@ -47,7 +47,7 @@ def prompt_text(tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any
 
 
 def conversation(prompt: Prompt) -> list[dict[str, Any]]:
-    """Return the messages of `prompt` in the form that chat templates take."""
+    """Return the messages of `prompt` in the format of chat templates."""
     return [
         {"role": message.role, "content": _parts(message.content) if prompt.media else message.content}
         for message in prompt.messages
@@ -57,12 +57,12 @@ def conversation(prompt: Prompt) -> list[dict[str, Any]]:
 def conversation_text(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, of: str
 ) -> str:
-    """Return what the chat template makes of `messages`, up to where the assistant speaks next.
+    """Return `messages` rendered by the chat template, up to the start of the assistant's next turn.
 
     Args:
         tokenizer: the model's.
-        messages: in the form that chat templates take.
-        tools: functions that the model may call, as JSON schemas in OpenAI's form.
+        messages: in the format of chat templates.
+        tools: functions that the model may call, as JSON schemas in OpenAI's format.
         of: names the conversation in errors.
 
     Raises:
@@ -75,44 +75,44 @@ def conversation_text(
         )
     given = {"tools": list(tools)} if tools else {}
     try:
-        made = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given)
-    except Exception as error:  # a template is the model's program: it may raise anything
-        reason = (str(error).strip() or "without a word").splitlines()[0]
+        rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given)
+    except Exception as error:  # a template is a program of the model: it may raise anything
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ConfigError(
-            f"the model's chat template cannot write {of} ({type(error).__name__}: {reason:.200}); "
+            f"the model's chat template cannot render {of} ({type(error).__name__}: {reason:.200}); "
             "change the prompt's messages, or the template in the model folder"
         ) from error
-    return str(made)
+    return str(rendered)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of `text`.
 
-    Without special tokens: a chat template writes its own, and the tokenizer must not add another set.
+    Without special tokens: a chat template contains its own, and the tokenizer must not add another set.
     """
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def markers(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return what `messages` ask for by ``<image>`` and ``<video>``, in order: ``image``, ``video``, ..."""
+    """Return the kinds of the markers ``<image>`` and ``<video>`` in `messages`, in order: ``image``, ``video``, ..."""
     return [kind for message in messages for kind in _MARKER.findall(message.content)]
 
 
 def check_media(prompt: Prompt) -> None:
-    """Refuse a prompt whose media are not those that its messages ask for.
+    """Refuse a prompt whose media do not match the markers in its messages.
 
     Raises:
-        ConfigError: says how many of which, and the remedy.
+        ConfigError: with both lists and the remedy.
     """
     if prompt.media and not prompt.messages:
         raise ConfigError(
             f"prompt {prompt.id!r} has images or videos and is plain text: give it as a conversation, "
-            "whose chat template knows how the model reads them"
+            "because only a chat template can place them"
         )
     wanted, given = markers(prompt.messages), [media.kind for media in prompt.media]
     if wanted != given:
         raise ConfigError(
-            f"prompt {prompt.id!r} asks for {_listed(wanted)} and has {_listed(given)}: "
+            f"prompt {prompt.id!r} refers to {_listed(wanted)} and has {_listed(given)}: "
             "write <image> or <video> once for each, in the order of the media"
         )
 
@@ -122,14 +122,14 @@ def _listed(kinds: Sequence[str]) -> str:
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """Return `content` in the form that chat templates take of a message with media."""
+    """Return `content` in the format of chat templates for a message with media."""
     # Splitting at a group keeps it: every other piece is the kind of a marker.
     pieces = enumerate(_MARKER.split(content))
     return [{"type": piece} if at % 2 else {"type": "text", "text": piece} for at, piece in pieces if piece]
 
 
 def encode_response(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Return the token ids of the prompt's reference answer, and of the token that ends it.
+    """Return the token ids of the prompt's reference answer, and the end-of-sequence token.
 
     Raises:
         ConfigError: the prompt has no reference, or the tokenizer no end-of-sequence token.
@@ -137,7 +137,9 @@ def encode_response(tokenizer: Any, prompt: Prompt) -> list[int]:
     if not prompt.reference:
         raise ConfigError(f"example {prompt.id!r} has no response; name its column in data.reference_column")
     if tokenizer.eos_token_id is None:
-        raise ConfigError("the tokenizer has no end-of-sequence token, so nothing could teach when to stop; set one")
+        raise ConfigError(
+            "the tokenizer has no end-of-sequence token, so the model could not learn when to stop; set one"
+        )
     return [*encode_text(tokenizer, prompt.reference), int(tokenizer.eos_token_id)]
 
 

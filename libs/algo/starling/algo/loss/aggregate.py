@@ -1,8 +1,8 @@
 """From the losses of tokens to the loss of a step: the share of each completion's tokens.
 
 The step's loss is the sum over all its tokens of loss times weight. The weights are computed once for the whole step,
-before it is cut into microbatches and dealt to ranks, so the parts of all microbatches of all ranks simply add up, and
-nothing divides again: dividing by a microbatch's own count would make a token weigh more where there are fewer of them.
+before it is split into microbatches and over ranks, so the parts of all microbatches of all ranks simply add up:
+dividing by a microbatch's own count would give a token more weight where there are fewer of them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def token_weights(
             its weight is then 0 where it would divide by the length.
         kind: one of the four.
         num_tokens: trained tokens of the WHOLE step, over all ranks and microbatches.
-        num_sequences: completions of the whole step. Whether one without trained tokens counts is for the caller
-            to say.
-        constant: tokens that a completion is taken to have, best the limit of its length; for ``constant`` only.
+        num_sequences: completions of the whole step. The caller decides whether one without trained tokens
+            counts.
+        constant: assumed tokens of a completion, best the limit of its length; for ``constant`` only.
 
     Raises:
         ValueError: a length is negative, a divisor is less than 1, or there is no such kind.
@@ -63,9 +63,9 @@ def token_weights(
 def token_mean(losses: Tensor, num_tokens: int) -> Tensor:
     """Return this microbatch's part of the mean loss over all tokens of a step, a scalar.
 
-    Every token of a step weighs the same, whatever its completion's length and whichever microbatch holds it (token
-    level loss of DAPO, arXiv:2503.14476, equation 12). That needs the count of the whole step: dividing by the
-    microbatch's own count and averaging would make a token weigh more in a microbatch with fewer of them.
+    Every token of a step has the same weight, independent of its completion's length and its microbatch (token-level
+    loss of DAPO, arXiv:2503.14476, equation 12). That needs the count of the whole step: dividing by the microbatch's
+    own count and averaging would give a token more weight in a microbatch with fewer of them.
     The parts of all microbatches of all ranks add up to the step's loss, and their gradients to its gradient.
 
     Args:

@@ -9,19 +9,19 @@ def aipo(tokens: Tokens, *, max_ratio: float = 2.0) -> LossTerms:
     """Return ``-sg(min(r, max_ratio)) A logprobs`` of each token, with ``r = exp(logprobs - old_logprobs)``.
 
     The policy gradient under the truncated importance weight of LlamaRL (arXiv:2505.24034, section 6): the weight
-    makes up for what the rollouts' older weights sampled too often or too seldom, the bound keeps its variance in
-    check. There is no trust region and so no lower bound.
+    corrects for tokens that the rollouts' older weights sampled too often or too rarely, and the bound limits its
+    variance. There is no trust region and so no lower bound.
 
-    This is not ``-min(r, max_ratio) A``, differentiated through the minimum, as some systems have it: the two have the
-    same gradient ``-r A`` by ``log p`` below the bound, but above it that one has none, and the tokens that became much
-    likelier are dropped, whatever their advantage. Here they go on with the weight `max_ratio`.
+    This is not ``-min(r, max_ratio) A``, differentiated through the minimum, as in some systems: both have the
+    same gradient ``-r A`` by ``log p`` below the bound, but above it the latter has none, which drops tokens that
+    became much likelier, independent of their advantage. Here they keep the weight `max_ratio`.
 
     Metrics: `ratio_max`, before truncation; `approx_kl`; `clip_fraction`, the tokens whose weight is truncated (their
     gradient is not 0).
 
     Args:
         tokens: of one microbatch; `old_logprobs` should be those of the rollout.
-        max_ratio: greatest weight.
+        max_ratio: maximum weight.
 
     Raises:
         ValueError: `max_ratio` is not above 0.

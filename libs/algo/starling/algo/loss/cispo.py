@@ -9,11 +9,11 @@ def cispo(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> L
     """Return ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs`` of each token.
 
     ``r = exp(logprobs - old_logprobs)`` and sg stops the gradient (CISPO, MiniMax-M1, arXiv:2506.13585, equations 4
-    and 5). PPO's clip takes the gradient from the rare tokens at which reasoning turns, since their ratio leaves the
+    and 5). PPO's clip removes the gradient of the rare tokens at which reasoning turns, since their ratio leaves the
     bounds first; here they keep it, with a bounded weight.
 
-    The paper sets no lower bound (`clip_low` of 1 is none) and tunes the upper one without giving it; a greatest ratio
-    of 5 is what ScaleRL (arXiv:2510.13786) uses.
+    The paper sets no lower bound (`clip_low` of 1 is none) and tunes the upper one without giving it; a maximum ratio
+    of 5 is used by ScaleRL (arXiv:2510.13786).
 
     Metrics: `ratio_max`, before clipping; `approx_kl`; `clip_fraction`, the tokens whose ratio is outside the bounds
     (their gradient is not 0).

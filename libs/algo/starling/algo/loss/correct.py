@@ -1,8 +1,8 @@
 """Off-policy corrections: detached factors on the loss of each token.
 
 The rollout samples with one set of log-probabilities (its own kernels, perhaps older weights) and the trainer takes
-others for the denominator of its ratio (`old = "proximal"`). The importance weight ``exp(old - rollout)`` makes up for
-the difference; a correction keeps its variance in check. Factors multiply, so corrections can be combined. Under
+others for the denominator of its ratio (`old = "proximal"`). The importance weight ``exp(old - rollout)`` corrects the
+difference; a correction limits its variance. Factors multiply, so corrections can be combined. Under
 `old = "rollout"` the weights are exactly 1, because the ratio of the loss already starts at the rollout.
 
 | known as                | correction                                            | from                              |
@@ -72,11 +72,11 @@ def importance_weight(tokens: Tokens, correction: Correction) -> tuple[Tensor, d
 
 @torch.no_grad()
 def sequence_mask(tokens: Tokens, correction: Correction) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return 0 for completions with a negative advantage that the trained weights would hardly sample, else 1.
+    """Return 0 for completions with a negative advantage that are unlikely under the trained weights, else 1.
 
-    A completion goes if ``mean(rollout_logprobs - logprobs) > high`` (DeepSeek-V3.2, arXiv:2512.02556, equation 9):
-    with the weights as they are now, so that both staleness and the rollout's own arithmetic count. A model learns
-    from its own mistakes; those of a model it no longer is mislead it.
+    A completion is dropped if ``mean(rollout_logprobs - logprobs) > high`` (DeepSeek-V3.2, arXiv:2512.02556, equation
+    9): with the present weights, so that both staleness and the rollout's arithmetic count. A model learns from its own
+    mistakes; those of a different model mislead it.
 
     Metrics: `sequence_mask_fraction`, the tokens that are masked.
     """

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, the teacher says how likely it finds each token."""
+"""On-policy distillation: losses from a teacher's log-probabilities of tokens that the student sampled."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from starling.algo.loss.terms import LossTerms
 def reverse_kl_advantages(
     logprobs: Tensor, teacher_logprobs: Tensor, sequence: Tensor, *, discount: float = 0.0
 ) -> Tensor:
-    """Return an advantage for each sampled token, float32 [N]: how much likelier the teacher finds it.
+    """Return an advantage for each sampled token, float32 [N]: teacher minus student log-probability.
 
     ``a_t = log teacher - log student``, minus the sampled reverse divergence KL(student || teacher) of the token
     (MiniLLM, arXiv:2306.08543; Thinking Machines, "On-policy distillation", 2025). A policy loss over these advantages
-    minimises that divergence. With a `discount` g a token also answers for those after it in its completion:
+    minimises that divergence. With a `discount` g a token is also credited with those after it in its completion:
     ``a_t + g a_(t+1) + g^2 a_(t+2) + ...``; with 1 that is the gradient of the divergence of whole completions, with 0,
-    the default, that of each token given what stands before it, of far lower variance.
+    the default, that of each token given the tokens before it, with far lower variance.
 
     Args:
         logprobs: float32 [N], of the sampled tokens under the student that sampled them.
         teacher_logprobs: float32 [N], of the same tokens under the teacher.
-        sequence: int64 [N], the completion of each token; those of one completion stand together, first token first.
+        sequence: int64 [N], the completion of each token; the tokens of a completion are adjacent and in order.
         discount: from 0 to 1.
 
     Raises:

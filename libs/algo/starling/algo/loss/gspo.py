@@ -17,8 +17,8 @@ def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> 
     `sequence_mean_token_mean`, loss and gradient are exactly those of GSPO; advantages may also differ by token.
 
     Metrics: `ratio_max`, of completions; `approx_kl`, of tokens; `clip_fraction`, the tokens of completions that a
-    bound decides, so that their gradient is 0. With bounds as narrow as these it is normal that a tenth of the tokens
-    and more are clipped, where PPO clips a few in a thousand.
+    bound decides, so that their gradient is 0. With bounds this narrow it is normal that a tenth of the tokens or
+    more are clipped, where PPO clips a few in a thousand.
 
     Args:
         tokens: of one microbatch, completions whole.
@@ -32,7 +32,7 @@ def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> 
         raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}: both must be 0 or more")
     logprobs = tokens.logprobs
     log_mean = sequence_mean(logprobs.detach() - tokens.old_logprobs, tokens)
-    # Worth exactly log_mean, because what is added is exactly 0; only its derivative is the token's own.
+    # The value is exactly log_mean, because the added term is exactly 0; only its derivative is the token's own.
     log_ratios = (log_mean + (logprobs - logprobs.detach())).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratios.exp()
     unclipped = ratio * tokens.advantages

@@ -1,6 +1,6 @@
 """PPO's clipped policy loss, which GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++ and decoupled PPO share.
 
-They differ in the advantages, in the share of each token in the step, and in what `Tokens.old_logprobs` are:
+They differ in the advantages, in the weight of each token in the step, and in `Tokens.old_logprobs`:
 see `starling.algo.algorithm.ALGORITHMS`.
 """
 
@@ -18,8 +18,8 @@ def ppo_clip(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, d
     (PPO, arXiv:1707.06347, equation 7; DeepSeekMath, arXiv:2402.03300, equation 3; unequal bounds as in DAPO,
     arXiv:2503.14476, equation 10). Where r = 1 its gradient is that of REINFORCE.
 
-    `dual_clip` c bounds what the minimum leaves open: for A < 0 the loss grows with r without end, so it counts at most
-    ``-c A`` and has no gradient beyond (arXiv:1912.09729, equation 5, which takes c = 3).
+    `dual_clip` c bounds the remaining case: for A < 0 the loss grows with r without limit, so it is at most ``-c A``
+    and has no gradient beyond (arXiv:1912.09729, equation 5, which takes c = 3).
 
     Metrics: `ratio_max`; `approx_kl`; `clip_fraction`, the tokens that a bound on r decides, so that their gradient
     is 0; with `dual_clip` also `dual_clip_fraction`, those that it decides.
@@ -28,7 +28,7 @@ def ppo_clip(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, d
         tokens: of one microbatch.
         clip_low: how far below 1 the ratio may count.
         clip_high: how far above 1 the ratio may count.
-        dual_clip: greatest ratio that counts where the advantage is negative; 0 for no such bound.
+        dual_clip: maximum ratio where the advantage is negative; 0 for no such bound.
 
     Raises:
         ValueError: a bound is negative, or `dual_clip` is neither 0 nor above 1.

@@ -1,4 +1,4 @@
-"""Losses over pairs of completions, one preferred to the other (DPO and IPO)."""
+"""Losses over preference pairs: DPO and IPO for a policy, Bradley-Terry for a reward model."""
 
 from __future__ import annotations
 
@@ -81,27 +81,6 @@ def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalised: bool = True) -> L
     return LossTerms(loss, _metrics(beta * chosen, beta * rejected))
 
 
-def _log_ratios(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    if pairs.reference_chosen is None or pairs.reference_rejected is None:
-        return pairs.chosen, pairs.rejected
-    return pairs.chosen - pairs.reference_chosen, pairs.rejected - pairs.reference_rejected
-
-
-@torch.no_grad()
-def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    margin = (chosen - rejected).detach()
-    return {
-        "reward_chosen": chosen.detach(),
-        "reward_rejected": rejected.detach(),
-        "reward_margin": margin,
-        "accuracy": (margin > 0.0).to(margin.dtype),
-    }
-
-
-# JOINED from starling.algo.loss.reward_model: The loss of a reward model, which scores a completion with one
-# number.
-
-
 def bradley_terry(chosen: Tensor, rejected: Tensor, *, margins: Tensor | None = None, center: float = 0.0) -> LossTerms:
     """Return ``-log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2`` of each pair, [P].
 
@@ -127,11 +106,21 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margins: Tensor | None = 
     loss = -logsigmoid(difference if margins is None else difference - margins)
     if center:
         loss = loss + center * (chosen + rejected).square()
-    won = difference.detach()
-    metrics = {
+    return LossTerms(loss, _metrics(chosen, rejected))
+
+
+def _log_ratios(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    if pairs.reference_chosen is None or pairs.reference_rejected is None:
+        return pairs.chosen, pairs.rejected
+    return pairs.chosen - pairs.reference_chosen, pairs.rejected - pairs.reference_rejected
+
+
+@torch.no_grad()
+def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    margin = (chosen - rejected).detach()
+    return {
         "reward_chosen": chosen.detach(),
         "reward_rejected": rejected.detach(),
-        "reward_margin": won,
-        "accuracy": (won > 0.0).to(won.dtype),
+        "reward_margin": margin,
+        "accuracy": (margin > 0.0).to(margin.dtype),
     }
-    return LossTerms(loss, metrics)

@@ -1,17 +1,17 @@
-"""Estimates of the divergence KL(trained || reference), one token at a time, and their use as a loss.
+"""Regularisers that settings add to a policy loss: KL divergence from a reference, entropy, likelihood of successes.
 
-An estimate may be right in value and wrong in gradient: what a loss needs is the second. With
-``d = log p - log q`` (trained less reference) and tokens sampled from the trained weights:
+Estimates of the divergence KL(trained || reference) per token may be right in value and wrong in gradient; a loss needs
+the second. With ``d = log p - log q`` (trained less reference) and tokens sampled from the trained weights:
 
 | estimate   | value            | unbiased | its gradient averages to                                           |
 |------------|------------------|----------|--------------------------------------------------------------------|
-| `k1`       | d                | yes      | 0: as a loss it does nothing but add noise; for rewards only       |
+| `k1`       | d                | yes      | 0: as a loss it only adds noise; for rewards only                  |
 | `k2`       | d^2 / 2          | no       | that of KL(trained || reference): right                            |
 | `k3`       | exp(-d) - 1 + d  | yes      | that of KL(reference || trained): the other direction              |
 | `unbiased` | r k3             | yes      | that of KL(trained || reference), for tokens of older weights too  |
 
-with ``r = exp(logprobs - rollout_logprobs)``, through which `unbiased` is differentiated. For tokens that older weights
-sampled, only `unbiased` keeps what the table says.
+with ``r = exp(logprobs - rollout_logprobs)``, through which `unbiased` is differentiated. For tokens sampled by older
+weights, only `unbiased` has the properties of the table.
 (k1 to k3: Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html; `unbiased`:
 DeepSeek-V3.2, arXiv:2512.02556, equation 7; the gradients: arXiv:2506.09477.)
 """
@@ -48,19 +48,19 @@ def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
         reference_logprobs: of the same tokens under the reference, same shape.
     """
     difference = log_ratio(reference_logprobs, logprobs)
-    # expm1 keeps the digits where the two models hardly differ.
+    # expm1 keeps precision where the two models hardly differ.
     return torch.expm1(difference) - difference
 
 
 def kl_unbiased(logprobs: Tensor, reference_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Return ``r k3`` of each token: unbiased in value and gradient whichever weights sampled. Shapes as `kl_k3`."""
+    """Return ``r k3`` of each token: unbiased in value and gradient for any sampling weights. Shapes as `kl_k3`."""
     return log_ratio(logprobs, rollout_logprobs).exp() * kl_k3(logprobs, reference_logprobs)
 
 
 def kl_loss(tokens: Tokens, reference_logprobs: Tensor, *, kind: KlKind = "k3") -> LossTerms:
-    """Return an estimate of the divergence from the reference as a loss, to be added with a coefficient.
+    """Return an estimate of the divergence from the reference as a loss term.
 
-    Metrics: `kl_reference`, by k3 whatever the kind, so that runs can be compared.
+    Metrics: `kl_reference`, always by k3, so that runs can be compared.
 
     Args:
         tokens: of one microbatch.
@@ -84,11 +84,8 @@ def kl_loss(tokens: Tokens, reference_logprobs: Tensor, *, kind: KlKind = "k3") 
     return LossTerms(loss, {"kl_reference": kl_k3(tokens.logprobs.detach(), reference_logprobs)})
 
 
-# JOINED from starling.algo.loss.entropy: A bonus for a policy that keeps its options open.
-
-
 def entropy_bonus(entropies: Tensor) -> LossTerms:
-    """Return minus the entropy of the trained policy at each token, to be added with a small coefficient.
+    """Return minus the entropy of the trained policy at each token, as a loss term.
 
     (A3C, arXiv:1602.01783, section 4; PPO, arXiv:1707.06347, equation 9.)
 
@@ -98,9 +95,6 @@ def entropy_bonus(entropies: Tensor) -> LossTerms:
         entropies: float32 [N], ``-sum over the vocabulary of p log p`` at each trained token; differentiable.
     """
     return LossTerms(-entropies, {"entropy": entropies.detach()})
-
-
-# JOINED from starling.algo.loss.positive: Imitation of the completions that went well, beside a policy loss.
 
 
 def positive_nll(tokens: Tokens) -> LossTerms:

@@ -8,7 +8,7 @@ from torch import Tensor
 def sft_loss(logprobs: Tensor) -> Tensor:
     """Return the negative log-likelihood of each response token: ``-log p(token | all before it)``.
 
-    The caller leaves out the tokens that are not to be learnt (the prompt). The mean over the trained tokens is the
+    The caller excludes tokens that are not learnt (the prompt). The mean over the trained tokens is the
     metric `loss`, in nats per token; its exponential is the perplexity.
 
     Args:

@@ -1,8 +1,8 @@
-"""What a loss takes and what it returns, and the sums over a completion that some losses need.
+"""Interface of a loss: its arguments and results, and sums over a completion that some losses need.
 
-A loss is a function ``loss(tokens: Tokens, *, option=default, ...) -> Terms``. It says what each trained token
-contributes; how much a token counts in its step is decided elsewhere (`starling.algo.loss.aggregate`), so that the
-same loss works whichever microbatch of whichever rank holds the token.
+A loss is a function ``loss(tokens: Tokens, *, option=default, ...) -> LossTerms``. It returns the loss of each trained
+token; the weight of a token in its step is computed elsewhere (`starling.algo.loss.aggregate`), so the same loss works
+for any split of the step over microbatches and ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO: Final = 20.0
-"""The logarithm of a ratio is held within +-20, so that one odd token cannot overflow to infinity."""
+"""The logarithm of a ratio is clamped to +-20, so that a single token cannot overflow to infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,14 +24,14 @@ class Tokens:
     logprobs: Tensor
     """float32 [N], under the weights that are trained; the only differentiable input."""
     old_logprobs: Tensor
-    """float32 [N], the denominator of the importance ratio: those of the rollout, or those of the weights with which
-    the step began (decoupled PPO); detached."""
+    """float32 [N], the denominator of the importance ratio: those of the rollout, or those of the weights at the start
+    of the step (decoupled PPO); detached."""
     rollout_logprobs: Tensor
-    """float32 [N], when the tokens were sampled; detached."""
+    """float32 [N], at sampling; detached."""
     advantages: Tensor
     """float32 [N], detached."""
     sequence: Tensor
-    """int64 [N]: which of the S completions each token belongs to, from 0."""
+    """int64 [N]: the completion of each token, from 0 to S - 1."""
     num_sequences: int
     """S; a completion may have no trained token."""
 
@@ -68,7 +68,7 @@ def sequence_mean(values: Tensor, tokens: Tokens) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return ``logprobs - old_logprobs`` held within +-`MAX_LOG_RATIO`; the same shape, differentiable.
+    """Return ``logprobs - old_logprobs`` clamped to +-`MAX_LOG_RATIO`; the same shape, differentiable.
 
     Beyond the bound the derivative is 0.
     """
@@ -76,11 +76,11 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def ratio_metrics(log_ratios: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of every loss that weighs old tokens, from the bounded logarithms of their ratios [N].
+    """Return the metrics of every loss with importance ratios, from the clamped logarithms of the ratios, [N].
 
     `ratio_max`, the ratio itself; `approx_kl`, the k3 estimate of KL(old policy || trained policy), ``r - 1 - log r``
     (Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html).
     """
     logs = log_ratios.detach()
-    # expm1 keeps the digits where the two policies hardly differ.
+    # expm1 keeps precision where the two policies hardly differ.
     return {"ratio_max": logs.exp(), "approx_kl": torch.expm1(logs) - logs}

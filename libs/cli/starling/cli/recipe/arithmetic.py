@@ -7,7 +7,7 @@ import math
 import tempfile
 from pathlib import Path
 
-from starling.algo.algorithm import bound
+from starling.algo.algorithm import defaults
 from starling.algo.staleness import num_slots
 from starling.cli.model.scratch import make_model_folder
 from starling.cli.recipe.schema import Recipe
@@ -115,7 +115,7 @@ def _algorithm(recipe: Recipe) -> list[str]:
 
     settings = recipe.policy.algorithm
     objective = objective_of(settings)
-    options = bound(objective.loss) | bound(objective.advantage)
+    options = defaults(objective.loss) | defaults(objective.advantage)
     told = [f"{name} = {value}" for name, value in options.items()]
     told += [f"aggregate = {objective.aggregate}", f"old = {objective.old}"]
     if settings.kl_coefficient:

@@ -12,7 +12,7 @@ from starling.policy.core.alarms import AlarmRule
 AlarmName = Literal[
     "not_finite", "mismatch", "weights_still", "zero_advantage", "entropy", "effective_sample", "clip", "staleness"
 ]
-"""`docs/metrics.md` describes each."""
+"""`docs/reference/metrics.md` describes each."""
 
 _TEXTS: Final[dict[AlarmName, str]] = {
     "not_finite": "the loss or the gradient was not finite, so the step left the weights unchanged; "

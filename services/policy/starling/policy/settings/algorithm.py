@@ -11,7 +11,7 @@ from starling.common.settings import SettingsSection
 
 
 class CorrectionSettings(SettingsSection):
-    """An off-policy correction: a factor on each token's loss; several multiply. See `docs/algorithms.md`."""
+    """An off-policy correction: a factor on each token's loss; several multiply. See `docs/reference/algorithms.md`."""
 
     kind: Literal["truncate", "mask", "sequence_mask"]
     """`truncate` (TIS) bounds the ratio of training to sampling probability at `high`; `mask` (MIS, icepop) drops

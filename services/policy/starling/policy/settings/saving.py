@@ -10,7 +10,7 @@ from starling.common.settings import SettingsSection
 
 
 class SavingSettings(SettingsSection):
-    """States to resume from, and exports of the model. See `docs/operations/checkpoints.md`."""
+    """States to resume from, and exports of the model. See `docs/how-to/checkpoints.md`."""
 
     folder: str = ""
     """Location: a folder, or a URL supported by fsspec, such as ``s3://bucket/prefix``; each attempt has a subfolder

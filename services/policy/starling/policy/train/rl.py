@@ -139,7 +139,7 @@ class RlTrainer(Trainer):
             longest_completion: token limit of a completion; 0 for the longest completion of the step.
 
         Returns:
-            The metrics, see `docs/metrics.md`. Metrics without a token to measure are left out, such as
+            The metrics, see `docs/reference/metrics.md`. Metrics without a token to measure are left out, such as
             ``mismatch_kl`` when every completion is stale.
 
         Raises:

@@ -1,7 +1,7 @@
 """Metrics over the trained tokens of a step: sums and maxima, mismatch with the rollout, staleness, sample size.
 
 Legend: T are the step's trained tokens; log-probabilities are in nats, the trainer's under the weights at the start of
-the step. `docs/metrics.md` lists every metric.
+the step. `docs/reference/metrics.md` lists every metric.
 """
 
 from __future__ import annotations
