@@ -68,13 +68,13 @@ class Stage(Script):
     def begins_again(self) -> list[str]:
         """Make the controller, from whatever is in the journal."""
         self.store = Journal(self.file)
-        past = start_incarnation(self.store, "scenario", self.plan)
+        begun = start_incarnation(self.store, "scenario", self.plan)
         self.controller = Controller(
-            self.plan, Stream("train"), Stream("sft"), self.held_out, past=past.records, incarnation=past.incarnation
+            self.plan, Stream("train"), Stream("sft"), self.held_out, past=begun.entries, incarnation=begun.number
         )
         self.state = self.controller.state
         self.commands = []
-        return [f"journal <- {noted(ControllerStarted(incarnation=past.incarnation))}"]
+        return [f"journal <- {noted(ControllerStarted(incarnation=begun.number))}"]
 
     def crashes(self, undone: Undone = "") -> list[str]:
         """The controller dies, and begins again; of its last commands, what is `undone` never happened."""

@@ -146,7 +146,7 @@ def test_services_refuse_bad_settings_in_one_sentence(tmp_path: Path) -> None:
                       ["--data.source", "../nothing.jsonl"]),
             "missing": (("controller", "promts.jsonl does not exist", "nearest: prompts.jsonl"),
                         ["--data.source", "promts.jsonl"]),
-            "row": (("controller", "row 1 of '../gap.jsonl' has nothing in 'question'", "remove it"),
+            "row": (("controller", "row 1 of '../gap.jsonl' has no value in 'question'", "remove the row"),
                     ["--data.source", "../gap.jsonl", "--data.held-out", "0", "--evaluation.at-end", "false"]),
             "context": (("rollout-0", "rollout.max_model_len = 25 is more than the 24 tokens", "lower it"),
                         ["--rollout.max-model-len", "25"]),

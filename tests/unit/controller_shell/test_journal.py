@@ -415,7 +415,7 @@ def fill(journal: Journal, written: list[JournalEntry]) -> None:
 def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
     written = []
     with contextlib.closing(Journal(small_disk / "journal.db")) as journal:
-        with pytest.raises(JournalFullError, match="is full; 1 records wait for room"):
+        with pytest.raises(JournalFullError, match="is full; free some space, 1 records wait"):
             fill(journal, written)
         assert list(journal.read()) == written[:-1]
         written.append(scored("t0"))
@@ -435,7 +435,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
 def test_two_controllers_cannot_write_one_journal(path: Path) -> None:
     writer, stdout = start_writer(path, "0")
     stdout.readline()
-    with pytest.raises(ConfigError, match=f"the controller with pid {writer.pid} writes the journal .*; end that one"):
+    with pytest.raises(ConfigError, match=f"is in use by the controller with pid {writer.pid}; stop it"):
         Journal(path)
     writer.kill()
     writer.wait()
@@ -445,14 +445,14 @@ def test_two_controllers_cannot_write_one_journal(path: Path) -> None:
 
 def test_a_file_of_something_else_is_refused(path: Path) -> None:
     path.write_bytes(b"seq,kind\n" * 1000)
-    with pytest.raises(ConfigError, match="is no journal; move the file away"):
+    with pytest.raises(ConfigError, match="is not a journal; move the file away"):
         Journal(path)
 
 
 def test_a_database_of_another_program_is_refused(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE a (b)")
-    with pytest.raises(ConfigError, match="a database of another program"):
+    with pytest.raises(ConfigError, match="a database of another application"):
         Journal(path)
 
 
@@ -460,7 +460,7 @@ def test_a_journal_of_another_version_is_refused(path: Path) -> None:
     Journal(path).close()
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA user_version = 9")
-    with pytest.raises(ConfigError, match="version 9 and this Starling has version 3; take the run up"):
+    with pytest.raises(ConfigError, match="version 9 and this Starling has version 3; resume the run"):
         Journal(path)
 
 
@@ -490,9 +490,9 @@ def test_a_record_that_does_not_decode_is_damage(path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere.*needs a folder to write in"):
+    with pytest.raises(ConfigError, match=r"nowhere.*needs a writable folder"):
         Journal(tmp_path / "nowhere" / "journal.db")
-    with pytest.raises(ConfigError, match="there is no journal"):
+    with pytest.raises(ConfigError, match="does not exist; give the path of the journal of a run"):
         next(read_journal(tmp_path / "journal.db"))
 
 

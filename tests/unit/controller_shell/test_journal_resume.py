@@ -19,7 +19,7 @@ from starling.controller.core.records import (
     StepFrozen,
 )
 from starling.controller.shell.journal.journal import Journal
-from starling.controller.shell.journal.resume import check_prompts, lost_lines, start_incarnation
+from starling.controller.shell.journal.resume import check_num_prompts, missing_lines, start_incarnation
 
 PLAN = RunPlan(seed=3, sampling=Sampling(max_tokens=4), eval_sampling=Sampling(max_tokens=4), num_steps=5)
 
@@ -30,7 +30,7 @@ def taken_up(path: Path, run: str = "r", plan: RunPlan = PLAN) -> int:
     try:
         past = start_incarnation(journal, run, plan)
         journal.commit()
-        return past.incarnation
+        return past.number
     finally:
         journal.close()
 
@@ -48,7 +48,7 @@ def test_every_beginning_is_another_incarnation(tmp_path: Path) -> None:
 def test_the_journal_of_another_run_is_not_taken_up(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     taken_up(path)
-    with pytest.raises(ConfigError, match="is the journal of run r, and this is s; give this run a folder of its own"):
+    with pytest.raises(ConfigError, match="is the journal of run r, not of s; give this run another folder"):
         taken_up(path, "s")
 
 
@@ -67,11 +67,11 @@ def test_steps_that_are_not_in_the_metrics_are_told_again() -> None:
         JournalEntry(StepCommitted(step=2, metrics={"phase": "rl", "loss": 1.0})),
         JournalEntry(StepFrozen(step=3, ordinals=(1,), prompts=("p1",))),
     ]
-    assert list(lost_lines(records, {1})) == [
+    assert list(missing_lines(records, {1})) == [
         {"kind": "step", "step": 2, "phase": "rl", "loss": 1.0},
         {"kind": "trained", "step": 2, "prompts": ("p0",)},
     ]
-    assert [line["step"] for line in lost_lines(records, set())] == [1, 2, 2]
+    assert [line["step"] for line in missing_lines(records, set())] == [1, 2, 2]
 
 
 def test_files_of_a_run_without_a_policy_are_told_as_such() -> None:
@@ -79,13 +79,13 @@ def test_files_of_a_run_without_a_policy_are_told_as_such() -> None:
         JournalEntry(StepFrozen(step=1, ordinals=(0,), prompts=("p0",))),
         JournalEntry(StepCommitted(step=1, metrics={"phase": "infer"})),
     ]
-    assert [line["kind"] for line in lost_lines(records, set())] == ["step", "answered"]
+    assert [line["kind"] for line in missing_lines(records, set())] == ["step", "answered"]
 
 
 def test_prompts_that_are_there_no_more_are_missed_before_anything_is_done() -> None:
     opened = [JournalEntry(GroupsOpened(first=0, num=3)), JournalEntry(GroupsOpened(first=3, num=2))]
     plan = replace(PLAN, activity="infer", num_prompts=5)
-    check_prompts(opened, plan)
-    check_prompts(opened, PLAN)
-    with pytest.raises(ConfigError, match="5 prompts of this run were worked on, and its data has 4 now; restore it"):
-        check_prompts(opened, replace(plan, num_prompts=4))
+    check_num_prompts(opened, plan)
+    check_num_prompts(opened, PLAN)
+    with pytest.raises(ConfigError, match="has worked on 5 prompts, and its data has only 4 now; restore the data"):
+        check_num_prompts(opened, replace(plan, num_prompts=4))

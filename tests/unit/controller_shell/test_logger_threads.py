@@ -13,7 +13,7 @@ import pytest
 from starling.controller.core.records import JournalEntry, StepCommitted
 from starling.controller.settings import LoggingSettings
 from starling.controller.shell.loggers.fanout import MARKS, LoggerFanout
-from starling.controller.shell.loggers.logger_thread import FAILURES_IN_A_ROW, LogEntry, LoggerThread
+from starling.controller.shell.loggers.logger_thread import MAX_FAILURES, LogEntry, LoggerThread
 
 LONG_S = 30.0
 
@@ -63,9 +63,9 @@ def recording() -> Iterator[Recording]:
     made.gate.set()
 
 
-def outlet(path: Path, *, most_waiting: int = 100, deadline_s: float = LONG_S) -> LoggerThread:
+def outlet(path: Path, *, max_waiting: int = 100, deadline_s: float = LONG_S) -> LoggerThread:
     """Return an outlet that has not begun."""
-    return LoggerThread("mine", path / "mark", most_waiting=most_waiting, deadline_s=deadline_s)
+    return LoggerThread("mine", path / "mark", max_waiting=max_waiting, deadline_s=deadline_s)
 
 
 def close(one: LoggerThread) -> None:
@@ -77,7 +77,7 @@ def look_until_given_up(one: LoggerThread) -> None:
     """Look at it now and then, as the controller does."""
     deadline, never = time.monotonic() + LONG_S, threading.Event()
     while not one.is_given_up and time.monotonic() < deadline:
-        one.look()
+        one.check()
         never.wait(0.005)
 
 
@@ -97,7 +97,7 @@ def test_everything_comes_in_order(tmp_path: Path, recording: Recording) -> None
 
 def test_a_slow_logger_drops_what_it_cannot_hold(tmp_path: Path, recording: Recording) -> None:
     """Whoever hands it over never waits; the count is exact."""
-    one = outlet(tmp_path, most_waiting=3)
+    one = outlet(tmp_path, max_waiting=3)
     recording.gate.clear()
     one.begin(recording.make)
     one.put(LogEntry(1, {}))
@@ -172,13 +172,13 @@ def test_what_a_logger_raises_is_dropped_and_told(tmp_path: Path) -> None:
 
 def test_a_logger_that_only_raises_is_given_up(tmp_path: Path) -> None:
     """It is not called for ever."""
-    num = FAILURES_IN_A_ROW + 5
+    num = MAX_FAILURES + 5
     recording = Recording(fails_at=frozenset(range(1, num + 1)))
     one = outlet(tmp_path)
     one.begin(recording.make, [LogEntry(step, {}) for step in range(1, num + 1)])
     close(one)
     assert (one.is_given_up, one.num_dropped, recording.seen) == (True, num, [])
-    assert one.problem.startswith(f"it failed {FAILURES_IN_A_ROW} times in a row, the last time by ConnectionError")
+    assert one.problem.startswith(f"it failed {MAX_FAILURES} times in a row, the last time with ConnectionError")
 
 
 def test_a_logger_that_cannot_begin_is_told(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_logger_that_cannot_begin_is_told(tmp_path: Path) -> None:
     one = outlet(tmp_path)
     one.begin(make, [LogEntry(1, {})])
     close(one)
-    assert (one.is_given_up, one.problem) == (True, "it cannot begin: PermissionError: log in first")
+    assert (one.is_given_up, one.problem) == (True, "it cannot start: PermissionError: log in first")
 
 
 # --- all of a run --------------------------------------------------------------------------------------------------

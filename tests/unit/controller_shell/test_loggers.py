@@ -191,8 +191,8 @@ def test_own_loggers_are_functions_classes_or_objects(tmp_path: Path) -> None:
         ("no_such_module:log", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("{folder}/broken.py:log", "cannot be imported: ZeroDivisionError: division by zero"),
         ("{folder}/mine.py:logg", "no 'logg' in there; did you mean 'log'"),
-        ("{folder}/mine.py:Nothing", "cannot log: give a function of step and metrics, or a class or an object"),
-        ("{folder}/mine.py:number", "cannot log: give a function"),
+        ("{folder}/mine.py:Nothing", "is not a logger: give a function of step and metrics, or a class or an object"),
+        ("{folder}/mine.py:number", "is not a logger: give a function"),
     ],
 )
 def test_what_is_no_logger_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
@@ -210,7 +210,7 @@ def test_what_is_no_logger_is_one_sentence(tmp_path: Path, name: str, sentence: 
 def test_names_in_a_recipe(tmp_path: Path) -> None:
     """Known ones are found without importing them; others are a sentence each."""
     assert list(makers(["tensorboard", "wandb", "trackio"], info(tmp_path))) == ["tensorboard", "wandb", "trackio"]
-    with pytest.raises(ConfigError, match=r"names 'tensorbord', which is no logger; did you mean tensorboard\?"):
+    with pytest.raises(ConfigError, match=r"names 'tensorbord', which is not a logger; did you mean tensorboard\?"):
         makers(["tensorbord"], info(tmp_path))
     with pytest.raises(ConfigError, match="names 'wandb' twice; remove one"):
         makers(["wandb", "wandb"], info(tmp_path))

@@ -14,7 +14,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Event, Fetched, Received, ReplicaDisconnected, StopRequested, Stored, Ticked
 from starling.controller.core.records import CompletionsStored, ControllerStarted, JournalEntry, RewardsStored
-from starling.controller.shell.recording.format import PromptRead, RecordingEnd, read_recording
+from starling.controller.shell.recording.format import PromptFrame, RecordingEnd, read_recording
 from starling.controller.shell.recording.recorder import FLUSH_BYTES, Recorder
 
 TIMES = st.floats(0, 1e9)
@@ -84,7 +84,7 @@ def test_what_was_recorded_is_read(events: list[Event], past: list[JournalEntry]
         found = list(entries)
     assert (header.run, header.incarnation, header.plan, header.held_out) == ("r", 3, PLAN, tuple(HELD_OUT))
     assert before == [JournalEntry(kept.record, zeroed(kept.payload)) for kept in past]
-    assert found == [*map(replayed, events), PromptRead("examples", 7, HELD_OUT[0]), RecordingEnd("")]
+    assert found == [*map(replayed, events), PromptFrame("examples", 7, HELD_OUT[0]), RecordingEnd("")]
 
 
 def test_a_recording_that_is_cut_off_anywhere_reads_up_to_there(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_the_cap_ends_the_recording_and_says_so(tmp_path: Path) -> None:
     for n in range(1000):
         recorder.event(ReplicaDisconnected(float(n), "rollout-0"))
         recorder.event(Ticked(float(n)))
-    assert recorder.stopped == "it has reached the 2000 bytes that it may have"
+    assert recorder.stopped == "it has reached its limit of 2000 bytes"
     recorder.close()
     assert recorder.path.stat().st_size < 2200
     *found, ended = read_recording(recorder.path)[2]
@@ -167,7 +167,7 @@ def test_a_cap_that_is_too_small_for_the_beginning_is_said_by_the_reader(tmp_pat
     recorder = recorder_at(tmp_path / "events-1.rec", past, cap_bytes=2000)
     recorder.event(Ticked(1.0))
     recorder.close()
-    with pytest.raises(ConfigError, match="of the 100 records that it begins from, and no event"):
+    with pytest.raises(ConfigError, match="of the 100 journal entries at its beginning, and no event"):
         read_recording(recorder.path)
 
 
@@ -190,17 +190,17 @@ def test_what_cannot_be_written_ends_the_recording_and_not_the_controller(tmp_pa
     recorder.prompt("prompts", 0, wire.Prompt(id="p", metadata={"n": 1 << 80}))
     recorder.event(Ticked(1.0))
     recorder.close()
-    assert recorder.stopped.startswith("a PromptRead cannot be written")
+    assert recorder.stopped.startswith("a PromptFrame cannot be encoded")
     assert list(read_recording(recorder.path)[2]) == [RecordingEnd(recorder.stopped)]
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "is no recording"),
-        (b"[run]\nname = 'x'\n", "is no recording"),
+        (b"", "is not a recording"),
+        (b"[run]\nname = 'x'\n", "is not a recording"),
         (b"starling-recording 7\n", "a recording of version 7 and this Starling reads version 1"),
-        (b"starling-recording 1\n", "holds only the first line"),
+        (b"starling-recording 1\n", "has only the first line"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:

@@ -24,7 +24,7 @@ from starling.controller.core.events import (
     Write,
 )
 from starling.controller.core.records import JournalEntry, RewardsStored
-from starling.controller.shell.recording.format import PromptRead, read_recording
+from starling.controller.shell.recording.format import PromptFrame, read_recording
 from starling.controller.shell.recording.recorder import Recorder
 from starling.controller.shell.recording.replay import ReplayError, replay
 from starling.controller.shell.status import MetricsHistory, snapshot
@@ -76,8 +76,8 @@ def test_a_state_in_the_midst_of_a_run_is_made_again(path: Path) -> None:
 def test_an_event_whose_prompts_were_cut_off_is_left_out(path: Path) -> None:
     record_run(path)
     entries = list(read_recording(path)[2])
-    last = max(i for i, entry in enumerate(entries) if isinstance(entry, PromptRead))
-    num_events = sum(not isinstance(entry, PromptRead) for entry in entries[:last])
+    last = max(i for i, entry in enumerate(entries) if isinstance(entry, PromptFrame))
+    num_events = sum(not isinstance(entry, PromptFrame) for entry in entries[:last])
     path.write_bytes(path.read_bytes()[: _end_of_frame(path, last) - 3])
     replayed = replay(path)
     assert replayed.num_events == num_events - 1
@@ -117,7 +117,7 @@ def test_a_prompt_that_is_missing_though_nothing_was_cut_off_is_an_error(path: P
     recorder = Recorder(path, run="r", incarnation=1, plan=PLAN, past=(), held_out=HELD_OUT, cap_bytes=1 << 20)
     recorder.event(hello("policy-0", "policy", 1.0))
     recorder.close()
-    with pytest.raises(ConfigError, match=r"does not hold number 0 of the (prompts|examples)"):
+    with pytest.raises(ConfigError, match=r"lacks number 0 of the (prompts|examples)"):
         replay(path)
 
 
@@ -205,6 +205,6 @@ def test_events_are_said_in_words() -> None:
 
 def test_streams_are_told_apart(path: Path) -> None:
     record_run(path)
-    reads = [entry for entry in read_recording(path)[2] if isinstance(entry, PromptRead)]
+    reads = [entry for entry in read_recording(path)[2] if isinstance(entry, PromptFrame)]
     assert {read.stream for read in reads} == {"prompts", "examples"}
     assert all(read.prompt == Rows(read.stream).prompt(read.position) for read in reads)

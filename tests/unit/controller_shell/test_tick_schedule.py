@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starling.controller.shell.ticks import FULL_S, TICK_S, TickSchedule
+from starling.controller.shell.ticks import MAX_BACKLOG_S, TICK_S, TickSchedule
 
 
 def test_time_passes_in_steps() -> None:
@@ -25,4 +25,4 @@ def test_what_came_while_the_process_stood_still_is_heard_first() -> None:
 def test_a_flood_does_not_stop_the_time() -> None:
     ticks = TickSchedule(0.0)
     ticked = [now for now in range(100) if ticks.is_due(float(now), has_more=True)]
-    assert ticked == list(range(int(FULL_S), 100))
+    assert ticked == list(range(int(MAX_BACKLOG_S), 100))

@@ -161,7 +161,7 @@ def test_a_death_while_writing_loses_nothing(
 def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("in the way")
     with pytest.raises(
-        TrajectoryFilesError, match=r"the trajectories of step 1 cannot be written to .*: File exists; make room"
+        TrajectoryFilesError, match=r"the trajectories of step 1 cannot be written to .*: File exists; free some space"
     ):
         TrajectoryFiles(tmp_path, "run/1").write(1, [group(0)])
 
@@ -172,10 +172,10 @@ def test_damage_is_found_and_named(files: TrajectoryFiles, tmp_path: Path) -> No
     [line] = read_index(folder)
     path = folder / line.file
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
-    with pytest.raises(ConfigError, match=r"step-000001.msgpack is not as it was written, by its checksum"):
+    with pytest.raises(ConfigError, match=r"step-000001.msgpack does not match its checksum"):
         read_file(folder, line)
     path.unlink()
-    with pytest.raises(ConfigError, match="which the index names: No such file or directory; restore the file"):
+    with pytest.raises(ConfigError, match="which is in the index: No such file or directory; restore the file"):
         read_file(folder, line)
     (folder / INDEX).write_text("{}\n")
     with pytest.raises(ConfigError, match=r"line 1 of .*index.jsonl does not decode"):
@@ -194,13 +194,13 @@ def test_steps_take_the_groups_in_order_whatever_files_they_are_in(files: Trajec
     found = Trajectories(tmp_path / FOLDER, prompts_per_step=2, first_step=3)
     assert found.num_groups == 5
     assert [found.prompt(position).id for position in range(5)] == [f"train/0/{n}" for n in (0, 2, 4, 5, 6)]
-    first, scored, second, _ = found.records(4)
+    first, scored, second, _ = found.entries(4)
     assert isinstance(first.record, CompletionsStored)
     assert isinstance(scored.record, RewardsStored)
     assert (first.record.key, scored.record.key) == ("t2", "t2")
     assert (first.payload, second.payload) == ((bytes([4]) * 8,), (bytes([5]) * 8,))
     assert (scored.record.rewards, scored.record.components) == ((1.0, 0.0), {"s": (1.0, None)})
-    assert len(found.records(5)) == 2, "half a step"
+    assert len(found.entries(5)) == 2, "half a step"
 
 
 def settings(folder: Path, **sections: Any) -> ControllerProcess:
@@ -220,7 +220,7 @@ def test_a_replay_begins_where_its_state_ended(files: TrajectoryFiles, tmp_path:
     assert (loaded.plan.replays, loaded.plan.needs_rollouts, loaded.plan.publishes) == (True, False, False)
     begun = load_data(settings(tmp_path / FOLDER, controller={"begin_version": 1, "begin_prompt": 3}))
     assert begun.trajectories is not None
-    assert [kept.record.key for kept in begun.trajectories.records(2)[::2]] == ["t3", "t4"]  # type: ignore[union-attr]
+    assert [kept.record.key for kept in begun.trajectories.entries(2)[::2]] == ["t3", "t4"]  # type: ignore[union-attr]
 
 
 def test_too_few_groups_for_the_steps(files: TrajectoryFiles, tmp_path: Path) -> None:
@@ -237,5 +237,5 @@ def test_fewer_groups_than_one_step_takes(files: TrajectoryFiles, tmp_path: Path
 
 def test_what_only_answers_has_no_tokens_to_train(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [structs.replace(group(n), tensors=(), buffers=()) for n in range(4)])
-    with pytest.raises(ConfigError, match=r"has texts without their tokens, .* trained; give what a run of"):
+    with pytest.raises(ConfigError, match=r"has texts without tokens, .* trained; give those of a run with"):
         load_data(settings(tmp_path / FOLDER))

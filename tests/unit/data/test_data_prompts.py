@@ -79,8 +79,8 @@ def test_metadata_holds_the_chosen_columns_and_what_the_source_adds() -> None:
         ({"question": {"a": 1}}, {"format": "{question[word]}"}, "does not fit format .*KeyError"),
         ({"question": ""}, {"format": "{question}"}, "gives an empty prompt"),
         ({"question": ""}, {"format": "Q: {question}"}, "gives an empty prompt"),
-        ({"question": None}, {"format": "Q: {question}"}, "has nothing in 'question', which format names"),
-        ({"question": {"word": None}}, {"format": "{question[word]}>"}, r"has nothing in 'question\[word\]'"),
+        ({"question": None}, {"format": "Q: {question}"}, "has no value in 'question', which format names"),
+        ({"question": {"word": None}}, {"format": "{question[word]}>"}, r"has no value in 'question\[word\]'"),
         ({"question": ""}, {}, "holds '': give a text or a list"),
         ({"question": None}, {}, "holds None: give a text"),
         ({"question": []}, {}, r"holds \[\]: give a text"),
@@ -92,7 +92,7 @@ def test_metadata_holds_the_chosen_columns_and_what_the_source_adds() -> None:
         (
             {"question": "Why?", "answer": "x", "tests": {1, 2}},
             {"metadata_columns": ("tests",)},
-            "no JSON values .*choose other columns",
+            "not JSON values .*choose other columns",
         ),
     ],
 )
@@ -192,13 +192,13 @@ def test_held_out_rows_depend_on_no_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("held_out", [3, 4])
 def test_holding_out_everything_is_refused(tmp_path: Path, held_out: int) -> None:
     source = write_words(tmp_path / "rows.jsonl", ["a", "b", "c"])
-    with pytest.raises(ConfigError, match=f"held_out = {held_out} leaves nothing to train of the 3 rows"):
+    with pytest.raises(ConfigError, match=f"held_out = {held_out} leaves no training rows of the 3 rows"):
         load_prompts(DataSettings(source=source, held_out=held_out))
 
 
 def test_rows_that_all_ask_the_same_cannot_be_held_out(tmp_path: Path) -> None:
     source = write_words(tmp_path / "rows.jsonl", ["a", "a", "a"])
-    with pytest.raises(ConfigError, match="asks the same as one of the 1 held-out"):
+    with pytest.raises(ConfigError, match="has the same question as one of the 1 held-out"):
         load_prompts(DataSettings(source=source, held_out=1))
 
 

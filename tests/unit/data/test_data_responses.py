@@ -43,7 +43,7 @@ def test_prompts_alone_carry_no_rejected_response() -> None:
     ("columns", "needs", "changes", "complaint"),
     [
         ({"question": None}, "pair", {}, "column 'question' of row 4 of 'rows.jsonl' holds None: give a text"),
-        ({"question": None}, "pair", {"format": "{question}>"}, "has nothing in .question., which format names"),
+        ({"question": None}, "pair", {"format": "{question}>"}, "has no value in .question., which format names"),
         ({"question": ""}, "prompt", {"format": "{question}>"}, "gives an empty prompt"),
         ({"chosen": ""}, "pair", {}, "has no response to learn: put a text into its column 'chosen'"),
         ({"chosen": None}, "response", {}, "has no response to learn: put a text into its column 'chosen'"),

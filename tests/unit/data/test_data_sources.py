@@ -77,8 +77,8 @@ def test_refuses_a_file(tmp_path: Path, name: str, content: bytes, complaint: st
         ("{folder}/nowhere/train.jsonl", "nor does its folder"),
         ("{folder}", "is a folder: name a file in it, or write hf:"),
         ("hf:{folder}/set", "does not exist; in its folder, there are: train.jsonl"),
-        ("gsm8k", "no known form of source: give a path to a .jsonl"),
-        ("reasoning-gym:spell_backward", "no known form of source"),
+        ("gsm8k", "neither a file nor another known source: give a path to a .jsonl"),
+        ("reasoning-gym:spell_backward", "neither a file nor another known source"),
     ],
 )
 def test_names_what_is_missing(tmp_path: Path, source: str, complaint: str) -> None:
@@ -166,7 +166,7 @@ def test_reasoning_gym_metadata_is_enough_for_the_scorer_of_the_task(task: str) 
     [
         ("spell_backwards", {}, "no task 'spell_backwards'; nearest: spell_backward"),
         ("spell_backward", {"min_wordlen": 3}, "no option 'min_wordlen'; nearest: min_word_len"),
-        ("spell_backward", {"size": 3}, "no option 'size'; set size beside options"),
+        ("spell_backward", {"size": 3}, "no option 'size'; set data.size instead"),
         ("spell_backward", {"min_word_len": 9, "max_word_len": 3}, "max_word_len must be >= min_word_len"),
         ("spell_backward", {"min_word_len": 30, "max_word_len": 30}, "correct the options"),
     ],
@@ -241,7 +241,7 @@ def test_function_of_a_module(factories: Path, monkeypatch: pytest.MonkeyPatch) 
         ("none_left", "is empty"),
         ("text", "returned 'abc': return a sequence"),
         ("broken", "raised RuntimeError: no disk; correct the function"),
-        ("number", "is of the type int: name a function"),
+        ("number", "is of type int: name a function"),
         ("odd", "row 1 of .* is 7: return dicts"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Datasets: where rows come from, and how rows become the endless stream of prompts of a run."""
+"""Data of a run: datasets, the stream of prompts made from their rows, and trajectory files."""

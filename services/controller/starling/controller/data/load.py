@@ -1,4 +1,4 @@
-"""What a run reads at its start, by its kind: prompts to train or to answer, examples, held-out prompts, files."""
+"""Data that a run reads at its start, by its kind: prompts, examples, held-out prompts and trajectories."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from starling.controller.data.trajectories import TRAJECTORIES, Trajectories, ch
 from starling.controller.settings import ANSWERING_KINDS, PREFERENCE_KINDS, ControllerProcess
 
 
-class Listed:
-    """Prompts that are there once."""
+class PromptList:
+    """A finite list of prompts."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
 
     def __len__(self) -> int:
-        """Count them."""
+        """Return the number of prompts."""
         return len(self._prompts)
 
     def prompt(self, position: int) -> Prompt:
@@ -36,25 +36,26 @@ class Listed:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, and its plan as that is with the data known."""
+    """The data of a run, and its plan completed with the sizes of the data."""
 
     plan: RunPlan
     prompts: Prompts
     examples: Prompts
     held_out: list[Prompt]
     trajectories: Trajectories | None = None
-    """Set for a run that replays: its `prompts` are theirs."""
+    """Set for a run that replays; its `prompts` are those of the trajectories."""
 
 
 def load_data(settings: ControllerProcess) -> RunData:
-    """Read what a run needs. Raises ConfigError."""
+    """Read the data of a run. Raises ConfigError."""
     plan = settings.plan()
     if settings.run.kind == "serve":
-        return RunData(plan, Listed([]), Listed([]), [])
+        return RunData(plan, PromptList([]), PromptList([]), [])
     if settings.run.kind in ANSWERING_KINDS:
-        listed = Listed(prompts_to_answer(settings))
-        num_files = -(-len(listed) // plan.prompts_per_step)
-        return RunData(replace(plan, num_prompts=len(listed), num_steps=num_files), listed, listed, [])
+        prompts_once = PromptList(prompts_to_answer(settings))
+        num_files = -(-len(prompts_once) // plan.prompts_per_step)
+        plan = replace(plan, num_prompts=len(prompts_once), num_steps=num_files)
+        return RunData(plan, prompts_once, prompts_once, [])
     needs: Needs = "prompt"
     if settings.examples.num_steps:
         needs = "pair" if settings.run.kind in PREFERENCE_KINDS else "response"
@@ -70,17 +71,18 @@ def load_data(settings: ControllerProcess) -> RunData:
 
 
 def prompts_to_answer(settings: ControllerProcess) -> list[Prompt]:
-    """Return the prompts of a run that answers each of them once: of its tasks, in their order, or of [data].
+    """Return the prompts of a run that answers each prompt once: those of its tasks in order, or those of [data].
 
     Ids are ``<task>/<row>``, or ``<row>`` without tasks. Raises ConfigError.
     """
     tasks = settings.evaluation.tasks if settings.run.kind == "evaluate" else ()
     if not tasks:
-        return [_named(prompt, "") for prompt in _all(settings.data)]
-    return [_named(prompt, task.name) for task in tasks for prompt in _all(task.data)]
+        return [_named(prompt, "") for prompt in _prompts_of(settings.data)]
+    return [_named(prompt, task.name) for task in tasks for prompt in _prompts_of(task.data)]
 
 
-def _all(data: DataSettings) -> list[Prompt]:
+def _prompts_of(data: DataSettings) -> list[Prompt]:
+    """Return the held-out prompts of a dataset, or all prompts where none are held out."""
     source = load_prompts(data.model_copy(update={"shuffle": False}))
     return source.held_out_prompts() or [source.prompt(row) for row in range(len(source))]
 
@@ -100,10 +102,10 @@ def _load_trajectories(settings: ControllerProcess, plan: RunPlan) -> Trajectori
     )
     trajectories.check_tokens()
     check_enough(folder, trajectories.num_groups, plan.prompts_per_step)
-    wanted = plan.begin_prompt + (plan.last_step - first_step + 1) * plan.prompts_per_step
-    if wanted > trajectories.num_groups:
+    needed = plan.begin_prompt + (plan.last_step - first_step + 1) * plan.prompts_per_step
+    if needed > trajectories.num_groups:
         raise ConfigError(
             f"{folder} has {trajectories.num_groups} groups, and {plan.num_steps} steps x {plan.prompts_per_step} "
-            f"prompts need {wanted}; set rl.num_steps = {trajectories.num_groups // plan.prompts_per_step} or less"
+            f"prompts need {needed}; set rl.num_steps = {trajectories.num_groups // plan.prompts_per_step} or less"
         )
     return trajectories

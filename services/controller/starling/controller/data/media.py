@@ -1,4 +1,4 @@
-"""The images and videos of a row: what its columns hold, as the rollout can open it."""
+"""Images and videos of a row, as paths or data URLs that a rollout can open."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from starling.common.wire.messages import ChatMessage, Media
 from starling.controller.data.settings import DataSettings
 
 MAX_INLINE_BYTES: Final = 8 << 20
-"""Of all media of a prompt that travel inside it; a control message may have twice as many."""
+"""Most bytes of the media inside a prompt. A control message may have twice as many."""
 
 _PNG_MODES: Final = {mode: mode for mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")} | {"I": "I;16"}
-"""What Pillow's modes are in a PNG; all others, as that of printing (CMYK), become RGB, as a rollout makes of them."""
+"""PNG modes of Pillow's modes. All other modes (such as CMYK) are converted to RGB, as a rollout would do."""
 
 Kind = Literal["image", "video"]
 _SCHEME: Final = re.compile("[a-z][a-z0-9+.-]+:", re.IGNORECASE)
@@ -29,34 +29,34 @@ _SCHEME: Final = re.compile("[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 def with_media(
     messages: tuple[ChatMessage, ...], columns: Mapping[str, Any], where: str, settings: DataSettings
 ) -> tuple[tuple[ChatMessage, ...], tuple[Media, ...]]:
-    """Return the conversation, with a marker for each of the row's images and videos, and these in that order.
+    """Return the conversation with a marker for each image and video of the row, and the media in that order.
 
-    A conversation without markers has all of them before the text of its first user message.
+    In a conversation without markers, all media come before the text of the first user message.
 
     Raises:
-        ConfigError: a value is no image, there are not as many as markers, or they are too large to travel.
+        ConfigError: a value is not an image, markers and media differ in number, or the media are too large.
     """
-    found = {"image": _media("image", columns, where, settings), "video": _media("video", columns, where, settings)}
+    by_kind = {"image": _media("image", columns, where, settings), "video": _media("video", columns, where, settings)}
     if not (settings.image_column or settings.video_column):
         return messages, ()
-    wanted = markers(messages)
-    if not wanted:
-        wanted = [kind for kind, media in found.items() for _ in media]
-        messages = _marked(messages, "".join(f"<{kind}>" for kind in wanted))
-    for kind, media in found.items():
-        if wanted.count(kind) != len(media):
+    kinds = markers(messages)
+    if not kinds:
+        kinds = [kind for kind, media in by_kind.items() for _ in media]
+        messages = _marked(messages, "".join(f"<{kind}>" for kind in kinds))
+    for kind, media in by_kind.items():
+        if kinds.count(kind) != len(media):
             raise ConfigError(
-                f"{where} has {len(media)} {kind}s and its messages say <{kind}> {wanted.count(kind)} times: "
-                "write it once for each, or nowhere to have them before the text"
+                f"{where} has {len(media)} {kind}s and its messages contain <{kind}> {kinds.count(kind)} times: "
+                "write it once for each, or not at all to have them before the text"
             )
-    inline = sum(len(item.uri) for media in found.values() for item in media)
+    inline = sum(len(item.uri) for media in by_kind.values() for item in media)
     if inline > MAX_INLINE_BYTES:
         raise ConfigError(
-            f"{where} holds images or videos of {inline} bytes in base64, and a prompt carries at most "
+            f"{where} has images or videos of {inline} bytes in base64, and a prompt holds at most "
             f"{MAX_INLINE_BYTES}: give paths that the rollouts can open"
         )
-    each: dict[str, Iterator[Media]] = {kind: iter(media) for kind, media in found.items()}
-    return messages, tuple(next(each[kind]) for kind in wanted)
+    each: dict[str, Iterator[Media]] = {kind: iter(media) for kind, media in by_kind.items()}
+    return messages, tuple(next(each[kind]) for kind in kinds)
 
 
 def _marked(messages: tuple[ChatMessage, ...], text: str) -> tuple[ChatMessage, ...]:
@@ -76,18 +76,18 @@ def _media(kind: Kind, columns: Mapping[str, Any], where: str, settings: DataSet
 
 
 def _uri(value: object, where: str, settings: DataSettings) -> str:
-    """Return where the rollout finds `value`: a path, or the bytes themselves."""
-    if isinstance(value, Mapping):  # as the library `datasets` has it undecoded
+    """Return the path or URL of `value`, or a data URL of its bytes."""
+    if isinstance(value, Mapping):  # an image that the library `datasets` has not decoded
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and value:
         return value if _SCHEME.match(value) else str(_folder(settings) / Path(value).expanduser())
     if isinstance(value, bytes) and value:
         return _inline(value)
-    if hasattr(value, "save") and hasattr(value, "convert"):  # an image of Pillow, of a dataset that makes its own
+    if hasattr(value, "save") and hasattr(value, "convert"):  # an image of Pillow, from a dataset that decodes them
         return _inline(_png(value, where))
     raise ConfigError(
-        f"{where} holds {value!r:.60}: give a path, a data URL, the bytes of a file, or an image of Pillow, "
-        "or a list of such"
+        f"{where} holds {value!r:.60}: give a path, a data URL, the bytes of a file, an image of Pillow, "
+        "or a list of these"
     )
 
 
@@ -95,7 +95,7 @@ def _png(image: Any, where: str) -> bytes:
     file = io.BytesIO()
     try:
         image.convert(_PNG_MODES.get(image.mode, "RGB")).save(file, "png")
-    except (OSError, ValueError) as error:  # it is read only now, and its file may be damaged
+    except (OSError, ValueError) as error:  # Pillow reads lazily, and the file may be damaged
         raise ConfigError(f"{where} holds an image that cannot be written as PNG ({error}): replace it") from error
     return file.getvalue()
 
@@ -105,13 +105,13 @@ def _inline(content: bytes) -> str:
 
 
 def _folder(settings: DataSettings) -> Path:
-    """Return where relative paths begin: beside the file that names them, else where the controller was started."""
+    """Return the base of relative paths: the folder of the dataset's file, else the working directory."""
     source = Path(settings.source).expanduser()
     return (source.parent if source.is_file() else Path()).absolute()
 
 
 def text_of_parts(parts: Sequence[object]) -> str | None:
-    """Return the content of a message given as parts, as chat templates take it; None where it is something else."""
+    """Return the text of a message given as parts, as in chat templates; None if a part is of another kind."""
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None

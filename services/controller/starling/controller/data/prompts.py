@@ -1,8 +1,8 @@
-"""Rows become prompts, and prompts an endless, repeatable stream.
+"""Prompts made from the rows of a dataset, as an endless, reproducible stream.
 
 The stream is a function of one integer: the prompt at position `i` of a run is the same in every process and after
-every restart, so a run resumes by its position alone. Pass `p` over `n` training rows takes the positions
-`p * n .. p * n + n - 1` and visits every row once, in an order that `(seed, p)` decides.
+every restart, so a run resumes from its position alone. Epoch `e` over `n` training rows has the positions
+`e * n .. e * n + n - 1` and visits every row once, in an order that follows from `(seed, e)`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from starling.controller.data.sources import DataRow, load_rows, nearest
 _HELD_OUT_SEED: Final = "starling/held-out"
 
 Needs = Literal["prompt", "response", "pair"]
-"""What a row must have besides its prompt: nothing, a response to learn, or a chosen and a rejected one."""
+"""What a row must have: a prompt only, also a response to learn, or a chosen and a rejected response."""
 
 
 class PromptSource:
-    """The prompts of one dataset: an endless stream to train, and a fixed list to evaluate."""
+    """The prompts of one dataset: an endless stream for training, and a fixed list for evaluation."""
 
     def __init__(
         self,
@@ -46,66 +46,66 @@ class PromptSource:
         self._held_out = [_named(prompt, f"eval/{row}") for row, prompt in held_out.items()]
         self._shuffle = shuffle
         self._seed = seed
-        # Two passes: near the end of one, the groups of the next are admitted while some of this are repeated.
+        # Two epochs: near the end of one, groups of the next are admitted while some of this one are retried.
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def __len__(self) -> int:
-        """Count the training prompts of one pass."""
+        """Return the number of training prompts of one epoch."""
         return len(self._rows)
 
     def prompt(self, index_in_run: int) -> Prompt:
-        """Return the prompt at position `index_in_run` >= 0 of the run; its id is ``train/<pass>/<row>``."""
+        """Return the prompt at position `index_in_run` >= 0 of the run; its id is ``train/<epoch>/<row>``."""
         if index_in_run < 0:
             raise ValueError(f"index_in_run = {index_in_run} must be 0 or more")
-        pass_, offset = divmod(index_in_run, len(self._rows))
-        row = self._order(pass_)[offset]
-        return _named(self._train[row], f"train/{pass_}/{row}")
+        epoch, offset = divmod(index_in_run, len(self._rows))
+        row = self._order(epoch)[offset]
+        return _named(self._train[row], f"train/{epoch}/{row}")
 
     def held_out_prompts(self) -> list[Prompt]:
         """Return the prompts that are never trained, in the order of their rows; ids are ``eval/<row>``."""
         return list(self._held_out)
 
-    def _make_order(self, pass_: int) -> Sequence[int]:
+    def _make_order(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:
             return self._rows
         order = list(self._rows)
-        Random(f"{self._seed}/{pass_}").shuffle(order)
+        Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
 
 def load_prompts(settings: DataSettings, needs: Needs = "prompt") -> PromptSource:
-    """Read a dataset and make its stream of prompts, each with what it `needs`.
+    """Read a dataset and return its prompts, each with the responses that it `needs`.
 
-    A training row that asks the same as a held-out row is left out of training.
-    Errors: `ConfigError` for a source or a row that cannot be used, and when nothing is left to train.
+    A training row with the same question as a held-out row is left out of training.
+    Raises ConfigError for a source or a row that cannot be used, and when no training rows are left.
     """
     rows = load_rows(settings)
     if settings.held_out >= len(rows):
         raise ConfigError(
-            f"held_out = {settings.held_out} leaves nothing to train of the {len(rows)} rows of "
+            f"held_out = {settings.held_out} leaves no training rows of the {len(rows)} rows of "
             f"{settings.source!r}: make it smaller"
         )
     prompts = [make_prompt(row, number, settings, needs) for number, row in enumerate(rows)]
     order = list(range(len(prompts)))
     Random(_HELD_OUT_SEED).shuffle(order)
     held_out = {row: prompts[row] for row in sorted(order[len(order) - settings.held_out :])}
-    asked = {_question(prompt) for prompt in held_out.values()}
+    questions = {_question(prompt) for prompt in held_out.values()}
     train = {
-        row: prompt for row, prompt in enumerate(prompts) if row not in held_out and _question(prompt) not in asked
+        row: prompt for row, prompt in enumerate(prompts) if row not in held_out and _question(prompt) not in questions
     }
     if not train:
         raise ConfigError(
-            f"every training row of {settings.source!r} asks the same as one of the {settings.held_out} held-out "
-            "rows: make held_out smaller, or give other rows"
+            f"every training row of {settings.source!r} has the same question as one of the {settings.held_out} "
+            "held-out rows: make held_out smaller, or give other rows"
         )
     return PromptSource(train, held_out, shuffle=settings.shuffle, seed=settings.seed)
 
 
 def make_prompt(row: DataRow | Prompt, number: int, settings: DataSettings, needs: Needs = "prompt") -> Prompt:
-    """Make the prompt of row `number` (counted from 0): plain text by `settings.format`, else a conversation.
+    """Return the prompt of row `number` (from 0): plain text with `settings.format`, else a conversation.
 
-    Errors: `ConfigError` when a column is missing or holds something that is no prompt, response or metadata, and when
-    the row lacks what it `needs`.
+    Raises ConfigError when a column is missing or has a value of the wrong kind, and when the row lacks what it
+    `needs`.
     """
     where = f"row {number} of {settings.source!r}"
     prompt = row if isinstance(row, Prompt) else _prompt_of(row, number, where, settings, needs)
@@ -119,7 +119,7 @@ def make_prompt(row: DataRow | Prompt, number: int, settings: DataSettings, need
 
 
 def _remedy(field: str, column: str) -> str:
-    """Say how a row gets what it lacks."""
+    """Return how to supply a missing response."""
     if not column:
         return f"name its column in {field}_column, or set {field} if the rows are Prompts"
     return f"put a text into its column {column!r}, or leave the row out"
@@ -163,8 +163,8 @@ def _fill_format(row: DataRow, where: str, format_: str) -> str:
             f"{where} does not fit format = {format_!r} ({type(error).__name__}: {error}): correct the format"
         ) from None
     for name, value in values.items():
-        if value is None:  # "None" would be trained as if it were the question
-            raise ConfigError(f"{where} has nothing in {name!r}, which format names: give the row a text, or remove it")
+        if value is None:  # the text "None" must not become part of a prompt
+            raise ConfigError(f"{where} has no value in {name!r}, which format names: give it a text or remove the row")
     if not text or (values and all(value == "" for value in values.values())):
         raise ConfigError(f"{where} gives an empty prompt by format = {format_!r}: correct the row or the format")
     return text
@@ -208,13 +208,13 @@ def _reference(row: DataRow, where: str, name: str, *, is_response: bool) -> str
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     raise ConfigError(
-        f"column {name!r} of {where} holds {value!r:.60}: a reference is a text or a number; hand anything else to "
-        "the scorers by metadata_columns"
+        f"column {name!r} of {where} holds {value!r:.60}: a reference is a text or a number; pass other values to "
+        "the scorers with metadata_columns"
     )
 
 
 def _response(row: DataRow, where: str, name: str, setting: str) -> str:
-    """Return what an assistant said: a text, or the content of the last message of a conversation. Empty for none."""
+    """Return a response: a text, or the content of the last message of a conversation. Empty if there is none."""
     if not name:
         return ""
     value = _column(row, name, where, setting)
@@ -241,7 +241,7 @@ def _chosen_metadata(row: DataRow, where: str, names: Iterable[str]) -> dict[str
         json.dumps(chosen)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"the metadata_columns of {where} are no JSON values ({error}): choose other columns"
+            f"the metadata_columns of {where} are not JSON values ({error}): choose other columns"
         ) from None
     return chosen
 
@@ -251,5 +251,5 @@ def _named(prompt: Prompt, id_: str) -> Prompt:
 
 
 def _question(prompt: Prompt) -> tuple[str, tuple[ChatMessage, ...], tuple[Media, ...]]:
-    """Return what two prompts have in common that ask the same."""
+    """Return the parts of a prompt that are equal for equal questions."""
     return prompt.text, prompt.messages, prompt.media

@@ -21,42 +21,42 @@ class DataSettings(BaseModel):
     config: str = ""
     """Configuration (subset) of a Hugging Face dataset; empty for its only one."""
     size: int = Field(default=1000, ge=1)
-    """Rows that a reasoning-gym task generates; a question that repeats is taken once, so there may be fewer."""
+    """Rows that a reasoning-gym task generates. Repeated questions are dropped, so there may be fewer."""
     options: dict[str, Any] = {}
-    """Settings of a reasoning-gym task, for example `min_word_len`. Its `seed` (0 unless given here) decides the
-    rows, so that another order of training leaves the held-out rows as they are."""
+    """Settings of a reasoning-gym task, for example `min_word_len`. The task has its own `seed` (default 0), so that
+    another order of training does not change the held-out rows."""
 
     prompt_column: str = "question"
     """Column of the prompt: a text, which becomes a user message, or a list of {role, content} messages."""
     reference_column: str = "answer"
-    """Column of the reference answer, or of the response to learn (the better one of two); empty when the rows have
+    """Column of the reference answer, or of the response to learn (the chosen one of a pair); empty if the rows have
     none."""
     rejected_column: str = ""
-    """Column of the worse of two responses, where preferences are learnt. A response is a text, or a list of messages
-    that ends with the assistant's."""
+    """Column of the rejected response of a pair, for preference learning. A response is a text, or a list of messages
+    that ends with one of the assistant."""
     metadata_columns: tuple[str, ...] = ()
-    """Columns that the scorers get besides, as the prompt's metadata."""
+    """Columns that the scorers also get, as the prompt's metadata."""
     image_column: str = ""
-    """Column of the images, one or a list: paths (relative ones begin beside the dataset's file), data URLs, bytes, or
-    what the library `datasets` makes of images. They stand where the prompt says `<image>`, else before its text."""
+    """Column of the images, one or a list: paths (relative to the dataset's file), data URLs, bytes, or images of the
+    library `datasets`. Each replaces an `<image>` of the prompt; without these they come before its text."""
     video_column: str = ""
-    """Column of the videos, likewise, at `<video>`: animated images, or folders of frames in the order of names."""
+    """Column of the videos, likewise at `<video>`: animated images, or folders of frames in alphabetical order."""
     video_fps: float = Field(default=0.0, ge=0.0)
-    """Frames a second of the videos; 0 for not known, which counts as 2."""
+    """Frames per second of the videos; 0 if unknown, which counts as 2."""
     system: str = ""
-    """Text of a system message put before each conversation that has none; empty for no system message."""
+    """System message of conversations that have none; empty for no system message."""
     format: str = ""
-    """Format string over the columns of a row, for example `"{question}\\n"` or `"{metadata[word]}>"`. It makes
-    a plain-text prompt, tokenized as it stands; empty to use `prompt_column` and the model's chat template."""
+    """Format string over the columns of a row, for example `"{question}\\n"` or `"{metadata[word]}>"`. The result is
+    a plain-text prompt without chat template. Empty to use `prompt_column` and the model's chat template."""
 
     shuffle: bool = True
-    """Whether each pass takes the rows in another order."""
+    """Whether to shuffle the rows anew in each epoch."""
     seed: int = 0
-    """Decides, with the number of the pass, the order of the rows."""
+    """Seed of the shuffling, together with the number of the epoch."""
     limit: int = Field(default=0, ge=0)
-    """How many of the first rows to use; 0 for all."""
+    """Number of rows to use, from the first; 0 for all."""
     held_out: int = Field(default=0, ge=0)
-    """Rows kept for evaluation and never trained: the last ones of an order that no setting changes."""
+    """Rows that are held out for evaluation and never trained. The choice does not depend on `seed`."""
 
     @model_validator(mode="after")
     def _check_format(self) -> Self:
@@ -66,13 +66,13 @@ class DataSettings(BaseModel):
                 "put the text into format, or remove one of the two"
             )
         if self.format and (self.image_column or self.video_column):
-            raise ValueError("format makes plain text, and images and videos stand in conversations: use prompt_column")
+            raise ValueError("format makes plain text, and images and videos need a conversation: use prompt_column")
         try:
             fields = [name for _, name, _, _ in Formatter().parse(self.format) if name is not None]
         except ValueError as error:
             raise ValueError(
-                f"format = {self.format!r} is not a format string ({error}): write {{column}}, and a brace "
-                "that is meant as text twice"
+                f"format = {self.format!r} is not a format string ({error}): write {{column}}, and double a brace "
+                "that is meant as text"
             ) from None
         if any(not name or name[0] in "0123456789.[" for name in fields):
             raise ValueError(f"format = {self.format!r} has a field without a column: write {{column}}")

@@ -1,7 +1,7 @@
-"""Where rows come from: a file, a Hugging Face dataset, a reasoning-gym task, or a function of the user's.
+"""Sources of rows: a file, a Hugging Face dataset, a reasoning-gym task, or a user's function.
 
-`load_rows` reads the whole dataset at the start of a run, so that a bad row is an error then and not an hour later.
-The libraries that a source needs are imported only when it is used: some take seconds.
+`load_rows` reads the whole dataset at the start of a run, so that a bad row is an error at once and not an hour later.
+The libraries of a source are imported only when it is used, because some take seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starling.common.importing import import_object
 from starling.common.wire.messages import Prompt
 from starling.controller.data.settings import DataSettings
 
-FORMS = "a path to a .jsonl or .parquet file, hf:NAME, reasoning_gym:TASK, or MODULE:FACTORY"
+SOURCES = "a path to a .jsonl or .parquet file, hf:NAME, reasoning_gym:TASK, or MODULE:FACTORY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class DataRow:
     columns: Mapping[str, Any]
     """Its values by column name."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the scorers of this source need, whatever columns the user chooses (JSON values)."""
+    """JSON values that the scorers of this source need, independent of `DataSettings.metadata_columns`."""
 
 
 def load_rows(settings: DataSettings) -> list[DataRow | Prompt]:
     """Read the rows of `settings.source`, at most `settings.limit` of them (0: all).
 
-    Errors: `ConfigError` when the source does not exist, cannot be read, or has no rows.
+    Raises ConfigError when the source does not exist, cannot be read, or has no rows.
     """
     limit = settings.limit or None
     rows: list[DataRow | Prompt]
@@ -53,7 +53,7 @@ def load_rows(settings: DataSettings) -> list[DataRow | Prompt]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a clause that names the members of `known` most like `name`, or lists some of them."""
+    """Return a clause with the names in `known` that are most similar to `name`, or with some of them."""
     names = sorted(known)
     if not names:
         return "there are none"
@@ -73,11 +73,11 @@ def _read_file(path: Path, limit: int | None) -> list[DataRow]:
     reader = readers.get(path.suffix)
     if not path.is_file():
         if reader is None and path.parent == Path():
-            raise ConfigError(f"source = {str(path)!r} is no file and no known form of source: give {FORMS}")
+            raise ConfigError(f"source = {str(path)!r} is neither a file nor another known source: give {SOURCES}")
         _raise_missing(path)
     if reader is None:
         raise ConfigError(
-            f"the dataset {path} ends in {path.suffix!r}: give a file that ends in .jsonl (one JSON object a line) "
+            f"the dataset {path} ends in {path.suffix!r}: give a file that ends in .jsonl (one JSON object per line) "
             "or .parquet"
         )
     return reader(path, limit)
@@ -104,7 +104,7 @@ def _read_jsonl(path: Path, limit: int | None) -> list[DataRow]:
                 value = json.loads(line)
             except ValueError as error:
                 raise ConfigError(
-                    f"line {number} of {path} is not JSON ({error}): write one JSON object a line"
+                    f"line {number} of {path} is not JSON ({error}): write one JSON object per line"
                 ) from None
             if not isinstance(value, dict):
                 raise ConfigError(
@@ -160,17 +160,17 @@ def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> 
     shown = settings.image_column
     try:
         return [DataRow({**row, shown: _embedded(row[shown])} if shown in row else row) for row in loaded]
-    except (OSError, ImportError) as error:  # the library decodes videos, sound and images within structures
+    except (OSError, ImportError) as error:  # the library decodes videos, audio and nested images
         raise ConfigError(
-            f"a row of the Hugging Face dataset {name!r} cannot be read ({_first_line(error)}): install what it asks "
-            "for, or give a dataset without that column"
+            f"a row of the Hugging Face dataset {name!r} cannot be read ({_first_line(error)}): install the "
+            "required package, or give a dataset without that column"
         ) from None
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return how a column of images, or of lists of them, is read as the files that they are; None for any other.
+    """Return the feature that reads a column of images, or of lists of images, without decoding; None for others.
 
-    Nobody here looks at an image, and what was compressed once would grow tenfold.
+    The controller does not use the pixels, and decoded images are about ten times larger.
     """
     import datasets
 
@@ -182,7 +182,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def _embedded(value: Any) -> Any:
-    """Return the images of a row with their bytes: where the library keeps its files, no rollout may look."""
+    """Return the images of a row with their bytes, because rollouts may not have access to the library's files."""
     if isinstance(value, list):
         return [_embedded(item) for item in value]
     if not isinstance(value, Mapping) or value.get("bytes") or not value.get("path"):
@@ -194,32 +194,32 @@ def _embedded(value: Any) -> Any:
 
 
 def _read_reasoning_gym(task: str, settings: DataSettings, limit: int | None) -> list[DataRow]:
-    """Generate the rows of a task: `question`, `answer`, `metadata`; a question that repeats is taken once.
+    """Generate the rows of a task (`question`, `answer`, `metadata`), without repeated questions.
 
-    Each row carries, as `metadata["reasoning_gym"]`, the task and the entry that the task's `score_answer` takes.
-    The question is not repeated there: no task's scorer reads it, and it can be long.
+    Each row has, as `metadata["reasoning_gym"]`, the task and the entry that the task's `score_answer` takes. The entry
+    has no question, which can be long and which no task's scorer reads.
     """
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if task not in DATASETS:
         raise ConfigError(f"reasoning-gym has no task {task!r}; {nearest(task, DATASETS)}")
-    known = DATASETS[task][1].__dataclass_fields__.keys() - {"size"}
+    options = DATASETS[task][1].__dataclass_fields__.keys() - {"size"}
     for option in settings.options:
-        if option not in known:
-            remedy = "set size beside options" if option == "size" else nearest(option, known)
+        if option not in options:
+            remedy = "set data.size instead" if option == "size" else nearest(option, options)
             raise ConfigError(f"the reasoning-gym task {task!r} has no option {option!r}; {remedy}")
     try:
         dataset = create_dataset(task, **{"seed": 0, **settings.options, "size": settings.size})
         entries = [dataset[index] for index in range(settings.size)]
-    except Exception as error:  # noqa: BLE001 - the tasks check their options by whatever they happen to raise
+    except Exception as error:  # noqa: BLE001 - tasks raise arbitrary exceptions for bad options
         raise ConfigError(
-            f"the reasoning-gym task {task!r} cannot be made with options = {settings.options} "
+            f"the reasoning-gym task {task!r} cannot be created with options = {settings.options} "
             f"({_first_line(error)}): correct the options"
         ) from None
-    firsts: dict[str, Mapping[str, Any]] = {}
+    by_question: dict[str, Mapping[str, Any]] = {}
     for entry in entries:
-        firsts.setdefault(str(entry["question"]), entry)
-    return [_reasoning_gym_row(task, settings.options, entry) for entry in islice(firsts.values(), limit)]
+        by_question.setdefault(str(entry["question"]), entry)
+    return [_reasoning_gym_row(task, settings.options, entry) for entry in islice(by_question.values(), limit)]
 
 
 def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> DataRow:
@@ -233,7 +233,7 @@ def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str
     return DataRow(plain, {"reasoning_gym": scorer})
 
 
-# --- the user's own ------------------------------------------------------------------------------------------------
+# --- functions of the user -----------------------------------------------------------------------------------------
 
 
 def _names_a_function(source: str) -> bool:
@@ -246,20 +246,20 @@ def _names_a_function(source: str) -> bool:
 def _read_factory(source: str, limit: int | None) -> list[DataRow | Prompt]:
     factory = import_object(source, "the dataset")
     if not callable(factory):
-        raise ConfigError(f"the dataset {source} is of the type {type(factory).__name__}: name a function")
+        raise ConfigError(f"the dataset {source} is of type {type(factory).__name__}: name a function")
     try:
         made = factory()
         values = None if made is None or isinstance(made, str | bytes | Mapping) else list(islice(made, limit))
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # the user's function may raise anything
         raise ConfigError(
             f"the dataset {source} raised {type(error).__name__}: {_first_line(error)}; correct the function"
         ) from error
     if values is None:
         raise ConfigError(f"the dataset {source} returned {made!r:.60}: return a sequence of rows")
-    return [_own_row(value, number, source) for number, value in enumerate(values)]
+    return [_custom_row(value, number, source) for number, value in enumerate(values)]
 
 
-def _own_row(value: object, number: int, source: str) -> DataRow | Prompt:
+def _custom_row(value: object, number: int, source: str) -> DataRow | Prompt:
     if isinstance(value, Prompt):
         return value
     if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""The controller's hands: sockets, clock, files."""
+"""Shell of the controller: the process around the core, with its socket, clock, journal and files."""

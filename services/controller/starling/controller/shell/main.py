@@ -1,4 +1,4 @@
-"""The controller process: a ROUTER, a clock, a journal, and files around the core."""
+"""The controller process: ZeroMQ, the clock, the journal and the run's files around the pure core."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from starling.controller.data.load import RunData, load_data
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.journal.commit_queue import CommitQueue
 from starling.controller.shell.journal.journal import Journal
-from starling.controller.shell.journal.resume import JOURNAL, check_prompts, lost_lines, start_incarnation
+from starling.controller.shell.journal.resume import JOURNAL, check_num_prompts, missing_lines, start_incarnation
 from starling.controller.shell.loggers.fanout import LoggerFanout
 from starling.controller.shell.loggers.fanout import makers as logger_makers
 from starling.controller.shell.loggers.logger import RunInfo
@@ -52,23 +52,23 @@ from starling.controller.shell.ticks import TickSchedule
 log = structlog.get_logger(__name__)
 
 METRICS = "metrics.jsonl"
-MAX_TOGETHER = 256
-"""Events whose records one transaction may hold, and after which the clock is looked at."""
+MAX_BATCH = 256
+"""Most messages that are handled between two commits and two looks at the clock."""
 QUIET_NOTES = frozenset({"step", "trained", "answered", "published", "adopted", "offered", "state", "filtered"})
-"""Notes that come with every step: recorded, and shown on the screen, but not logged."""
+"""Kinds of notes that come with every step. They go to metrics.jsonl and to the screen, not to the log."""
 
 
 class RunFailedError(StarlingError):
-    """The run ended without having done what it was to do."""
+    """The run ended before its goal."""
 
 
 class Shell:
-    """Turns frames and time into events, and commands into frames, records and lines of files."""
+    """Converts messages and time to events, and commands to messages, journal records and lines of files."""
 
     def __init__(self, settings: ControllerProcess, arguments: ServiceArguments) -> None:
-        """Read the journal and bind, so that replicas can connect while the data loads.
+        """Read the journal and bind the socket, so that replicas can connect while the data loads.
 
-        Raises ConfigError when the run cannot be begun, or not taken up, in this folder.
+        Raises ConfigError when the run cannot be started or resumed in this folder.
         """
         network = settings.network
         self._settings, self._folder = settings, arguments.folder
@@ -76,49 +76,53 @@ class Shell:
         self._plan = settings.plan()
         self._journal = Journal(self._folder / JOURNAL)
         try:
-            self._past = start_incarnation(self._journal, settings.run.id, self._plan)
+            self._incarnation = start_incarnation(self._journal, settings.run.id, self._plan)
             key = arguments.key_file(network.curve)
             folder = arguments.folder / "keys"
             keys = HubKeys(key, load_allowed(folder), folder) if key is not None else None
             bind = f"tcp://{network.host}:{network.port}"
-            self.hub = Hub(bind, settings.run.id, self._past.incarnation, keys)
-        except BaseException:  # whatever it is: the next controller must find the journal unlocked
+            self.hub = Hub(bind, settings.run.id, self._incarnation.number, keys)
+        except BaseException:  # also when interrupted: the next controller must find the journal unlocked
             self._journal.close()
             raise
         self._history = MetricsHistory(time.monotonic())
         self._metrics = AppendFile(self._folder / METRICS)
-        told = self._history.read(self._folder / METRICS)
-        for line in lost_lines(self._past.records, told):
+        written = self._history.read(self._folder / METRICS)
+        for line in missing_lines(self._incarnation.entries, written):
             self._metrics.write(json.dumps({"time": round(time.time(), 4), **line}))
         self._samples = Samples(self._folder, settings.logging.samples_mb << 20)
-        self._loggers = LoggerFanout(makers, settings.logging, self._folder, self._past.records)
+        self._loggers = LoggerFanout(makers, settings.logging, self._folder, self._incarnation.entries)
         self._timelines = Timelines(self._folder)
         self._finish: FinishRun | None = None
-        patience_s = settings.controller.journal_s
-        self._durable = CommitQueue(self._journal, self._do, patience_s=patience_s, stalled=self._stalled)
-        self._writing = TrajectoryWriter(TrajectoryFiles(self._folder, settings.run.id), self.hub.wake)
-        self._loaded: RunData | None = None
-        self._done: list[Fetched | Stored] = []
-        """What was read and written for the core, which has not heard of it yet."""
+        self._commands = CommitQueue(
+            self._journal,
+            self._execute,
+            full_timeout_s=settings.controller.journal_s,
+            on_full=self._show_full_disk,
+        )
+        self._trajectories = TrajectoryWriter(TrajectoryFiles(self._folder, settings.run.id), self.hub.wake)
+        self._data: RunData | None = None
+        self._file_events: list[Fetched | Stored] = []
+        """Steps that were read or written and that the core does not know of yet."""
         self._controller: Controller | None = None
         self._recorder: Recorder | None = None
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the run is over. Raises RunFailedError if it failed."""
-        self._durable.flush()  # that another incarnation has begun
+        self._commands.flush()  # the record of this incarnation
         write_atomically(
             self._folder / "controller.json",
             json.dumps({"address": self.hub.address, "telemetry": self.hub.telemetry_address}),
         )
         try:
-            self._controller = self._make_controller()
+            self._controller = self._load_controller()
             self._serve(self._controller, stop)
         finally:
             self.hub.close()
-            self._writing.close()
+            self._trajectories.close()
             self._journal.close()
-            for lost in self._loggers.close():
-                self._write_line("logger", lost)
+            for losses in self._loggers.close():
+                self._write_line("logger", losses)
             self._samples.close()
             self._metrics.close()
             if self._recorder is not None:
@@ -128,90 +132,90 @@ class Shell:
         if not self._finish.ok:
             raise RunFailedError(self._finish.reason)
 
-    def _make_controller(self) -> Controller:
-        past = self._past
-        self._loaded = loaded = load_data(self._settings)
-        self._plan = loaded.plan
-        check_prompts(past.records, loaded.plan)
+    def _load_controller(self) -> Controller:
+        incarnation = self._incarnation
+        self._data = data = load_data(self._settings)
+        self._plan = data.plan
+        check_num_prompts(incarnation.entries, data.plan)
         self._recorder = Recorder(
-            self._folder / f"events-{past.incarnation}.rec",
+            self._folder / f"events-{incarnation.number}.rec",
             run=self._settings.run.id,
-            incarnation=past.incarnation,
+            incarnation=incarnation.number,
             plan=self._plan,
-            past=past.records,
-            held_out=loaded.held_out,
+            past=incarnation.entries,
+            held_out=data.held_out,
             cap_bytes=self._settings.controller.recording_mb << 20,
         )
         controller = Controller(
             self._plan,
-            RecordingPrompts(loaded.prompts, "prompts", self._recorder),
-            RecordingPrompts(loaded.examples, "examples", self._recorder),
-            loaded.held_out,
-            past=past.records,
-            incarnation=past.incarnation,
+            RecordingPrompts(data.prompts, "prompts", self._recorder),
+            RecordingPrompts(data.examples, "examples", self._recorder),
+            data.held_out,
+            past=incarnation.entries,
+            incarnation=incarnation.number,
         )
-        if past.records:
-            log.info("taken_up", incarnation=past.incarnation, version=controller.state.version)
-        past.records.clear()  # what counts of it is in the core now
+        if incarnation.entries:
+            log.info("taken_up", incarnation=incarnation.number, version=controller.state.version)
+        incarnation.entries.clear()  # frees memory; the core has its state from them now
         return controller
 
     def _serve(self, controller: Controller, stop: StopSignal) -> None:
-        ticks, told = TickSchedule(time.monotonic()), False
+        ticks, is_stopping = TickSchedule(time.monotonic()), False
         while self._finish is None:
-            num = self._hear(controller, ticks.left_s(time.monotonic()))
-            if stop and not told:
-                told = True
-                self._take(controller, StopRequested(time.monotonic(), f"stopped by {stop.name}"), "signal")
-            if ticks.is_due(time.monotonic(), has_more=num >= MAX_TOGETHER):
-                self._take(controller, Ticked(time.monotonic()), "tick")
+            num = self._receive(controller, ticks.left_s(time.monotonic()))
+            if stop and not is_stopping:
+                is_stopping = True
+                self._handle(controller, StopRequested(time.monotonic(), f"stopped by {stop.name}"), "signal")
+            if ticks.is_due(time.monotonic(), has_more=num >= MAX_BATCH):
+                self._handle(controller, Ticked(time.monotonic()), "tick")
                 self._show(controller)
                 self._metrics.flush()
                 self._samples.flush()
-                self._loggers.look()
-            self._settle(controller)
+                self._loggers.check()
+            self._commit(controller)
         self._show(controller)
 
-    def _hear(self, controller: Controller, timeout_s: float) -> int:
-        """Take in what has come, with one transaction for all that has come by its end. Returns how much it was."""
+    def _receive(self, controller: Controller, timeout_s: float) -> int:
+        """Handle the messages that have arrived, for one commit. Returns their number."""
         num = 0
-        while num < MAX_TOGETHER and self._finish is None:
-            happened = self.hub.poll(timeout_s)
-            for one in happened:
+        while num < MAX_BATCH and self._finish is None:
+            arrivals = self.hub.poll(timeout_s)
+            for one in arrivals:
                 now = time.monotonic()
                 if isinstance(one, ReceivedMessage):
                     envelope = one.envelope
                     cause = f"{envelope.sender}/{envelope.incarnation}/{envelope.seq}"
                     event = Received(now, envelope.sender, envelope.incarnation, one.message, one.buffers)
-                    self._take(controller, event, cause)
+                    self._handle(controller, event, cause)
                 else:
-                    self._take(controller, ReplicaDisconnected(now, one.name), "lost")
-            num += len(happened)
-            if not happened or not self._durable.is_pending:
+                    self._handle(controller, ReplicaDisconnected(now, one.name), "lost")
+            num += len(arrivals)
+            if not arrivals or not self._commands.is_pending:
                 break
             timeout_s = 0.0
         return num
 
-    def _settle(self, controller: Controller) -> None:
-        """Make durable what was decided, say what follows, and hand over what was read and written meanwhile."""
-        self._durable.flush()
-        self._done += [Stored(time.monotonic(), step) for step in self._writing.written()]
-        while self._done:
-            self._take(controller, self._done.pop(0), "files")
-            self._durable.flush()
+    def _commit(self, controller: Controller) -> None:
+        """Commit records, carry out the commands that depend on them, and handle the files that are done."""
+        self._commands.flush()
+        self._file_events += [Stored(time.monotonic(), step) for step in self._trajectories.written()]
+        while self._file_events:
+            self._handle(controller, self._file_events.pop(0), "files")
+            self._commands.flush()
 
-    def _take(self, controller: Controller, event: Event, cause: str) -> None:
-        assert self._recorder is not None, "it is made before the controller"
+    def _handle(self, controller: Controller, event: Event, cause: str) -> None:
+        assert self._recorder is not None, "the recorder exists before the controller"
         self._recorder.event(event)
         try:
             commands = controller.step(event)
-        except Exception:  # raised again: what led to it has to be on disk, for it is the crash report
+        except Exception:  # raised again; the recording is the crash report
             self._recorder.flush()
             log.error("crash", recording=str(self._recorder.path), at=type(event).__name__, cause=cause)
             raise
         for command in commands:
-            self._durable.take(command, cause)
+            self._commands.add(command, cause)
 
-    def _do(self, command: Command, cause: str) -> None:
+    def _execute(self, command: Command, cause: str) -> None:
         match command:
             case Send(peer=peer, message=ReleaseLeases(leases=leases)):
                 self.hub.release(peer, leases)
@@ -227,28 +231,28 @@ class Shell:
                 if kind not in QUIET_NOTES:
                     (log.warning if kind == "alarm" else log.info)(kind, **fields)
             case Fetch(step=step):
-                assert self._loaded is not None, "it is there before the core"
-                files = self._loaded.trajectories
-                records = self._journal.fetch(step) if files is None else files.records(step)
-                self._done.append(Fetched(time.monotonic(), step, records))
+                assert self._data is not None, "the data is loaded before the core exists"
+                files = self._data.trajectories
+                entries = self._journal.fetch(step) if files is None else files.entries(step)
+                self._file_events.append(Fetched(time.monotonic(), step, entries))
             case Store(step=step, groups=groups):
-                self._writing.begin(step, groups)
+                self._trajectories.begin(step, groups)
             case FinishRun():
                 self._finish = command
                 log.info("finished", ok=command.ok, reason=command.reason)
 
     def _write_line(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Add a line to metrics.jsonl, and return it."""
+        """Append a line to metrics.jsonl, and return it."""
         line = {"time": round(time.time(), 4), "kind": kind, **fields}
         self._metrics.write(json.dumps(line))
         return line
 
-    def _stalled(self, left_s: float) -> None:
-        """The disk of the journal is full: say so to whoever looks, since nothing else can be said."""
+    def _show_full_disk(self, left_s: float) -> None:
+        """Publish that the disk of the journal is full; no other message may leave until there is space."""
         if self._controller is None:
             return
         view = snapshot(self._controller.state, self._history, time.monotonic(), self.hub.dropped.total())
-        waiting_for = f"room on the disk of the journal, for {left_s:.0f} s at most"
+        waiting_for = f"space on the disk of the journal, for {left_s:.0f} s at most"
         self.hub.publish(msgspec.msgpack.encode(msgspec.structs.replace(view, waiting_for=waiting_for)))
 
     def _show(self, controller: Controller) -> None:
@@ -257,7 +261,7 @@ class Shell:
 
 
 def run_info(settings: ControllerProcess, folder: Path) -> RunInfo:
-    """Return what loggers know of the run."""
+    """Return the description of the run for loggers."""
     return RunInfo(
         id=settings.run.id,
         name=settings.run.name,
@@ -269,7 +273,7 @@ def run_info(settings: ControllerProcess, folder: Path) -> RunInfo:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that readers see whole or not at all."""
+    """Write a file so that readers see all of it or nothing."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.rename(path)

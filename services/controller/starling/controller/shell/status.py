@@ -1,4 +1,4 @@
-"""The controller's state as a telemetry snapshot."""
+"""Telemetry snapshot of the controller's state, for the screen and for observers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from starling.controller.core.groups.group import GONE, GroupState
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 
-KEPT_REWARDS = 10
-CURVE_POINTS = 240
-"""A curve of more points than this is halved: neighbours become their mean."""
+NUM_REWARDS = 10
+"""Rewards of the last steps in a snapshot."""
+MAX_CURVE_POINTS = 240
+"""A curve that reaches this number of points is halved: pairs of points become their mean."""
 
 
 @dataclass
 class MetricsHistory:
-    """What the last notes said."""
+    """Metrics of the last steps, the reward curve, and the evaluations so far."""
 
     started: float
     step: dict[str, Any] = field(default_factory=dict)
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_REWARDS))
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REWARDS))
     curve: list[float] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     _pending: list[float] = field(default_factory=list)
     _steps_per_point: int = 1
 
     def read(self, path: Path) -> set[int]:
-        """Take in what earlier incarnations noted in metrics.jsonl. Returns the steps that are told there."""
+        """Read the metrics.jsonl of earlier incarnations. Returns the steps that it has."""
         steps: set[int] = set()
         if not path.exists():
             return steps
@@ -48,10 +49,10 @@ class MetricsHistory:
         return steps
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:
-        """Keep what the screen shows."""
+        """Add the fields of a metrics line of this kind."""
         if kind == "step":
             self.step = {name: value for name, value in fields.items() if name != "alarms"}
-            if "reward_mean" in fields:  # with dynamic sampling, of all that was sampled: the rest is chosen by it
+            if "reward_mean" in fields:  # with dynamic sampling the trained groups are selected by reward
                 self._add_reward(fields.get("sampled_reward_mean", fields["reward_mean"]))
         elif kind == "evaluation":
             self.evaluations.append(fields)
@@ -62,13 +63,13 @@ class MetricsHistory:
         if len(self._pending) == self._steps_per_point:
             self.curve.append(sum(self._pending) / self._steps_per_point)
             self._pending.clear()
-        if len(self.curve) == CURVE_POINTS:
+        if len(self.curve) == MAX_CURVE_POINTS:
             self.curve = [(a + b) / 2 for a, b in zip(self.curve[::2], self.curve[1::2], strict=True)]
             self._steps_per_point *= 2
 
 
 def snapshot(state: ControllerState, history: MetricsHistory, now: float, dropped: int) -> RunSnapshot:
-    """Return what to show of `state`."""
+    """Return the snapshot of `state` at the time `now`; `dropped` counts the messages that could not be decoded."""
     members = sorted(state.membership.members.values(), key=lambda m: m.name)
     return RunSnapshot(
         phase=state.phase,
@@ -91,7 +92,7 @@ def snapshot(state: ControllerState, history: MetricsHistory, now: float, droppe
 
 
 def num_answered(state: ControllerState) -> int:
-    """Return how many prompts of a run without a policy are answered."""
+    """Return the number of prompts that a run without a policy has answered."""
     ledger = state.ledger
     return ledger.num_trained_groups + ledger.count(GroupState.SEALED) + ledger.count(GroupState.SCORED)
 

@@ -1,8 +1,7 @@
-"""The order that the journal imposes: what follows from a record is done after the record is on disk.
+"""Group commit: commands that follow a record are carried out after the record is durable.
 
-Commands are taken in their order. Up to the first record they are carried out at once; from then on they wait for the
-next `flush`, which makes all records durable in one transaction: that of one event alone, or of as many as came
-meanwhile.
+Commands keep their order. Up to the first record they are carried out at once; from then on they wait for the next
+`flush`, which commits the records of one or many events in one transaction.
 """
 
 from __future__ import annotations
@@ -20,37 +19,38 @@ from starling.controller.shell.journal.journal import Journal, JournalFullError
 log = structlog.get_logger(__name__)
 
 RETRY_S: Final = 0.5
-"""A full disk is tried again after so long."""
+"""Interval between attempts to write to a full disk."""
 
 
 class CommitQueue:
-    """Carries out commands, each not before the records that came before it are durable.
+    """Carries out commands in order, each after the records before it are durable.
 
     Args:
-        journal: takes the records.
-        act: carries out any other command; gets it with the id of the event that caused it.
-        patience_s: how long a full disk may stay full.
-        stalled: told for how many more seconds a full disk will be tried, each time that it was in vain.
+        journal: stores the records.
+        execute: carries out a command that is not for the journal, given with the id of the event that caused it.
+        full_timeout_s: longest time that the disk may stay full.
+        on_full: called after each attempt to write to a full disk, with the seconds that are left of the timeout.
     """
 
     def __init__(
         self,
         journal: Journal,
-        act: Callable[[Command, str], None],
+        execute: Callable[[Command, str], None],
         *,
-        patience_s: float,
-        stalled: Callable[[float], None],
+        full_timeout_s: float,
+        on_full: Callable[[float], None],
     ) -> None:
-        self._journal, self._act, self._patience_s, self._stalled = journal, act, patience_s, stalled
+        self._journal, self._execute = journal, execute
+        self._full_timeout_s, self._on_full = full_timeout_s, on_full
         self._held: deque[tuple[Command, str]] = deque()
 
     @property
     def is_pending(self) -> bool:
-        """Say whether anything waits for `flush`."""
+        """Return whether anything waits for `flush`."""
         return bool(self._held) or self._journal.num_pending > 0
 
-    def take(self, command: Command, cause: str) -> None:
-        """Carry out `command`, or hold it back until what came before it is durable."""
+    def add(self, command: Command, cause: str) -> None:
+        """Carry out `command`, or hold it until the records before it are durable."""
         match command:
             case Write(record=record, payload=payload):
                 self._journal.append(record, payload)
@@ -59,16 +59,16 @@ class CommitQueue:
             case _ if self.is_pending:
                 self._held.append((command, cause))
             case _:
-                self._act(command, cause)
+                self._execute(command, cause)
 
     def flush(self) -> None:
-        """Make durable what was appended, then carry out what waited for it. Raises JournalError."""
+        """Commit the pending records, then carry out the commands that wait for them. Raises JournalError."""
         self._commit()
         while self._held:
-            self._act(*self._held.popleft())
+            self._execute(*self._held.popleft())
 
     def _commit(self) -> None:
-        deadline, told = time.monotonic() + self._patience_s, False
+        deadline, is_reported = time.monotonic() + self._full_timeout_s, False
         while True:
             try:
                 self._journal.commit()
@@ -76,12 +76,12 @@ class CommitQueue:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise
-                if not told:
-                    told = True
+                if not is_reported:
+                    is_reported = True
                     log.error("journal_full", reason=str(error), gives_up_in_s=round(left, 1))
-                self._stalled(left)
+                self._on_full(left)
                 time.sleep(min(RETRY_S, left))
             else:
-                if told:
+                if is_reported:
                     log.info("journal_goes_on")
                 return

@@ -1,4 +1,4 @@
-"""The journal's file: made, opened, checked, and locked for the one who writes it."""
+"""SQLite file of the journal: its schema, how it is opened and checked, and the lock of its only writer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import msgspec
 from starling.common.errors import ConfigError
 
 VERSION: Final = 3
-"""Of the tables and of the records' encoding."""
+"""Version of the schema and of the encoding of the records."""
 APPLICATION: Final = 0x53544C4E
-"""Marks a SQLite file as one of ours."""
+"""SQLite application id of a journal."""
 PAGE_BYTES: Final = 8 << 10
-"""A payload is a few buffers of some KiB: in SQLite's usual pages of 4 KiB a third of the file would be empty."""
+"""A payload is a few buffers of some KiB: with SQLite's default of 4 KiB a third of the file would be empty."""
 WAL_PAGES: Final = 500
-"""Pages in the write-ahead log before a commit copies them into the file, which makes that commit some 10 ms longer.
-Four times as many make it 50 ms and save nothing, since payloads are written once."""
+"""Pages in the write-ahead log before a commit copies them into the file, which takes about 10 ms. Four times as many
+pages take 50 ms and save nothing, because payloads are written once."""
 WAL_BYTES: Final = 64 << 20
-"""A write-ahead log that grew beyond this, on a full disk for example, is cut afterwards."""
+"""A write-ahead log that grew beyond this, for example on a full disk, is truncated afterwards."""
 _SCHEMA: Final = (
     "CREATE TABLE records (seq INTEGER PRIMARY KEY, body BLOB NOT NULL)",
     "CREATE TABLE contents (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",
@@ -40,7 +40,7 @@ _SCHEMA: Final = (
 
 
 def open_file(path: Path) -> sqlite3.Connection:
-    """Open the journal at `path`, or make it. Raises ConfigError for a file that is none, or of another version."""
+    """Open or create the journal at `path`. Raises ConfigError for another kind of file or another version."""
     db = sqlite3.connect(path, isolation_level=None)
     try:
         if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
@@ -52,41 +52,39 @@ def open_file(path: Path) -> sqlite3.Connection:
             db.executemany("INSERT INTO marks VALUES (?, ?)", [("committed", -1), ("pruned", -1)])
             db.execute("COMMIT")
         check_file(path, db)
-        # FULL: the write-ahead log is synced at every commit. NORMAL would survive a kill too, but not a power cut.
+        # FULL syncs the write-ahead log at every commit. NORMAL would survive a kill too, but not a power failure.
         db.execute("PRAGMA synchronous = FULL")
         db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
         db.execute("PRAGMA temp_store = MEMORY")
-    except BaseException:  # nobody will close what is not returned
+    except BaseException:  # the caller cannot close what is not returned
         db.close()
         raise
     return db
 
 
 def check_file(path: Path, db: sqlite3.Connection) -> None:
-    """Raise ConfigError for a database of another program, or of another version."""
+    """Raise ConfigError for a database of another application or another version."""
     if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
-        raise ConfigError(f"{path} is a database of another program, not a journal; give the run another folder")
+        raise ConfigError(f"{path} is a database of another application, not a journal; give the run another folder")
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version != VERSION:
         raise ConfigError(
             f"{path} is a journal of version {version} and this Starling has version {VERSION}; "
-            "take the run up with the Starling that began it, or begin it anew in another folder"
+            "resume the run with the version that began it, or begin a new run in another folder"
         )
 
 
 def lock_file(path: Path) -> int:
-    """Lock the file beside the journal. Raises ConfigError.
+    """Lock `<path>.lock` for this process, and return its file descriptor. Raises ConfigError.
 
-    The lock belongs to this process and to no child of it, so it ends with this process, however that ends.
+    Children do not inherit the lock, so it is released when this process ends, however it ends.
     """
     lock_path = path.with_name(f"{path.name}.lock")
     try:
         file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ConfigError(
-            f"cannot open {lock_path}: {error.strerror}; the journal needs a folder to write in"
-        ) from None
+        raise ConfigError(f"cannot open {lock_path}: {error.strerror}; the journal needs a writable folder") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(file, 0)
@@ -95,26 +93,26 @@ def lock_file(path: Path) -> int:
         holder = os.pread(file, 32, 0).decode(errors="replace") or "unknown"
         os.close(file)
         raise ConfigError(
-            f"the controller with pid {holder} writes the journal {path}; end that one, or give the run another folder"
+            f"the journal {path} is in use by the controller with pid {holder}; stop it, or give the run another folder"
         ) from None
     except OSError as error:
         os.close(file)
         raise ConfigError(
-            f"cannot lock {lock_path}: {error.strerror}; the journal needs a local disk with room"
+            f"cannot lock {lock_path}: {error.strerror}; the journal needs a local disk with free space"
         ) from None
     return file
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the decoder say of a file into a ConfigError."""
+def as_config_error(path: Path) -> Iterator[None]:
+    """Convert errors of SQLite and of the decoder to ConfigError."""
     try:
         yield
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
-            raise ConfigError(f"{path} is no journal; move the file away, or give the run another folder") from None
-        raise ConfigError(f"the journal {path} cannot be read: {error}; restore it, or begin the run anew") from None
+            raise ConfigError(f"{path} is not a journal; move the file away, or give the run another folder") from None
+        raise ConfigError(f"the journal {path} cannot be read: {error}; restore it, or begin a new run") from None
     except (msgspec.DecodeError, ValueError, TypeError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"the journal {path} is damaged: {error}; restore it, or begin the run anew") from None
+        raise ConfigError(f"the journal {path} is damaged: {error}; restore it, or begin a new run") from None

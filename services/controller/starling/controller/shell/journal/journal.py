@@ -1,20 +1,20 @@
-"""The journal: what must survive the controller's death, in one SQLite file beside the run.
+"""Journal of the controller: the records that must survive a crash, in one SQLite file in the run's folder.
 
     append, append, ..., commit        one transaction, one fsync: durable when `commit` returns
 
-A `Send` that follows from a record goes out after the commit, so whatever the controller has said to anybody is on
-disk. See docs/decisions/0009-journal.md for why it is made this way. Tables:
+A `Send` that depends on a record goes out after the commit, so everything that the controller has sent is based on
+durable records. docs/decisions/0009-journal.md gives the reasons. Tables:
 
-| table      | holds                                                                                              |
-|------------|----------------------------------------------------------------------------------------------------|
-| `records`  | every record, in order; of a generated group without the texts of its completions                   |
-| `contents` | what came of a group and may be needed again: part 0 the whole record, then its payload             |
-| `partials` | where the newest tokens of an interrupted group are, until there is more of it                       |
-| `groups`   | where the contents of a group are, its teacher's, its score, and the step that takes it              |
-| `adopted`  | the newest `VersionAdopted` of each replica; the older ones go                                       |
-| `marks`    | `committed`: the last step made; `pruned`: up to which step a policy has a state, so contents may go |
+| table      | holds                                                                                            |
+|------------|--------------------------------------------------------------------------------------------------|
+| `records`  | every record, in order; generated groups without the texts of their completions                  |
+| `contents` | the results of groups, while they may be needed: part 0 is the whole record, then its payload    |
+| `partials` | position of the newest partial completions of each interrupted group                             |
+| `groups`   | positions of a group's completions, teacher log-probs and rewards, and the step that trains it   |
+| `adopted`  | position of the newest `VersionAdopted` of each replica; older ones are deleted                  |
+| `marks`    | `committed`: the last step; `pruned`: the last step whose contents a saved state makes redundant |
 
-The file grows to the most that it ever held at once: what is deleted leaves pages that the next records take.
+Deleted rows leave pages that later records reuse, so the file has the size of the largest content so far.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from starling.controller.core.records import (
     TeacherLogprobsStored,
     VersionAdopted,
 )
-from starling.controller.shell.journal.database import check_file, explained, lock_file, open_file
+from starling.controller.shell.journal.database import as_config_error, check_file, lock_file, open_file
 
 PRUNED_PER_COMMIT: Final = 64
-"""Groups whose contents one commit deletes, so that pruning hundreds of them holds nobody up."""
-READ_AT_ONCE: Final = 512
+"""Groups whose contents one commit deletes at most, so that pruning hundreds of them does not delay messages."""
+RECORDS_PER_READ: Final = 512
 
 _PARTS: Final = 16
-"""Bits of `contents.id` below the record's number: the part."""
+"""Bits of `contents.id` for the part; the bits above are the number of the record."""
 
 _FULL: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
-"""No room for the file or its log, and no room for the log's index."""
+"""Disk full: for the file or its log, and for the index of the log."""
 
 Operation = tuple[str, tuple[Any, ...]]
 
@@ -64,39 +64,39 @@ _decoder: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Recor
 
 
 class JournalError(StarlingError):
-    """The journal cannot be written, and nobody knows what of the last transaction is on disk: only a restart can."""
+    """The journal cannot be written, and the outcome of the last transaction is unknown until a restart reads it."""
 
 
 class JournalFullError(JournalError):
-    """The disk is full. Nothing was lost: `commit` can be tried again as soon as there is room."""
+    """The disk is full. Nothing was lost: `commit` can be retried when there is space."""
 
 
 class Journal:
-    """The one writer of a journal."""
+    """The only writer of a journal."""
 
     def __init__(self, path: Path) -> None:
-        """Open the journal at `path`, or make it. Raises ConfigError when it cannot be used, or is in use."""
+        """Open or create the journal at `path`. Raises ConfigError when it cannot be used or is in use."""
         self.path = path
         self._lock = lock_file(path)
         try:
-            with explained(path):
+            with as_config_error(path):
                 self._db = open_file(path)
                 self._seq: int = self._db.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()[0]
-        except BaseException:  # nobody will close what was not made
+        except BaseException:  # the caller cannot close what was not constructed
             os.close(self._lock)
             raise
         self._pruning = True
         """There may be contents to delete."""
-        self._forget()
+        self._clear_pending()
 
     def append(self, record: Record, payload: Buffers = ()) -> None:
-        """Add `record`; only what comes of a group has a payload. It is durable once `commit` has returned."""
+        """Add `record`, which is durable once `commit` has returned. Only results of groups have a payload."""
         has_contents = isinstance(record, CompletionsStored | TeacherLogprobsStored | PartialCompletionsStored)
         assert not payload or has_contents, f"{type(record).__name__} has no payload"
         self._seq += 1
         body = _encoder.encode(record)
         if has_contents:
-            # Inserted as they are: one row for each buffer spares the copy that joining them would be.
+            # One row per buffer avoids the copy that joining the buffers would need.
             first = self._seq << _PARTS
             self._contents += [(first + part, buffer) for part, buffer in enumerate((body, *payload))]
         if isinstance(record, CompletionsStored):
@@ -105,21 +105,21 @@ class Journal:
         self._operations += _operations(self._seq, record)
 
     def prune(self, step: int) -> None:
-        """Let the contents of the groups of steps up to `step` go, from the next commit on and a few at a time."""
+        """Delete the contents of the groups of steps up to `step`, a few with each commit from the next one on."""
         self._operations.append(_raise_mark("pruned", step))
         self._pruning = True
 
     @property
     def num_pending(self) -> int:
-        """Records that were appended since the last commit that succeeded."""
+        """Number of records that were appended since the last successful commit."""
         return len(self._records)
 
     def commit(self) -> None:
-        """Make durable all that was appended, in one transaction with one fsync; nothing when there is nothing to do.
+        """Make all appended records durable, in one transaction with one fsync, if there is anything to do.
 
-        Pruning goes on with each call, so call it also when nothing was appended.
-        Raises JournalFullError when the disk is full; everything is still here, and the next commit tries it again.
-        Raises JournalError when it is not known what is on disk.
+        Pruning continues with each call, so call it also when nothing was appended.
+        Raises JournalFullError when the disk is full; the records are kept, and the next commit retries them.
+        Raises JournalError when the outcome on disk is unknown.
         """
         if not (self._records or self._operations or self._pruning):
             return
@@ -129,91 +129,89 @@ class Journal:
             self._roll_back()
             if getattr(error, "sqlite_errorcode", None) in _FULL:
                 raise JournalFullError(
-                    f"the disk of the journal {self.path} is full; {self.num_pending} records wait for room, make some"
+                    f"the disk of the journal {self.path} is full; free some space, {self.num_pending} records wait"
                 ) from None
-            raise JournalError(f"the journal {self.path} cannot be written: {error}; look at its disk") from None
+            raise JournalError(f"the journal {self.path} cannot be written: {error}; check its disk") from None
         self._pruning = pruning
-        self._forget()
+        self._clear_pending()
 
     def read(self) -> Iterator[JournalEntry]:
-        """Return what is durable, in order.
+        """Yield the durable records in order.
 
-        A generated group that no committed step has taken comes whole, with its payload; any other without payload,
-        and without the texts of its completions, so that a long run fits into memory. Raises ConfigError.
+        A generated group that no committed step has trained is complete, with its payload. Others come without payload
+        and without the texts of their completions, so that a long run fits into memory. Raises ConfigError.
         """
         return _read(self.path, self._db)
 
     def fetch(self, step: int) -> tuple[JournalEntry, ...]:
-        """Return what `step` was made of: of each group its last `CompletionsStored` and `TeacherLogprobsStored`,
-        whole, and its
-        `RewardsStored`.
+        """Return the groups of `step`, in the order of `StepFrozen.ordinals`: of each its records, complete.
 
-        The groups come in the order of `StepFrozen.ordinals`. Empty when the step has no groups, or is pruned.
-        Raises ConfigError when the file is damaged.
+        These are the last `CompletionsStored` and `TeacherLogprobsStored`, and the `RewardsStored`. Empty when the step
+        has no groups, or is pruned. Raises ConfigError when the file is damaged.
         """
-        with explained(self.path):
+        with as_config_error(self.path):
             if step <= _marks(self._db)["pruned"]:
                 return ()
-            kept: list[JournalEntry] = []
+            entries: list[JournalEntry] = []
             query = "SELECT generated, taught, scored FROM groups WHERE step = ? ORDER BY rank"
             for generated, taught, scored in self._db.execute(query, (step,)).fetchall():
                 body = self._db.execute("SELECT body FROM records WHERE seq = ?", (scored,)).fetchone()[0]
-                kept += [_whole(self._db, seq) for seq in (generated, taught) if seq is not None]
-                kept.append(JournalEntry(_decoder.decode(body)))
-            return tuple(kept)
+                entries += [_whole(self._db, seq) for seq in (generated, taught) if seq is not None]
+                entries.append(JournalEntry(_decoder.decode(body)))
+            return tuple(entries)
 
     def close(self) -> None:
-        """Let the file go. What was appended and not committed is dropped."""
+        """Close the file. Records that were not committed are dropped."""
         try:
             self._db.close()
         finally:
             os.close(self._lock)
 
     def _write(self) -> bool:
-        """Run the transaction. Returns whether there is more to prune."""
+        """Execute the transaction. Returns whether there is more to prune."""
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         db.executemany("INSERT INTO records VALUES (?, ?)", self._records)
         db.executemany("INSERT INTO contents VALUES (?, ?)", self._contents)
         for operation, values in self._operations:
             db.execute(operation, values)
-        due = self._pruned_groups() if self._pruning else []
-        for key in due:
+        prunable = self._prunable_groups() if self._pruning else []
+        for key in prunable:
             for operation, values in _drop(key):
                 db.execute(operation, values)
         db.execute("COMMIT")
-        return len(due) == PRUNED_PER_COMMIT
+        return len(prunable) == PRUNED_PER_COMMIT
 
-    def _pruned_groups(self) -> list[str]:
+    def _prunable_groups(self) -> list[str]:
         step = _marks(self._db)["pruned"]
         rows = self._db.execute("SELECT key FROM groups WHERE step <= ? LIMIT ?", (step, PRUNED_PER_COMMIT))
         return [key for (key,) in rows.fetchall()]
 
     def _roll_back(self) -> None:
-        # SQLite has rolled back by itself after some errors; what stays in this object is what counts.
+        # After some errors SQLite has rolled back already. The pending records stay in this object.
         if self._db.in_transaction:
             try:
                 self._db.execute("ROLLBACK")
             except sqlite3.Error:
                 pass
 
-    def _forget(self) -> None:
+    def _clear_pending(self) -> None:
         self._records: list[tuple[int, bytes]] = []
         self._contents: list[tuple[int, bytes]] = []
         self._operations: list[Operation] = []
 
 
 def read_journal(path: Path) -> Iterator[JournalEntry]:
-    """Return what is durable in the journal at `path`, as `Journal.read`, also while a controller writes it.
+    """Yield the durable records of the journal at `path`, as `Journal.read`, also while a controller writes it.
 
     Raises ConfigError.
     """
     if not path.is_file():
-        raise ConfigError(f"there is no journal {path}; give the path of a run's journal")
-    with explained(path):
+        raise ConfigError(f"{path} does not exist; give the path of the journal of a run")
+    with as_config_error(path):
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
     try:
-        with explained(path):
+        with as_config_error(path):
             check_file(path, db)
         yield from _read(path, db)
     finally:
@@ -221,12 +219,12 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
 
 
 def _operations(seq: int, record: Record) -> list[Operation]:
-    """Return what a record changes in `groups`, `contents` and `marks`."""
+    """Return the changes of a record to the other tables."""
     match record:
         case CompletionsStored(key=key):
             return [*_drop(key), *_drop_partial(key), ("INSERT INTO groups (key, generated) VALUES (?, ?)", (key, seq))]
         case RewardsStored(key=key) if key.startswith("e"):
-            return _drop(key)  # nobody trains it, and its texts were for the scorers
+            return _drop(key)  # evaluations are not trained, and the scorers have seen the texts
         case RewardsStored(key=key):
             return [("UPDATE groups SET scored = ? WHERE key = ?", (seq, key))]
         case TeacherLogprobsStored(key=key):
@@ -236,14 +234,14 @@ def _operations(seq: int, record: Record) -> list[Operation]:
         case GroupRequeued(key=key) | GroupDiscarded(key=key):
             return [*_drop(key), *_drop_partial(key)]
         case EvaluationOpened() | EvaluationClosed():
-            return _drop_partial("e", "f")  # of one that is over, nothing is gone on with
+            return _drop_partial("e", "f")  # groups of a finished evaluation are not resumed
         case StepFrozen(step=step, ordinals=ordinals):
-            sealing = "UPDATE groups SET step = ?, rank = ? WHERE key = ?"
-            return [(sealing, (step, rank, f"t{ordinal}")) for rank, ordinal in enumerate(ordinals)]
+            update = "UPDATE groups SET step = ?, rank = ? WHERE key = ?"
+            return [(update, (step, rank, f"t{ordinal}")) for rank, ordinal in enumerate(ordinals)]
         case StepCommitted(step=step):
             return [_raise_mark("committed", step)]
         case VersionAdopted(name=name):
-            # Only the newest of each replica counts: a thousand rollouts prove a version each at every step.
+            # Only the newest of each replica is needed, and a thousand rollouts write one each at every step.
             return [
                 ("DELETE FROM records WHERE seq = (SELECT seq FROM adopted WHERE name = ?)", (name,)),
                 ("INSERT OR REPLACE INTO adopted VALUES (?, ?)", (name, seq)),
@@ -263,7 +261,7 @@ def _drop(key: str) -> list[Operation]:
 
 
 def _drop_partial(first: str, end: str = "") -> list[Operation]:
-    """Delete the tokens of an interrupted group, or of all whose keys are from `first` on and before `end`."""
+    """Delete the partial completions of a group, or of all groups with keys from `first` (included) to `end`."""
     keys = (first, end or f"{first}\0")
     found = (
         f"SELECT contents.id FROM partials CROSS JOIN contents ON contents.id >= partials.seq << {_PARTS}"
@@ -288,17 +286,17 @@ def _without_texts(record: CompletionsStored) -> CompletionsStored:
 
 
 def _read(path: Path, db: sqlite3.Connection) -> Iterator[JournalEntry]:
-    with explained(path):
-        wanted = "SELECT generated, taught FROM groups WHERE step IS NULL OR step > ?"
-        whole = {seq for both in db.execute(wanted, (_marks(db)["committed"],)) for seq in both}
+    with as_config_error(path):
+        query = "SELECT generated, taught FROM groups WHERE step IS NULL OR step > ?"
+        whole = {seq for both in db.execute(query, (_marks(db)["committed"],)) for seq in both}
         whole |= {seq for (seq,) in db.execute("SELECT seq FROM partials")}
     last = 0
     while True:
-        with explained(path):
+        with as_config_error(path):
             query = "SELECT seq, body FROM records WHERE seq > ? ORDER BY seq LIMIT ?"
-            rows: Sequence[tuple[int, bytes]] = db.execute(query, (last, READ_AT_ONCE)).fetchall()
+            rows: Sequence[tuple[int, bytes]] = db.execute(query, (last, RECORDS_PER_READ)).fetchall()
         for seq, body in rows:
-            with explained(path):
+            with as_config_error(path):
                 one = _whole(db, seq) if seq in whole else JournalEntry(_decoder.decode(body))
             yield one
         if not rows:
@@ -307,7 +305,7 @@ def _read(path: Path, db: sqlite3.Connection) -> Iterator[JournalEntry]:
 
 
 def _whole(db: sqlite3.Connection, seq: int) -> JournalEntry:
-    """Return what came of a group, with its texts and its payload."""
+    """Return a record with its texts and its payload."""
     query = "SELECT body FROM contents WHERE id >= ? AND id < ? ORDER BY id"
     body, *payload = [row[0] for row in db.execute(query, (seq << _PARTS, (seq + 1) << _PARTS))]
     return JournalEntry(_decoder.decode(body), tuple(payload))

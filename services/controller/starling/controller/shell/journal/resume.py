@@ -1,4 +1,4 @@
-"""What a controller finds when it begins: an empty journal, or that of a run to take up again."""
+"""Start of an incarnation of the controller: from an empty journal, or from that of a run to resume."""
 
 from __future__ import annotations
 
@@ -24,66 +24,68 @@ JOURNAL = "journal.sqlite"
 
 @dataclass(frozen=True)
 class Incarnation:
-    """The records of a journal, and which incarnation of the controller reads them."""
+    """One process start of the controller."""
 
-    records: list[JournalEntry]
-    incarnation: int
+    number: int
+    """Counted from 1 over the life of the run."""
+    entries: list[JournalEntry]
+    """The journal as this incarnation found it."""
 
 
 def start_incarnation(journal: Journal, run: str, plan: RunPlan) -> Incarnation:
-    """Read the journal, and append to it that another incarnation has begun; the caller commits that.
+    """Read the journal, and append a `ControllerStarted` to it, which the caller commits.
 
     Raises:
-        ConfigError: it is of another run, or of a run by other settings.
+        ConfigError: the journal is of another run, or of a run with other settings.
     """
-    records = list(journal.read())
-    begun = next((kept.record for kept in records if isinstance(kept.record, RunBegun)), None)
+    entries = list(journal.read())
+    begun = next((entry.record for entry in entries if isinstance(entry.record, RunBegun)), None)
     present: dict[str, object] = {name: getattr(plan, name) for name in RESUMED_WITH}
     if begun is None:
         journal.append(RunBegun(run=run, plan=present))
     else:
-        _check(journal.path, begun, run, present)
-    earlier = [kept.record.incarnation for kept in records if isinstance(kept.record, ControllerStarted)]
-    incarnation = max(earlier, default=0) + 1
-    journal.append(ControllerStarted(incarnation=incarnation))
-    return Incarnation(records, incarnation)
+        _check_same_run(journal.path, begun, run, present)
+    earlier = [entry.record.incarnation for entry in entries if isinstance(entry.record, ControllerStarted)]
+    number = max(earlier, default=0) + 1
+    journal.append(ControllerStarted(incarnation=number))
+    return Incarnation(number, entries)
 
 
-def lost_lines(records: Iterable[JournalEntry], told: Set[int]) -> Iterator[dict[str, Any]]:
-    """Return the lines of metrics.jsonl of the steps that are not `told` there.
+def missing_lines(entries: Iterable[JournalEntry], written: Set[int]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl for steps of the journal that are not among the `written` ones.
 
-    A step is in the journal before it is in that file, which a full disk, or a death in between, may keep it out of.
+    A step is committed to the journal first; a crash or a full disk may keep it out of metrics.jsonl.
     """
     prompts: dict[int, tuple[str, ...]] = {}
-    for kept in records:
-        match kept.record:
-            case StepFrozen(step=step, prompts=sealed):
-                prompts[step] = sealed
-            case StepCommitted(step=step, metrics=metrics) if step not in told:
+    for entry in entries:
+        match entry.record:
+            case StepFrozen(step=step, prompts=frozen):
+                prompts[step] = frozen
+            case StepCommitted(step=step, metrics=metrics) if step not in written:
                 yield {"kind": "step", "step": step, **metrics}
                 if step in prompts:
-                    done = "trained" if metrics.get("phase") in TRAINING else "answered"
-                    yield {"kind": done, "step": step, "prompts": prompts[step]}
+                    kind = "trained" if metrics.get("phase") in TRAINING else "answered"
+                    yield {"kind": kind, "step": step, "prompts": prompts[step]}
 
 
-def check_prompts(records: Iterable[JournalEntry], plan: RunPlan) -> None:
-    """Raise ConfigError when a run that answers each prompt once has lost some that it has worked on."""
-    num = sum(kept.record.num for kept in records if isinstance(kept.record, GroupsOpened))
+def check_num_prompts(entries: Iterable[JournalEntry], plan: RunPlan) -> None:
+    """Raise ConfigError when a run that answers each prompt once now has fewer prompts than it has worked on."""
+    num = sum(entry.record.num for entry in entries if isinstance(entry.record, GroupsOpened))
     if not plan.has_policy and num > plan.num_prompts:
         raise ConfigError(
-            f"{num} prompts of this run were worked on, and its data has {plan.num_prompts} now; restore it, or begin "
-            "the run anew"
+            f"this run has worked on {num} prompts, and its data has only {plan.num_prompts} now; restore the data, or "
+            "begin a new run"
         )
 
 
-def _check(path: Path, begun: RunBegun, run: str, present: dict[str, object]) -> None:
+def _check_same_run(path: Path, begun: RunBegun, run: str, present: dict[str, object]) -> None:
     if begun.run != run:
         raise ConfigError(
-            f"{path} is the journal of run {begun.run}, and this is {run}; give this run a folder of its own with --dir"
+            f"{path} is the journal of run {begun.run}, not of {run}; give this run another folder with --dir"
         )
     for name, value in begun.plan.items():
         if present.get(name, value) != value:
             raise ConfigError(
                 f"the run of {path} began with {name} = {value}, and now it is {present[name]}; "
-                "take it up with what it began with, or start another run"
+                "restore the setting, or begin a new run"
             )

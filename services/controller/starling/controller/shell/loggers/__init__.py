@@ -1,1 +1,1 @@
-"""Where metrics go besides `metrics.jsonl`: one file per kind of logger, each on a thread of its own."""
+"""Loggers of metrics and samples besides `metrics.jsonl`, one file per kind, each logger in its own thread."""

@@ -1,4 +1,4 @@
-"""The user's own loggers: `module:name` or `path/to/file.py:name`, a function or a class."""
+"""Custom loggers, `module:name` or `path/to/file.py:name`: a function, a class or an object."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from starling.controller.shell.loggers.logger import Row
 
 
 class CustomLogger:
-    """Calls what the user wrote; `table` and `close` need not be there."""
+    """Adapter of a user's function or object, whose `table` and `close` are optional."""
 
     def __init__(self, target: Any) -> None:
-        """`target`: an object with `log`, or a function of step and metrics."""
+        """`target` is an object with `log`, or a function of step and metrics."""
         self._log: Callable[[int, Mapping[str, float]], None] = getattr(target, "log", target)
         self._table: Callable[[int, Sequence[Row]], None] | None = getattr(target, "table", None)
         self._close: Callable[[], None] | None = getattr(target, "close", None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over the metrics."""
+        """Pass on the metrics."""
         self._log(step, metrics)
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
-        """Hand over the samples."""
+        """Pass on the samples."""
         if self._table is not None:
             self._table(step, rows)
 
     def close(self) -> None:
-        """Say that nothing more will come."""
+        """Close the target."""
         if self._close is not None:
             self._close()
 
 
 def import_logger(name: str) -> Callable[[], CustomLogger]:
-    """Import what `name` names; the logger itself is made when what is returned is called.
+    """Import a custom logger; the returned function makes it.
 
     Raises:
-        ConfigError: one sentence: it cannot be imported, is not there, or can log nothing.
+        ConfigError: it cannot be imported, does not exist, or is not a logger.
     """
     target = import_object(name, "the logger")
     if isinstance(target, type) and callable(getattr(target, "log", None)):
@@ -46,5 +46,5 @@ def import_logger(name: str) -> Callable[[], CustomLogger]:
     if callable(getattr(target, "log", target)) and not isinstance(target, type):
         return lambda: CustomLogger(target)
     raise ConfigError(
-        f"the logger {name!r} cannot log: give a function of step and metrics, or a class or an object with `log`"
+        f"{name!r} is not a logger: give a function of step and metrics, or a class or an object with `log`"
     )

@@ -1,4 +1,4 @@
-"""All loggers of a run: which there are, and what each gets of what happens."""
+"""The loggers of a run: how each is made from its name, and the distribution of steps, samples and evaluations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from starling.controller.shell.loggers.trackio import TrackioLogger
 from starling.controller.shell.loggers.wandb import WandbLogger
 
 MARKS: Final = "logged"
-"""Where in the run's folder the last step of each logger is."""
+"""Folder, in the run's folder, of a file for each logger with the last step that it took."""
 
 _NAMED: Final[dict[str, Callable[[RunInfo, int], Logger]]] = {
     "tensorboard": TensorboardLogger,
@@ -32,44 +32,44 @@ _NAMED: Final[dict[str, Callable[[RunInfo, int], Logger]]] = {
 
 
 def makers(names: Iterable[str], run: RunInfo) -> dict[str, Maker]:
-    """Return how to make each logger that a recipe names.
+    """Return a constructor for each logger of a recipe.
 
     Raises:
-        ConfigError: one sentence: a name is unknown or given twice, a package is not installed, or the user's own
-            logger cannot be had.
+        ConfigError: a name is unknown or given twice, a package is not installed, or a custom logger cannot be
+            imported.
     """
-    found: dict[str, Maker] = {}
+    makers: dict[str, Maker] = {}
     for name in names:
-        if name in found:
+        if name in makers:
             raise ConfigError(f"logging.loggers names {name!r} twice; remove one")
-        found[name] = _maker(name, run)
-    return found
+        makers[name] = _maker(name, run)
+    return makers
 
 
 class LoggerFanout:
-    """Hands steps, evaluations and samples to every logger; waits for none but at the end."""
+    """Passes steps, evaluations and samples to every logger, and waits for them at the end of the run only."""
 
     def __init__(
         self, makers: Mapping[str, Maker], settings: LoggingSettings, folder: Path, past: Iterable[JournalEntry] = ()
     ) -> None:
-        """Begin every logger with the steps of `past`, the journal's records, that it has not taken yet."""
+        """Start every logger, with the steps of `past`, the entries of the journal, that it has not taken yet."""
         self._close_s = settings.close_s
-        self.outlets: list[LoggerThread] = []
+        self.threads: list[LoggerThread] = []
         if not makers:
             return
         (folder / MARKS).mkdir(exist_ok=True)
-        records = [kept.record for kept in past]
+        records = [entry.record for entry in past]
         steps = [record for record in records if isinstance(record, StepCommitted)]
         for name, make in makers.items():
             mark = folder / MARKS / re.sub(r"[^A-Za-z0-9._-]", "-", name)
-            outlet = LoggerThread(name, mark, most_waiting=settings.queue_steps, deadline_s=settings.deadline_s)
-            last = outlet.last_step
+            thread = LoggerThread(name, mark, max_waiting=settings.queue_steps, deadline_s=settings.deadline_s)
+            last = thread.last_step
             missed = [LogEntry(one.step, step_metrics(one.metrics)) for one in steps if one.step > last]
-            outlet.begin(make, missed)
-            self.outlets.append(outlet)
+            thread.begin(make, missed)
+            self.threads.append(thread)
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Hand over what is for loggers of what the controller notes."""
+        """Pass a note of the controller to the loggers, if it is for them."""
         match kind:
             case "step":
                 self._put(LogEntry(fields["step"], step_metrics(fields)))
@@ -79,31 +79,31 @@ class LoggerFanout:
                 metrics = {f"eval/{name}": value for name, value in _numbers(fields).items() if name != "version"}
                 self._put(LogEntry(int(fields["version"]), metrics, is_step=False))
 
-    def look(self) -> None:
-        """See to loggers that hang, and tell what was dropped."""
-        for outlet in self.outlets:
-            outlet.look()
+    def check(self) -> None:
+        """Give up loggers that hang, and log how many entries were dropped."""
+        for thread in self.threads:
+            thread.check()
 
     def close(self) -> list[dict[str, Any]]:
-        """End every logger, all within one deadline. Returns what is to be told of those that lost anything."""
+        """End all loggers within one deadline. Returns the `logger` lines of those that lost entries."""
         deadline = time.monotonic() + self._close_s
-        for outlet in self.outlets:
-            outlet.end()  # all of them at once, so that none has less time because of another
-        for outlet in self.outlets:
-            outlet.close(deadline)
+        for thread in self.threads:
+            thread.end()  # all at once, so that a slow logger does not shorten the time of the others
+        for thread in self.threads:
+            thread.close(deadline)
         return [
             {"logger": one.name, "dropped": one.num_dropped, "reason": one.problem}
-            for one in self.outlets
+            for one in self.threads
             if one.num_dropped or one.is_given_up
         ]
 
     def _put(self, entry: LogEntry) -> None:
-        for outlet in self.outlets:
-            outlet.put(entry)
+        for thread in self.threads:
+            thread.put(entry)
 
 
 def step_metrics(fields: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a step's line, and ``alarm/<name>`` = 1 for each alarm that is on."""
+    """Return the numeric fields of a step, and ``alarm/<name>`` = 1 for each active alarm."""
     metrics = {name: value for name, value in _numbers(fields).items() if name not in ("step", "time")}
     return metrics | {f"alarm/{alarm['name']}": 1.0 for alarm in fields.get("alarms", ())}
 
@@ -114,13 +114,13 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
 
 def _maker(name: str, run: RunInfo) -> Maker:
     if ":" in name:
-        own = import_logger(name)
-        return lambda _: own()
+        custom = import_logger(name)
+        return lambda _: custom()
     logger = _NAMED.get(name)
     if logger is None:
         like = nearest(name, list(_NAMED))
-        hint = f"did you mean {like}?" if like else f"there are {', '.join(_NAMED)}, and module:name for your own"
-        raise ConfigError(f"logging.loggers names {name!r}, which is no logger; {hint}")
+        hint = f"did you mean {like}?" if like else f"choose {', '.join(_NAMED)}, or module:name for a custom one"
+        raise ConfigError(f"logging.loggers names {name!r}, which is not a logger; {hint}")
     if importlib.util.find_spec(name) is None:
         raise ConfigError(
             f"logging.loggers names {name}, which is not installed; pip install 'starling-controller[{name}]', "

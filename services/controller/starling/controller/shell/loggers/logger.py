@@ -1,4 +1,4 @@
-"""What a logger is, and what it is told of the run. See `docs/how-to/extend/logger.md` for how to write one."""
+"""Interface of a logger, and the description of the run that it gets. See `docs/how-to/extend/logger.md`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ Row = Mapping[str, Any]
 
 
 class Logger(Protocol):
-    """Takes what a run measures. It is made, called and closed in one thread; what it raises is told and dropped."""
+    """Receives the metrics of a run. It is made, called and closed in one thread; its exceptions are logged."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of `step`, or with ``eval/`` before their names those of an evaluation of that version."""
+        """Log the metrics of `step`; names with the prefix ``eval/`` are of an evaluation of that version."""
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
-        """Take sample completions of `step`."""
+        """Log sample completions of `step`."""
 
     def close(self) -> None:
-        """Write out what is held back: nothing more will come."""
+        """Flush and close: no more entries will come."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What loggers know of the run."""
+    """Description of the run for loggers."""
 
     id: str
-    """The same after a restart, and when the run is taken up again."""
+    """Stays the same when the controller restarts or the run is resumed."""
     name: str
     folder: Path
-    """Where the run's files are."""
+    """Folder of the run's files."""
     project: str = "starling"
     offline: bool = False
-    """Nothing may go over the network now."""
+    """Whether a logger must not use the network."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """The controller's, as JSON values."""
+    """Settings of the controller, as JSON values."""
 
 
 Maker = Callable[[int], Logger]
-"""Makes a logger whose first new step is the given one; whatever it has of that step or later ones, it gets again."""
+"""Makes a logger whose next step is the given one. It gets that step and later ones again, if it had them before."""

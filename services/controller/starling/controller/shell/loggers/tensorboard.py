@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder, below `tensorboard`."""
+"""TensorBoard logger: event files in the folder `tensorboard` of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TensorboardLogger:
     """Writes event files through the `tensorboard` package, without torch or tensorflow."""
 
     def __init__(self, run: RunInfo, first_step: int) -> None:
-        """Begin another event file; of what earlier ones hold of `first_step` and later, TensorBoard shows nothing."""
+        """Begin an event file; TensorBoard hides `first_step` and later steps of earlier files."""
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -32,7 +32,7 @@ class TensorboardLogger:
         self._write(step, values)
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
-        """Write the samples as text, one JSON block each, which is safe whatever a completion holds."""
+        """Write the samples as text, each as an indented JSON block, which Markdown does not interpret."""
         from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
 
         plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
@@ -45,7 +45,7 @@ class TensorboardLogger:
         self._write(step, values)
 
     def close(self) -> None:
-        """End the event file."""
+        """Close the event file."""
         self._writer.close()
 
     def _write(self, step: int, values: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Trackio: a local SQLite database, in the folder that `TRACKIO_DIR` names, or one below the user's cache."""
+"""Trackio logger: a local SQLite database in the folder `TRACKIO_DIR`, by default in the user's cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from starling.controller.shell.loggers.logger import Row, RunInfo
 
 
 class TrackioLogger:
-    """One run of trackio. Its own measurements of the machine are left out: they would need a thread each."""
+    """One trackio run, without trackio's machine metrics, which would need a thread each."""
 
     def __init__(self, run: RunInfo, first_step: int) -> None:
-        """Begin, or go on with, the run of this id; `first_step` is not needed."""
+        """Begin or resume the run of this id; `first_step` is not needed."""
         import trackio
 
         del first_step
@@ -38,5 +38,5 @@ class TrackioLogger:
         self._run.log({"samples": trackio.Table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Finish the run."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""Weights & Biases. A run that is taken up again goes on as the same run there."""
+"""Weights & Biases logger. A resumed run continues the same wandb run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from starling.controller.shell.loggers.logger import Row, RunInfo
 
 
 class WandbLogger:
-    """One run of wandb, with the step as the axis of everything.
+    """One wandb run, with the metric `step` as the x axis.
 
-    wandb's own step may only grow, and an evaluation of a version ends after later steps, so it is not used.
+    wandb's own step must not decrease, but an evaluation of a version ends after later steps, so it is not used.
     """
 
     def __init__(self, run: RunInfo, first_step: int) -> None:
-        """Begin, or go on with, the run of this id; `first_step` is not needed, for nothing depends on the order."""
+        """Begin or resume the run of this id; `first_step` is not needed, because entries may come in any order."""
         import wandb
 
         del first_step
@@ -48,7 +48,7 @@ class WandbLogger:
         self._run.log({"samples": table, "step": step})
 
     def close(self) -> None:
-        """Send what is left, and wait for wandb's own process, which writes it out."""
+        """Finish the run and wait for wandb's service process."""
         import wandb
 
         self._run.finish()
@@ -56,5 +56,5 @@ class WandbLogger:
 
 
 def run_id(run: str) -> str:
-    """Return a run's id as wandb takes it: it may not hold a slash."""
+    """Return the id of a run as wandb accepts it, without slashes."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", run)

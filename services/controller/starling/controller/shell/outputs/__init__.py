@@ -1,1 +1,1 @@
-"""Outputs."""
+"""Files of the run that the controller writes: metrics and samples, trajectories, and traces."""

@@ -1,4 +1,4 @@
-"""`samples.jsonl`: completions with their rewards, one per line, in bounded space."""
+"""`samples.jsonl`: sample completions with their rewards, one per line, in bounded space."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ OLD_SAMPLES: Final = "samples.old.jsonl"
 
 
 class Samples:
-    """Appends to the file until it has half of the space; then it takes the place of its predecessor."""
+    """Appends to `samples.jsonl`, and rotates it to `samples.old.jsonl` when it has half of the space."""
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
-        """Go on with the files in `folder`, which together hold `most_bytes` at most, give or take a step."""
-        self._path, self._old, self._most_bytes = folder / SAMPLES, folder / OLD_SAMPLES, most_bytes
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """Append to the files in `folder`, which together hold about `max_bytes` at most."""
+        self._path, self._old, self._max_bytes = folder / SAMPLES, folder / OLD_SAMPLES, max_bytes
         self._lines = AppendFile(self._path)
         self._size = 0
         with suppress(FileNotFoundError):
             self._size = self._path.stat().st_size
 
     def write(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add the rows of `step`, each with its number."""
-        if self._size > self._most_bytes // 2:
+        """Append the rows of `step`, each with the step."""
+        if self._size > self._max_bytes // 2:
             self._lines.close()
-            with suppress(OSError):  # a file that cannot be moved grows on, which harms less than to lose the run
+            with suppress(OSError):  # a file that cannot be moved keeps growing
                 os.replace(self._path, self._old)
             self._lines, self._size = AppendFile(self._path), 0
         for row in rows:
@@ -39,9 +39,9 @@ class Samples:
             self._size += len(line.encode()) + 1
 
     def flush(self) -> None:
-        """Write what waits for room on the disk."""
+        """Write the lines that wait for space on the disk."""
         self._lines.flush()
 
     def close(self) -> None:
-        """Write what can be written, and let the file go."""
+        """Write the waiting lines as far as possible, and close the file."""
         self._lines.close()

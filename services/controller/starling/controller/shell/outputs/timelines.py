@@ -1,4 +1,4 @@
-"""Every round of weight synchronisation leaves a file that ui.perfetto.dev opens: weightsync/version-<n>.json."""
+"""Traces of weight synchronisation for ui.perfetto.dev: weightsync/version-<n>.json for each publication."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = structlog.get_logger(__name__)
 
 
 class Timelines:
-    """Collects the lines of one round, and writes it when the next one begins."""
+    """Collects the metrics lines of one publication, and writes its trace when the next one begins."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "weightsync"
         self._lines: list[Mapping[str, Any]] = []
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Take in a line of the metrics."""
+        """Add a line of the metrics."""
         if line["kind"] == "published":
             self.write()
             self._lines = [line]
@@ -30,11 +30,11 @@ class Timelines:
             self._lines.append(line)
 
     def write(self) -> None:
-        """Write the round that is under way, as far as it is known, and as there is room."""
+        """Write the trace of the current publication, as far as it is known."""
         for measured in publication_timelines(self._lines):
             path = self._folder / f"version-{measured.version:06d}.json"
             try:
                 self._folder.mkdir(exist_ok=True)
                 path.write_text(json.dumps(chrome_trace(measured)))
-            except OSError as error:  # a full disk, mostly: a picture less is no reason to stop
+            except OSError as error:  # mostly a full disk; a run does not fail for want of a trace
                 log.warning("timeline_lost", file=str(path), reason=error.strerror)

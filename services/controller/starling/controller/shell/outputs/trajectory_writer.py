@@ -1,4 +1,4 @@
-"""Writes the files of `data/trajectories.py`: each whole, each once, whatever dies in between."""
+"""Writer of the trajectory files of `data/trajectories.py`: each file atomically and once, also across crashes."""
 
 from __future__ import annotations
 
@@ -12,83 +12,83 @@ import msgspec
 
 from starling.common.errors import StarlingError
 from starling.controller.core.groups.stored import StoredGroup
-from starling.controller.data.trajectories import FOLDER, INDEX, IndexEntry, encode_file, line_of, read_index
+from starling.controller.data.trajectories import FOLDER, INDEX, IndexEntry, encode_file, index_entry, read_index
 
 
 class TrajectoryFilesError(StarlingError):
-    """A file of trajectories cannot be written; the run can be taken up again when it can."""
+    """A trajectory file cannot be written. The run can be resumed when it can."""
 
 
 class TrajectoryFiles:
-    """The trajectories of one run, in its folder."""
+    """The trajectory files of one run."""
 
     def __init__(self, folder: Path, run: str) -> None:
-        """Go on with what is in `folder`, the run's own; nothing is made before the first file."""
+        """Continue the files in the run's `folder`; nothing is created before the first file."""
         self._folder, self._run = folder / FOLDER, run
         self._steps: set[int] | None = None
-        """Those that the index names; None before it was looked at."""
+        """The steps in the index; None before it was read."""
 
     def write(self, step: int, groups: Sequence[StoredGroup]) -> None:
-        """Have the groups of `step` on disk when this returns. Raises FilesError."""
+        """Write the groups of `step`, which are durable when this returns. Raises TrajectoryFilesError."""
         try:
-            if step not in self._known():
+            if step not in self._written_steps():
                 self._write(step, groups)
         except OSError as error:
             raise TrajectoryFilesError(
-                f"the trajectories of step {step} cannot be written to {self._folder}: {error.strerror}; make room, "
-                "and take the run up again"
+                f"the trajectories of step {step} cannot be written to {self._folder}: {error.strerror}; free some "
+                "space and resume the run"
             ) from None
 
-    def _known(self) -> set[int]:
+    def _written_steps(self) -> set[int]:
         if self._steps is None:
             self._folder.mkdir(exist_ok=True)
             index = self._folder / INDEX
             index.touch()
-            for folder in (self._folder, self._folder.parent):  # lines that are on disk can be found there
+            for folder in (self._folder, self._folder.parent):  # so that the index survives a crash
                 _sync_folder(folder)
-            # A line that was cut short is written again, with its file.
+            # A partial last line is removed; its step is written again.
             os.truncate(index, index.read_bytes().rfind(b"\n") + 1)
             self._steps = {line.step for line in read_index(self._folder)}
         return self._steps
 
     def _write(self, step: int, groups: Sequence[StoredGroup]) -> None:
         content = encode_file(self._run, step, groups)
-        line = line_of(step, groups, content)
+        line = index_entry(step, groups, content)
         path = self._folder / line.file
         partial = path.with_name(f".{path.name}.partial")
         _write_through(partial, content, os.O_TRUNC)
         partial.rename(path)
         _sync_folder(self._folder)
         _write_through(self._folder / INDEX, _encoded(line), os.O_APPEND)
-        self._known().add(step)
+        self._written_steps().add(step)
 
 
 class TrajectoryWriter:
-    """Writes files beside the controller's loop: a disk takes its time, and others' heartbeats do not wait."""
+    """Writes files in a thread, so that a slow disk does not delay the controller's loop."""
 
     def __init__(self, files: TrajectoryFiles, wake: Callable[[], None]) -> None:
-        """`wake`: called, from another thread, when `written` has something to return or to raise."""
+        """`wake` is called in the writer's thread when `written` has something to return or to raise."""
         self._files, self._wake = files, wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
-        self._under_way: deque[tuple[int, Future[None]]] = deque()
+        self._in_progress: deque[tuple[int, Future[None]]] = deque()
 
     def begin(self, step: int, groups: Sequence[StoredGroup]) -> None:
-        """Have the groups of `step` written, after those that came before."""
+        """Queue the groups of `step` for writing."""
         future = self._thread.submit(self._files.write, step, groups)
-        self._under_way.append((step, future))
+        self._in_progress.append((step, future))
         future.add_done_callback(lambda _: self._wake())
 
     def written(self) -> list[int]:
-        """Return the steps that are on disk since the last call. Raises FilesError."""
+        """Return the steps that were written since the last call. Raises TrajectoryFilesError."""
         steps = []
-        while self._under_way and self._under_way[0][1].done():
-            step, future = self._under_way.popleft()
+        while self._in_progress and self._in_progress[0][1].done():
+            step, future = self._in_progress.popleft()
             future.result()
             steps.append(step)
         return steps
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what is being written: from now on the folder may be another's."""
+        """Drop the queue and wait for the file in progress; afterwards another process may use the folder."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
@@ -97,7 +97,7 @@ def _encoded(line: IndexEntry) -> bytes:
 
 
 def _write_through(path: Path, content: bytes, flag: int) -> None:
-    """Write `content`, and return when it is on disk."""
+    """Write `content` durably."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o644)
     try:
         view = memoryview(content)

@@ -1,1 +1,1 @@
-"""Recording."""
+"""Recordings of the events of the controller's core: format, recorder and replay."""

@@ -1,13 +1,14 @@
-"""A recording: every event that the core took, in a file from which its state can be made again, anywhere.
+"""Format of a recording: every event of the controller's core, from which its state can be reconstructed elsewhere.
 
     starling-recording 1\\n
-    [length][crc32][Header] [..][Before] ... [..][PromptRead] ... [..][Heard] [..][PromptRead] ... [..][Ended]
+    [length][crc32][RecordingHeader] [..][JournalFrame] ... [..][PromptFrame] ...
+    [..][MessageFrame] [..][PromptFrame] ... [..][RecordingEnd]
 
-`Before` are the records of the journal that the controller began with. What the core asked of the data follows what
-made it ask. Buffers are recorded by their sizes, because the core never looks into them: a replay has zeros instead.
-Only those that it decodes are there: layouts, offers, and the versions of tokens of an interrupted group.
+The `JournalFrame`s are the journal that the controller began with. Prompts that the core reads follow the event that
+made it read them. Buffers that the core does not decode are recorded by their sizes, and a replay has zeros in their
+place. The others are recorded: layouts, offers, and the versions of the tokens of an interrupted group.
 
-A frame that is not whole ends a recording: the controller, or its machine, died.
+An incomplete frame ends a recording: the controller, or its machine, died.
 """
 
 from __future__ import annotations
@@ -40,82 +41,82 @@ MAGIC: Final = b"starling-recording "
 VERSION: Final = 1
 FIRST_LINE: Final = MAGIC + b"%d\n" % VERSION
 FRAME: Final = struct.Struct("<II")
-"""Length and crc32 of what follows."""
+"""Length and crc32 of the body that follows."""
 DECODED: Final = (Hello, WeightsPublished, GroupInterrupted)
 """The messages whose buffers the core decodes."""
 
 Stream = Literal["prompts", "examples"]
 RecordingPath = Path | zipfile.Path
-"""A file, or a file in a zip archive."""
+"""A file, or a member of a zip archive."""
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recording is of, and all that the core was made from besides `Before`."""
+    """Run and incarnation of a recording, and the arguments of the core besides the journal."""
 
     run: str
     incarnation: int
     plan: RunPlan
     held_out: tuple[Prompt, ...] = ()
     num_before: int = 0
-    """How many `Before` follow."""
+    """Number of `JournalFrame`s that follow."""
 
 
-class Before(msgspec.Struct, frozen=True, array_like=True, tag="before"):
-    """One record of the journal: before the first event, and within `StepRead`."""
+class JournalFrame(msgspec.Struct, frozen=True, array_like=True, tag="before"):
+    """One entry of the journal, before the first event or in a `StepReadFrame`."""
 
     record: Record
     sizes: tuple[int, ...] = ()
-    """Of the buffers of its payload."""
+    """Sizes of the buffers of its payload."""
 
 
-class PromptRead(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):
-    """The core read a prompt of the data."""
+class PromptFrame(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):
+    """A prompt that the core read."""
 
     stream: Stream
     position: int
     prompt: Prompt
 
 
-class Heard(msgspec.Struct, frozen=True, array_like=True, tag="heard"):
-    """`Received`: the buffers if the core decodes them, else their sizes."""
+class MessageFrame(msgspec.Struct, frozen=True, array_like=True, tag="heard"):
+    """`Received`, with its buffers if the core decodes them, else with their sizes."""
 
     now: float
     sender: str
-    epoch: int
+    incarnation: int
     message: Up
     buffers: tuple[bytes, ...] = ()
     sizes: tuple[int, ...] = ()
 
 
-class Tick(msgspec.Struct, frozen=True, array_like=True, tag="tick"):
+class TickFrame(msgspec.Struct, frozen=True, array_like=True, tag="tick"):
     """`Ticked`."""
 
     now: float
 
 
-class LostEntry(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+class DisconnectFrame(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
     """`ReplicaDisconnected`."""
 
     now: float
     peer: str
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+class StopFrame(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """`StopRequested`."""
 
     now: float
     reason: str
 
 
-class StepRead(msgspec.Struct, frozen=True, array_like=True, tag="step_read"):
+class StepReadFrame(msgspec.Struct, frozen=True, array_like=True, tag="step_read"):
     """`Fetched`."""
 
     now: float
     step: int
-    records: tuple[Before, ...]
+    records: tuple[JournalFrame, ...]
 
 
-class StepStored(msgspec.Struct, frozen=True, array_like=True, tag="step_stored"):
+class StepStoredFrame(msgspec.Struct, frozen=True, array_like=True, tag="step_stored"):
     """`Stored`."""
 
     now: float
@@ -123,77 +124,78 @@ class StepStored(msgspec.Struct, frozen=True, array_like=True, tag="step_stored"
 
 
 class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """The last entry. The reader adds it where it is missing."""
+    """The last entry. The reader adds it to a recording that was cut off."""
 
     reason: str
-    """Empty when the controller ended it in order."""
+    """Empty when the controller ended in order."""
     cut_off: bool = False
-    """The controller had no time to write this."""
+    """Whether the controller died before it could write this entry."""
 
 
-Frame = Before | PromptRead | Heard | Tick | LostEntry | Stop | StepRead | StepStored | RecordingEnd
-Entry = Event | PromptRead | RecordingEnd
+EventFrame = MessageFrame | TickFrame | DisconnectFrame | StopFrame | StepReadFrame | StepStoredFrame
+Frame = JournalFrame | PromptFrame | EventFrame | RecordingEnd
+Entry = Event | PromptFrame | RecordingEnd
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _frames: Final[msgspec.msgpack.Decoder[Frame]] = msgspec.msgpack.Decoder(Frame)
 _headers: Final = msgspec.msgpack.Decoder(RecordingHeader)
 
 
-def frame_of(event: Event) -> Frame:
-    """Return what is recorded of an event."""
+def event_frame(event: Event) -> EventFrame:
+    """Return the frame of an event."""
     match event:
-        case Received(now=now, sender=sender, epoch=epoch, message=message, buffers=buffers):
+        case Received(now=now, sender=sender, epoch=incarnation, message=message, buffers=buffers):
             if buffers and isinstance(message, DECODED):
-                return Heard(now, sender, epoch, message, tuple(bytes(buffer) for buffer in buffers))
-            return Heard(now, sender, epoch, message, (), _sizes(buffers))
+                return MessageFrame(now, sender, incarnation, message, tuple(bytes(buffer) for buffer in buffers))
+            return MessageFrame(now, sender, incarnation, message, (), _sizes(buffers))
         case Ticked(now=now):
-            return Tick(now)
+            return TickFrame(now)
         case ReplicaDisconnected(now=now, peer=peer):
-            return LostEntry(now, peer)
+            return DisconnectFrame(now, peer)
         case StopRequested(now=now, reason=reason):
-            return Stop(now, reason)
+            return StopFrame(now, reason)
         case Fetched(now=now, step=step, records=records):
-            return StepRead(now, step, tuple(before_of(kept) for kept in records))
+            return StepReadFrame(now, step, tuple(journal_frame(entry) for entry in records))
         case Stored(now=now, step=step):
-            return StepStored(now, step)
+            return StepStoredFrame(now, step)
 
 
-def before_of(kept: JournalEntry) -> Before:
-    """Return what is recorded of a record of the journal."""
-    return Before(kept.record, _sizes(kept.payload))
+def journal_frame(entry: JournalEntry) -> JournalFrame:
+    """Return the frame of an entry of the journal."""
+    return JournalFrame(entry.record, _sizes(entry.payload))
 
 
-def kept_of(before: Before) -> JournalEntry:
-    """Return a record of the journal, with zeros for its payload."""
-    return JournalEntry(before.record, _zeros(before.sizes))
+def entry_from(frame: JournalFrame) -> JournalEntry:
+    """Return the entry of the journal, with zeros for its payload."""
+    return JournalEntry(frame.record, _zeros(frame.sizes))
 
 
-def pack(item: RecordingHeader | Frame) -> bytes:
-    """Return one frame, as it is in the file."""
+def encode_frame(item: RecordingHeader | Frame) -> bytes:
+    """Return the bytes of a frame in the file."""
     body = _encoder.encode(item)
     return FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
 def read_recording(source: RecordingPath) -> tuple[RecordingHeader, list[JournalEntry], Iterator[Entry]]:
-    """Return what the recording at `source` begins from: header and journal; and then its entries, one by one.
+    """Return the header, the journal and an iterator of the entries of the recording at `source`.
 
-    The last entry is `RecordingEnd`, and only that. Raises ConfigError when it is no recording, or holds not even its
-    beginning.
+    Only the last entry is a `RecordingEnd`. Raises ConfigError for a file that is not a recording, or that ends before
+    its first event.
     """
     bodies = _bodies(source)
     first = next(bodies, None)
     if first is None:
-        raise ConfigError(f"{source} holds only the first line of a recording; the controller died as it began")
+        raise ConfigError(f"{source} has only the first line of a recording; the controller died when it started")
     try:
         header = _headers.decode(first)
         frames = _decoded(bodies)
         before = [frame for _, frame in zip(range(header.num_before), frames, strict=False)]
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{source} does not decode: {error}; read it with the Starling that recorded it") from None
-    past = [kept_of(frame) for frame in before if isinstance(frame, Before)]
+        raise ConfigError(f"{source} cannot be decoded: {error}; read it with the version that recorded it") from None
+    past = [entry_from(frame) for frame in before if isinstance(frame, JournalFrame)]
     if len(past) < header.num_before:
         raise ConfigError(
-            f"{source} holds {len(past)} of the {header.num_before} records that it begins from, and no event"
+            f"{source} has {len(past)} of the {header.num_before} journal entries at its beginning, and no event"
         )
     return header, past, _entries(source, frames)
 
@@ -202,7 +204,7 @@ def _entries(source: RecordingPath, frames: Iterator[Frame]) -> Iterator[Entry]:
     num = 0
     try:
         for frame in frames:
-            assert not isinstance(frame, Before)
+            assert not isinstance(frame, JournalFrame)
             entry = _entry_of(frame)
             yield entry
             if isinstance(entry, RecordingEnd):
@@ -210,26 +212,26 @@ def _entries(source: RecordingPath, frames: Iterator[Frame]) -> Iterator[Entry]:
             num += 1
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"entry {num + 1} of {source} does not decode: {error}; read it with the Starling that recorded it"
+            f"entry {num + 1} of {source} cannot be decoded: {error}; read it with the version that recorded it"
         ) from None
-    yield RecordingEnd("it was cut off: the controller, or its machine, died", cut_off=True)
+    yield RecordingEnd("it was cut off: the controller or its machine died", cut_off=True)
 
 
-def _entry_of(frame: Heard | Tick | LostEntry | Stop | StepRead | StepStored | PromptRead | RecordingEnd) -> Entry:
+def _entry_of(frame: EventFrame | PromptFrame | RecordingEnd) -> Entry:
     match frame:
-        case Heard(now=now, sender=sender, epoch=epoch, message=message, buffers=buffers, sizes=sizes):
-            return Received(now, sender, epoch, message, buffers or _zeros(sizes))
-        case Tick(now=now):
+        case MessageFrame(now=now, sender=sender, message=message, buffers=buffers, sizes=sizes):
+            return Received(now, sender, frame.incarnation, message, buffers or _zeros(sizes))
+        case TickFrame(now=now):
             return Ticked(now)
-        case LostEntry(now=now, peer=peer):
+        case DisconnectFrame(now=now, peer=peer):
             return ReplicaDisconnected(now, peer)
-        case Stop(now=now, reason=reason):
+        case StopFrame(now=now, reason=reason):
             return StopRequested(now, reason)
-        case StepRead(now=now, step=step, records=records):
-            return Fetched(now, step, tuple(kept_of(before) for before in records))
-        case StepStored(now=now, step=step):
+        case StepReadFrame(now=now, step=step, records=records):
+            return Fetched(now, step, tuple(entry_from(one) for one in records))
+        case StepStoredFrame(now=now, step=step):
             return Stored(now, step)
-        case PromptRead() | RecordingEnd():
+        case PromptFrame() | RecordingEnd():
             return frame
 
 
@@ -238,7 +240,7 @@ def _decoded(bodies: Iterator[bytes]) -> Iterator[Frame]:
 
 
 def _bodies(source: RecordingPath) -> Iterator[bytes]:
-    """Return the frames that are whole. Raises ConfigError."""
+    """Yield the bodies of the complete frames. Raises ConfigError."""
     try:
         with source.open("rb") as file:
             line = file.readline(len(MAGIC) + 8)
@@ -246,9 +248,9 @@ def _bodies(source: RecordingPath) -> Iterator[bytes]:
                 version = line[len(MAGIC) :].strip().decode(errors="replace")
                 raise ConfigError(
                     f"{source} is a recording of version {version} and this Starling reads version {VERSION}; "
-                    "read it with the Starling that recorded it"
+                    "read it with the version that recorded it"
                     if line.startswith(MAGIC)
-                    else f"{source} is no recording; give an events-<n>.rec, or what `starling record` wrote"
+                    else f"{source} is not a recording; give an events-<n>.rec or a file of `starling record`"
                 )
             while len(head := file.read(FRAME.size)) == FRAME.size:
                 length, checksum = FRAME.unpack(head)
@@ -265,5 +267,5 @@ def _sizes(buffers: Buffers) -> tuple[int, ...]:
 
 
 def _zeros(sizes: tuple[int, ...]) -> Buffers:
-    """Return buffers of these sizes; zeros that nobody reads take no memory."""
+    """Return buffers of zeros of these sizes. The pages of large ones are never touched, so they take no memory."""
     return tuple(bytes(size) for size in sizes)

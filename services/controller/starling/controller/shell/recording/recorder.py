@@ -1,6 +1,6 @@
-"""Writes a recording (`recording.py`) while the controller runs, and never stands in its way.
+"""Recorder of the controller's events, in the format of `format.py`.
 
-Whatever goes wrong, a full disk or the cap, ends the recording and not the controller.
+A full disk, the size limit or any other problem ends the recording, never the controller.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from starling.controller.core.records import JournalEntry
 from starling.controller.shell.recording.format import (
     FIRST_LINE,
     Frame,
-    PromptRead,
+    PromptFrame,
     RecordingEnd,
     RecordingHeader,
     Stream,
-    before_of,
-    frame_of,
-    pack,
+    encode_frame,
+    event_frame,
+    journal_frame,
 )
 
 log = structlog.get_logger(__name__)
 
 FLUSH_BYTES: Final = 1 << 20
-"""So much is kept in memory at most between two ticks."""
+"""Most bytes that are entry in memory between two ticks."""
 
 
 class Recorder:
     """The recording of one incarnation of the controller.
 
-    The file is written at each tick and always ends with a whole event, so a controller that is killed loses what came
-    since the last tick. One that fails loses nothing, as long as `close` is called: the event that it failed at is
-    there.
+    The file is flushed at each tick and always ends with a whole event, so a controller that is killed loses the events
+    since the last tick. One that fails and calls `close` loses nothing: the event at which it failed is recorded.
     """
 
     def __init__(
@@ -54,10 +53,10 @@ class Recorder:
         held_out: Sequence[Prompt],
         cap_bytes: int,
     ) -> None:
-        """Begin the file. `past` and the rest are what the core is made from; `cap_bytes` bounds the file."""
+        """Begin the file with everything that the core is constructed from; `cap_bytes` limits its size."""
         self.path = path
         self.stopped = ""
-        """Why nothing is recorded any more; empty while it is."""
+        """Reason why the recording ended; empty while it goes on."""
         self._cap = cap_bytes
         self._buffer = bytearray(FIRST_LINE)
         self._written = 0
@@ -70,33 +69,33 @@ class Recorder:
         except OSError as error:
             self._stop(f"cannot open {path}: {error.strerror}")
         self._add(header)
-        for kept in past:
-            self._add(before_of(kept))
+        for entry in past:
+            self._add(journal_frame(entry))
             self._flush_if_long()
         self.flush()
 
     def event(self, event: Event) -> None:
-        """Record what the core takes next."""
+        """Record the next event of the core."""
         if self.stopped:
             return
         if isinstance(event, Ticked):
             self.flush()
         else:
             self._flush_if_long()
-        self._add(frame_of(event))
+        self._add(event_frame(event))
 
     def prompt(self, stream: Stream, position: int, prompt: Prompt) -> None:
-        """Record what the core read."""
-        self._add(PromptRead(stream, position, prompt))
+        """Record a prompt that the core read."""
+        self._add(PromptFrame(stream, position, prompt))
 
     def flush(self) -> None:
-        """Hand what there is to the operating system."""
+        """Write the buffered frames to the file."""
         if self._file is None or not self._buffer:
             return
         try:
             _write_all(self._file, self._buffer)
         except OSError as error:
-            # What of this is in the file is the torn frame that ends it.
+            # A part of the buffer may be in the file: readers ignore the incomplete frame at the end.
             self._file.close()
             self._file = None
             self._stop(f"cannot write {self.path}: {error.strerror}")
@@ -105,9 +104,9 @@ class Recorder:
         self._buffer.clear()
 
     def close(self) -> None:
-        """End the recording in order."""
+        """End the recording and close the file."""
         if not self.stopped:
-            self._buffer += pack(RecordingEnd(""))
+            self._buffer += encode_frame(RecordingEnd(""))
         self.flush()
         self.stopped = self.stopped or "closed"
         if self._file is not None:
@@ -122,25 +121,25 @@ class Recorder:
         if self.stopped:
             return
         try:
-            frame = pack(item)
+            frame = encode_frame(item)
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
-            self._stop(f"a {type(item).__name__} cannot be written: {error}")
+            self._stop(f"a {type(item).__name__} cannot be encoded: {error}")
             return
         if self._written + len(self._buffer) + len(frame) > self._cap:
-            self._stop(f"it has reached the {self._cap} bytes that it may have")
+            self._stop(f"it has reached its limit of {self._cap} bytes")
             return
         self._buffer += frame
 
     def _stop(self, reason: str) -> None:
-        """Record no more, and say so once."""
+        """End the recording and log the reason."""
         self.stopped = reason
         log.warning("recording_stopped", file=str(self.path), reason=reason)
         if self._file is not None:
-            self._buffer += pack(RecordingEnd(reason))
+            self._buffer += encode_frame(RecordingEnd(reason))
 
 
 class RecordingPrompts:
-    """Prompts that are recorded as the core reads them."""
+    """Stream of prompts that records each prompt when the core reads it."""
 
     def __init__(self, prompts: Prompts, stream: Stream, recorder: Recorder) -> None:
         self._prompts, self._stream, self._recorder = prompts, stream, recorder

@@ -1,4 +1,4 @@
-"""Makes the core's state again from a recording: same plan, same past, same prompts, same events."""
+"""Replay of a recording: reconstructs the core's state from its plan, its journal, its prompts and its events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starling.controller.core.machine import Controller
 from starling.controller.core.records import JournalEntry
 from starling.controller.shell.recording.format import (
     Entry,
-    PromptRead,
+    PromptFrame,
     RecordingEnd,
     RecordingHeader,
     RecordingPath,
@@ -24,7 +24,7 @@ from starling.controller.shell.recording.format import (
     read_recording,
 )
 
-KEPT_EVENTS: Final = 8
+NUM_LAST_EVENTS: Final = 8
 
 
 class ReplayError(StarlingError):
@@ -32,18 +32,18 @@ class ReplayError(StarlingError):
 
 
 class _NotRecordedError(Exception):
-    """The core asks for a prompt that the recording does not hold."""
+    """The core reads a prompt that the recording does not have."""
 
 
 class RecordedPrompts:
-    """The prompts of one stream, as far as they were read."""
+    """The recorded prompts of one stream."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._prompts: dict[int, Prompt] = {}
 
     def add(self, position: int, prompt: Prompt) -> None:
-        """Take in what was read."""
+        """Add a prompt that was read."""
         self._prompts[position] = prompt
 
     def prompt(self, position: int) -> Prompt:
@@ -55,70 +55,70 @@ class RecordedPrompts:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """One event, and what the core read of the data because of it. The first has no event: the core was made."""
+class ReplayStep:
+    """One event and the prompts that the core read because of it. The first step constructs the core, without event."""
 
     event: Event | None
-    prompts: tuple[PromptRead, ...]
-    ended: RecordingEnd | None
-    """Set when it is the last."""
+    prompts: tuple[PromptFrame, ...]
+    end: RecordingEnd | None
+    """Set for the last step."""
 
 
 @dataclass
 class ReplayedController:
-    """A core as it was, and how it came there."""
+    """The reconstructed core, and how it got there."""
 
     header: RecordingHeader
     past: list[JournalEntry]
     controller: Controller
     num_events: int = 0
-    last: deque[tuple[int, Event]] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
-    """The last events that it took, each with its number from 1."""
+    last: deque[tuple[int, Event]] = field(default_factory=lambda: deque(maxlen=NUM_LAST_EVENTS))
+    """The last events, each with its number from 1."""
     commands: list[Command] = field(default_factory=list)
-    """What it wanted done after the last one."""
+    """The commands of the last event."""
     ended: str | None = None
-    """Why there are no more events; empty when the controller ended in order, None when there are more."""
+    """Reason why there are no more events; empty when the controller ended in order, None when there are more."""
 
     @property
     def now(self) -> float:
-        """The controller's clock."""
+        """Time of the last event, in seconds of the controller's monotonic clock."""
         return self.last[-1][1].now if self.last else 0.0
 
 
 def replay(source: RecordingPath | Path, until: int | None = None) -> ReplayedController:
-    """Return the state after `until` events of the recording at `source`, or after all.
+    """Replay the first `until` events of the recording at `source`, or all of them.
 
-    Raises ConfigError when it cannot be read, or has fewer events, and ReplayError when the core fails.
+    Raises ConfigError when it cannot be read or has fewer events, and ReplayError when the core fails.
     """
     header, past, entries = read_recording(source)
     streams: dict[Stream, RecordedPrompts] = {name: RecordedPrompts(name) for name in ("prompts", "examples")}
-    made: ReplayedController | None = None
-    for moment in _moments(entries):
-        for read in moment.prompts:
+    replayed: ReplayedController | None = None
+    for step in _steps(entries):
+        for read in step.prompts:
             streams[read.stream].add(read.position, read.prompt)
-        if made is not None and made.num_events == until:
-            return made
+        if replayed is not None and replayed.num_events == until:
+            return replayed
         try:
-            if moment.event is None:
-                made = ReplayedController(header, past, _make_controller(header, past, streams))
+            if step.event is None:
+                replayed = ReplayedController(header, past, _make_controller(header, past, streams))
             else:
-                assert made is not None
-                _take(made, moment.event)
+                assert replayed is not None
+                _take(replayed, step.event)
         except _NotRecordedError as error:
-            if made is not None and moment.ended is not None and moment.ended.reason:
-                # The recording ends within what this event made the core read: show what was before it.
-                before = replay(source, made.num_events)
-                before.ended = moment.ended.reason
+            if replayed is not None and step.end is not None and step.end.reason:
+                # The recording ends before the prompts of this event: show the state before it.
+                before = replay(source, replayed.num_events)
+                before.ended = step.end.reason
                 return before
             raise ConfigError(
-                f"{source} does not hold {error}, which the core asks for; replay it with the Starling that recorded it"
+                f"{source} lacks {error}, which the core reads; replay it with the version that recorded it"
             ) from None
-        if moment.ended is not None:
-            made.ended = moment.ended.reason
-    assert made is not None
-    if until is not None and made.num_events < until:
-        raise ConfigError(f"{source} has {made.num_events} events; give --until a number up to that")
-    return made
+        if step.end is not None:
+            replayed.ended = step.end.reason
+    assert replayed is not None
+    if until is not None and replayed.num_events < until:
+        raise ConfigError(f"{source} has {replayed.num_events} events; give --until a number up to that")
+    return replayed
 
 
 def _make_controller(
@@ -134,32 +134,32 @@ def _make_controller(
     )
 
 
-def _take(made: ReplayedController, event: Event) -> None:
-    number = made.num_events + 1
+def _take(replayed: ReplayedController, event: Event) -> None:
+    number = replayed.num_events + 1
     try:
-        made.commands = made.controller.step(event)
+        replayed.commands = replayed.controller.step(event)
     except _NotRecordedError:
         raise
-    except Exception as error:  # to show at which event the core failed is what a recording is for
+    except Exception as error:  # any failure is reported with its event
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ReplayError(
             f"the core fails at event {number}, a {type(event).__name__} at {event.now:.3f} s, in {place.name} "
             f"({Path(place.filename).name}:{place.lineno}) with {type(error).__name__}: {error}; "
             f"--until {number - 1} shows the state before"
         ) from error
-    made.num_events = number
-    made.last.append((number, event))
+    replayed.num_events = number
+    replayed.last.append((number, event))
 
 
-def _moments(entries: Iterator[Entry]) -> Iterator[Moment]:
+def _steps(entries: Iterator[Entry]) -> Iterator[ReplayStep]:
     event: Event | None = None
-    prompts: list[PromptRead] = []
+    prompts: list[PromptFrame] = []
     for entry in entries:
         match entry:
-            case PromptRead():
+            case PromptFrame():
                 prompts.append(entry)
             case RecordingEnd():
-                yield Moment(event, tuple(prompts), entry)
+                yield ReplayStep(event, tuple(prompts), entry)
             case _:
-                yield Moment(event, tuple(prompts), None)
+                yield ReplayStep(event, tuple(prompts), None)
                 event, prompts = entry, []
