@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from warm import process_context
 
 from starling.algo.architecture import auto_class
 from starling.common.settings import LoraSettings, ModelSettings, WeightsSettings
@@ -234,7 +234,7 @@ class Source:
         quantise: str = "",
         dtype: str = "float32",
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         self._pipe, theirs = context.Pipe()
         arguments = (folders, transport, lora, quantise, dtype, theirs)
         self._process = context.Process(target=_publish, args=arguments, daemon=True)

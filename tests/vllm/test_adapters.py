@@ -179,6 +179,7 @@ def test_another_engine_takes_the_newest_adapters(
         assert largest_of(result, models[newest % NUM_CHECKPOINTS]) < 1e-4
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("family", "tp", "pp", "lora"),
     [
@@ -197,6 +198,7 @@ def test_several_workers(family: str, tp: int, pp: int, lora: LoraSettings, tmp_
     assert largest_difference(outcome.results, models) < 1e-4
 
 
+@pytest.mark.campaign
 def test_the_language_half_of_a_model_with_vision(tmp_path: Path) -> None:
     write_model(tmp_path, sized("qwen2_5_vl"), 0)
     with pytest.raises(ConfigError, match=r"adapts model.visual\S+, where vllm has no adapters; leave it out by"):

@@ -178,14 +178,15 @@ def test_what_vllm_gives_up_by_itself_fails(running: Held) -> None:
     assert engine.num_running == 0
 
 
-def test_two_hundred_adoptions_under_load(running: Held, publisher: Source, models: list[Any]) -> None:
+@pytest.mark.parametrize("num_adoptions", [20, pytest.param(200, marks=pytest.mark.campaign)])
+def test_adoptions_under_load(running: Held, publisher: Source, models: list[Any], num_adoptions: int) -> None:
     first = running.engine.version + 1
-    outcome = adopt_under_load(running, publisher, 200, "recompute", first=first)
-    check(outcome, first + 199)
+    outcome = adopt_under_load(running, publisher, num_adoptions, "recompute", first=first)
+    check(outcome, first + num_adoptions - 1)
     assert largest_difference(outcome.results, models) < 1e-4
     assert outcome.recomputed_tokens > 0
     versions = np.concatenate([c.versions for result in outcome.results for c in result.completions])
-    assert set(range(first, first + 200)) <= {*versions.tolist()}
+    assert set(range(first, first + num_adoptions)) <= {*versions.tolist()}
 
 
 def spanning(running: Held, publisher: Source, mode: Any, prompt: list[int], lease: str = "old") -> Any:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from adoptions import GROUP_SIZE, adopt_under_load, check
-from engines import Held, held, publish_experts, source, spec_of
+from engines import Held, Source, held, publish_experts, source, spec_of
 from tiny_vision import PIXELS, ask, image, make_config, make_encoder, make_tokenizer, write_video
 
 from starling.common.errors import ConfigError
@@ -33,6 +33,11 @@ WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MAX_TOKENS = 80
 """Of a completion under load."""
+CAMPAIGN = ("qwen2_vl on two", "qwen3_vl in two stages")
+
+
+def _param(name: str) -> Any:
+    return pytest.param(name, marks=[pytest.mark.campaign] if name in CAMPAIGN else [])
 
 
 def sized(family: str) -> Any:
@@ -72,7 +77,7 @@ class Seeing:
 
     held: Held
     models: list[Any]
-    folders: list[Path]
+    publisher: Source
     encoder: PromptEncoder
     video: str
 
@@ -113,15 +118,15 @@ def forward_logprobs(
     return found
 
 
-@pytest.fixture(scope="module", params=WORKERS)
+@pytest.fixture(scope="module", params=[_param(name) for name in WORKERS])
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
     family, vllm = WORKERS[request.param]
     base = tmp_path_factory.mktemp("models")
     folders = [base / "0", base / "1"]
     models = [write_model(folder, sized(family), seed) for seed, folder in enumerate(folders)]
-    with held(folders[0], load_weights=True, vllm=vllm) as engine:
+    with source(folders) as publisher, held(folders[0], load_weights=True, vllm=vllm) as engine:
         video = write_video(base / "video", 24, 16, 6)
-        yield Seeing(engine, models, folders, make_encoder(folders[0], models[0]), video)
+        yield Seeing(engine, models, publisher, make_encoder(folders[0], models[0]), video)
 
 
 def test_logprobs_are_those_of_a_forward_pass(seeing: Seeing) -> None:
@@ -183,15 +188,14 @@ def test_adopted_weights_see_anew(seeing: Seeing) -> None:
     """What the older vision half made of an image is not used again, in modes that promise so."""
     engine = seeing.held.engine
     prompt = ask("<image>c", image(24, 24, 9))
-    with source(seeing.folders) as publisher:
-        plan = publisher.plan(engine)
-        for version, mode in ((1, "recompute"), (2, "salt"), (3, "salt")):
-            publisher.pull(engine, plan, version)
-            adopted = engine.adopt(mode)  # type: ignore[arg-type]
-            assert (adopted.version, adopted.proven) == (version, True)
-            request = seeing.ask_for(f"version {version}", prompt)
-            (result,) = seeing.generate(request)
-            seeing.check(request, result, version)
+    plan = seeing.publisher.plan(engine)
+    for version, mode in ((1, "recompute"), (2, "salt"), (3, "salt")):
+        seeing.publisher.pull(engine, plan, version)
+        adopted = engine.adopt(mode)  # type: ignore[arg-type]
+        assert (adopted.version, adopted.proven) == (version, True)
+        request = seeing.ask_for(f"version {version}", prompt)
+        (result,) = seeing.generate(request)
+        seeing.check(request, result, version)
 
 
 def test_adoptions_under_a_load_of_images(seeing: Seeing) -> None:
@@ -207,8 +211,7 @@ def test_adoptions_under_a_load_of_images(seeing: Seeing) -> None:
         prompt = prompts[number % len(prompts)](number)
         return seeing.ask_for(lease, prompt, GROUP_SIZE, max_tokens=MAX_TOKENS, temperature=1.0, seed=number)
 
-    with source(seeing.folders) as publisher:
-        outcome = adopt_under_load(seeing.held, publisher, 6, "recompute", first=first, ask=asked)
+    outcome = adopt_under_load(seeing.held, seeing.publisher, 6, "recompute", first=first, ask=asked)
     check(outcome, engine.version, MAX_TOKENS)
     assert len({int(version) for r in outcome.results for c in r.completions for version in c.versions}) > 3
     for result in outcome.results:

@@ -23,9 +23,9 @@ from starling.rollout.engine.vllm.processes import engine_processes, shared_memo
     [
         ("qwen3", 2, 1, 40),
         ("llama", 1, 2, 40),
-        ("qwen2", 1, 1, 8),
-        ("qwen3_moe", 1, 1, 8),
-        ("qwen3_moe", 2, 1, 8),
+        pytest.param("qwen2", 1, 1, 8, marks=pytest.mark.campaign),
+        pytest.param("qwen3_moe", 1, 1, 8, marks=pytest.mark.campaign),
+        pytest.param("qwen3_moe", 2, 1, 8, marks=pytest.mark.campaign),
     ],
 )
 def test_adoptions_under_load(family: str, tp: int, pp: int, num_adoptions: int, tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize(
     ("form", "dtype", "tp", "in_place", "within"),
     [
-        ("fp8_row", "float32", 2, False, 1e-4),
+        pytest.param("fp8_row", "float32", 2, False, 1e-4, marks=pytest.mark.campaign),
         ("mxfp4", "float32", 1, True, 1e-4),
-        ("nvfp4", "bfloat16", 1, False, 0.25),
+        pytest.param("nvfp4", "bfloat16", 1, False, 0.25, marks=pytest.mark.campaign),
     ],
 )
 def test_adoptions_of_codes_under_load(
@@ -52,7 +52,7 @@ def test_adoptions_of_codes_under_load(
     assert right < within < wrong
 
 
-@pytest.mark.parametrize("form", ["", "mxfp8"])
+@pytest.mark.parametrize("form", [pytest.param("", marks=pytest.mark.campaign), "mxfp8"])
 def test_a_cache_in_fp8(form: str, folders: list[Path]) -> None:
     """What the cache loses is a mismatch, which is measured; with codes beside it, there is no more of it."""
     models = models_in(form, folders, "float32") if form else [read_model(folder) for folder in folders]

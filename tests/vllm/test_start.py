@@ -150,6 +150,7 @@ def test_the_environment_is_that_of_the_engine_alone(monkeypatch: pytest.MonkeyP
     assert "STARLING_TEST_BY_VLLM" not in os.environ
 
 
+@pytest.mark.usefixtures("cold_processes")
 def test_an_engine_that_does_not_come_up_leaves_nothing(tmp_path: Path) -> None:
     before = engine_processes()
     with pytest.raises(EngineLostError, match="start_timeout_s = 2 s"):
@@ -167,6 +168,7 @@ def stop() -> Iterator[StopSignal]:
         signal.signal(number, handler)
 
 
+@pytest.mark.usefixtures("cold_processes")
 @pytest.mark.parametrize("poll_s", [async_llm.POLL_S, DEADLINE_S])
 def test_a_start_that_is_broken_off_leaves_nothing(
     tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch, poll_s: float
