@@ -178,9 +178,9 @@ def test_damage_is_found_and_named(files: TrajectoryFiles, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="which is in the index: No such file or directory; restore the file"):
         read_file(folder, line)
     (folder / INDEX).write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"line 1 of .*index.jsonl does not decode"):
+    with pytest.raises(ConfigError, match=r"line 1 of .*index.jsonl cannot be decoded"):
         read_index(folder)
-    with pytest.raises(ConfigError, match="there are no trajectories in it; give the folder trajectories of a run"):
+    with pytest.raises(ConfigError, match="so it has no trajectories; give the folder trajectories of a run"):
         read_index(tmp_path)
 
 
