@@ -5,7 +5,7 @@
 Publishers run in processes of their own, over every transport that there is. A fault is survived when the destination
 then holds a complete and attested version, the new one or every bit of the old one, or says that it is torn, and when
 the next pull heals it. The kinds of fault are in `tests/unit/weightsync/fault_kinds.py`. Ends with 1 unless every
-fault was survived and nothing was left behind.
+fault was survived and nothing was leaked.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from starling.weightsync.plan.offer import Transport
 from starling.weightsync.transports.ucx.worker import has_ucx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "weightsync"))
-from memory_pair import LAYER_BYTES, NUM_VERSIONS, Extra, pair
+from memory_pair import LAYER_BYTES, NUM_VERSIONS, ExtraMemory, pair
 
 MIB = 1 << 20
 LEAST = 0.9
@@ -31,7 +31,7 @@ MOST = 1.1
 MOST_MIB = 4
 
 
-def show(figure: str, extra: Extra | None, detail: dict[str, object]) -> None:
+def show(figure: str, extra: ExtraMemory | None, detail: dict[str, object]) -> None:
     """Print one figure; None stands for a transport that there is not."""
     detail = {**detail, **machine(), "versions": versions("torch", "numpy")}
     if extra is None:

@@ -1,4 +1,4 @@
-"""The faults: each is done to a pair that holds a version, and returns how the destination came out of it."""
+"""Faults: each is injected into a pair that holds a version, and returns the outcome at the destination."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 import torch
-from fault_pair import Moment, Outcome, Pair, nothing, require, through
+from fault_pair import FaultPair, Outcome, Trigger, do_nothing, require, with_address
 from fault_proxy import Direction, Flip, proxy
 from weights_peers import ANSWER_S, BUCKET_BYTES, die_reading, weights
 
@@ -43,57 +43,57 @@ Kind = Literal[
 ]
 
 STALLED_S: Final = 0.3
-"""Deadline of a pull whose source stands still."""
+"""Deadline of a pull whose source is stopped."""
 FLIPPED_S: Final = 1.0
-"""Deadline of a pull over a wire that flips: a length that has grown is waited for in vain."""
+"""Deadline of a pull with a flipped bit: a length that has grown is never reached."""
 WHOLE: Final = ("counts", "odd", "turned")
-"""Tensors that travel whole, so that the digest made at publication goes with them."""
+"""Tensors that travel whole, together with the digest computed at publication."""
 REFUSED: Final = 3
-"""Exit code of an export that was refused with a sentence."""
+"""Exit code of an export that failed with a WeightsError."""
 
 
-def _coin(pair: Pair) -> bool:
+def _coin(pair: FaultPair) -> bool:
     return pair.draw.random() < 0.5
 
 
-def _moment(pair: Pair, act: Callable[[], object] = nothing, *, cancels: bool = False) -> Moment:
-    return Moment(pair.draw.randrange(pair.num_steps), act, cancels=cancels)
+def _trigger(pair: FaultPair, act: Callable[[], object] = do_nothing, *, cancels: bool = False) -> Trigger:
+    return Trigger(pair.draw.randrange(pair.num_steps), act, cancels=cancels)
 
 
-def kill_source(pair: Pair) -> Outcome:
-    """By SIGKILL, at any step."""
+def kill_source(pair: FaultPair) -> Outcome:
+    """Kill the source with SIGKILL, at any step."""
 
     def kill() -> None:
         pair.source.signal(signal.SIGKILL)
         pair.source.process.join(ANSWER_S)
 
-    moment = _moment(pair, kill)
-    outcome = pair.pull(pair.source.publish(), in_place=_coin(pair), cancelled=moment)
-    moment.pass_by()
+    trigger = _trigger(pair, kill)
+    outcome = pair.pull(pair.source.publish(), in_place=_coin(pair), cancelled=trigger)
+    trigger.fire()
     pair.restart()
     return outcome
 
 
-def stall_source(pair: Pair) -> Outcome:
-    """By SIGSTOP, at any step; it goes on soon, or after the pull."""
-    moment = _moment(pair, lambda: pair.source.signal(signal.SIGSTOP))
+def stall_source(pair: FaultPair) -> Outcome:
+    """Stop the source with SIGSTOP, at any step; it continues soon, or after the pull."""
+    trigger = _trigger(pair, lambda: pair.source.signal(signal.SIGSTOP))
     offer, patient = pair.source.publish(), _coin(pair)
     timer = threading.Timer(STALLED_S / 2, lambda: pair.source.signal(signal.SIGCONT))
     if patient:
         timer.start()
     try:
         deadline_s = ANSWER_S if patient and pair.transport != "local" else STALLED_S
-        return pair.pull(offer, in_place=_coin(pair), deadline_s=deadline_s, cancelled=moment)
+        return pair.pull(offer, in_place=_coin(pair), deadline_s=deadline_s, cancelled=trigger)
     finally:
-        moment.pass_by()
+        trigger.fire()
         timer.cancel()
         if patient:
             timer.join()
         pair.source.signal(signal.SIGCONT)
 
 
-def kill_reader(pair: Pair) -> Outcome:
-    """Another reader of the same version is killed in mid-read."""
+def kill_reader(pair: FaultPair) -> Outcome:
+    """Kill another reader of the same version in mid-read."""
     offer = pair.source.publish()
     victim: Any = mp.get_context("forkserver").Process(
         target=die_reading, args=(encode(pair.source.layout), encode(offer))
@@ -102,22 +102,22 @@ def kill_reader(pair: Pair) -> Outcome:
     victim.join(ANSWER_S)
     require(victim.exitcode == -signal.SIGKILL, f"a reader ended with {victim.exitcode}")
     victim.close()
-    return pair.pull_must(pair.pull(offer, in_place=_coin(pair)), "adopted")
+    return pair.expect(pair.pull(offer, in_place=_coin(pair)), "adopted")
 
 
-def flip_wire(pair: Pair) -> Outcome:
-    """One bit, anywhere in what is asked or answered; early bytes more often, for they are rarely payload."""
+def flip_wire(pair: FaultPair) -> Outcome:
+    """Flip one bit anywhere in requests or answers; early bytes more often, because they are rarely payload."""
     offer, draw = pair.source.publish(), pair.draw
     direction: Direction = "requests" if _coin(pair) else "answers"
     most = pair.sent[direction]
     at = draw.randrange(most) if _coin(pair) else int(most ** draw.random()) - 1
     with proxy(offer.ranks[0].address, Flip(direction, at, draw.randrange(8))) as between:
-        spoiled = through(offer, between.address)
-        return pair.pull(spoiled, in_place=_coin(pair), deadline_s=FLIPPED_S)
+        proxied = with_address(offer, between.address)
+        return pair.pull(proxied, in_place=_coin(pair), deadline_s=FLIPPED_S)
 
 
-def flip_snapshot(pair: Pair) -> Outcome:
-    """One bit in the publisher's copy, after it was digested and before it is read."""
+def flip_snapshot(pair: FaultPair) -> Outcome:
+    """Flip one bit in the publisher's snapshot, after it was digested and before it is read."""
     offer = pair.source.publish()
     name = pair.draw.choice(WHOLE)
     content = weights(offer.version)[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -128,46 +128,46 @@ def flip_snapshot(pair: Pair) -> Outcome:
         require(at > 0, f"{name} of version {offer.version} is not in the snapshot")
         memory[at + pair.draw.randrange(len(content))] ^= 1 << pair.draw.randrange(8)
     outcome = pair.pull(offer, in_place=_coin(pair))
-    if outcome == "adopted" and pair.num_deltas:  # the flipped bit was not among what had changed, and did not travel
+    if outcome == "adopted" and pair.num_deltas:  # the flipped bit was in no delta, and did not travel
         return outcome
-    return pair.pull_must(outcome, "stale", "torn")
+    return pair.expect(outcome, "stale", "torn")
 
 
-def forge_token(pair: Pair) -> Outcome:
-    """Another token, or the token of the version before."""
+def forge_token(pair: FaultPair) -> Outcome:
+    """Present a random token, or that of the previous version."""
     old, offer = pair.source.publish(), pair.source.publish()
     token = old.ranks[0].token if _coin(pair) else secrets.token_hex(16)
     forged = msgspec.structs.replace(offer, ranks=(msgspec.structs.replace(offer.ranks[0], token=token),))
-    return pair.pull_must(pair.pull(forged, in_place=_coin(pair)), "stale", "torn")
+    return pair.expect(pair.pull(forged, in_place=_coin(pair)), "stale", "torn")
 
 
-def revoke_snapshot(pair: Pair) -> Outcome:
-    """Two more versions while this one is read, and another reader on the first of them: the older must go."""
+def revoke_snapshot(pair: FaultPair) -> Outcome:
+    """Publish two more versions while this one is read, with another reader on the first: the older one is revoked."""
 
     def publish_twice() -> None:
         newer = pair.source.publish()
         with closing(Puller(layout_of(pair.tensors, "rollout-1"))) as other:
-            again = Moment(pair.draw.randrange(2, max(3, pair.num_steps)), pair.source.publish)
+            again = Trigger(pair.draw.randrange(2, max(3, pair.num_steps)), pair.source.publish)
             try:
                 other.pull(newer, pair.plan, deadline_s=ANSWER_S, cancelled=again)
             except WeightsError:
                 pass  # it may be the one that is revoked
-            again.pass_by()
+            again.fire()
 
-    moment = _moment(pair, publish_twice)
-    outcome = pair.pull(pair.source.publish(), in_place=_coin(pair), cancelled=moment)
-    moment.pass_by()
+    trigger = _trigger(pair, publish_twice)
+    outcome = pair.pull(pair.source.publish(), in_place=_coin(pair), cancelled=trigger)
+    trigger.fire()
     return outcome
 
 
-def cancel(pair: Pair) -> Outcome:
-    """At any step."""
-    moment = _moment(pair, cancels=True)
-    return pair.pull(pair.source.publish(), in_place=_coin(pair), cancelled=moment)
+def cancel(pair: FaultPair) -> Outcome:
+    """Cancel the pull, at any step."""
+    trigger = _trigger(pair, cancels=True)
+    return pair.pull(pair.source.publish(), in_place=_coin(pair), cancelled=trigger)
 
 
-def fill_disk(pair: Pair) -> Outcome:
-    """An export that may write no file so large, from its beginning or when it is finished. It leaves no trace."""
+def fill_disk(pair: FaultPair) -> Outcome:
+    """Limit the file size of an export, from its beginning or when it is finished; it must leave no trace."""
     offer, layout = encode(pair.source.publish()), encode(pair.source.layout)
     num_bytes = sum(tensor.nbytes for tensor in weights(0).values())
     early = _coin(pair)
@@ -196,10 +196,10 @@ def export(
     path: Path,
     layout: bytes,
     offer: bytes,
-    at_first: Callable[[], None] = nothing,
-    at_last: Callable[[], None] = nothing,
+    at_first: Callable[[], None] = do_nothing,
+    at_last: Callable[[], None] = do_nothing,
 ) -> None:
-    """Write a version into a checkpoint of several files, and do something before it is begun and finished."""
+    """Write a version into a checkpoint of several files, with hooks before its beginning and its end."""
     source, offered = decode_layout(layout), decode_offer(offer)
     at_first()
     with create_folder(path, source.tensors, max_file_bytes=256 << 10) as folder:
@@ -214,19 +214,19 @@ def export(
 
 
 def _export(path: Path, layout: bytes, offer: bytes, limit: int, early: bool) -> None:
-    """In a process of its own: export with a limit to the size of files."""
+    """Export with a limit on file sizes; runs in a child process."""
     torch.set_num_threads(1)
 
     def fill() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     try:
-        export(path, layout, offer, *((fill,) if early else (nothing, fill)))
+        export(path, layout, offer, *((fill,) if early else (do_nothing, fill)))
     except WeightsError:
         sys.exit(REFUSED)
 
 
-FAULTS: Final[dict[Kind, Callable[[Pair], Outcome]]] = {
+FAULTS: Final[dict[Kind, Callable[[FaultPair], Outcome]]] = {
     "source killed": kill_source,
     "source stalled": stall_source,
     "reader killed": kill_reader,

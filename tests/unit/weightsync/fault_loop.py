@@ -1,4 +1,4 @@
-"""Faults one after the other, drawn by a seed, against real publishers in processes of their own.
+"""Loop of random faults, drawn by a seed, against real publishers in child processes.
 
 After every fault the destination must hold a complete and attested version: the new one, or the old one with every
 bit as it was; or say that it is torn. Then a clean pull must heal it. What is left behind is counted at the end.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fault_kinds import FAULTS, Kind
-from fault_pair import Pair, census
+from fault_pair import FaultPair, resource_counts
 from transport_peers import served_transports
 
 from starling.weightsync.plan.offer import Transport
@@ -32,12 +32,12 @@ PRELOADED: Final = (
     "starling.weightsync.layouts.checkpoint",
     "starling.weightsync.tensors.modules",
 )
-"""Imported once, by the process that all others are forked from."""
+"""Modules that the fork server imports once."""
 
 
 @dataclass
 class Report:
-    """What came of a loop."""
+    """The result of a loop."""
 
     injected: Counter[str] = field(default_factory=Counter)
     """Faults by kind."""
@@ -47,21 +47,21 @@ class Report:
     transports: Counter[str] = field(default_factory=Counter)
     """Faults by transport."""
     failures: list[str] = field(default_factory=list)
-    """Why a fault was not survived."""
+    """Reasons why faults were not survived."""
     leaks: Counter[str] = field(default_factory=Counter)
-    """What was left behind, by what it is; empty when nothing was."""
+    """Leaked resources by kind."""
     seconds: float = 0.0
 
 
-def run_faults(num: int, seed: int, told: Callable[[int], None] = lambda done: None) -> Report:
-    """Do `num` faults; `told` how many are done."""
+def run_faults(num: int, seed: int, report_progress: Callable[[int], None] = lambda done: None) -> Report:
+    """Inject `num` faults; `report_progress` is called with the number done."""
     mp.set_forkserver_preload(list(PRELOADED))
     draw = random.Random(seed)
     report = Report()
     warm_up(draw)
-    before, files, begin = census("self"), shared_files(), time.monotonic()
-    pairs = {transport: Pair(transport, draw) for transport in TRANSPORTS}
-    opened = census("self")
+    before, files, begin = resource_counts("self"), shared_files(), time.monotonic()
+    pairs = {transport: FaultPair(transport, draw) for transport in TRANSPORTS}
+    opened = resource_counts("self")
     try:
         deck: list[tuple[Transport, Kind]] = []
         for done in range(num):
@@ -71,18 +71,18 @@ def run_faults(num: int, seed: int, told: Callable[[int], None] = lambda done: N
             transport, kind = deck.pop()
             if not _survives(pairs[transport], kind, report):
                 pairs[transport].close()
-                pairs[transport] = Pair(transport, draw)
-            told(done + 1)
+                pairs[transport] = FaultPair(transport, draw)
+            report_progress(done + 1)
         for transport in TRANSPORTS:
-            report.leaks += pairs[transport].left_behind()
-        grown = census("self")
+            report.leaks += pairs[transport].leaks()
+        grown = resource_counts("self")
         grown.subtract(opened)
         report.leaks["descriptors of pullers"] += max(0, grown["descriptors"])
     finally:
         while pairs:
             pairs.popitem()[1].close()
     gc.collect()
-    left = census("self")
+    left = resource_counts("self")
     left.subtract(before)
     report.leaks += left
     report.leaks["processes"] += len(mp.active_children())
@@ -93,28 +93,28 @@ def run_faults(num: int, seed: int, told: Callable[[int], None] = lambda done: N
 
 
 def warm_up(draw: random.Random) -> None:
-    """Let the libraries open what they open once and keep."""
+    """Make the libraries open what they keep open for the life of the process."""
     for transport in TRANSPORTS:
-        Pair(transport, draw).close()
+        FaultPair(transport, draw).close()
     gc.collect()
 
 
 def shared_files() -> set[str]:
-    """Names in /dev/shm that could be ours."""
+    """Return the names in /dev/shm that UCX or this code may have created."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("ucx", "starling"))}
 
 
-def _survives(pair: Pair, kind: Kind, report: Report) -> bool:
-    """Inject one fault and heal; note how it went."""
+def _survives(pair: FaultPair, kind: Kind, report: Report) -> bool:
+    """Inject one fault and heal; record the outcome."""
     report.injected[kind] += 1
     report.transports[pair.transport] += 1
     number = report.injected.total()
     try:
         if kind == "source killed":
-            report.leaks += pair.left_behind()
+            report.leaks += pair.leaks()
         outcome = FAULTS[kind](pair)
         pair.adopt(pair.source.publish())
-    except Exception as error:  # noqa: BLE001 - whatever is raised is what is looked for
+    except Exception as error:  # noqa: BLE001 - any exception is a finding
         where = "" if isinstance(error, AssertionError) else traceback.format_exc()
         reason = f"fault {number} ({kind}, {pair.transport}): {type(error).__name__}: {error} {where}"
         report.failures.append(reason.strip())

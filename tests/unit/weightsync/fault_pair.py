@@ -1,4 +1,4 @@
-"""A real publisher, its destination, and what may be said of the destination after a pull, however that went."""
+"""A real publisher, its destination, and checks of the destination after a pull, successful or not."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from starling.weightsync.tensors.modules import layout_of
 Outcome = Literal["adopted", "stale", "torn"]
 
 SETTLE_S: Final = 5.0
-"""How long a publisher has to notice that readers are gone."""
+"""How long a publisher may take to notice that readers are gone."""
 POOL_THREADS: Final = 4
-"""Threads that a publisher starts when it first needs them, and keeps."""
+"""Threads that a publisher starts on first use, and keeps."""
 
 
 class Violation(AssertionError):
-    """A destination is not in a state that it may be in."""
+    """The destination is in a state that is not allowed."""
 
 
 def require(holds: bool, otherwise: str) -> None:
@@ -38,12 +38,12 @@ def require(holds: bool, otherwise: str) -> None:
         raise Violation(otherwise)
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Do nothing."""
 
 
-def census(pid: int | str | None) -> Counter[str]:
-    """Count what a process holds: descriptors, threads, and mappings of snapshots and of UCX's shared memory."""
+def resource_counts(pid: int | str | None) -> Counter[str]:
+    """Count a process's descriptors, threads, and mappings of snapshots and of UCX's shared memory."""
     with open(f"/proc/{pid}/maps") as maps:
         mapped = sum("starling-snapshots" in line or "/dev/shm/" in line for line in maps)
     return Counter(
@@ -51,29 +51,29 @@ def census(pid: int | str | None) -> Counter[str]:
     )
 
 
-class Moment:
-    """A question that `act`s when it is asked for the n-th time, and then says whether the pull is cancelled."""
+class Trigger:
+    """A `cancelled` callback that calls `act` in its n-th call, and from then on returns `cancels`."""
 
-    def __init__(self, step: int, act: Callable[[], object] = nothing, *, cancels: bool = False) -> None:
+    def __init__(self, step: int, act: Callable[[], object] = do_nothing, *, cancels: bool = False) -> None:
         self.num_asked = 0
         self._step, self._act, self._cancels = step, act, cancels
-        self._passed = False
+        self._fired = False
 
     def __call__(self) -> bool:
         self.num_asked += 1
         if self.num_asked > self._step:
-            self.pass_by()
-        return self._passed and self._cancels
+            self.fire()
+        return self._fired and self._cancels
 
-    def pass_by(self) -> None:
-        """Act at the latest now."""
-        if not self._passed:
-            self._passed = True
+    def fire(self) -> None:
+        """Call `act` now if it has not been called."""
+        if not self._fired:
+            self._fired = True
             self._act()
 
 
-class Pair:
-    """A publisher in a process of its own, and its destination in this one."""
+class FaultPair:
+    """A publisher in a child process, and its destination in this one."""
 
     def __init__(self, transport: Transport, draw: random.Random) -> None:
         self.transport, self.draw = transport, draw
@@ -81,7 +81,7 @@ class Pair:
         self.tensors = blank()
         self.version = -1
         self.num_deltas = 0
-        """Boxes of which only what changed was sent, in the last pull that succeeded."""
+        """Boxes that arrived as deltas in the last successful pull."""
         layout = layout_of(self.tensors, "rollout-0")
         self.plan = make_plan(self.source.layout, layout, bucket_bytes=BUCKET_BYTES)
         self.puller = Puller(layout)
@@ -89,13 +89,13 @@ class Pair:
         offer = self.source.publish()
         if transport == "tcp":
             with proxy(offer.ranks[0].address) as between:
-                self.adopt(through(offer, between.address))
+                self.adopt(with_address(offer, between.address))
                 self.sent = dict(between.num_bytes)
-        counted = Moment(sys.maxsize)
+        counted = Trigger(sys.maxsize)
         self.adopt(self.source.publish(), counted)
         self.num_steps = counted.num_asked
-        """About how often a pull asks whether it is cancelled."""
-        self.publisher_before = census(self.source.process.pid)
+        """About how often a pull checks whether it is cancelled."""
+        self.publisher_before = resource_counts(self.source.process.pid)
 
     def pull(
         self,
@@ -105,7 +105,7 @@ class Pair:
         deadline_s: float = ANSWER_S,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Outcome:
-        """Pull, switch if it was not in place, and check what the destination holds, however it went.
+        """Pull, switch if it was not in place, and check what the destination holds, successful or not.
 
         Raises:
             Violation: it holds what it must not hold, or says what is not so.
@@ -129,33 +129,33 @@ class Pair:
         return "adopted"
 
     def adopt(self, offer: Offer, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Pull where nothing is wrong, which must succeed."""
-        self.pull_must(self.pull(offer, in_place=self.draw.random() < 0.5, cancelled=cancelled), "adopted")
+        """Pull without a fault, which must succeed."""
+        self.expect(self.pull(offer, in_place=self.draw.random() < 0.5, cancelled=cancelled), "adopted")
 
     @staticmethod
-    def pull_must(outcome: Outcome, *allowed: Outcome) -> Outcome:
-        """Return the outcome of a pull, which must be one of these."""
+    def expect(outcome: Outcome, *allowed: Outcome) -> Outcome:
+        """Return the outcome of a pull, which must be among `allowed`."""
         require(outcome in allowed, f"{outcome} instead of {' or '.join(allowed)}")
         return outcome
 
     def holds(self) -> bool:
-        """Whether the destination holds what it says."""
+        """Return whether the destination holds the version that it claims."""
         return self.puller.version == self.version and same(self.tensors, weights(self.version))
 
     def restart(self) -> None:
-        """Put a new publisher in the place of one that was killed."""
+        """Replace a killed publisher."""
         self.source.process.kill()
         self.source.process.join(ANSWER_S)
         self.source.process.close()
         self.source = self._start(self.source.version)
         self.adopt(self.source.publish())
-        self.publisher_before = census(self.source.process.pid)
+        self.publisher_before = resource_counts(self.source.process.pid)
 
-    def left_behind(self) -> Counter[str]:
-        """Return what the publisher holds more of than when its first reader was connected."""
+    def leaks(self) -> Counter[str]:
+        """Return the resources of the publisher beyond those when its first reader was connected."""
         end = time.monotonic() + SETTLE_S
         while True:
-            more = census(self.source.process.pid)
+            more = resource_counts(self.source.process.pid)
             more.subtract(self.publisher_before)
             more["threads"] -= POOL_THREADS
             found = Counter({f"publisher {name}": num for name, num in (+more).items()})
@@ -164,7 +164,7 @@ class Pair:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End both."""
+        """Close the puller, and kill the publisher."""
         self.puller.close()
         self.source.process.kill()
         self.source.process.join(ANSWER_S)
@@ -192,6 +192,6 @@ class Pair:
         return "stale"
 
 
-def through(offer: Offer, address: str) -> Offer:
-    """Return the offer with another address."""
+def with_address(offer: Offer, address: str) -> Offer:
+    """Return the offer with the address replaced."""
     return msgspec.structs.replace(offer, ranks=(msgspec.structs.replace(offer.ranks[0], address=address),))

@@ -1,4 +1,4 @@
-"""A wire that flips a bit: a real TCP connection between a reader and its source, with somebody in between."""
+"""TCP proxy between a reader and its source that can flip one bit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 WAIT_S: Final = 0.02
-"""Longest wait before the proxy looks whether it is to end."""
+"""Longest wait between two checks for the end of the proxy."""
 SEND_S: Final = 5.0
-"""Whoever takes nothing for so long is hung up on."""
+"""How long an end may accept nothing before its connection is closed."""
 
 Direction = Literal["requests", "answers"]
 
 
 @dataclass(frozen=True)
 class Flip:
-    """One bit of one byte of what goes in one direction, counted from the first byte of the first connection."""
+    """One bit of one byte in one direction, counted from the first byte of the first connection."""
 
     direction: Direction
     at: int
     bit: int
 
 
-class Proxy:
-    """Passes on what two ends say to each other, one connection at a time, but for a flipped bit."""
+class FlippingProxy:
+    """Forwards the bytes of one connection at a time, with at most one flipped bit."""
 
     def __init__(self, address: str, flip: Flip | None = None) -> None:
         host, _, port = address.rpartition(":")
@@ -38,16 +38,16 @@ class Proxy:
         self._listener = socket.create_server((host, 0))
         self._listener.settimeout(WAIT_S)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        """Where the reader connects."""
+        """Address that the reader connects to."""
         self.num_bytes: dict[Direction, int] = {"requests": 0, "answers": 0}
-        """How much has passed."""
+        """Bytes forwarded so far."""
         self.flipped = False
         """Whether the bit has been flipped."""
         self._thread = threading.Thread(target=self._run, name="proxy")
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on both ends."""
+        """Close both connections."""
         self._stop.set()
         self._thread.join()
 
@@ -62,7 +62,7 @@ class Proxy:
                     self._pass_on(reader, source)
 
     def _pass_on(self, reader: socket.socket, source: socket.socket) -> None:
-        """Until one end hangs up, which is passed on by hanging up on the other."""
+        """Forward until one end closes, which closes the other."""
         routes: dict[socket.socket, tuple[Direction, socket.socket]] = {
             reader: ("requests", source),
             source: ("answers", reader),
@@ -73,7 +73,7 @@ class Proxy:
                 data = bytearray(end.recv(1 << 16))
                 if not data:
                     return
-                self._spoil(direction, data)
+                self._flip_bit(direction, data)
                 self._send(other, data)
 
     def _send(self, other: socket.socket, data: bytearray) -> None:
@@ -86,7 +86,7 @@ class Proxy:
                 if self._stop.is_set() or time.monotonic() > end:
                     raise
 
-    def _spoil(self, direction: Direction, data: bytearray) -> None:
+    def _flip_bit(self, direction: Direction, data: bytearray) -> None:
         begin = self.num_bytes[direction]
         self.num_bytes[direction] += len(data)
         flip = self._flip
@@ -96,9 +96,9 @@ class Proxy:
 
 
 @contextmanager
-def proxy(address: str, flip: Flip | None = None) -> Iterator[Proxy]:
-    """A proxy that has hung up afterwards."""
-    made = Proxy(address, flip)
+def proxy(address: str, flip: Flip | None = None) -> Iterator[FlippingProxy]:
+    """Run a proxy, which is closed afterwards."""
+    made = FlippingProxy(address, flip)
     try:
         yield made
     finally:

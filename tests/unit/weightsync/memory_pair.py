@@ -1,4 +1,4 @@
-"""A publisher and a destination in processes of their own, and the memory that each takes beside its tensors.
+"""A publisher and a destination in child processes, and the memory of each in addition to its tensors.
 
 Memory counts where it belongs: what is private in its process, and snapshots at the publisher whose they are, although
 readers on the same host map them too. It is compared with what was there before: code, threads, the model's own
@@ -31,10 +31,10 @@ from starling.weightsync.puller.puller import Puller
 ANSWER_S = 120.0
 SAMPLED_EVERY_S = 0.002
 NUM_VERSIONS = 3
-"""One more than there are snapshots: nothing may grow from one version to the next."""
+"""One more than there are snapshots: memory must not grow from one version to the next."""
 ROWS, COLUMNS = 2048, 1024
 LAYER_BYTES = 2 * 3 * ROWS * COLUMNS
-"""Without the norm, of two bytes an element."""
+"""Without the norm, at two bytes an element."""
 
 
 def layouts(num_layers: int) -> tuple[Layout, Layout]:
@@ -77,7 +77,7 @@ def layouts(num_layers: int) -> tuple[Layout, Layout]:
 
 
 def storages(layout: Layout) -> dict[str, torch.Tensor]:
-    """Make the tensors of a rank, and touch every page of them."""
+    """Return the tensors of a rank, with every page touched."""
     extents: dict[str, int] = {}
     for shard in layout.ranks[0].shards:
         last = sum((n - 1) * stride for n, stride in zip(shard.box.size, shard.strides, strict=True))
@@ -88,8 +88,8 @@ def storages(layout: Layout) -> dict[str, torch.Tensor]:
     return made
 
 
-class Giver:
-    """What the publisher's process does."""
+class PublisherSide:
+    """The publisher's side."""
 
     def __init__(self, num_layers: int) -> None:
         self._tensors = {n: storages(layouts(n)[0]) for n in (1, num_layers)}
@@ -112,8 +112,8 @@ class Giver:
         gc.collect()
 
 
-class Taker:
-    """What the destination's process does."""
+class PullerSide:
+    """The destination's side."""
 
     def __init__(self, num_layers: int) -> None:
         self._tensors = {n: storages(layouts(n)[1]) for n in (1, num_layers)}
@@ -139,7 +139,7 @@ class Taker:
         gc.collect()
 
 
-def _obey(side: type[Giver | Taker], num_layers: int, pipe: Connection) -> None:
+def _serve_calls(side: type[PublisherSide | PullerSide], num_layers: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     made = side(num_layers)
     pipe.send(None)
@@ -148,28 +148,28 @@ def _obey(side: type[Giver | Taker], num_layers: int, pipe: Connection) -> None:
         pipe.send(getattr(made, name)(*arguments))
 
 
-class Peer:
-    """One of the two processes."""
+class SideProcess:
+    """The child process of one side."""
 
-    def __init__(self, side: type[Giver | Taker], num_layers: int) -> None:
+    def __init__(self, side: type[PublisherSide | PullerSide], num_layers: int) -> None:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_obey, args=(side, num_layers, theirs), daemon=True)
+        self.process = context.Process(target=_serve_calls, args=(side, num_layers, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
     def ask(self, name: str, *arguments: object) -> Any:
-        """Have a method called, and return its result."""
+        """Call a method in the process, and return its result."""
         self._pipe.send((name, arguments))
         return self.answer()
 
     def answer(self) -> Any:
-        """Return what comes next from the process."""
+        """Return the next message of the process."""
         assert self._pipe.poll(ANSWER_S), "the other process does not answer"
         return self._pipe.recv()
 
     def memory_bytes(self) -> int:
-        """Return what the process holds now: private memory, and its own snapshots."""
+        """Return the process's memory in bytes: private memory, and its own snapshots."""
         folder = Path(f"/proc/{self.process.pid}")
         lines = (folder / "smaps_rollup").read_text().splitlines()
         private = next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
@@ -177,7 +177,7 @@ class Peer:
 
 
 def _snapshots(folder: Path) -> dict[int, int]:
-    """Return the size of each arena of a process, which alone has it open for writing, by its inode."""
+    """Return by inode the size of each arena that a process has open for writing, which only its owner has."""
     found: dict[int, int] = {}
     for file in folder.iterdir():
         try:
@@ -189,17 +189,17 @@ def _snapshots(folder: Path) -> dict[int, int]:
     return found
 
 
-class Watch:
-    """The most that processes hold while something happens, looked at again and again by a thread."""
+class PeakMemory:
+    """Peak memory of processes during a call, sampled by a thread."""
 
-    def __init__(self, peers: list[Peer]) -> None:
+    def __init__(self, peers: list[SideProcess]) -> None:
         self._peers, self._stop = peers, threading.Event()
         self.before = [peer.memory_bytes() for peer in peers]
         self._most = list(self.before)
         self._thread = threading.Thread(target=self._run)
 
     def most_during(self, act: Callable[[], None]) -> list[int]:
-        """Return by how much each process exceeded what it held before, while `act` ran."""
+        """Return by how many bytes each process exceeded its earlier memory while `act` ran."""
         self._thread.start()
         try:
             act()
@@ -215,29 +215,29 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Extra:
-    """Memory of one process beside its tensors, in bytes."""
+class ExtraMemory:
+    """Memory of one process in addition to its tensors, in bytes."""
 
     measured: int
     planned: int
     left: int
-    """Once everything was closed."""
+    """After everything was closed."""
 
 
-class Pair:
+class MemoryPair:
     """Both processes."""
 
     def __init__(self, num_layers: int, bucket_bytes: int) -> None:
         self._num_layers, self._bucket_bytes = num_layers, bucket_bytes
-        self.peers = [Peer(Giver, num_layers), Peer(Taker, num_layers)]
+        self.peers = [SideProcess(PublisherSide, num_layers), SideProcess(PullerSide, num_layers)]
         for peer in self.peers:
             peer.answer()
 
-    def measure(self, transport: Transport, *, in_place: bool) -> tuple[Extra, Extra]:
+    def measure(self, transport: Transport, *, in_place: bool) -> tuple[ExtraMemory, ExtraMemory]:
         """Publish and adopt some versions; return the publisher's memory and the destination's."""
-        self._round(1, transport, in_place)  # loads code
-        watch = Watch(self.peers)
-        measured = watch.most_during(lambda: self._round(self._num_layers, transport, in_place))
+        self._publish_and_adopt(1, transport, in_place)  # loads code
+        watch = PeakMemory(self.peers)
+        measured = watch.most_during(lambda: self._publish_and_adopt(self._num_layers, transport, in_place))
         left = [peer.memory_bytes() - before for peer, before in zip(self.peers, watch.before, strict=True)]
         source, destination = layouts(self._num_layers)
         plan = self._plan(self._num_layers)
@@ -245,7 +245,7 @@ class Pair:
             publisher_peak(source, 0, plan, destination, transport, in_place=in_place).total_bytes,
             destination_peak(plan, destination, 0, transport, in_place=in_place).total_bytes,
         ]
-        publisher, puller = map(Extra, measured, planned, left)
+        publisher, puller = map(ExtraMemory, measured, planned, left)
         return publisher, puller
 
     def close(self) -> None:
@@ -257,22 +257,22 @@ class Pair:
     def _plan(self, num_layers: int) -> Plan:
         return make_plan(*layouts(num_layers), bucket_bytes=self._bucket_bytes)
 
-    def _round(self, num_layers: int, transport: Transport, in_place: bool) -> None:
-        giver, taker = self.peers
-        giver.ask("open", num_layers, transport)
-        taker.ask("open", num_layers, self._plan(num_layers))
+    def _publish_and_adopt(self, num_layers: int, transport: Transport, in_place: bool) -> None:
+        publisher, destination = self.peers
+        publisher.ask("open", num_layers, transport)
+        destination.ask("open", num_layers, self._plan(num_layers))
         for _ in range(NUM_VERSIONS):
-            assert taker.ask("adopt", giver.ask("publish"), in_place), (
+            assert destination.ask("adopt", publisher.ask("publish"), in_place), (
                 "the destination does not hold what was published"
             )
-        taker.ask("close")
-        giver.ask("close")
+        destination.ask("close")
+        publisher.ask("close")
 
 
 @contextmanager
-def pair(num_layers: int, bucket_bytes: int) -> Iterator[Pair]:
-    """Both processes, gone afterwards whatever happened to them."""
-    made = Pair(num_layers, bucket_bytes)
+def pair(num_layers: int, bucket_bytes: int) -> Iterator[MemoryPair]:
+    """Run both processes, which are killed afterwards."""
+    made = MemoryPair(num_layers, bucket_bytes)
     try:
         yield made
     finally:

@@ -1,4 +1,4 @@
-"""Models spread over ranks at random, and what it takes to bring one to the other in this process."""
+"""Random models spread over ranks, and publishers of them in this process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Model:
 
 
 def local(layout: Layout, rank: int, full: Mapping[str, torch.Tensor]) -> Storages:
-    """What a rank holds of full tensors."""
+    """Return the part of full tensors that a rank holds."""
     made: Storages = {}
     for shard in layout.ranks[rank].shards:
         spec = layout.tensors[shard.tensor]
@@ -90,7 +90,7 @@ def local(layout: Layout, rank: int, full: Mapping[str, torch.Tensor]) -> Storag
 
 
 def zeros(layout: Layout, rank: int) -> Storages:
-    """Empty storages for a rank."""
+    """Return zero storages for a rank."""
     return {
         shard.storage: torch.zeros(shard.box.size, dtype=getattr(torch, layout.tensors[shard.tensor].dtype))
         for shard in layout.ranks[rank].shards
@@ -98,7 +98,7 @@ def zeros(layout: Layout, rank: int) -> Storages:
 
 
 def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
-    """Whether all tensors hold the same bits."""
+    """Return whether all tensors hold the same bits."""
     return a.keys() == b.keys() and all(
         x.shape == b[name].shape and x.contiguous().view(-1).view(torch.uint8).equal(b[name].view(-1).view(torch.uint8))
         for name, x in a.items()
@@ -107,7 +107,7 @@ def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
 
 
 def evolved(full: Mapping[str, torch.Tensor], seed: int, share: float) -> Storages:
-    """The next version: about this share of the elements has another bit."""
+    """Return the next version, with a flipped bit in about this share of the elements."""
     generator = torch.Generator().manual_seed(seed)
     made: Storages = {}
     for name, tensor in full.items():
@@ -122,7 +122,7 @@ def evolved(full: Mapping[str, torch.Tensor], seed: int, share: float) -> Storag
 def publishers(
     layout: Layout, transports: Sequence[Transport], *, delta_versions: int = 0
 ) -> Iterator[list[Publisher]]:
-    """A publisher for each rank, in this process."""
+    """Run a publisher for each rank, in this process."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(

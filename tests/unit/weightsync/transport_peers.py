@@ -1,4 +1,4 @@
-"""A source without torch, in this process or in one of its own, and the reader's half of a conversation with it."""
+"""Sources without torch, in this process or a child process, and a reader that speaks to them request by request."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ def served_transports() -> tuple[Transport, ...]:
     return ("tcp", "gloo", *ucx, *nixl)
 
 
-NOWHERE = ReadTarget()
+NO_TARGET = ReadTarget()
 PRELOADED = ("starling.weightsync.transports.registry", "starling.weightsync.transports.collective")
-"""Imported once, by the process that all sources are forked from: torch takes seconds."""
+"""Modules that the fork server imports once for all sources: torch takes seconds."""
 
 
 def box(*spans: tuple[int, int]) -> Box:
-    """A box from begin and end of each dim."""
+    """Return a box from begin and end of each dim."""
     return Box(offset=tuple(a for a, _ in spans), size=tuple(b - a for a, b in spans))
 
 
 def piece(name: str, dtype: str, *spans: tuple[int, int]) -> ShardPiece:
-    """A piece, or a box to be asked for."""
+    """Return a piece, or a box to request."""
     return ShardPiece(names=(name,), dtype=dtype, box=box(*spans))
 
 
 def content(wanted: ShardPiece, shape: Sequence[int]) -> Array:
-    """What a box of a tensor of that shape holds: all different bits, by name and position."""
+    """Return the content of a box of a tensor of that shape: different bits for each name and position."""
     num = int(np.prod(shape))
     draw = np.random.default_rng(sum(wanted.names[0].encode()))
     whole = draw.integers(0, 256, num * ITEM_BYTES[wanted.dtype], np.uint8).view(f"u{ITEM_BYTES[wanted.dtype]}")
     return whole.reshape(shape)[tuple(slice(a, a + n) for a, n in zip(wanted.box.offset, wanted.box.size, strict=True))]
 
 
-class Held:
-    """An arena with one snapshot of whole tensors, served."""
+class ServedSource:
+    """A served arena with one snapshot of whole tensors."""
 
     def __init__(self, transport: Transport, pieces: Sequence[ShardPiece]) -> None:
         self.pieces = tuple(pieces)
@@ -79,8 +79,8 @@ class Held:
     def publish(self) -> RankOffer:
         """Put the same content into the next snapshot."""
         slot = self.arena.claim(0.0)
-        for held, array in zip(self.pieces, packed_arrays(self.pieces, self.arena.slots[slot]), strict=True):
-            np.copyto(array, content(held, held.box.size))
+        for piece, array in zip(self.pieces, packed_arrays(self.pieces, self.arena.slots[slot]), strict=True):
+            np.copyto(array, content(piece, piece.box.size))
         snapshot, token = self.arena.commit(slot)
         return RankOffer(
             rank=0,
@@ -99,9 +99,9 @@ class Held:
 
 
 @contextmanager
-def held(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[Held]:
-    """A source in this process."""
-    made = Held(transport, pieces)
+def serving(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[ServedSource]:
+    """Serve a source in this process."""
+    made = ServedSource(transport, pieces)
     try:
         yield made
     finally:
@@ -109,14 +109,14 @@ def held(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[Held]:
 
 
 def _serve(transport: Transport, pieces: bytes, pipe: Connection) -> None:
-    with held(transport, msgspec.msgpack.decode(pieces, type=tuple[ShardPiece, ...])) as made:
+    with serving(transport, msgspec.msgpack.decode(pieces, type=tuple[ShardPiece, ...])) as made:
         pipe.send_bytes(msgspec.msgpack.encode(made.offer))
         while pipe.recv():
             pipe.send_bytes(msgspec.msgpack.encode(made.publish()))
 
 
-class Away:
-    """A source in a process of its own."""
+class RemoteSource:
+    """A source in a child process."""
 
     def __init__(self, transport: Transport, pieces: Sequence[ShardPiece]) -> None:
         mp.set_forkserver_preload(list(PRELOADED))
@@ -144,9 +144,9 @@ class Away:
 
 
 @contextmanager
-def away(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[Away]:
-    """A source in another process, which is gone afterwards whatever happened to it."""
-    made = Away(transport, pieces)
+def remote_source(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[RemoteSource]:
+    """Run a source in a child process, which is killed afterwards."""
+    made = RemoteSource(transport, pieces)
     try:
         yield made
     finally:
@@ -155,30 +155,30 @@ def away(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[Away]:
 
 
 class Reader:
-    """A wire, and a conversation with one source over it."""
+    """A transport client, and requests to one source over it."""
 
     def __init__(self, transport: Transport) -> None:
         self.pool = ThreadPoolExecutor(2)
-        self.wire: TransportClient
+        self.client: TransportClient
         match transport:
             case "local":
-                self.wire = LocalClient(self.pool)
+                self.client = LocalClient(self.pool)
             case "tcp":
-                self.wire = tcp_client()
+                self.client = tcp_client()
             case "ucx":
-                self.wire = UcxClient(loopback=True)
+                self.client = UcxClient(loopback=True)
             case "gloo" | "nccl":
                 from starling.weightsync.transports.collective import collective_client  # imports torch
 
-                self.wire = collective_client(transport)
+                self.client = collective_client(transport)
             case "nixl":
-                self.wire = NixlClient(loopback=True)
+                self.client = NixlClient(loopback=True)
         self._number = 1
         self._events: deque[Event] = deque()
 
     def connect(self, offer: RankOffer, name: str = "source") -> SourceAnswer:
         """Connect and present the token."""
-        self.wire.connect(name, offer)
+        self.client.connect(name, offer)
         return self.ask(OpenSnapshot(number=self.number(), snapshot=offer.snapshot, token=offer.token), name=name)
 
     def number(self, num: int = 1) -> int:
@@ -188,14 +188,14 @@ class Reader:
     def request(
         self, boxes: Sequence[ShardPiece], segments: Sequence[int] = (), digests: DigestMode = "full"
     ) -> ReadBoxes:
-        """Ask for boxes, each a segment of its own unless told otherwise."""
+        """Return a request for boxes, by default with a segment for each."""
         counts = tuple(segments) or (1,) * len(boxes)
         number = self.number(len(counts))
         return ReadBoxes(number=number, tag=number, segments=counts, boxes=tuple(boxes), digests=digests, salt=0)
 
-    def ask(self, request: Request, landing: ReadTarget = NOWHERE, name: str = "source") -> SourceAnswer:
-        """Ask and wait for the answer."""
-        self.wire.ask(name, request, landing)
+    def ask(self, request: Request, target: ReadTarget = NO_TARGET, name: str = "source") -> SourceAnswer:
+        """Send a request and wait for the answer."""
+        self.client.ask(name, request, target)
         event = self.event()
         assert isinstance(event, AnswerReceived), event
         assert event.answer.number == request.number
@@ -204,31 +204,31 @@ class Reader:
     def read(self, boxes: Sequence[ShardPiece]) -> tuple[SourceAnswer, list[Array]]:
         """Read boxes into fresh arrays, filled with ones."""
         arrays = [np.full(b.box.size, 0xFF, f"u{ITEM_BYTES[b.dtype]}") for b in boxes]
-        return self.ask(self.request(boxes), landing(arrays)), arrays
+        return self.ask(self.request(boxes), read_target(arrays)), arrays
 
     def release(self) -> SourceAnswer:
         return self.ask(ReleaseSnapshot(number=self.number()))
 
     def event(self, wait_s: float = ANSWER_S) -> Event | None:
-        """Return what happens next, or None when nothing does."""
+        """Return the next event, or None when there is none."""
         end = time.monotonic() + wait_s
         while not self._events and time.monotonic() < end:
-            self._events += self.wire.poll(0.02)
+            self._events += self.client.poll(0.02)
         return self._events.popleft() if self._events else None
 
     def close(self) -> None:
-        self.wire.close()
+        self.client.close()
         self.pool.shutdown()
 
 
-def landing(arrays: Sequence[Array]) -> ReadTarget:
-    """Receive each box where it belongs."""
+def read_target(arrays: Sequence[Array]) -> ReadTarget:
+    """Return a target that receives each box in place."""
     return ReadTarget(tuple(arrays), tuple(array.reshape(-1).view(np.uint8) for array in arrays))
 
 
 @contextmanager
 def reader(transport: Transport) -> Iterator[Reader]:
-    """A reader that is closed afterwards."""
+    """Open a reader, which is closed afterwards."""
     made = Reader(transport)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""The processes at the other end: a publisher that obeys, and a reader that dies in mid-read."""
+"""Child processes: a publisher that publishes on request, and a reader that dies in mid-read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from starling.weightsync.tensors.modules import layout_of
 ANSWER_S = 30.0
 BUCKET_BYTES = 64 << 10
 SIMILAR = 4
-"""So many versions in a row differ in few elements only."""
+"""How many versions in a row differ in few elements only."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """A small model with everything that is awkward: odd sizes, scalars, empty, strided and tied tensors, NaNs.
+    """Return a small model with every awkward case: odd sizes, scalars, empty, strided and tied tensors, NaNs.
 
     From one version to the next few elements change, but every fourth version is another model.
     """
@@ -57,12 +57,12 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def blank() -> dict[str, torch.Tensor]:
-    """Tensors that `weights` fit into, untied and contiguous."""
+    """Return zero tensors of the shapes of `weights`, untied and contiguous."""
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights(0).items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Whether all tensors hold the same bits."""
+    """Return whether all tensors hold the same bits."""
     return a.keys() == b.keys() and all(
         a[name].contiguous().reshape(-1).view(torch.uint8).equal(b[name].contiguous().reshape(-1).view(torch.uint8))
         for name in a
@@ -80,7 +80,7 @@ def _publish(transport: Transport, read_timeout_s: float, pipe: Connection) -> N
 
 
 class Source:
-    """A publisher in a process of its own, which is started by `start_method`: ``spawn`` or ``forkserver``."""
+    """A publisher in a child process, started by `start_method`: ``spawn`` or ``forkserver``."""
 
     def __init__(self, transport: Transport, read_timeout_s: float = 60.0, start_method: str = "spawn") -> None:
         context: Any = mp.get_context(start_method)
@@ -105,7 +105,7 @@ class Source:
         os.kill(self.process.pid, number)
 
     def end(self) -> int | None:
-        """Ask it to close and to end; return its exit code."""
+        """End the process normally; return its exit code."""
         self._pipe.send(None)
         self.process.join(ANSWER_S)
         return self.process.exitcode
@@ -117,7 +117,7 @@ class Source:
 
 @contextmanager
 def source(transport: Transport, read_timeout_s: float = 60.0) -> Iterator[Source]:
-    """A publisher that is gone afterwards, whatever happened to it."""
+    """Run a publisher in a child process, which is killed afterwards."""
     peer = Source(transport, read_timeout_s)
     try:
         yield peer

@@ -1,4 +1,4 @@
-"""A LoRA adapter is a stream of versions of its own: small, and independent of the base's."""
+"""Publishing LoRA adapters: a separate small stream of versions, independent of the base model's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stream:
         self.publisher, self.puller = Publisher(source, transport="tcp"), Puller(destination)
 
     def bring(self, version: int, trained: Tensors) -> int:
-        """Bring a version to the engine; return how many bytes that took."""
+        """Adopt a version; return how many bytes travelled."""
         offer = self.publisher.publish(version, trained)
         report = self.puller.pull(offer, self.plan, deadline_s=DEADLINE_S)
         self.puller.switch(self.live)
@@ -49,7 +49,7 @@ class Stream:
         self.publisher.close()
 
 
-def test_adapters_and_base_have_versions_of_their_own() -> None:
+def test_adapters_and_base_model_are_published_separately() -> None:
     whole, first = base(), adapter()
     below, above = Stream(whole), Stream(first)
     assert below.bring(0, whole) == WIDTH * WIDTH * 4
@@ -63,7 +63,7 @@ def test_adapters_and_base_have_versions_of_their_own() -> None:
     above.close()
 
 
-def test_adapters_go_only_to_replicas_with_the_same_base() -> None:
+def test_plan_between_different_base_models_is_refused() -> None:
     tensors = adapter()
     source = layout_of(tensors, "trainer", base="one")
     same, other = layout_of(tensors, "engine", base="one"), layout_of(tensors, "engine", base="two")
@@ -76,7 +76,7 @@ def test_adapters_go_only_to_replicas_with_the_same_base() -> None:
             plans.plan(source, refused)
 
 
-def test_the_ranks_of_a_replica_have_one_base() -> None:
+def test_join_of_ranks_with_different_base_models_is_refused() -> None:
     parts = [layout_of({f"{PREFIX}.{n}": torch.ones(2)}, "engine", base="one") for n in range(2)]
     assert join_ranks("engine", parts).base == "one"
     with pytest.raises(WeightsError, match="The ranks of engine have their adapters on different weights"):

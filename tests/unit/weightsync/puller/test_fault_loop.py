@@ -1,4 +1,4 @@
-"""A short loop of faults, with every kind over every transport; `bench/weightsync_faults.py` runs the long one."""
+"""A short fault loop, with every kind over every transport; `bench/weightsync_faults.py` runs the long one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.system
 NUM_FAULTS = 33
 
 
-def test_whatever_happens_the_destination_knows_what_it_holds() -> None:
+def test_destination_survives_random_faults() -> None:
     report = run_faults(NUM_FAULTS, seed=0)
     assert not report.failures
     assert report.survived == report.injected

@@ -40,7 +40,7 @@ DEADLINE_S = 30.0
 PIECES = (ShardPiece(names=("a",), dtype="uint8", box=Box(offset=(0,), size=(64,))),)
 
 
-def test_tied_tensors_have_one_owner_and_travel_under_both_names() -> None:
+def test_tied_tensors_are_published_under_both_names() -> None:
     tensors = weights(0)
     layout = decode_layout(encode(layout_of(tensors, "policy-0")))
     assert [(spec.name, spec.same_as) for spec in layout.tensors if spec.same_as] == [("head", "embed")]
@@ -49,7 +49,7 @@ def test_tied_tensors_have_one_owner_and_travel_under_both_names() -> None:
     assert not any(spec.same_as for spec in untied.tensors)
 
 
-def test_a_state_dict_is_a_layout() -> None:
+def test_layout_of_accepts_a_state_dict() -> None:
     module = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False), torch.nn.BatchNorm1d(5))
     module[1].weight = module[0].weight
     layout = layout_of(module.state_dict(), "policy-0", Place(host="h"))
@@ -61,12 +61,12 @@ def test_a_state_dict_is_a_layout() -> None:
 @pytest.mark.parametrize(
     "tensor", [torch.empty(2, device="meta"), torch.eye(3).to_sparse(), torch.zeros(2).to(torch.cdouble)]
 )
-def test_tensors_without_plain_memory_are_refused(tensor: torch.Tensor) -> None:
+def test_layout_of_refuses_tensors_without_dense_memory(tensor: torch.Tensor) -> None:
     with pytest.raises(WeightsError, match="Tensor w"):
         layout_of({"w": tensor}, "policy-0")
 
 
-def test_versions_grow() -> None:
+def test_publisher_refuses_a_version_that_does_not_grow() -> None:
     tensors = weights(0)
     with Publisher(layout_of(tensors, "policy-0"), transport="local") as publisher:
         publisher.publish(3, tensors)
@@ -85,7 +85,7 @@ def test_versions_grow() -> None:
         ("odd", torch.zeros(3), "does not fit tensor odd of shape"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(name: str, tensor: torch.Tensor | None, sentence: str) -> None:
+def test_tensors_that_do_not_fit_the_layout_are_named(name: str, tensor: torch.Tensor | None, sentence: str) -> None:
     tensors = weights(0)
     with Publisher(layout_of(tensors, "policy-0"), transport="local") as publisher:
         publisher.publish(0, tensors)
@@ -95,7 +95,7 @@ def test_tensors_that_do_not_fit_are_named(name: str, tensor: torch.Tensor | Non
         publisher.publish(1, tensors)
 
 
-def test_a_lease_keeps_its_snapshot_until_the_writer_has_waited() -> None:
+def test_leased_snapshot_is_revoked_only_after_the_timeout() -> None:
     arena = Arena(PIECES)
     first, token = arena.commit(arena.claim(0.0))
     reader, other = ArenaMapping(arena.address), ArenaMapping(arena.address)
@@ -119,7 +119,7 @@ def test_a_lease_keeps_its_snapshot_until_the_writer_has_waited() -> None:
     other.close()
 
 
-def test_an_arena_that_is_closed_twice_closes_nothing_else() -> None:
+def test_arena_close_is_idempotent() -> None:
     arena = Arena(PIECES)
     arena.close()
     ends = os.pipe()  # the lowest free descriptors: the arena's is among them
@@ -129,7 +129,7 @@ def test_an_arena_that_is_closed_twice_closes_nothing_else() -> None:
         os.close(end)
 
 
-def test_both_slots_leased_revokes_the_older() -> None:
+def test_claim_with_both_slots_leased_revokes_the_older() -> None:
     arena = Arena(PIECES)
     readers = []
     for _ in range(2):
@@ -146,12 +146,12 @@ def test_both_slots_leased_revokes_the_older() -> None:
 
 
 @pytest.mark.parametrize("address", ["/etc/passwd", "/proc/self/fd/0", "/proc/1/fd/../../../etc/passwd", ""])
-def test_only_arenas_are_opened(address: str) -> None:
+def test_mapping_refuses_other_addresses(address: str) -> None:
     with pytest.raises(WeightsError, match="not the address of an arena"):
         ArenaMapping(address)
 
 
-def test_another_file_is_no_arena() -> None:
+def test_mapping_refuses_other_files() -> None:
     fd = os.memfd_create("other")
     os.ftruncate(fd, 8192)
     try:
@@ -181,7 +181,7 @@ def box(*spans: tuple[int, int]) -> Box:
 
 
 @pytest.mark.parametrize("transport", ["local", "ucx", "tcp", "gloo", "nixl"])
-def test_boxes_of_two_ranks_make_whole_tensors(transport: Transport) -> None:
+def test_puller_assembles_tensors_from_two_ranks(transport: Transport) -> None:
     if transport == "ucx":
         pytest.importorskip("ucxx")
     if transport == "nixl" and not has_nixl():
@@ -214,7 +214,7 @@ def test_boxes_of_two_ranks_make_whole_tensors(transport: Transport) -> None:
             publisher.close()
 
 
-def test_a_rank_may_hold_several_boxes_of_a_tensor_and_another_none() -> None:
+def test_rank_may_hold_several_boxes_of_a_tensor_or_none() -> None:
     tensors = {"w": torch.arange(48, dtype=torch.bfloat16).view(6, 8)}
     whole = layout_of(tensors, "policy-0")
     source = split(whole, [[("w", box((0, 2), (0, 8))), ("w", box((4, 6), (0, 8)))], [("w", box((2, 4), (0, 8)))]])
@@ -235,7 +235,7 @@ def test_a_rank_may_hold_several_boxes_of_a_tensor_and_another_none() -> None:
     assert not live[1]["w"].any()
 
 
-def test_diverged_copies_are_not_offered() -> None:
+def test_diverged_copies_cannot_be_offered_together() -> None:
     tensors = {"c": torch.arange(9)}
     layout = split(layout_of(tensors, "policy-0"), [[("c", box((0, 9)))], [("c", box((0, 9)))]])
     with Publisher(layout, transport="local") as one, Publisher(layout, transport="local", rank=1) as two:
@@ -254,7 +254,7 @@ def adopt_from(tensors: dict[str, torch.Tensor], live: dict[str, torch.Tensor], 
     return puller, offer
 
 
-def test_a_fused_parameter_is_several_shards_of_one_storage() -> None:
+def test_fused_parameter_is_filled_from_several_tensors() -> None:
     tensors = {"q": torch.randn(6, 5), "k": torch.randn(2, 5), "extra": torch.randn(3)}
     specs = tuple(TensorSpec(name=name, shape=tuple(tensors[name].shape), dtype="float32") for name in ("q", "k"))
     shards = (
@@ -271,8 +271,8 @@ def test_a_fused_parameter_is_several_shards_of_one_storage() -> None:
     puller.close()
 
 
-def test_a_pull_in_place_fills_the_tensors_that_it_is_given() -> None:
-    """What was worked out for one pull serves the next only where the tensors are the same."""
+def test_pull_in_place_fills_the_given_tensors() -> None:
+    """The schedule of one pull is reused by the next only where the tensors are the same."""
     tensors = {"w": torch.randn(6, 5)}
     layout = layout_of(tensors, "policy-0")
     plan = make_plan(layout, layout)
@@ -293,7 +293,7 @@ def test_a_pull_in_place_fills_the_tensors_that_it_is_given() -> None:
     puller.close()
 
 
-def test_parameters_that_need_gradients_are_switched_in_place() -> None:
+def test_switch_writes_parameters_that_require_gradients() -> None:
     module = torch.nn.Linear(3, 2)
     address = module.weight.data_ptr()
     tensors = {"weight": torch.randn(2, 3), "bias": torch.randn(2)}
@@ -307,7 +307,7 @@ def test_parameters_that_need_gradients_are_switched_in_place() -> None:
     puller.close()
 
 
-def test_nothing_is_left_open_after_close() -> None:
+def test_close_frees_descriptors_and_mappings() -> None:
     def cycle(transport: Transport) -> None:
         tensors, live = weights(0), blank()
         layout, mine = layout_of(tensors, "policy-0"), layout_of(live, "rollout-0")
@@ -316,7 +316,7 @@ def test_nothing_is_left_open_after_close() -> None:
             puller.pull(publisher.publish(0, tensors), make_plan(layout, mine), deadline_s=DEADLINE_S)
             puller.close()
 
-    def held() -> tuple[int, int, int]:
+    def serving() -> tuple[int, int, int]:
         gc.collect()
         with open("/proc/self/maps") as maps:
             arenas = sum("starling-snapshots" in line for line in maps)
@@ -324,12 +324,12 @@ def test_nothing_is_left_open_after_close() -> None:
 
     transports: tuple[Transport, ...] = ("local", *served_transports())
     for transport in transports:
-        cycle(transport)  # what the libraries keep for good
-    before = held()
+        cycle(transport)  # what the libraries keep for the life of the process
+    before = serving()
     for transport in transports:
         for _ in range(3):
             cycle(transport)
-    assert held() == before
+    assert serving() == before
     assert before[2] == 0
 
 
@@ -344,7 +344,7 @@ def test_planning_needs_no_torch() -> None:
     assert run_python(code).strip() == "[]"
 
 
-def test_without_ucxx_the_remedy_is_named() -> None:
+def test_missing_ucxx_names_the_remedy() -> None:
     code = (
         "import sys; sys.modules['ucxx'] = None\n"
         "from starling.common.errors import WeightsError\n"
@@ -355,7 +355,7 @@ def test_without_ucxx_the_remedy_is_named() -> None:
     assert "install starling-weightsync[ucx] or choose transport 'tcp' or 'local'" in run_python(code)
 
 
-def test_a_forgotten_publisher_does_not_keep_the_process() -> None:
+def test_unclosed_publisher_does_not_block_process_exit() -> None:
     pytest.importorskip("ucxx")
     code = (
         "import torch; from starling.weightsync.tensors.modules import layout_of\n"

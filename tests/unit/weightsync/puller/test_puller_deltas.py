@@ -1,4 +1,4 @@
-"""Pulls of what changed: as exact as pulls of everything, and everything wherever a delta would not do."""
+"""Delta pulls: as exact as full pulls, with a fallback to full boxes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class World:
         return report
 
     def compared(self) -> None:
-        """Wait until the newest version has been compared with the one before: who publishes sooner gives that up."""
+        """Wait until the newest version has been compared with the one before; the next snapshot would interrupt it."""
         assert all(each._comparing is None or each._comparing.result(DEADLINE_S) for each in self.publishers)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     made.close()
 
 
-def test_the_first_version_travels_whole_and_the_next_as_what_changed(world: World) -> None:
+def test_first_version_travels_whole_and_the_next_as_deltas(world: World) -> None:
     first = world.pull(world.publish())
     assert first.num_deltas == 0
     assert travelled(first) == first.size_bytes
@@ -94,7 +94,7 @@ def test_the_first_version_travels_whole_and_the_next_as_what_changed(world: Wor
         assert report.buffer_bytes <= world.plan.peak_bytes(0, in_place=True)
 
 
-def test_who_missed_a_version_gets_the_chain_and_who_missed_more_gets_everything(world: World) -> None:
+def test_missed_version_is_bridged_by_a_chain_and_more_by_a_full_pull(world: World) -> None:
     world.pull(world.publish())
     for missed, deltas in ((1, True), (2, False)):
         for _ in range(missed):
@@ -105,14 +105,14 @@ def test_who_missed_a_version_gets_the_chain_and_who_missed_more_gets_everything
         assert (travelled(report) < report.size_bytes) == deltas
 
 
-def test_where_much_changes_everything_travels(world: World) -> None:
+def test_large_change_travels_whole(world: World) -> None:
     world.pull(world.publish(share=4.0))
     report = world.pull(world.publish())
     assert travelled(report) == report.size_bytes
 
 
-def test_another_base_than_it_says_is_noticed_and_mended(world: World) -> None:
-    """A bit that changed in what the destination holds: the digest shows it, and the bucket is asked for whole."""
+def test_delta_against_a_corrupted_base_is_detected_and_replaced(world: World) -> None:
+    """A bit flipped at the destination: the digest reveals it, and the bucket is requested as a whole."""
     world.pull(world.publish())
     if world.in_place:
         largest = max(world.live.values(), key=lambda tensor: tensor.nbytes)
@@ -125,7 +125,7 @@ def test_another_base_than_it_says_is_noticed_and_mended(world: World) -> None:
     assert report.num_deltas > 0
 
 
-def test_after_a_pull_that_broke_off_what_is_held_still_counts(world: World) -> None:
+def test_interrupted_pull_resumes_from_the_versions_of_its_boxes(world: World) -> None:
     world.pull(world.publish())
     offer, seen = world.publish(), []
     with pytest.raises(WeightsError, match="Cancelled"):
@@ -144,7 +144,7 @@ def test_after_a_pull_that_broke_off_what_is_held_still_counts(world: World) -> 
 
 @pytest.mark.parametrize("transport", SERVED)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_boxes_that_need_no_scratch_themselves_have_it_for_their_deltas(transport: Transport, in_place: bool) -> None:
+def test_deltas_of_direct_boxes_get_buffers(transport: Transport, in_place: bool) -> None:
     layout = matrix(1024, 512)
     plan = make_plan(layout, layout, bucket_bytes=256 << 10, buckets_in_flight=2)
     full = {"t": torch.zeros(1024, 512, dtype=torch.int16)}
@@ -173,8 +173,8 @@ def matrix(rows: int, columns: int) -> Layout:
 
 
 @pytest.mark.parametrize("moment", [2, 6, 12, 20])
-def test_who_is_slow_keeps_the_deltas_of_the_snapshot_that_it_reads(moment: int) -> None:
-    """Two more versions appear meanwhile, one in the place of the other; the snapshot that is read still stands."""
+def test_slow_reader_keeps_the_deltas_of_its_snapshot(moment: int) -> None:
+    """Two more versions are published meanwhile; the snapshot being read stays readable."""
     world = World("tcp")
     try:
         world.pull(world.publish())
@@ -198,7 +198,7 @@ def test_who_is_slow_keeps_the_deltas_of_the_snapshot_that_it_reads(moment: int)
 
 
 @pytest.mark.parametrize("transport", SERVED)
-def test_a_publisher_that_keeps_no_versions_sends_everything(transport: Transport) -> None:
+def test_publisher_without_delta_versions_sends_everything(transport: Transport) -> None:
     world = World(transport, delta_versions=0)
     try:
         for _ in range(2):
@@ -210,8 +210,8 @@ def test_a_publisher_that_keeps_no_versions_sends_everything(transport: Transpor
 
 
 @pytest.mark.parametrize("transport", SERVED)
-def test_less_than_full_digests_take_everything_whole(transport: Transport) -> None:
-    """Nothing else would show that a delta was of another base."""
+def test_deltas_require_full_digests(transport: Transport) -> None:
+    """Only full digests would reveal a delta against another base."""
     world = World(transport)
     world.puller.close()
     world.puller = Puller(world.destination, digests="sampled")
@@ -225,7 +225,7 @@ def test_less_than_full_digests_take_everything_whole(transport: Transport) -> N
 
 
 @pytest.mark.parametrize("transport", SERVED)
-def test_a_relay_passes_deltas_on_as_they_are(transport: Transport) -> None:
+def test_relay_forwards_deltas_unchanged(transport: Transport) -> None:
     world = World(transport)
     relay = Puller(world.destination, relay=transport)
     try:
@@ -244,8 +244,8 @@ def test_a_relay_passes_deltas_on_as_they_are(transport: Transport) -> None:
         world.close()
 
 
-def test_publishing_does_not_wait_for_the_comparison() -> None:
-    """Whoever publishes faster than versions can be compared loses deltas, and nothing else."""
+def test_snapshot_does_not_wait_for_the_comparison() -> None:
+    """Publishing faster than versions can be compared costs deltas only."""
     world = World("tcp")
     try:
         for _ in range(20):
@@ -262,7 +262,7 @@ def test_publishing_does_not_wait_for_the_comparison() -> None:
         world.close()
 
 
-def test_changes_say_what_a_version_changed() -> None:
+def test_changes_report_the_changed_elements_of_a_version() -> None:
     layout = Model(random.Random(1), num_tensors=1, longest=40).layout("policy-0", 1)
     spec = layout.tensors[0]
     tensor = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
@@ -283,7 +283,7 @@ def test_changes_say_what_a_version_changed() -> None:
     in_place=st.booleans(),
     misses=st.lists(st.booleans(), min_size=4, max_size=4),
 )
-def test_any_layout_follows_any_changes(
+def test_delta_pulls_between_random_layouts_are_exact(
     seed: int, num_sources: int, bucket_bytes: int, shares: list[float], in_place: bool, misses: list[bool]
 ) -> None:
     draw = random.Random(seed)
@@ -329,7 +329,7 @@ def history_of(num_versions: int, limit_bytes: int = 1 << 30) -> tuple[DeltaHist
     return history, arrays
 
 
-def test_a_history_knows_so_many_versions() -> None:
+def test_history_keeps_the_given_number_of_versions() -> None:
     history, _ = history_of(3)
     assert history.bases(5) == (1, 2, 3)
     assert history.bases(4) == (1, 2)
@@ -342,12 +342,12 @@ def test_a_history_knows_so_many_versions() -> None:
     assert history.cached_delta(5, 0, Box(offset=(0,), size=(5,)), 3) is None
 
 
-def test_a_history_keeps_to_its_memory() -> None:
+def test_history_respects_its_memory_limit() -> None:
     history, _ = history_of(4, limit_bytes=10_000)
     assert 0 < len(history.bases(5)) < 4
 
 
-def test_a_step_that_is_missing_ends_the_chain() -> None:
+def test_missing_step_ends_the_chain() -> None:
     history, arrays = history_of(4)
     history.begin(6, 5, 4)
     assert history.bases(6) == (1, 2, 3, 4)
@@ -374,11 +374,11 @@ def rows(first: int, num: int) -> Box:
         ([Box(offset=(2, 3), size=(8, 10))], [ROWS.box]),  # columns
     ],
 )
-def test_a_piece_is_compared_in_the_runs_of_rows_that_are_asked_for(wished: list[Box], expected: list[Box]) -> None:
+def test_piece_is_compared_in_the_requested_runs_of_rows(wished: list[Box], expected: list[Box]) -> None:
     assert parts_of(ROWS, wished) == tuple(expected)
 
 
-def test_small_parts_scalars_and_nothing_are_not_cut() -> None:
+def test_small_pieces_and_scalars_are_compared_whole() -> None:
     small = ShardPiece(names=("m",), dtype="uint16", box=Box(offset=(0,), size=(MIN_PART_BYTES // 2,)))
     assert parts_of(small, [Box(offset=(0,), size=(5,))]) == (small.box,)
     scalar = ShardPiece(names=("s",), dtype="uint16", box=Box(offset=(), size=()))
@@ -386,7 +386,7 @@ def test_small_parts_scalars_and_nothing_are_not_cut() -> None:
     assert parts_of(ShardPiece(names=("e",), dtype="uint16", box=Box(offset=(0,), size=(0,))), []) == ()
 
 
-def test_what_has_been_compared_is_known_before_the_rest() -> None:
+def test_compared_parts_are_available_before_the_rest() -> None:
     first, second = rows(2, 4), rows(6, 4)
     step = DeltaStep(0, 1, [[first, second]])
     step.add(0, DeltaPart(first, None, None))
@@ -396,7 +396,7 @@ def test_what_has_been_compared_is_known_before_the_rest() -> None:
     assert step.part(0, ROWS.box) is None
 
 
-def test_the_parts_that_were_asked_for_are_compared_next_and_boxes_across_them_go_whole() -> None:
+def test_requested_parts_are_compared_next_and_boxes_across_them_travel_whole() -> None:
     rng = np.random.default_rng(0)
     arrays = [rng.integers(0, 1 << 16, ROWS.box.size, np.uint16)]
     history = DeltaHistory([ROWS], 2, 1 << 30, lambda _: True)
@@ -429,7 +429,7 @@ def test_the_parts_that_were_asked_for_are_compared_next_and_boxes_across_them_g
         ({"base": -1}, "malformed request"),
     ],
 )
-def test_a_malformed_request_for_deltas_is_refused(change: dict[str, object], sentence: str) -> None:
+def test_malformed_request_for_deltas_is_refused(change: dict[str, object], sentence: str) -> None:
     whole = ReadBoxes(number=1, tag=1, segments=(1,), boxes=(PIECE,), digests="full", salt=0)
     with pytest.raises(WeightsError, match=sentence):
         decode_request(with_checksum(msgspec.msgpack.encode(msgspec.structs.replace(whole, **change))))

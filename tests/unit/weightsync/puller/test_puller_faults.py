@@ -1,4 +1,4 @@
-"""A pull when something goes wrong: another source, another try, a clear sentence, never half a version unnoticed."""
+"""Failing pulls: fallback sources, retries, clear errors, and never half a version undetected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SERVED = served_transports()
 
 
 class World:
-    """Two policy ranks that hold the same, and a rollout that needs half of each tensor from them."""
+    """Two policy ranks with the same content, and a rollout that needs half of each tensor."""
 
     def __init__(self, transport: Transport, *, copies: bool = True, seed: int = 3, longest: int = 60) -> None:
         self.model = Model(random.Random(seed), num_tensors=12, longest=longest)
@@ -63,7 +63,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     made.close()
 
 
-def test_a_twin_stands_in_for_a_source_that_is_gone(world: World) -> None:
+def test_lost_source_is_replaced_by_its_copy(world: World) -> None:
     offer = world.publish(0)
     world.publishers[0].close()
     report = world.pull(offer)
@@ -73,7 +73,7 @@ def test_a_twin_stands_in_for_a_source_that_is_gone(world: World) -> None:
     assert list(report.bytes_by_source) == [offer.ranks[1].address]
 
 
-def test_a_twin_stands_in_for_a_source_that_refuses(world: World) -> None:
+def test_refusing_source_is_replaced_by_its_copy(world: World) -> None:
     offer = world.publish(0)
     forged = msgspec.structs.replace(offer.ranks[0], token="0" * 32)
     world.pull(msgspec.structs.replace(offer, ranks=(forged, offer.ranks[1])))
@@ -81,7 +81,7 @@ def test_a_twin_stands_in_for_a_source_that_refuses(world: World) -> None:
     assert world.holds(0)
 
 
-def test_without_a_twin_the_reason_is_given(world: World) -> None:
+def test_pull_without_fallback_names_the_reason(world: World) -> None:
     offer = world.publish(0)
     forged = tuple(msgspec.structs.replace(rank, token="0" * 32) for rank in offer.ranks)
     with pytest.raises(WeightsError, match=r"The token for snapshot \d+ is wrong"):
@@ -93,7 +93,7 @@ def test_without_a_twin_the_reason_is_given(world: World) -> None:
 
 
 def poison(publisher: Publisher) -> None:
-    """Let a source send digests that are not those of what it sends, as if every payload were changed on its way."""
+    """Make a source send wrong digests, as if every payload were corrupted on the way."""
     publisher._source.cache = lambda snapshot: Liar()  # type: ignore[method-assign,assignment,return-value]
 
 
@@ -103,7 +103,7 @@ class Liar:
 
 
 @pytest.mark.parametrize("transport", SERVED)
-def test_bits_that_change_on_the_wire_are_asked_for_elsewhere(transport: Transport) -> None:
+def test_corrupted_box_is_requested_from_another_source(transport: Transport) -> None:
     world = World(transport)
     try:
         offer = world.publish(0)
@@ -121,7 +121,7 @@ def test_bits_that_change_on_the_wire_are_asked_for_elsewhere(transport: Transpo
         world.close()
 
 
-def test_shared_memory_that_changed_since_it_was_published_is_noticed() -> None:
+def test_modified_shared_memory_is_detected() -> None:
     world = World("local")
     try:
         offer = world.publish(0)
@@ -139,7 +139,7 @@ def test_shared_memory_that_changed_since_it_was_published_is_noticed() -> None:
         world.close()
 
 
-def test_a_pull_in_place_that_breaks_off_is_torn_until_it_is_repaired(world: World) -> None:
+def test_interrupted_pull_in_place_is_torn_until_repaired(world: World) -> None:
     offer = world.publish(0)
     world.pull(offer, into=world.live)
     assert (world.puller.state, world.puller.version) == ("current", 0)
@@ -165,7 +165,7 @@ def test_a_pull_in_place_that_breaks_off_is_torn_until_it_is_repaired(world: Wor
     assert world.holds(1)
 
 
-def test_a_pull_in_place_gives_staging_back(world: World) -> None:
+def test_pull_in_place_frees_the_staging(world: World) -> None:
     world.pull(world.publish(0))
     world.pull(world.publish(1), into=world.live)
     assert world.puller._staging is None
@@ -175,7 +175,7 @@ def test_a_pull_in_place_gives_staging_back(world: World) -> None:
     assert world.holds(2)
 
 
-def test_progress_grows_to_the_whole(world: World) -> None:
+def test_progress_grows_to_the_total(world: World) -> None:
     seen: list[PullProgress] = []
     world.pull(world.publish(0), progress=seen.append)
     done = [step.bytes_done for step in seen]
@@ -185,7 +185,7 @@ def test_progress_grows_to_the_whole(world: World) -> None:
     assert seen[-1].bytes_total == sum(bucket.size_bytes for bucket in world.plan.of_destination(0))
 
 
-def test_too_little_scratch_is_refused() -> None:
+def test_too_small_buffer_pool_is_refused() -> None:
     world = World("tcp")
     try:
         puller = Puller(world.destination, buffer_bytes=64)
@@ -197,7 +197,7 @@ def test_too_little_scratch_is_refused() -> None:
 
 
 def chain(pullers: list[Puller], offer: Offer, plan: Plan, announced: list[list[Offer]]) -> dict[int, PullReport]:
-    """Pull with all at once, each from the one before it; the last begins first."""
+    """Pull with all pullers at once, each from the previous one; the last one begins first."""
     said = [threading.Event() for _ in pullers]
     reports: dict[int, PullReport] = {}
 
@@ -224,8 +224,8 @@ def chain(pullers: list[Puller], offer: Offer, plan: Plan, announced: list[list[
 
 
 @pytest.mark.parametrize("transport", SERVED)
-def test_replicas_in_a_chain_each_read_from_the_one_before(transport: Transport) -> None:
-    """A relay serves what it has while the rest still arrives: all pull at once, and the publisher sends one model."""
+def test_chained_relays_each_read_from_the_previous_one(transport: Transport) -> None:
+    """A relay serves while it receives: all pull at once, and the publisher sends one model."""
     world = World(transport, longest=100)
     whole = [world.model.layout(f"rollout-{number}", 1) for number in range(3)]
     plan = make_plan(world.source, whole[0], bucket_bytes=4096)
@@ -249,7 +249,7 @@ def test_replicas_in_a_chain_each_read_from_the_one_before(transport: Transport)
 
 
 @pytest.mark.parametrize("transport", SERVED)
-def test_a_relay_that_gives_up_is_replaced_by_the_source(transport: Transport) -> None:
+def test_cancelled_relay_is_replaced_by_the_source(transport: Transport) -> None:
     world = World(transport)
     relay = Puller(world.destination, relay=transport)
     try:
@@ -272,14 +272,14 @@ def test_a_relay_that_gives_up_is_replaced_by_the_source(transport: Transport) -
         world.close()
 
 
-def test_a_relay_of_another_version_is_refused(world: World) -> None:
+def test_relay_of_another_version_is_refused(world: World) -> None:
     old = world.publish(0)
     with pytest.raises(WeightsError, match="A relay offers version 0, not 1"):
         world.pull(world.publish(1), relays=[old])
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])
-def test_a_busy_publisher_waits_or_skips(when_busy: str) -> None:
+def test_busy_publisher_waits_or_skips(when_busy: str) -> None:
     model = Model(random.Random(1), num_tensors=3)
     layout = model.layout("policy-0", 1)
     destination = model.layout("rollout-0", 1)
@@ -309,7 +309,7 @@ def test_a_busy_publisher_waits_or_skips(when_busy: str) -> None:
 
 
 def once(act: Callable[[], None], puller: Puller) -> Callable[[], bool]:
-    """A question that does `act` once, when a bucket has arrived."""
+    """Return a `cancelled` callback that calls `act` once, when a bucket has arrived."""
     done: list[bool] = []
 
     def asked() -> bool:
@@ -321,7 +321,7 @@ def once(act: Callable[[], None], puller: Puller) -> Callable[[], bool]:
     return asked
 
 
-def test_a_publication_waits_for_training_only_as_long_as_its_copy() -> None:
+def test_snapshot_returns_before_its_offer_is_ready() -> None:
     model = Model(random.Random(2), num_tensors=4)
     layout = model.layout("policy-0", 1)
     with Publisher(layout, transport="local") as publisher:
@@ -340,8 +340,8 @@ def _end_in_the_midst_of_a_pull() -> None:
     threading.Thread(target=world.pull, args=(offer,), kwargs={"progress": lambda _: main.join()}).start()
 
 
-def test_a_process_that_ends_in_the_midst_of_a_pull_does_end() -> None:
-    """When its main thread has ended no thread pool takes anything up any more."""
+def test_process_exits_during_a_pull() -> None:
+    """After the end of the main thread, thread pools accept no more work."""
     process = mp.get_context("spawn").Process(target=_end_in_the_midst_of_a_pull)
     process.start()
     process.join(2 * DEADLINE_S)

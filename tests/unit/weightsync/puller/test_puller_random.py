@@ -1,4 +1,4 @@
-"""Random models between random layouts: every bit arrives once, the plan's memory is kept, every flipped bit shows."""
+"""Pulls between random layouts: exact, within the planned memory, and every flipped bit is detected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRANSPORTS: tuple[Transport, ...] = ("local", *served_transports())
     copies=st.booleans(),
     in_place=st.booleans(),
 )
-def test_any_layout_reaches_any_other(
+def test_pull_between_random_layouts_is_exact(
     seed: int, num_sources: int, num_destinations: int, bucket_bytes: int, copies: bool, in_place: bool
 ) -> None:
     draw = random.Random(seed)
@@ -53,7 +53,9 @@ def test_any_layout_reaches_any_other(
                     assert puller.attest(live, offer) == offer.root
                     assert report.size_bytes == sum(bucket.size_bytes for bucket in plan.of_destination(rank))
                     assert sum(report.bytes_by_source.values()) == report.size_bytes
-                    peak = destination_peak(plan, destination, rank, asked(offer, plan, rank), in_place=in_place)
+                    peak = destination_peak(
+                        plan, destination, rank, bounding_transport(offer, plan, rank), in_place=in_place
+                    )
                     assert report.buffer_bytes == peak.scratch_bytes <= plan.peak_bytes(rank, in_place=True)
                     assert report.num_retries == 0
                     flip(draw, live)
@@ -63,8 +65,8 @@ def test_any_layout_reaches_any_other(
                 puller.close()
 
 
-def asked(offer: Offer, plan: Plan, rank: int) -> Transport:
-    """The transport of all who can be asked, the sources and their twins, or one that stands for several."""
+def bounding_transport(offer: Offer, plan: Plan, rank: int) -> Transport:
+    """Return `local` where all possible sources are, else `tcp`, which needs as many buffers as any other transport."""
     holds = {offer.ranks[bucket.source_rank].holds for bucket in plan.of_destination(rank)}
     found = {other.transport for other in offer.ranks if other.holds in holds}
     return "local" if found <= {"local"} else "tcp"
@@ -80,7 +82,7 @@ def flip(draw: random.Random, live: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("digests", ["sampled", "off"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_fewer_digests_find_less(transport: Transport, digests: str) -> None:
+def test_sampled_and_disabled_digests_detect_less(transport: Transport, digests: str) -> None:
     model = Model(random.Random(5), num_tensors=6)
     source, destination = model.layout("policy-0", 2), model.layout("rollout-0", 1)
     plan = make_plan(source, destination, bucket_bytes=2048)

@@ -1,4 +1,4 @@
-"""Weights between real processes, over both transports, with every kind of bad luck."""
+"""Weights between real processes, with killed, stopped and slow peers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rollout:
         self.puller.switch(self.tensors)
 
     def halfway(self, act: Callable[[], object]) -> Callable[[], bool]:
-        """A question that does `act` once, when some buckets have arrived and others have not."""
+        """Return a `cancelled` callback that calls `act` once, when some buckets have arrived and others have not."""
         done: list[object] = []
 
         def asked() -> bool:
@@ -76,11 +76,11 @@ def rollout(peer: Source) -> Iterator[Rollout]:
 
 
 def shared_files() -> set[str]:
-    """Names in /dev/shm that could be ours."""
+    """Return the names in /dev/shm that UCX or this code may have created."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("ucx", "starling"))}
 
 
-def test_every_version_arrives_bit_for_bit(peer: Source, rollout: Rollout) -> None:
+def test_every_version_arrives_bit_exact(peer: Source, rollout: Rollout) -> None:
     assert rollout.puller.state == "stale"
     for _ in range(3):
         offer = peer.publish()
@@ -92,20 +92,20 @@ def test_every_version_arrives_bit_for_bit(peer: Source, rollout: Rollout) -> No
         assert rollout.puller.attest(rollout.tensors, offer) == offer.root
 
 
-def test_attest_sees_a_single_flipped_bit(peer: Source, rollout: Rollout) -> None:
+def test_attest_detects_a_single_flipped_bit(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
     rollout.adopt(offer)
     rollout.tensors["counts"][77] ^= 1
     assert rollout.puller.attest(rollout.tensors, offer) != offer.root
 
 
-def test_the_report_says_what_was_moved(peer: Source, transport: Transport, rollout: Rollout) -> None:
+def test_report_counts_what_was_moved(peer: Source, transport: Transport, rollout: Rollout) -> None:
     report = rollout.puller.pull(peer.publish(), rollout.plan, deadline_s=ANSWER_S)
     assert (report.transport, report.size_bytes) == (transport, rollout.plan.total_bytes)
     assert report.num_buckets == len(rollout.plan.buckets) > 10
 
 
-def test_a_wrong_token_is_refused(peer: Source, rollout: Rollout) -> None:
+def test_wrong_token_is_refused(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
     forged = msgspec.structs.replace(offer.ranks[0], token="0" * 32)
     with pytest.raises(WeightsError, match=r"token for snapshot .* is wrong"):
@@ -115,7 +115,7 @@ def test_a_wrong_token_is_refused(peer: Source, rollout: Rollout) -> None:
     assert same(rollout.tensors, weights(offer.version))
 
 
-def test_an_overwritten_version_is_refused(peer: Source, rollout: Rollout) -> None:
+def test_overwritten_version_is_refused(peer: Source, rollout: Rollout) -> None:
     old = peer.publish()
     peer.publish()
     newest = peer.publish()
@@ -125,7 +125,7 @@ def test_an_overwritten_version_is_refused(peer: Source, rollout: Rollout) -> No
     assert rollout.puller.attest(rollout.tensors, newest) == newest.root
 
 
-def test_a_root_that_does_not_follow_is_noticed(peer: Source, rollout: Rollout) -> None:
+def test_inconsistent_root_of_an_offer_is_refused(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
     rollout.adopt(offer)
     offer = peer.publish()
@@ -135,7 +135,7 @@ def test_a_root_that_does_not_follow_is_noticed(peer: Source, rollout: Rollout) 
     assert same(rollout.tensors, weights(offer.version - 1))
 
 
-def test_a_cancelled_pull_leaves_the_old_version(peer: Source, rollout: Rollout) -> None:
+def test_cancelled_pull_keeps_the_old_version(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
     rollout.adopt(offer)
     newer = peer.publish()
@@ -147,7 +147,7 @@ def test_a_cancelled_pull_leaves_the_old_version(peer: Source, rollout: Rollout)
     assert same(rollout.tensors, weights(newer.version))
 
 
-def test_one_pull_at_a_time(peer: Source, rollout: Rollout) -> None:
+def test_second_concurrent_pull_is_refused(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
 
     def again() -> None:
@@ -158,14 +158,14 @@ def test_one_pull_at_a_time(peer: Source, rollout: Rollout) -> None:
     assert rollout.puller.state == "staged"
 
 
-def test_a_leased_snapshot_stands_still_while_others_are_published(peer: Source, rollout: Rollout) -> None:
+def test_leased_snapshot_is_not_overwritten(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
     rollout.pull(offer, cancelled=rollout.halfway(lambda: [peer.publish() for _ in range(3)]))
     rollout.puller.switch(rollout.tensors)
     assert same(rollout.tensors, weights(offer.version))
 
 
-def test_a_reader_killed_in_mid_read_disturbs_nobody(peer: Source, rollout: Rollout) -> None:
+def test_reader_killed_in_mid_read_affects_no_other(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
     victim = mp.get_context("spawn").Process(target=die_reading, args=(encode(peer.layout), encode(offer)))
     victim.start()
@@ -177,17 +177,17 @@ def test_a_reader_killed_in_mid_read_disturbs_nobody(peer: Source, rollout: Roll
         assert same(rollout.tensors, weights(newest.version))
 
 
-def test_nobody_can_take_from_ucx_what_keeps_a_source_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_cannot_override_required_ucx_options(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ucxx")
-    monkeypatch.setenv("UCX_RCACHE_ENABLE", "n")  # a source without it is a null pointer from its reader's death
+    monkeypatch.setenv("UCX_RCACHE_ENABLE", "n")  # without it, a reader's death crashes the source
     with source("ucx") as peer:
         rollout = Rollout(peer)
-        test_a_reader_killed_in_mid_read_disturbs_nobody(peer, rollout)
+        test_reader_killed_in_mid_read_affects_no_other(peer, rollout)
         rollout.puller.close()
         assert peer.end() == 0
 
 
-def test_a_slow_reader_is_revoked(transport: Transport) -> None:
+def test_slow_reader_is_revoked(transport: Transport) -> None:
     with source(transport, read_timeout_s=0.02) as peer:
         slow, slower = Rollout(peer), Rollout(peer)
         first = peer.publish()
@@ -208,7 +208,7 @@ def test_a_slow_reader_is_revoked(transport: Transport) -> None:
             each.puller.close()
 
 
-def test_a_source_that_stops_or_dies_in_mid_read() -> None:
+def test_source_stopped_or_killed_in_mid_read_fails_the_pull() -> None:
     pytest.importorskip("ucxx")
     before = shared_files()
     with source("ucx") as peer:
@@ -231,7 +231,7 @@ def test_a_source_that_stops_or_dies_in_mid_read() -> None:
     assert shared_files() <= before
 
 
-def test_shared_memory_outlives_its_source() -> None:
+def test_mapped_snapshot_outlives_its_source() -> None:
     before = shared_files()
     with source("local") as peer:
         rollout = Rollout(peer)

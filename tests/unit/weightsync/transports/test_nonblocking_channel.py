@@ -1,4 +1,4 @@
-"""Messages over a socket that never waits: whole, in order, whatever the pieces that they come in."""
+"""Non-blocking channel: messages arrive complete and in order, however the bytes are split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_MS = 20_000
 
 
 def messages_of(line: NonBlockingChannel, num: int) -> list[tuple[int, bytes]]:
-    """Receive so many messages."""
+    """Receive `num` messages."""
     found: list[tuple[int, bytes]] = []
     poller = select.poll()
     poller.register(line, select.POLLIN)
@@ -69,7 +69,7 @@ def test_messages_arrive_whole_and_in_order(messages: list[tuple[int, bytes]], c
     assert found == messages
 
 
-def test_what_the_socket_does_not_take_at_once_follows(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
+def test_unsent_bytes_are_sent_by_later_flushes(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
     line, theirs = pair
     bodies = [bytes([number]) * LONGEST for number in range(16)]
     for body in bodies:
@@ -84,7 +84,7 @@ def test_what_the_socket_does_not_take_at_once_follows(pair: tuple[NonBlockingCh
     assert line.events == select.POLLIN
 
 
-def test_what_was_sent_before_a_hang_up_is_returned_first(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
+def test_messages_before_a_close_are_returned_first(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
     line, theirs = pair
     theirs.sendall(framed(1, b"last words") + b"\0")
     theirs.close()
@@ -93,14 +93,14 @@ def test_what_was_sent_before_a_hang_up_is_returned_first(pair: tuple[NonBlockin
         line.receive()
 
 
-def test_a_message_that_is_too_long_is_not_taken(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
+def test_too_long_message_is_refused_by_its_receiver(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
     line, theirs = pair
     theirs.sendall(struct.pack("<IB", LONGEST + 1, 0))
     with pytest.raises(WeightsError, match=rf"{LONGEST + 1} bytes; at most {LONGEST}"):
         messages_of(line, 1)
 
 
-def test_what_is_sent_while_connecting_follows() -> None:
+def test_messages_sent_while_connecting_are_delivered() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         line = NonBlockingChannel.dial(listener.getsockname(), LONGEST)
         line.send(3, b"early")
@@ -114,7 +114,7 @@ def test_what_is_sent_while_connecting_follows() -> None:
         line.close()
 
 
-def test_nobody_there_is_an_error_of_the_next_use() -> None:
+def test_refused_connection_is_raised_by_the_next_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
     line = NonBlockingChannel.dial(address, LONGEST)
@@ -127,6 +127,6 @@ def test_nobody_there_is_an_error_of_the_next_use() -> None:
     line.close()
 
 
-def test_no_such_host() -> None:
+def test_unknown_host_is_refused() -> None:
     with pytest.raises(WeightsError, match=r"No connection to nowhere\.invalid:1"):
         NonBlockingChannel.dial(("nowhere.invalid", 1), LONGEST)

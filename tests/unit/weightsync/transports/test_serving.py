@@ -1,4 +1,4 @@
-"""What strangers may say to a source, and a source to a reader: nothing that ends either of them."""
+"""Untrusted input to a source and to a reader: it ends at most the connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from contextlib import AbstractContextManager, contextmanager
 import msgspec
 import numpy as np
 import pytest
-from transport_peers import ANSWER_S, Held, Reader, content, held, landing, piece, reader, served_transports
+from transport_peers import (
+    ANSWER_S,
+    Reader,
+    ServedSource,
+    content,
+    piece,
+    read_target,
+    reader,
+    served_transports,
+    serving,
+)
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import ShardPiece
@@ -42,12 +52,12 @@ PIECE = piece("a", "uint8", (0, 1000))
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Held]:
-    with held("tcp", [PIECE]) as made:
+def served() -> Iterator[ServedSource]:
+    with serving("tcp", [PIECE]) as made:
         yield made
 
 
-def works(made: Held) -> bool:
+def works(made: ServedSource) -> bool:
     with reader(made.transport) as peer:
         answer = peer.connect(made.offer)
         _, arrays = peer.read([PIECE])
@@ -80,13 +90,13 @@ def read_of(**changes: object) -> bytes:
         (read_of(boxes=(ShardPiece(names=(), dtype="uint8", box=PIECE.box),)), "malformed box"),
     ],
 )
-def test_a_malformed_request_is_refused_by_a_sentence(data: bytes, sentence: str) -> None:
+def test_malformed_request_is_refused_with_the_reason(data: bytes, sentence: str) -> None:
     with pytest.raises(WeightsError, match=sentence):
         decode_request(data)
 
 
-def test_no_flipped_bit_asks_for_something_else() -> None:
-    """The answer to another question would be true, and be taken for the answer to this one."""
+def test_any_flipped_bit_of_a_message_is_detected() -> None:
+    """A flipped bit in a request would fetch another box, with correct digests of that box."""
     for message, decode in (
         (read_of(), decode_request),
         (encode_message(SourceAnswer(number=7, digests=b"d" * 16)), decode_answer),
@@ -100,7 +110,7 @@ def test_no_flipped_bit_asks_for_something_else() -> None:
                     decode(flipped)
 
 
-def test_a_message_that_is_too_long_is_not_sent() -> None:
+def test_too_long_message_is_refused_by_its_sender() -> None:
     names = tuple("n" * 4096 for _ in range(300))
     boxes = (ShardPiece(names=names, dtype="uint8", box=PIECE.box),)
     with pytest.raises(WeightsError, match=r"exceeds .* use smaller buckets"):
@@ -109,7 +119,7 @@ def test_a_message_that_is_too_long_is_not_sent() -> None:
     assert decode_answer(encode_message(refusal(7, "no"))) == SourceAnswer(number=7, reason="no")
 
 
-def connect(made: Held) -> socket.socket:
+def connect(made: ServedSource) -> socket.socket:
     host, _, port = made.address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=20)
 
@@ -124,13 +134,13 @@ def connect(made: Held) -> socket.socket:
         with_length(OpenSnapshot(number=1, snapshot=3, token="x"))[:-3],
     ],
 )
-def test_garbage_over_tcp_does_not_end_the_server(served: Held, data: bytes) -> None:
+def test_tcp_server_survives_garbage(served: ServedSource, data: bytes) -> None:
     with connect(served) as plain:
         plain.sendall(data)
     assert works(served)
 
 
-def test_a_token_is_asked_for_again_and_again(served: Held) -> None:
+def test_server_times_out_without_a_token_despite_requests(served: ServedSource) -> None:
     with connect(served) as plain:
         for number in range(1, 20):
             plain.sendall(with_length(OpenSnapshot(number=number, snapshot=served.offer.snapshot, token="0" * 32)))
@@ -141,7 +151,7 @@ def test_a_token_is_asked_for_again_and_again(served: Held) -> None:
 
 @contextmanager
 def impostor(reply: Callable[[socket.socket], None]) -> Iterator[RankOffer]:
-    """A listener that answers as `reply` likes, then hangs up."""
+    """Listen, answer one connection by `reply`, and close."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run() -> None:
@@ -194,12 +204,12 @@ def answers_something_else(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("reply", [cut_short, says_nothing, says_garbage, says_too_much, answers_something_else])
-def test_a_source_that_breaks_the_rules_is_lost(reply: Callable[[socket.socket], None]) -> None:
+def test_source_that_violates_the_protocol_is_lost(reply: Callable[[socket.socket], None]) -> None:
     with impostor(reply) as offer, reader("tcp") as peer:
-        peer.wire.connect("source", offer)
-        peer.wire.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, token=""), ReadTarget())
+        peer.client.connect("source", offer)
+        peer.client.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, token=""), ReadTarget())
         array = np.zeros(1000, np.uint8)
-        peer.wire.ask("source", peer.request([PIECE]), landing([array]))
+        peer.client.ask("source", peer.request([PIECE]), read_target([array]))
         events = []
         while not any(isinstance(event, ConnectionLost) for event in events):
             event = peer.event()
@@ -210,8 +220,8 @@ def test_a_source_that_breaks_the_rules_is_lost(reply: Callable[[socket.socket],
 
 @pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
 @pytest.mark.parametrize("data", [os.urandom(4096), b""])
-def test_garbage_to_ucx_does_not_end_the_server(data: bytes) -> None:
-    with held("ucx", [PIECE]) as made:
+def test_ucx_server_survives_garbage(data: bytes) -> None:
+    with serving("ucx", [PIECE]) as made:
         host, _, port = made.address.partition("/")[0].rpartition(":")
         with socket.create_connection((host, int(port)), timeout=20) as plain:
             plain.sendall(data)
@@ -220,8 +230,8 @@ def test_garbage_to_ucx_does_not_end_the_server(data: bytes) -> None:
 
 @pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
 @pytest.mark.parametrize("size", [3, 100, REQUEST_BYTES + LENGTH.size + 1])
-def test_a_reader_over_ucx_that_talks_nonsense_is_left(size: int) -> None:
-    with held("ucx", [PIECE]) as made:
+def test_ucx_reader_with_a_malformed_request_is_disconnected(size: int) -> None:
+    with serving("ucx", [PIECE]) as made:
         with reader("ucx") as peer:
             assert not peer.connect(made.offer).reason
             talk_nonsense(peer, size)
@@ -230,8 +240,8 @@ def test_a_reader_over_ucx_that_talks_nonsense_is_left(size: int) -> None:
 
 
 def talk_nonsense(peer: Reader, size: int) -> None:
-    """Send bytes where a request goes, and wait for an answer to another one."""
-    wire = peer.wire
+    """Send bytes in place of a request, and wait for the answer to a valid one."""
+    wire = peer.client
     known = wire._connections["source"]  # type: ignore[attr-defined]
     garbage = np.full(size, 0xC1, np.uint8)
     known.sends.append(wire._worker.send(known.endpoint, garbage, known.tag))  # type: ignore[attr-defined]
@@ -239,7 +249,7 @@ def talk_nonsense(peer: Reader, size: int) -> None:
 
 @contextmanager
 def limited(kind: int, most: int) -> Iterator[None]:
-    """Let this process have no more than `most` of what is meant by `kind`."""
+    """Limit this process to `most` of the resource `kind`."""
     soft, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most, hard))
     try:
@@ -249,20 +259,20 @@ def limited(kind: int, most: int) -> Iterator[None]:
 
 
 def mapped_bytes() -> int:
-    """The address space that this process has taken."""
+    """Return the size of this process's address space."""
     with open("/proc/self/statm") as sizes:
         return int(sizes.read().split()[0]) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("transport", served_transports())
-def test_who_asks_for_more_than_can_be_packed_is_lost_and_others_are_served(transport: Transport) -> None:
+def test_request_that_cannot_be_packed_ends_only_its_connection(transport: Transport) -> None:
     wide, part = piece("w", "uint8", (0, 256), (0, 512)), piece("w", "uint8", (0, 256), (0, 256))
-    with held(transport, [wide]) as made, reader(transport) as greedy, reader(transport) as modest:
+    with serving(transport, [wide]) as made, reader(transport) as greedy, reader(transport) as modest:
         assert not greedy.connect(made.offer).reason
         boxes = [part] * MAX_TRANSFERS
         buffer = np.zeros(sum(box.size_bytes for box in boxes), np.uint8)
         with limited(resource.RLIMIT_AS, mapped_bytes() + buffer.nbytes // 2):
-            greedy.wire.ask("source", greedy.request(boxes, [len(boxes)]), ReadTarget(buffers=[buffer]))
+            greedy.client.ask("source", greedy.request(boxes, [len(boxes)]), ReadTarget(buffers=[buffer]))
             assert isinstance(greedy.event(), ConnectionLost)
         assert not modest.connect(made.offer).reason
         _, (array,) = modest.read([part])
@@ -279,7 +289,7 @@ def no_more_descriptors() -> Iterator[None]:
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    before = threading.stack_size(1 << 47)  # there is no address space for that
+    before = threading.stack_size(1 << 47)  # more than there is address space
     try:
         yield
     finally:
@@ -296,10 +306,10 @@ def no_more_threads() -> Iterator[None]:
         ),
     ],
 )
-def test_a_process_without_room_for_another_reader_serves_on(
+def test_server_without_free_descriptors_serves_existing_readers(
     transport: Transport, nothing_left: Callable[[], AbstractContextManager[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with held(transport, [PIECE]) as made, reader(transport) as known, socket.socket() as caller:
+    with serving(transport, [PIECE]) as made, reader(transport) as known, socket.socket() as caller:
         assert not known.connect(made.offer).reason
         assert not known.read([PIECE])[0].reason
         host, _, port = made.address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Pair groups: who may join one, both ends in step whatever is asked, and nobody who waits for ever."""
+"""Pair groups: authentication, matching operations at both ends, and bounded waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_peers import ANSWER_S, Held, content, held, landing, piece, reader
+from transport_peers import ANSWER_S, ServedSource, content, piece, read_target, reader, serving
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
@@ -52,7 +52,7 @@ from starling.weightsync.transports.source import SnapshotSource
 torch.set_num_threads(1)
 LARGE = piece("large", "uint8", (0, 32 << 20))
 HALVES = (1 << 20, 64 << 20)
-"""The second is more than sockets hold."""
+"""The second is more than socket buffers hold."""
 MIDDLE = piece("middle", "uint8", (0, 300_000))
 SMALL = piece("small", "uint8", (0, 1000))
 TABLE = piece("table", "int16", (0, 40), (0, 30))
@@ -61,12 +61,12 @@ MISSING = piece("missing", "uint8", (0, 10))
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Held]:
-    with held("gloo", [MIDDLE, SMALL, TABLE]) as made:
+def served() -> Iterator[ServedSource]:
+    with serving("gloo", [MIDDLE, SMALL, TABLE]) as made:
         yield made
 
 
-def works(made: Held) -> bool:
+def works(made: ServedSource) -> bool:
     with reader("gloo") as peer:
         answer = peer.connect(made.offer)
         _, arrays = peer.read([SMALL])
@@ -78,7 +78,7 @@ def num_threads() -> int:
 
 
 def settles(num: int) -> bool:
-    """Whether this process soon has that many threads, or fewer."""
+    """Return whether this process has at most that many threads soon."""
     end = time.monotonic() + ANSWER_S
     while num_threads() > num and time.monotonic() < end:
         time.sleep(0.02)
@@ -86,8 +86,8 @@ def settles(num: int) -> bool:
 
 
 @contextmanager
-def stranger(made: Held) -> Iterator[tuple[Channel, _Pair]]:
-    """A reader by hand: its channel, and what would carry its payload."""
+def raw_reader(made: ServedSource) -> Iterator[tuple[Channel, _Pair]]:
+    """Open a raw channel to the source, and a carrier for it."""
     channel = Channel(socket.create_connection(split_address(made.address)), threading.Event())
     pair = _Pair(_Gloo(), _READER, channel)
     try:
@@ -97,13 +97,13 @@ def stranger(made: Held) -> Iterator[tuple[Channel, _Pair]]:
         channel.close()
 
 
-def present_token(made: Held, channel: Channel) -> None:
+def present_token(made: ServedSource, channel: Channel) -> None:
     channel.send([framed(OpenSnapshot(number=1, snapshot=made.offer.snapshot, token=made.offer.token))])
     assert not decode_answer(channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)).reason
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_without_cuda_both_ends_name_the_remedy() -> None:
+def test_nccl_without_cuda_names_the_remedy() -> None:
     remedy = r"Transport 'nccl' needs CUDA, and there is none here: choose 'gloo', 'tcp' or 'ucx'\."
     with pytest.raises(WeightsError, match=remedy):
         collective_client("nccl")
@@ -115,7 +115,7 @@ def test_without_cuda_both_ends_name_the_remedy() -> None:
         arena.close()
 
 
-def test_groups_of_others_are_left_alone(served: Held) -> None:
+def test_default_process_group_is_not_touched(served: ServedSource) -> None:
     assert not dist.is_initialized()
     assert works(served)
     assert not dist.is_initialized()
@@ -141,15 +141,15 @@ def test_groups_of_others_are_left_alone(served: Held) -> None:
         max_size=8,
     )
 )
-def test_both_ends_stay_in_step(served: Held, reads: list[tuple[list[ShardPiece], bool]]) -> None:
-    """Segments of any sizes, none among them, and refusals in between, all asked for ahead of the answers."""
+def test_both_ends_post_the_same_operations(served: ServedSource, reads: list[tuple[list[ShardPiece], bool]]) -> None:
+    """Segments of any sizes, empty ones included, and refusals in between, all requested ahead of the answers."""
     with reader("gloo") as peer:
         assert not peer.connect(served.offer).reason
         asked = []
         for boxes, spoiled in reads:
             arrays = [np.zeros(box.box.size, "u2" if box.dtype == "int16" else "u1") for box in boxes]
             request = peer.request([*boxes[:-1], MISSING] if spoiled else boxes, digests="off")
-            peer.wire.ask("source", request, landing(arrays))
+            peer.client.ask("source", request, read_target(arrays))
             asked.append((request, boxes, arrays, spoiled))
         for request, boxes, arrays, spoiled in asked:
             event = peer.event()
@@ -162,8 +162,8 @@ def test_both_ends_stay_in_step(served: Held, reads: list[tuple[list[ShardPiece]
                 assert not array.any() if spoiled else array.tobytes() == truth.tobytes()
 
 
-def test_a_group_serves_many_snapshots() -> None:
-    with held("gloo", [SMALL]) as made, reader("gloo") as peer:
+def test_one_group_serves_many_snapshots() -> None:
+    with serving("gloo", [SMALL]) as made, reader("gloo") as peer:
         peer.connect(made.offer)
         before = num_threads()
         for _ in range(3):
@@ -175,18 +175,18 @@ def test_a_group_serves_many_snapshots() -> None:
         assert num_threads() <= before
 
 
-# --- readers that break the rules ---
+# --- readers that violate the protocol ---
 
 
 def leave(channel: Channel, _: _Pair) -> None:
     channel.hang_up()
 
 
-def say_nonsense(channel: Channel, _: _Pair) -> None:
+def send_garbage(channel: Channel, _: _Pair) -> None:
     channel.send([memoryview(bytes(200))])
 
 
-def show_another_secret(channel: Channel, pair: _Pair) -> None:
+def send_wrong_secret(channel: Channel, pair: _Pair) -> None:
     store = _ChannelStore(channel)
     pair._group = pair._backend.form(store, _READER, channel.host)
     pair._store = store
@@ -195,24 +195,26 @@ def show_another_secret(channel: Channel, pair: _Pair) -> None:
     store.detach()
 
 
-@pytest.mark.parametrize("act", [leave, say_nonsense, show_another_secret])
-def test_who_does_not_join_as_is_agreed_is_left(served: Held, act: Callable[[Channel, _Pair], None]) -> None:
-    with stranger(served) as (channel, pair):
+@pytest.mark.parametrize("act", [leave, send_garbage, send_wrong_secret])
+def test_reader_that_violates_the_handshake_is_disconnected(
+    served: ServedSource, act: Callable[[Channel, _Pair], None]
+) -> None:
+    with raw_reader(served) as (channel, pair):
         present_token(served, channel)
         with pytest.raises(ConnectionError):
-            speak_until_hung_up_on(act, channel, pair)
+            act_until_closed(act, channel, pair)
     assert works(served)
 
 
-def speak_until_hung_up_on(act: Callable[[Channel, _Pair], None], channel: Channel, pair: _Pair) -> None:
+def act_until_closed(act: Callable[[Channel, _Pair], None], channel: Channel, pair: _Pair) -> None:
     act(channel, pair)
     while True:
         channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)
 
 
-def test_nothing_is_sent_and_no_group_built_before_the_token(served: Held) -> None:
+def test_no_group_is_formed_before_the_token(served: ServedSource) -> None:
     before = num_threads()
-    with stranger(served) as (channel, _):
+    with raw_reader(served) as (channel, _):
         channel.send([framed(OpenSnapshot(number=1, snapshot=served.offer.snapshot, token="0" * 32))])
         assert "wrong" in decode_answer(channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)).reason
         channel.send([framed(StoreEntry(key="0/1", value=b"address"))])
@@ -221,10 +223,10 @@ def test_nothing_is_sent_and_no_group_built_before_the_token(served: Held) -> No
     assert settles(before)
 
 
-def test_a_reader_that_takes_nothing_does_not_keep_the_server() -> None:
+def test_reader_that_receives_nothing_does_not_block_close() -> None:
     before = num_threads()
-    with held("gloo", [LARGE]) as made:
-        with stranger(made) as (channel, pair):
+    with serving("gloo", [LARGE]) as made:
+        with raw_reader(made) as (channel, pair):
             present_token(made, channel)
             pair.opened()
             channel.send([framed(ReadBoxes(number=2, tag=2, segments=(1,), boxes=(LARGE,), digests="off", salt=0))])
@@ -235,12 +237,12 @@ def test_a_reader_that_takes_nothing_does_not_keep_the_server() -> None:
     assert settles(before)
 
 
-# --- sources that break the rules ---
+# --- sources that violate the protocol ---
 
 
 @contextmanager
 def impostor(act: Callable[[Channel, _Pair], None]) -> Iterator[RankOffer]:
-    """A source that grants the first request, then does as it likes."""
+    """Run a source that grants the first request, then calls `act`."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
 
         def run() -> None:
@@ -278,7 +280,7 @@ def part_too_early(channel: Channel, pair: _Pair) -> None:
 
 
 def break_off(channel: Channel, pair: _Pair) -> None:
-    """Send half of a payload. The rest of a message that has begun is what gloo lets its receiver wait for."""
+    """Send half of a payload: gloo lets a receiver wait for the rest of a message that has begun."""
     pair.opened()
     grant(channel)
     begin, rest = (_tensor(np.ones(size, np.uint8)) for size in HALVES)
@@ -287,12 +289,12 @@ def break_off(channel: Channel, pair: _Pair) -> None:
 
 
 @pytest.mark.parametrize("act", [hang_up_early, send_nonsense, part_too_early, break_off])
-def test_a_source_that_breaks_off_is_lost(act: Callable[[Channel, _Pair], None]) -> None:
+def test_source_that_aborts_is_lost(act: Callable[[Channel, _Pair], None]) -> None:
     with impostor(act) as offer, reader("gloo") as peer:
-        peer.wire.connect("source", offer)
-        peer.wire.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, token=""), landing([]))
+        peer.client.connect("source", offer)
+        peer.client.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, token=""), read_target([]))
         boxes = [piece("half", "uint8", (0, size)) for size in HALVES]
-        peer.wire.ask("source", peer.request(boxes), landing([np.zeros(size, np.uint8) for size in HALVES]))
+        peer.client.ask("source", peer.request(boxes), read_target([np.zeros(size, np.uint8) for size in HALVES]))
         events = []
         while not any(isinstance(event, ConnectionLost) for event in events):
             event = peer.event(IDLE_TIMEOUT_S / 2)
@@ -301,8 +303,8 @@ def test_a_source_that_breaks_off_is_lost(act: Callable[[Channel, _Pair], None])
         assert len(events) == (2 if act is break_off else 1)
 
 
-def test_what_a_stopped_source_sends_later_is_not_written() -> None:
-    """A payload of which one segment has come is dropped; then the source goes on."""
+def test_late_payload_of_a_stopped_source_is_not_written() -> None:
+    """The connection is dropped after one segment of a payload; then the source continues."""
     dropped = threading.Event()
 
     def pause(channel: Channel, pair: _Pair) -> None:
@@ -317,28 +319,28 @@ def test_what_a_stopped_source_sends_later_is_not_written() -> None:
     with impostor(pause) as offer, reader("gloo") as peer:
         assert not peer.connect(offer).reason
         arrays = [np.zeros(1 << 20, np.uint8) for _ in range(2)]
-        peer.wire.ask("source", peer.request([piece("s", "uint8", (0, 1 << 20))] * 2), landing(arrays))
+        peer.client.ask("source", peer.request([piece("s", "uint8", (0, 1 << 20))] * 2), read_target(arrays))
         end = time.monotonic() + ANSWER_S
         while not arrays[0].all() and time.monotonic() < end:
-            peer.wire.poll(0.01)
+            peer.client.poll(0.01)
         assert arrays[0].all()
-        peer.wire.drop("source")
+        peer.client.drop("source")
         dropped.set()
     assert not arrays[1].any()
 
 
-def test_who_drops_in_the_middle_of_a_message_does_not_wait_for_the_rest() -> None:
-    with held("gloo", [LARGE]) as made, reader("gloo") as peer:
+def test_drop_in_mid_message_does_not_wait_for_the_rest() -> None:
+    with serving("gloo", [LARGE]) as made, reader("gloo") as peer:
         for number in range(3):
             name = f"source-{number}"
             assert not peer.connect(made.offer, name).reason
             array = np.zeros(LARGE.size_bytes, np.uint8)
-            peer.wire.ask(name, peer.request([LARGE], digests="off"), landing([array]))
+            peer.client.ask(name, peer.request([LARGE], digests="off"), read_target([array]))
             end = time.monotonic() + ANSWER_S
             while not array[:64].any() and time.monotonic() < end:
                 time.sleep(0.0001)
             begin = time.monotonic()
-            peer.wire.drop(name)
+            peer.client.drop(name)
             assert time.monotonic() - begin < IDLE_TIMEOUT_S / 2, "the rest of a message was waited for"
             kept = array.copy()
             assert peer.event(0.05) is None
@@ -346,8 +348,8 @@ def test_who_drops_in_the_middle_of_a_message_does_not_wait_for_the_rest() -> No
             assert kept[:64].any()
 
 
-def test_a_reader_that_is_stopped_while_it_joins_ends_at_once() -> None:
-    """Nothing of the source comes, and nothing tells that it will not."""
+def test_reader_stopped_during_the_handshake_ends_at_once() -> None:
+    """The source sends nothing, and no error says so."""
     ended = threading.Event()
 
     def wait(channel: Channel, pair: _Pair) -> None:
@@ -355,9 +357,9 @@ def test_a_reader_that_is_stopped_while_it_joins_ends_at_once() -> None:
 
     before = num_threads()
     with impostor(wait) as offer, reader("gloo") as peer:
-        peer.wire.connect("source", offer)
-        peer.wire.ask("source", OpenSnapshot(number=1, snapshot=1, token=""), landing([]))
+        peer.client.connect("source", offer)
+        peer.client.ask("source", OpenSnapshot(number=1, snapshot=1, token=""), read_target([]))
         assert peer.event(0.3) is None
-        peer.wire.drop("source")
+        peer.client.drop("source")
         ended.set()
     assert settles(before)

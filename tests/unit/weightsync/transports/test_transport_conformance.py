@@ -1,4 +1,4 @@
-"""What every transport must do, one suite for all: bring every bit, refuse what may not be read, survive the rest."""
+"""Conformance suite of all transports: exact payloads, refusals, and lost peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from transport_peers import Held, Reader, away, content, held, landing, piece, reader
+from transport_peers import Reader, ServedSource, content, piece, read_target, reader, remote_source, serving
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import ITEM_BYTES, ShardPiece
@@ -51,13 +51,13 @@ PIECES = (
 
 
 @pytest.fixture(scope="module")
-def source(transport: Transport) -> Iterator[Held]:
-    with held(transport, PIECES) as made:
+def source(transport: Transport) -> Iterator[ServedSource]:
+    with serving(transport, PIECES) as made:
         yield made
 
 
 @pytest.fixture
-def peer(source: Held, transport: Transport) -> Iterator[Reader]:
+def peer(source: ServedSource, transport: Transport) -> Iterator[Reader]:
     with reader(transport) as made:
         assert not made.connect(source.offer).reason
         yield made
@@ -105,7 +105,7 @@ def test_many_small_boxes_arrive(peer: Reader) -> None:
     check(peer, [p for p in PIECES if p.names[0].startswith("small")])
 
 
-def test_boxes_that_share_a_segment_lie_aligned_in_it(peer: Reader, source: Held) -> None:
+def test_boxes_of_a_segment_are_aligned(peer: Reader, source: ServedSource) -> None:
     boxes = [piece("w.int8", "int8", (0, 37), (11, 12)), piece("w.int8", "int8", (5, 9), (0, 53)), PIECES[3]]
     buffer = np.zeros(37 + 27 + 212 + 44 + 64, np.uint8)
     arrays = [np.ndarray(b.box.size, "u1", buffer, offset) for b, offset in zip(boxes, (0, 64, 320), strict=True)]
@@ -115,21 +115,21 @@ def test_boxes_that_share_a_segment_lie_aligned_in_it(peer: Reader, source: Held
         assert array.tobytes() == expected(wanted).tobytes()
 
 
-def test_several_requests_under_way(peer: Reader) -> None:
+def test_several_requests_in_flight_are_answered(peer: Reader) -> None:
     wanted = [piece(f"flat{MIB + 3}", "uint8", (begin, begin + 50_000)) for begin in range(0, 1_000_000, 100_000)]
     arrays = [np.zeros(50_000, np.uint8) for _ in wanted]
     for each, array in zip(wanted, arrays, strict=True):
-        peer.wire.ask("source", peer.request([each]), landing([array]))
+        peer.client.ask("source", peer.request([each]), read_target([array]))
     answered = 0
     end = time.monotonic() + 20
     while answered < len(wanted) and time.monotonic() < end:
-        answered += len(peer.wire.poll(0.02))
+        answered += len(peer.client.poll(0.02))
     assert answered == len(wanted)
     for each, array in zip(wanted, arrays, strict=True):
         assert array.tobytes() == expected(each).tobytes()
 
 
-def test_many_readers_at_once(source: Held, transport: Transport) -> None:
+def test_many_readers_are_served_concurrently(source: ServedSource, transport: Transport) -> None:
     failures: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -149,7 +149,7 @@ def test_many_readers_at_once(source: Held, transport: Transport) -> None:
     assert not failures
 
 
-def test_the_digest_of_a_box_is_computed_once(source: Held, transport: Transport) -> None:
+def test_digest_of_a_box_is_computed_once(source: ServedSource, transport: Transport) -> None:
     if transport == "local":
         pytest.skip("a local reader digests what passes by")
     wanted = [piece("x.float32", "float32", (0, 64), (0, 100), (0, 2))]
@@ -163,7 +163,7 @@ def test_the_digest_of_a_box_is_computed_once(source: Held, transport: Transport
 
 
 @pytest.mark.parametrize("token", ["0" * 32, "", "é"])
-def test_a_wrong_token_is_refused(source: Held, transport: Transport, token: str) -> None:
+def test_wrong_token_is_refused(source: ServedSource, transport: Transport, token: str) -> None:
     with reader(transport) as made:
         assert "token" in made.connect(msgspec.structs.replace(source.offer, token=token)).reason
         answer, arrays = made.read([whole("flat63", "uint8", (63,))])
@@ -174,9 +174,9 @@ def test_a_wrong_token_is_refused(source: Held, transport: Transport, token: str
         ).reason
 
 
-def test_nothing_is_read_before_the_token(source: Held, transport: Transport) -> None:
+def test_read_before_the_token_is_refused(source: ServedSource, transport: Transport) -> None:
     with reader(transport) as made:
-        made.wire.connect("source", source.offer)
+        made.client.connect("source", source.offer)
         answer, _ = made.read([whole("flat63", "uint8", (63,))])
         assert "open a snapshot with its token first" in answer.reason
         assert "token first" in made.release().reason
@@ -194,23 +194,23 @@ def test_nothing_is_read_before_the_token(source: Held, transport: Transport) ->
         piece("flat63", "uint8", (1 << 40, (1 << 40) + 1)),
     ],
 )
-def test_what_is_not_held_is_refused_and_the_connection_lives_on(peer: Reader, wanted: ShardPiece) -> None:
+def test_unknown_box_is_refused_and_the_connection_survives(peer: Reader, wanted: ShardPiece) -> None:
     array = np.zeros(1, np.uint8) if wanted.box.volume > 4096 else np.zeros(wanted.box.size, np.uint8)
-    answer = peer.ask(peer.request([wanted]), landing([array]))
+    answer = peer.ask(peer.request([wanted]), read_target([array]))
     assert "is not held by this rank" in answer.reason
     check(peer, [whole("flat65", "uint8", (65,))])
 
 
-def test_a_snapshot_that_is_gone_is_refused(transport: Transport) -> None:
-    with held(transport, PIECES[:4]) as made, reader(transport) as late:
+def test_open_of_an_overwritten_snapshot_is_refused(transport: Transport) -> None:
+    with serving(transport, PIECES[:4]) as made, reader(transport) as late:
         old = made.offer
         made.publish()
         made.publish()
         assert "is gone" in late.connect(old).reason
 
 
-def test_a_revoked_snapshot_is_not_read_any_more(transport: Transport) -> None:
-    with held(transport, PIECES[:4]) as made, reader(transport) as slow:
+def test_read_of_a_revoked_snapshot_is_refused(transport: Transport) -> None:
+    with serving(transport, PIECES[:4]) as made, reader(transport) as slow:
         assert not slow.connect(made.offer).reason
         for _ in range(4):
             made.arena.claim(0.0)
@@ -220,13 +220,13 @@ def test_a_revoked_snapshot_is_not_read_any_more(transport: Transport) -> None:
         assert "revoked" in slow.release().reason or "token first" in slow.ask(slow.request([PIECES[2]])).reason
 
 
-def test_a_lease_ends_with_its_release(transport: Transport) -> None:
-    with held(transport, PIECES[:4]) as made, reader(transport) as one:
+def test_release_ends_the_lease(transport: Transport) -> None:
+    with serving(transport, PIECES[:4]) as made, reader(transport) as one:
         one.connect(made.offer)
         made.publish()
         made.arena.claim(0.0, "wait")  # the newer slot is free
         made.arena.revoke_all()
-    with held(transport, PIECES[:4]) as made, reader(transport) as one, reader(transport) as two:
+    with serving(transport, PIECES[:4]) as made, reader(transport) as one, reader(transport) as two:
         one.connect(made.offer)
         two.connect(made.publish())
         with pytest.raises(WeightsError, match="still being read"):
@@ -235,45 +235,47 @@ def test_a_lease_ends_with_its_release(transport: Transport) -> None:
         made.arena.claim(5.0, "wait")
 
 
-def test_a_source_that_is_not_there(transport: Transport) -> None:
-    with held(transport, PIECES[:1]) as made:
+def test_missing_source_is_lost(transport: Transport) -> None:
+    with serving(transport, PIECES[:1]) as made:
         offer = made.offer
     with reader(transport) as made:
         try:
-            made.wire.connect("source", offer)
+            made.client.connect("source", offer)
         except WeightsError:
             return
-        made.wire.ask("source", OpenSnapshot(number=1, snapshot=1, token=""), ReadTarget())
+        made.client.ask("source", OpenSnapshot(number=1, snapshot=1, token=""), ReadTarget())
         assert isinstance(made.event(), ConnectionLost)
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:", "127.0.0.1:99999", "/etc/passwd", "h:1/zz"])
-def test_an_address_that_is_none(source: Held, transport: Transport, address: str) -> None:
+def test_malformed_address_is_refused(source: ServedSource, transport: Transport, address: str) -> None:
     with reader(transport) as made, pytest.raises(WeightsError, match=r"is not (the address|an address)"):
-        made.wire.connect("source", msgspec.structs.replace(source.offer, address=address))
+        made.client.connect("source", msgspec.structs.replace(source.offer, address=address))
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("stage", ["connected", "opened", "asked", "read"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_source_that_dies_or_stops_at_any_stage(transport: Transport, stage: str, number: signal.Signals) -> None:
+def test_source_killed_or_stopped_at_any_stage_is_handled(
+    transport: Transport, stage: str, number: signal.Signals
+) -> None:
     size = 16 * MIB
     wanted = whole("big", "uint8", (size,))
-    with away(transport, [wanted]) as other, reader(transport) as made:
+    with remote_source(transport, [wanted]) as other, reader(transport) as made:
         array = np.zeros(size, np.uint8)
-        made.wire.connect("source", other.offer)
+        made.client.connect("source", other.offer)
         opening = OpenSnapshot(number=made.number(), snapshot=other.offer.snapshot, token=other.offer.token)
         if stage != "connected":
             assert not made.ask(opening).reason
         if stage == "read":
             assert not made.read([wanted])[0].reason
         if stage == "asked":
-            made.wire.ask("source", made.request([wanted]), landing([array]))
+            made.client.ask("source", made.request([wanted]), read_target([array]))
         other.signal(number)
         if stage == "connected":
-            made.wire.ask("source", opening, ReadTarget())
+            made.client.ask("source", opening, ReadTarget())
         elif stage != "asked":
-            made.wire.ask("source", made.request([wanted]), landing([array]))
+            made.client.ask("source", made.request([wanted]), read_target([array]))
         event = made.event(0.5 if number == signal.SIGSTOP else 20.0)
         whole_arrived = event is not None and not isinstance(event, ConnectionLost) and stage != "connected"
         if whole_arrived:
@@ -281,7 +283,7 @@ def test_a_source_that_dies_or_stops_at_any_stage(transport: Transport, stage: s
         elif number == signal.SIGKILL and transport != "local":
             assert isinstance(event, ConnectionLost)
         begin = time.monotonic()
-        made.wire.drop("source")
+        made.client.drop("source")
         assert time.monotonic() - begin < 5.0, "a stopped source holds up who drops it"
         before = array.copy()
         if number == signal.SIGSTOP:
@@ -290,15 +292,15 @@ def test_a_source_that_dies_or_stops_at_any_stage(transport: Transport, stage: s
             assert (array == before).all(), "memory was written after its connection was dropped"
 
 
-def test_a_dropped_connection_is_silent_and_can_be_made_anew(source: Held, transport: Transport) -> None:
+def test_dropped_connection_is_silent_and_can_be_reopened(source: ServedSource, transport: Transport) -> None:
     size = SIZES[-1] if SIZES[-1] < 64 * MIB else 64 * MIB
     wanted = piece(f"flat{SIZES[-1]}", "uint8", (0, size))
     with reader(transport) as made:
         made.connect(source.offer)
         array = np.zeros(size, np.uint8)
-        made.wire.ask("source", made.request([wanted]), landing([array]))
-        made.wire.drop("source")
-        made.wire.drop("source")
+        made.client.ask("source", made.request([wanted]), read_target([array]))
+        made.client.drop("source")
+        made.client.drop("source")
         kept = array.copy()
         assert made.event(0.1) is None
         assert (array == kept).all()
@@ -306,12 +308,12 @@ def test_a_dropped_connection_is_silent_and_can_be_made_anew(source: Held, trans
         check(made, [whole("flat4097", "uint8", (4097,))])
 
 
-def test_lanes_are_named(peer: Reader, transport: Transport) -> None:
-    lanes = peer.wire.lanes("source")
+def test_lanes_are_reported(peer: Reader, transport: Transport) -> None:
+    lanes = peer.client.lanes("source")
     wanted = {"local": "shared memory", "tcp": "tcp", "gloo": "gloo", "ucx": "cma/memory", "nixl": "nixl/UCX"}
     assert wanted[transport] in lanes
-    assert peer.wire.lanes("unknown") in ((), lanes)
+    assert peer.client.lanes("unknown") in ((), lanes)
 
 
-def test_element_types_of_the_suite_are_all_sizes() -> None:
+def test_suite_covers_every_element_size() -> None:
     assert {ITEM_BYTES[dtype] for dtype in DTYPES} == {1, 2, 4, 8}

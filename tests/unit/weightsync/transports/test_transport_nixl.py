@@ -1,4 +1,4 @@
-"""NIXL's pitfalls, and what strangers may say over its sockets: nothing that ends either side."""
+"""The NIXL transport: its known pitfalls, and untrusted input at both ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from transport_peers import ANSWER_S, Held, Reader, away, content, held, landing, piece, reader
+from transport_peers import ANSWER_S, Reader, ServedSource, content, piece, read_target, reader, remote_source, serving
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import PAGE_BYTES
@@ -55,7 +55,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_without_nixl_the_remedy_is_named() -> None:
+def test_missing_nixl_names_the_remedy() -> None:
     done = run_python(
         "import sys; sys.modules['nixl'] = None\n"
         "from starling.common.errors import WeightsError\n"
@@ -73,14 +73,14 @@ def test_without_nixl_the_remedy_is_named() -> None:
 
 
 @pytest.mark.parametrize("version", ["1.4.9", "1.6.0", "2.0", "0.10", "unknown"])
-def test_another_version_is_refused(version: str) -> None:
+def test_unsupported_version_is_refused(version: str) -> None:
     with pytest.raises(WeightsError, match=rf"NIXL {version} is installed, expected >=1\.5, <1\.6"):
         SUPPORTED.check(version)
     SUPPORTED.check("1.5.1")
 
 
 @needs_nixl
-def test_logging_stays_as_the_process_has_it() -> None:
+def test_nixl_import_leaves_logging_alone() -> None:
     done = run_python(
         "import logging\n"
         "from starling.weightsync.transports.nixl.agent import NixlAgent\n"
@@ -92,7 +92,7 @@ def test_logging_stays_as_the_process_has_it() -> None:
 
 
 def listeners() -> set[str]:
-    """Hosts on which this process listens, as the kernel writes them."""
+    """Return the hosts on which this process listens, as the kernel writes them."""
     mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
     with open("/proc/net/tcp") as table:
         rows = [line.split() for line in table][1:]
@@ -100,7 +100,7 @@ def listeners() -> set[str]:
 
 
 @needs_nixl
-def test_on_loopback_nobody_else_can_connect() -> None:
+def test_loopback_agent_listens_on_loopback_only() -> None:
     before = listeners()
     agent = NixlAgent(loopback=True)
     assert listeners() - before <= {"0100007F"}
@@ -110,8 +110,8 @@ def test_on_loopback_nobody_else_can_connect() -> None:
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-class Two:
-    """Two agents in one thread, one of which may read a block of the other's."""
+class AgentPair:
+    """AgentPair agents in one thread; the near one may read a block of the far one."""
 
     def __init__(self, size: int = SIZE) -> None:
         self.near, self.far = NixlAgent(loopback=True), NixlAgent(loopback=True)
@@ -134,14 +134,14 @@ class Two:
 
 
 @pytest.fixture
-def two() -> Iterator[Two]:
-    made = Two()
+def two() -> Iterator[AgentPair]:
+    made = AgentPair()
     yield made
     made.close()
 
 
 @needs_nixl
-def test_memory_of_our_own_is_registered_once_for_as_long_as_it_lives(two: Two) -> None:
+def test_own_mapping_is_registered_once_until_freed(two: AgentPair) -> None:
     scratch = allocate(SIZE)
     two.read(scratch[:1000])
     first = two.near.generation
@@ -157,8 +157,8 @@ def test_memory_of_our_own_is_registered_once_for_as_long_as_it_lives(two: Two) 
 
 
 @needs_nixl
-def test_other_memory_is_registered_for_a_read_only(two: Two) -> None:
-    """Were a part of it still registered, NIXL might take that for the whole and refuse."""
+def test_other_memory_is_registered_per_read(two: AgentPair) -> None:
+    """A part that stayed registered would hide the whole, and NIXL would refuse the read."""
     target = np.zeros(SIZE, np.uint8)
     before = len(two.near.metadata())
     two.read(target[4096:8192])
@@ -169,7 +169,7 @@ def test_other_memory_is_registered_for_a_read_only(two: Two) -> None:
 
 @needs_nixl
 @pytest.mark.parametrize("begin", [-4096, SIZE - 10, 1 << 40])
-def test_what_is_not_registered_is_not_read(two: Two, begin: int) -> None:
+def test_unregistered_memory_cannot_be_read(two: AgentPair, begin: int) -> None:
     target = np.zeros(4096, np.uint8)
     with pytest.raises(WeightsError, match="NOT_FOUND"):
         two.near.read(two.name, [(target, two.source.ctypes.data + begin)])
@@ -178,8 +178,8 @@ def test_what_is_not_registered_is_not_read(two: Two, begin: int) -> None:
 
 
 @needs_nixl
-def test_the_tokens_of_snapshots_cannot_be_read() -> None:
-    with held("nixl", [PIECE]) as made:
+def test_snapshot_tokens_cannot_be_read() -> None:
+    with serving("nixl", [PIECE]) as made:
         agent = NixlAgent(loopback=True)
         name = agent.add_remote(made.server.agent.metadata())  # type: ignore[union-attr]
         slot = made.arena.slots[0].ctypes.data
@@ -190,12 +190,12 @@ def test_the_tokens_of_snapshots_cannot_be_read() -> None:
 
 
 @needs_nixl
-def test_within_one_host_a_read_needs_nothing_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the threshold that UCXX leaves behind, the source would have to help."""
+def test_read_on_one_host_needs_no_progress_at_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the threshold that UCXX sets, the source would have to make progress."""
     monkeypatch.setenv("UCX_RNDV_THRESH", "8192")
     monkeypatch.delenv("UCX_MEM_MMAP_HOOK_MODE", raising=False)
     before = dict(os.environ)
-    made = Two()
+    made = AgentPair()
     assert dict(os.environ) == before
     target = allocate(SIZE)
     made.read(target[:64])
@@ -221,7 +221,7 @@ _AGENTS: list[NixlAgent] = []
 
 @needs_nixl
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_forked_process_is_told() -> None:
+def test_use_after_fork_is_refused() -> None:
     _AGENTS.append(NixlAgent(loopback=True))
     ours, theirs = mp.Pipe()
     child = mp.get_context("fork").Process(target=_progress_after_fork, args=(theirs,))
@@ -233,30 +233,30 @@ def test_a_forked_process_is_told() -> None:
 
 
 def wait_until_read(made: Reader, name: str) -> None:
-    """Wait until a source has told where its payload lies, and the read has begun."""
-    assert isinstance(made.wire, NixlClient)
+    """Wait until a source has sent the location of its payload, and the read has begun."""
+    assert isinstance(made.client, NixlClient)
     end = time.monotonic() + ANSWER_S
-    while not any(item.read for item in made.wire._connections[name].sent.values()):
+    while not any(item.read for item in made.client._connections[name].sent.values()):
         assert time.monotonic() < end
-        assert not made.wire.poll(0.0)
+        assert not made.client.poll(0.0)
 
 
 @needs_nixl
 @pytest.mark.system
-def test_one_source_that_stops_is_dropped_and_the_reads_of_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over TCP the source's processor serves a read: what a stopped one still owes would arrive when it goes on."""
+def test_dropping_a_stopped_source_keeps_the_reads_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP the source's processor serves a read: a stopped source would serve it when it continues."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     size = 48 << 20
     wanted = piece("big", "uint8", (0, size))
     truth = content(wanted, (size,))
-    with away("nixl", [wanted]) as one, away("nixl", [wanted]) as two, reader("nixl") as made:
+    with remote_source("nixl", [wanted]) as one, remote_source("nixl", [wanted]) as two, reader("nixl") as made:
         arrays = {name: np.zeros(size, np.uint8) for name in ("one", "two")}
         for name, source in (("one", one), ("two", two)):
             assert not made.connect(source.offer, name).reason
-            made.wire.ask(name, made.request([wanted]), landing([arrays[name]]))
+            made.client.ask(name, made.request([wanted]), read_target([arrays[name]]))
             wait_until_read(made, name)
             source.signal(signal.SIGSTOP)
-        made.wire.drop("one")
+        made.client.drop("one")
         kept = arrays["one"].copy()
         for source in (one, two):
             source.signal(signal.SIGCONT)
@@ -266,65 +266,65 @@ def test_one_source_that_stops_is_dropped_and_the_reads_of_others_go_on(monkeypa
         assert (arrays["two"] == truth).all()
         assert (arrays["one"] == kept).all()
         assert not made.connect(one.offer, "one").reason
-        assert not made.ask(made.request([wanted]), landing([arrays["one"]]), "one").reason
+        assert not made.ask(made.request([wanted]), read_target([arrays["one"]]), "one").reason
         assert (arrays["one"] == truth).all()
 
 
-# --- strangers at the source ---------------------------------------------------------------------------------------
+# --- untrusted readers ---------------------------------------------------------------------------------------
 
 
-class Stranger:
-    """A reader who says what it likes."""
+class RawReader:
+    """A reader that sends raw messages."""
 
     def __init__(self, offer: RankOffer) -> None:
         self.offer = offer
-        self.line = NonBlockingChannel.dial(split_address(offer.address), 1 << 20)
-        self._heard: list[tuple[int, bytes]] = []
+        self.channel = NonBlockingChannel.dial(split_address(offer.address), 1 << 20)
+        self._received: list[tuple[int, bytes]] = []
 
-    def say(self, request: Request) -> None:
-        self.line.send(REQUEST, encode_message(request))
+    def send(self, request: Request) -> None:
+        self.channel.send(REQUEST, encode_message(request))
 
     def open(self) -> None:
-        self.say(OpenSnapshot(number=1, snapshot=self.offer.snapshot, token=self.offer.token))
+        self.send(OpenSnapshot(number=1, snapshot=self.offer.snapshot, token=self.offer.token))
         assert not self.answer().reason
 
-    def hear(self) -> tuple[int, bytes]:
-        """Return the next message. Raises OSError when the source has hung up."""
+    def receive(self) -> tuple[int, bytes]:
+        """Return the next message. Raises OSError when the source has closed the connection."""
         end = time.monotonic() + ANSWER_S
-        while not self._heard and time.monotonic() < end:
+        while not self._received and time.monotonic() < end:
             poller = select.poll()
-            poller.register(self.line, self.line.events)
+            poller.register(self.channel, self.channel.events)
             poller.poll(100)
-            self.line.flush()
-            self._heard += self.line.receive()
-        return self._heard.pop(0)
+            self.channel.flush()
+            self._received += self.channel.receive()
+        return self._received.pop(0)
 
     def answer(self) -> SourceAnswer:
-        kind, body = self.hear()
+        kind, body = self.receive()
         assert kind == ANSWER
         return decode_answer(body)
 
-    def is_left(self) -> bool:
-        """Whether the source hangs up, whatever it has said before."""
+    def is_closed(self) -> bool:
+        """Return whether the source closes the connection."""
         try:
             while True:
-                self.hear()
+                self.receive()
         except OSError:
             return True
 
 
 @contextmanager
-def stranger(made: Held) -> Iterator[Stranger]:
-    one = Stranger(made.offer)
+def raw_reader(made: ServedSource) -> Iterator[RawReader]:
+    one = RawReader(made.offer)
     yield one
-    one.line.close()
+    one.channel.close()
 
 
 def read_of(*boxes: ShardPiece, number: int = 2) -> ReadBoxes:
     return ReadBoxes(number=number, tag=number, segments=(1,) * len(boxes), boxes=boxes, digests="full", salt=0)
 
 
-def works(made: Held) -> bool:
+def can_read(made: ServedSource) -> bool:
     with reader("nixl") as peer:
         answer = peer.connect(made.offer)
         _, arrays = peer.read([PIECE])
@@ -332,23 +332,23 @@ def works(made: Held) -> bool:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Held]:
-    with held("nixl", [PIECE, WIDE]) as made:
+def served() -> Iterator[ServedSource]:
+    with serving("nixl", [PIECE, WIDE]) as made:
         yield made
 
 
 @needs_nixl
-def test_how_memory_is_read_is_told_to_nobody_without_a_token(served: Held) -> None:
-    with stranger(served) as one:
-        one.say(read_of(PIECE))
+def test_metadata_is_not_sent_before_the_token(served: ServedSource) -> None:
+    with raw_reader(served) as one:
+        one.send(read_of(PIECE))
         assert "token first" in one.answer().reason
-        one.say(OpenSnapshot(number=3, snapshot=served.offer.snapshot, token="0" * 32))
+        one.send(OpenSnapshot(number=3, snapshot=served.offer.snapshot, token="0" * 32))
         assert "token" in one.answer().reason
-        one.say(read_of(PIECE, number=4))
+        one.send(read_of(PIECE, number=4))
         assert "token first" in one.answer().reason
         one.open()
-        one.say(read_of(PIECE, number=5))
-        kind, body = one.hear()
+        one.send(read_of(PIECE, number=5))
+        kind, body = one.receive()
         assert kind == LOCATION
         assert msgspec.msgpack.decode(body[8:], type=PayloadLocation).metadata
 
@@ -365,74 +365,74 @@ def test_how_memory_is_read_is_told_to_nobody_without_a_token(served: Held) -> N
         (FETCHED, NUMBER.pack(77)),
     ],
 )
-def test_who_talks_nonsense_is_left(served: Held, kind: int, body: bytes) -> None:
-    with stranger(served) as one:
+def test_malformed_message_ends_the_connection(served: ServedSource, kind: int, body: bytes) -> None:
+    with raw_reader(served) as one:
         one.open()
-        one.line.send(kind, body)
-        assert one.is_left()
-    assert works(served)
+        one.channel.send(kind, body)
+        assert one.is_closed()
+    assert can_read(served)
 
 
 @needs_nixl
-def test_who_says_too_much_is_left(served: Held) -> None:
+def test_too_long_message_ends_the_connection(served: ServedSource) -> None:
     host, port = split_address(served.address)
     with socket.create_connection((host, port), timeout=20) as plain:
         plain.sendall(np.uint32(REQUEST_BYTES + 1).tobytes() + b"\1")
         assert plain.recv(1) == b""
-    assert works(served)
+    assert can_read(served)
 
 
 @needs_nixl
-def test_who_asks_again_without_taking_is_left(served: Held) -> None:
-    with stranger(served) as one:
+def test_too_many_unfetched_requests_end_the_connection(served: ServedSource) -> None:
+    with raw_reader(served) as one:
         one.open()
         for number in range(2, 3 + nixl_server.MAX_WAITING):
-            one.say(read_of(PIECE, number=number))
-        assert one.is_left()
-    with stranger(served) as one:
+            one.send(read_of(PIECE, number=number))
+        assert one.is_closed()
+    with raw_reader(served) as one:
         one.open()
         for _ in range(2):
-            one.say(read_of(PIECE))
-        assert one.is_left()
-    assert works(served)
+            one.send(read_of(PIECE))
+        assert one.is_closed()
+    assert can_read(served)
 
 
 @needs_nixl
-def test_who_never_takes_is_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_never_fetches_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_server, "FETCH_TIMEOUT_S", 0.05)
-    with held("nixl", [PIECE, WIDE]) as made, stranger(made) as one:
+    with serving("nixl", [PIECE, WIDE]) as made, raw_reader(made) as one:
         one.open()
-        one.say(read_of(PART))
-        assert one.is_left()
+        one.send(read_of(PART))
+        assert one.is_closed()
 
 
 @needs_nixl
-def test_packing_memory_is_not_used_again_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_buffer_is_not_reused_before_it_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_server, "FIRST_PACKING_BYTES", 1)
     monkeypatch.setattr(nixl_server, "PACKING_BYTES", 1)
-    with held("nixl", [PIECE, WIDE]) as made, stranger(made) as one:
+    with serving("nixl", [PIECE, WIDE]) as made, raw_reader(made) as one:
         one.open()
-        one.say(read_of(piece("w", "uint8", (0, 3), (0, 3)), number=2))
-        assert [one.hear()[0] for _ in range(2)] == [LOCATION, ANSWER]
-        one.say(read_of(PART, number=3))
-        for number in range(4, 54):  # answers to others come meanwhile, and no place
-            one.say(read_of(piece("nowhere", "uint8", (0, 1)), number=number))
+        one.send(read_of(piece("w", "uint8", (0, 3), (0, 3)), number=2))
+        assert [one.receive()[0] for _ in range(2)] == [LOCATION, ANSWER]
+        one.send(read_of(PART, number=3))
+        for number in range(4, 54):  # only answers to other requests arrive, and no location
+            one.send(read_of(piece("nowhere", "uint8", (0, 1)), number=number))
             assert one.answer().number == number
-        one.line.send(FETCHED, NUMBER.pack(2))
-        kind, body = one.hear()
+        one.channel.send(FETCHED, NUMBER.pack(2))
+        kind, body = one.receive()
         assert (kind, msgspec.msgpack.decode(body[8:], type=PayloadLocation).number) == (LOCATION, 3)
 
 
 @needs_nixl
-def test_packing_memory_is_waited_for_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_buffer_is_awaited_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_server, "FIRST_PACKING_BYTES", 1)
     monkeypatch.setattr(nixl_server, "PACKING_BYTES", 1)
-    with held("nixl", [PIECE, WIDE]) as made, reader("nixl") as peer:
+    with serving("nixl", [PIECE, WIDE]) as made, reader("nixl") as peer:
         assert not peer.connect(made.offer).reason
         wanted = [piece("w", "uint8", (0, rows), (1, 33)) for rows in (1, 64, 7, 64, 2, 33)]
         arrays = [np.zeros(each.box.size, np.uint8) for each in wanted]
         for each, array in zip(wanted, arrays, strict=True):
-            peer.wire.ask("source", peer.request([each]), landing([array]))
+            peer.client.ask("source", peer.request([each]), read_target([array]))
         for _ in wanted:
             event = peer.event()
             assert isinstance(event, AnswerReceived)
@@ -441,33 +441,33 @@ def test_packing_memory_is_waited_for_and_grows(monkeypatch: pytest.MonkeyPatch)
             assert array.tobytes() == np.ascontiguousarray(content(each, WIDE.box.size)).tobytes()
 
 
-# --- strangers at the reader ---------------------------------------------------------------------------------------
+# --- untrusted sources ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def impostor(reply: Callable[[NonBlockingChannel], None]) -> Iterator[RankOffer]:
-    """A source that grants the first request, and answers the second one as it likes."""
+    """Run a source that grants the first request, and answers the second one by `reply`."""
     failures: list[BaseException] = []
 
     def run() -> None:
         connection, _ = listener.accept()
-        line = NonBlockingChannel(connection, REQUEST_BYTES)
+        channel = NonBlockingChannel(connection, REQUEST_BYTES)
         poller = select.poll()
-        poller.register(line, select.POLLIN)
+        poller.register(channel, select.POLLIN)
         try:
             num = 0
             while poller.poll(ANSWER_S * 1000):
-                for _ in line.receive():
+                for _ in channel.receive():
                     num += 1
                     if num == 1:
-                        line.send(ANSWER, encode_message(SourceAnswer(number=1)))
+                        channel.send(ANSWER, encode_message(SourceAnswer(number=1)))
                     else:
-                        reply(line)
+                        reply(channel)
         except OSError:
-            pass  # the reader has hung up
+            pass  # the reader has closed the connection
         except BaseException as error:  # noqa: BLE001 - to be raised in the test's own thread
             failures.append(error)
-        line.close()
+        channel.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=run)
@@ -478,7 +478,7 @@ def impostor(reply: Callable[[NonBlockingChannel], None]) -> Iterator[RankOffer]
         assert not failures
 
 
-def placed(number: int = 2, size: int = 1000, address: int = 4096, metadata: bytes = b"") -> bytes:
+def location(number: int = 2, size: int = 1000, address: int = 4096, metadata: bytes = b"") -> bytes:
     place = PayloadLocation(number=number, metadata=metadata, segments=((address, size),))
     return with_checksum(msgspec.msgpack.encode(place))
 
@@ -487,34 +487,34 @@ def placed(number: int = 2, size: int = 1000, address: int = 4096, metadata: byt
 @pytest.mark.parametrize(
     "reply",
     [
-        lambda line: line.send(9, b""),
-        lambda line: line.send(ANSWER, b"nonsense"),
-        lambda line: line.send(ANSWER, encode_message(SourceAnswer(number=3))),
-        lambda line: line.send(ANSWER, encode_message(SourceAnswer(number=2, digests=b"d" * 16))),
-        lambda line: line.send(LOCATION, placed()[8:]),
-        lambda line: line.send(LOCATION, placed(number=1)),
-        lambda line: line.send(LOCATION, placed(number=3)),
-        lambda line: line.send(LOCATION, placed(size=1001)),
-        lambda line: line.send(LOCATION, placed()),
-        lambda line: line.send(LOCATION, placed(metadata=b"nonsense")),
-        lambda line: line.close(),
+        lambda channel: channel.send(9, b""),
+        lambda channel: channel.send(ANSWER, b"nonsense"),
+        lambda channel: channel.send(ANSWER, encode_message(SourceAnswer(number=3))),
+        lambda channel: channel.send(ANSWER, encode_message(SourceAnswer(number=2, digests=b"d" * 16))),
+        lambda channel: channel.send(LOCATION, location()[8:]),
+        lambda channel: channel.send(LOCATION, location(number=1)),
+        lambda channel: channel.send(LOCATION, location(number=3)),
+        lambda channel: channel.send(LOCATION, location(size=1001)),
+        lambda channel: channel.send(LOCATION, location()),
+        lambda channel: channel.send(LOCATION, location(metadata=b"nonsense")),
+        lambda channel: channel.close(),
     ],
 )
-def test_a_source_that_breaks_the_rules_is_lost(reply: Callable[[NonBlockingChannel], None]) -> None:
+def test_source_that_violates_the_protocol_is_lost(reply: Callable[[NonBlockingChannel], None]) -> None:
     array = np.zeros(1000, np.uint8)
     with impostor(reply) as offer, reader("nixl") as peer:
         assert not peer.connect(offer).reason
-        peer.wire.ask("source", peer.request([PIECE]), landing([array]))
+        peer.client.ask("source", peer.request([PIECE]), read_target([array]))
         assert isinstance(peer.event(), ConnectionLost)
         assert peer.event(0.05) is None, "a loss is reported twice"
-        peer.wire.ask("source", OpenSnapshot(number=9, snapshot=1, token=""), ReadTarget())
-        peer.wire.drop("source")
+        peer.client.ask("source", OpenSnapshot(number=9, snapshot=1, token=""), ReadTarget())
+        peer.client.drop("source")
         assert peer.event(0.05) is None
     assert not array.any()
 
 
 @needs_nixl
-def test_metadata_may_be_anything(two: Two) -> None:
+def test_corrupted_metadata_is_refused(two: AgentPair) -> None:
     true = two.far.metadata()
     for broken in (b"", b"x", true[: len(true) // 2], true[::-1], bytes(len(true))):
         with pytest.raises(WeightsError):
@@ -523,17 +523,17 @@ def test_metadata_may_be_anything(two: Two) -> None:
 
 
 @needs_nixl
-def test_one_reader_of_many_sources(served: Held) -> None:
-    with held("nixl", [PIECE]) as other, reader("nixl") as peer:
+def test_one_client_reads_from_many_sources(served: ServedSource) -> None:
+    with serving("nixl", [PIECE]) as other, reader("nixl") as peer:
         check_both(peer, served, other)
 
 
-def check_both(peer: Reader, *sources: Held) -> None:
+def check_both(peer: Reader, *sources: ServedSource) -> None:
     for index, made in enumerate(sources):
         assert not peer.connect(made.offer, f"source {index}").reason
     arrays = [np.zeros(1000, np.uint8) for _ in sources]
     for index, array in enumerate(arrays):
-        peer.wire.ask(f"source {index}", peer.request([PIECE]), landing([array]))
+        peer.client.ask(f"source {index}", peer.request([PIECE]), read_target([array]))
     assert {event.source for event in (peer.event(), peer.event()) if event} == {"source 0", "source 1"}
     for array in arrays:
         assert array.tobytes() == content(PIECE, (1000,)).tobytes()

@@ -1,4 +1,4 @@
-"""UCX's pitfalls, one by one: each of these once lost data, time or a process somewhere."""
+"""The UCX transport: known pitfalls, each of which once lost data, time or a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_peers import held, landing, piece, reader
+from transport_peers import piece, read_target, reader, serving
 
 from starling.common.errors import WeightsError
 from starling.weightsync.transports.base import ConnectionLost
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
 WAIT_S = 20.0
 
 
-class Pair:
-    """Two links in one thread, with an endpoint at each end."""
+class WorkerPair:
+    """Two workers in one thread, with an endpoint at each end."""
 
     def __init__(self) -> None:
         self.near, self.far = UcxWorker(loopback=True), UcxWorker(loopback=True)
@@ -62,8 +62,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+def pair() -> Iterator[WorkerPair]:
+    made = WorkerPair()
     yield made
     made.close()
 
@@ -72,7 +72,7 @@ def flat(size: int, value: int = 0) -> np.ndarray:
     return np.full(size, value, np.uint8)
 
 
-def test_one_host_means_copies_by_the_kernel_and_no_queue_that_a_dead_peer_can_stop(pair: Pair) -> None:
+def test_lanes_on_one_host_are_cma_and_tcp(pair: WorkerPair) -> None:
     received = pair.far.receive(pair.theirs, flat(8), 1)
     pair.wait(pair.near.send(pair.ours, flat(8), 1), received)
     lanes = pair.near.lanes(pair.ours)
@@ -80,8 +80,8 @@ def test_one_host_means_copies_by_the_kernel_and_no_queue_that_a_dead_peer_can_s
     assert not any(lane.startswith(("posix/", "sysv/")) for lane in lanes)
 
 
-def test_both_ends_handle_errors(pair: Pair) -> None:
-    """Without error handling a dead peer ends the survivor; ends that differ refuse each other."""
+def test_error_handling_is_on_at_both_ends(pair: WorkerPair) -> None:
+    """Without error handling a dead peer aborts the survivor; ends with different settings refuse each other."""
     assert OPTIONS["CMA_MEMORY_INVALIDATE"] == "y"
     pair.near.check_alive(pair.ours)
     pair.near.hang_up(pair.ours)
@@ -92,7 +92,7 @@ def test_both_ends_handle_errors(pair: Pair) -> None:
         pair.far.check_alive(pair.theirs)
 
 
-def test_memory_lives_until_ucx_is_done_with_it(pair: Pair) -> None:
+def test_memory_is_held_until_completion(pair: WorkerPair) -> None:
     target = flat(4 << 20)
     pair.far.receive(pair.theirs, target, 5)  # its request is dropped at once
     sent = pair.near.send(pair.ours, flat(4 << 20, 7), 5)
@@ -114,12 +114,12 @@ def test_memory_lives_until_ucx_is_done_with_it(pair: Pair) -> None:
         (np.frombuffer(b"constant", np.uint8), "read-only memory"),
     ],
 )
-def test_memory_that_ucx_would_use_wrongly_is_refused(pair: Pair, memory: np.ndarray, sentence: str) -> None:
+def test_memory_that_is_not_flat_and_writable_is_refused(pair: WorkerPair, memory: np.ndarray, sentence: str) -> None:
     with pytest.raises(WeightsError, match=sentence):
         pair.near.receive(pair.ours, memory, 1)
 
 
-def test_a_buffer_too_small_is_an_error_and_the_endpoint_lives_on(pair: Pair) -> None:
+def test_too_small_buffer_is_an_error_and_the_endpoint_survives(pair: WorkerPair) -> None:
     small = flat(100)
     received = pair.far.receive(pair.theirs, small, 2)
     pair.wait(pair.near.send(pair.ours, flat(200, 1), 2), received)
@@ -132,17 +132,17 @@ def test_a_buffer_too_small_is_an_error_and_the_endpoint_lives_on(pair: Pair) ->
     assert (small == 9).all()
 
 
-def test_a_payload_longer_than_its_place_is_noticed() -> None:
+def test_payload_longer_than_its_buffer_is_detected() -> None:
     wanted = piece("a", "uint8", (0, 5000))
-    with held("ucx", [wanted]) as made, reader("ucx") as peer:
+    with serving("ucx", [wanted]) as made, reader("ucx") as peer:
         peer.connect(made.offer)
-        peer.wire.ask("source", peer.request([wanted]), landing([flat(100)]))
+        peer.client.ask("source", peer.request([wanted]), read_target([flat(100)]))
         event = peer.event()
         assert isinstance(event, ConnectionLost)
         assert "truncated" in event.reason
 
 
-def test_a_forced_close_ends_receives_that_nothing_answers(pair: Pair) -> None:
+def test_forced_close_ends_pending_receives(pair: WorkerPair) -> None:
     waiting = [pair.near.receive(pair.ours, flat(64), tag) for tag in range(10, 20)]
     pair.near.hang_up(pair.ours)
     pair.wait(*waiting)
@@ -151,7 +151,7 @@ def test_a_forced_close_ends_receives_that_nothing_answers(pair: Pair) -> None:
             item.check()
 
 
-def test_wake_ends_a_wait(pair: Pair) -> None:
+def test_wake_ends_a_wait(pair: WorkerPair) -> None:
     for _ in range(20):
         pair.step()
     pair.near.wake()
@@ -160,14 +160,14 @@ def test_wake_ends_a_wait(pair: Pair) -> None:
     assert time.monotonic() - begin < WAIT_S - 1.0, "it did not wait until its end"
 
 
-def test_closing_with_everything_under_way_ends_well(pair: Pair) -> None:
+def test_close_with_pending_operations_returns(pair: WorkerPair) -> None:
     for tag in range(50):
         pair.near.receive(pair.ours, flat(1 << 16), tag)
         pair.far.send(pair.theirs, flat(1 << 16), 1000 + tag)
 
 
 class _Failing(NoDeltas):
-    """Ends the serving thread when it is asked, but not before it may."""
+    """An event that ends the serving thread when it is read, but not before it may."""
 
     def __init__(self) -> None:
         self.asked, self.may_fail = threading.Event(), threading.Event()
@@ -180,27 +180,27 @@ class _Failing(NoDeltas):
 
 def _end_while_somebody_calls() -> None:
     wanted = piece("a", "uint8", (0, 1000))
-    with held("ucx", [wanted]) as made, reader("ucx") as known, reader("ucx") as asking, reader("ucx") as calling:
+    with serving("ucx", [wanted]) as made, reader("ucx") as known, reader("ucx") as asking, reader("ucx") as calling:
         assert not known.connect(made.offer).reason
         failing = made.source.deltas = _Failing()
-        asking.wire.connect("source", made.offer)
-        asking.wire.ask(
-            "source", OpenSnapshot(number=1, snapshot=made.offer.snapshot, token=made.offer.token), landing([])
+        asking.client.connect("source", made.offer)
+        asking.client.ask(
+            "source", OpenSnapshot(number=1, snapshot=made.offer.snapshot, token=made.offer.token), read_target([])
         )
         end = time.monotonic() + WAIT_S
         while not failing.asked.is_set() and time.monotonic() < end:
-            asking.wire.poll(0.01)
-        calling.wire.connect("source", made.offer)
-        for _ in range(200):  # its call comes to wait at the source
-            calling.wire.poll(0.001)
+            asking.client.poll(0.01)
+        calling.client.connect("source", made.offer)
+        for _ in range(200):  # until its connection waits at the source
+            calling.client.poll(0.001)
         failing.may_fail.set()
         assert isinstance(known.event(), ConnectionLost)
         assert isinstance(asking.event(), ConnectionLost)
         assert isinstance(calling.event(), ConnectionLost)
 
 
-def test_who_calls_a_source_that_hangs_up_is_told_and_ends_no_process() -> None:
-    """UCX listens for as long as anything is left of a connection, and calls back who listened, gone or not."""
+def test_connecting_to_a_closing_source_fails_and_aborts_no_process() -> None:
+    """UCX listens for as long as a connection is not freed, and then calls the listener back, freed or not."""
     process = mp.get_context("spawn").Process(target=_end_while_somebody_calls)
     process.start()
     process.join(5 * WAIT_S)
@@ -221,7 +221,7 @@ _LINKS: list[UcxWorker] = []
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_forked_process_is_told() -> None:
+def test_use_after_fork_is_refused() -> None:
     _LINKS.append(UcxWorker(loopback=True))
     ours, theirs = mp.Pipe()
     child = mp.get_context("fork").Process(target=_progress_after_fork, args=(theirs,))
@@ -233,13 +233,13 @@ def test_a_forked_process_is_told() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.51.3", "0.53.0", "1.0", "0.45.00", "unknown"])
-def test_another_version_is_refused(version: str) -> None:
+def test_unsupported_version_is_refused(version: str) -> None:
     with pytest.raises(WeightsError, match=rf"UCXX {version} is installed, expected >=0\.52, <0\.53"):
         SUPPORTED.check(version)
     SUPPORTED.check("0.52.00")
 
 
-def test_without_ucxx_plain_sockets_serve_and_it_is_said() -> None:
+def test_missing_ucxx_falls_back_to_sockets_with_a_warning() -> None:
     code = (
         "import sys, logging; sys.modules['ucxx'] = None; logging.basicConfig()\n"
         "from starling.weightsync.transports.registry import serve\n"
@@ -254,10 +254,10 @@ def test_without_ucxx_plain_sockets_serve_and_it_is_said() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.4.5", "::1", "localhost"])
-def test_loopback_is_known(host: str) -> None:
+def test_loopback_addresses_are_recognised(host: str) -> None:
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "example", ""])
-def test_what_others_can_reach_is_not_loopback(host: str) -> None:
+def test_other_addresses_are_not_loopback(host: str) -> None:
     assert not is_loopback(host)

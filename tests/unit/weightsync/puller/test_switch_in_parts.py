@@ -1,4 +1,4 @@
-"""A switch in turns: into memory that is there for a moment, as an engine that repacks weights has it."""
+"""Switching in parts: into memory that exists only briefly, as in an engine that repacks weights."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ DEADLINE_S = 30.0
 
 
 class Engine:
-    """Has no tensor that stays: each is made when it is its turn, and copied away."""
+    """An engine without lasting tensors: each is allocated for its part, and copied."""
 
-    def __init__(self, per_turn: int) -> None:
-        self.per_turn = per_turn
+    def __init__(self, per_part: int) -> None:
+        self.per_part = per_part
         self.packed: dict[str, torch.Tensor] = {}
 
-    def turns(self, but: str = "") -> Iterator[dict[str, torch.Tensor]]:
+    def parts(self, but: str = "") -> Iterator[dict[str, torch.Tensor]]:
         """Yield memory for all tensors, except `but`."""
         names = [name for name in blank() if name != but]
-        for begin in range(0, len(names), self.per_turn):
-            made = {name: torch.empty_like(blank()[name]) for name in names[begin : begin + self.per_turn]}
+        for begin in range(0, len(names), self.per_part):
+            made = {name: torch.empty_like(blank()[name]) for name in names[begin : begin + self.per_part]}
             yield made
             self.packed |= {name: tensor.clone() for name, tensor in made.items()}
             for tensor in made.values():
-                tensor.zero_()  # as good as gone
+                tensor.zero_()  # the engine has repacked it
 
 
 def staged(puller: Puller, publisher: Publisher, version: int) -> Offer:
@@ -46,21 +46,21 @@ def staged(puller: Puller, publisher: Publisher, version: int) -> Offer:
     return offer
 
 
-@pytest.mark.parametrize("per_turn", [1, 3, 100])
-def test_every_turn_is_filled_and_attested(per_turn: int) -> None:
-    engine = Engine(per_turn)
+@pytest.mark.parametrize("per_part", [1, 3, 100])
+def test_every_part_is_filled_and_attested(per_part: int) -> None:
+    engine = Engine(per_part)
     with (
         Publisher(layout_of(weights(0), "policy-0"), transport="local") as publisher,
         closing(Puller(layout_of(blank(), "rollout-0"))) as puller,
     ):
         for version in range(3):
             offer = staged(puller, publisher, version)
-            assert puller.switch_in_parts(engine.turns(), offer) == offer.root
+            assert puller.switch_in_parts(engine.parts(), offer) == offer.root
             assert (puller.version, puller.state) == (version, "current")
             assert same(engine.packed, weights(version))
 
 
-def test_a_bit_that_differs_is_not_attested() -> None:
+def test_flipped_bit_in_a_part_fails_the_attestation() -> None:
     with (
         Publisher(layout_of(weights(0), "policy-0"), transport="local") as publisher,
         closing(Puller(layout_of(blank(), "rollout-0"))) as puller,
@@ -68,10 +68,10 @@ def test_a_bit_that_differs_is_not_attested() -> None:
         offer = staged(puller, publisher, 0)
         assert puller._staging is not None
         puller._staging[0] ^= 1
-        assert puller.switch_in_parts(Engine(2).turns(), offer) != offer.root
+        assert puller.switch_in_parts(Engine(2).parts(), offer) != offer.root
 
 
-def test_a_turn_that_never_comes_leaves_it_torn() -> None:
+def test_missing_part_leaves_the_replica_torn() -> None:
     name = next(iter(blank()))
     with (
         Publisher(layout_of(weights(0), "policy-0"), transport="local") as publisher,
@@ -79,8 +79,8 @@ def test_a_turn_that_never_comes_leaves_it_torn() -> None:
     ):
         offer = staged(puller, publisher, 0)
         with pytest.raises(WeightsError, match=f"Nothing was given for {name} of rollout-0"):
-            puller.switch_in_parts(Engine(2).turns(but=name), offer)
+            puller.switch_in_parts(Engine(2).parts(but=name), offer)
         assert (puller.version, puller.state) == (-1, "torn")
-        assert puller.switch_in_parts(Engine(2).turns(), offer) == offer.root  # what is staged is still there
+        assert puller.switch_in_parts(Engine(2).parts(), offer) == offer.root  # the staged version is kept
         with pytest.raises(WeightsError, match="no staged version"):
-            puller.switch_in_parts(Engine(2).turns(), offer)
+            puller.switch_in_parts(Engine(2).parts(), offer)
