@@ -1,24 +1,24 @@
-"""Weights from trainers to engines: goodput, end to end, and what training waits for, beside what others would do.
+"""Weights from trainers to engines: goodput, end-to-end time and training stall, compared with other methods.
 
     python bench/weightsync.py [--quick]
 
-All sides take turns within each round, on one machine; a ratio is the median over the rounds of the ratio within the
-round. The measure of all is memcpy: one thread copying 256 MiB, or the model, from one warm buffer to another.
+All methods alternate within each round, on one machine; a ratio is the median over the rounds of the ratio within the
+round. The reference is memcpy: one thread copying 256 MiB, or the model, from one warm buffer to another.
 
 Goodput (256 MiB in one tensor, from one process into another's staging, digests off):
 - `local`: read in place from the publisher's memory; `ucx`: over shared memory; `ucx_tcp`: the same over loopback TCP;
-  `tcp`: the plain sockets that stand in where UCX is missing; `gloo`: this library over a pair group of torch;
+  `tcp`: the plain sockets used where UCX is missing; `gloo`: this library over a pair group of torch;
   `socket`: nothing but `sendall` and `recv_into`.
 
 End to end (1 GiB of bf16: ten layers of Qwen2 of width 2048; four FSDP ranks to two TP ranks of a fused engine, strided
-pieces, digests of all that arrives): from the offer until both engines hold the version in their live tensors.
+pieces, full digests): from the offer until both engines hold the version in their live tensors.
 - `local`, `ucx`: this library, pulled in place.
 - `gloo`: the full tensors broadcast by torch.distributed to both engines, which copy their slices.
 - `safetensors`: one file in /dev/shm, written by the trainer, loaded by both engines, which copy their slices.
 - `zeromq`: each tensor's slices sent by PUSH without copying, received and copied into place.
-The last three start from tensors that are gathered already: that gather is given to them for nothing.
+The last three start from gathered tensors: the time of the gather is not counted.
 
-Training's wait: the seconds that `Publisher.snapshot` takes for 256 MiB, over one memcpy of as much.
+Training stall: the seconds that `Publisher.snapshot` takes for 256 MiB, over one memcpy of as much.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CONFIG = {
 
 
 def flat_layout(replica: str, num_bytes: int) -> Layout:
-    """One tensor of bytes."""
+    """Return the layout of one tensor of bytes."""
     box = Box(offset=(0,), size=(num_bytes,))
     shard = Shard(tensor=0, box=box, storage="w", offset_bytes=0, strides=(1,))
     spec = TensorSpec(name="w", shape=(num_bytes,), dtype="uint8")
@@ -77,7 +77,7 @@ def flat_layout(replica: str, num_bytes: int) -> Layout:
 
 
 def storages(layout: Layout, rank: int, seed: int | None) -> dict[str, torch.Tensor]:
-    """Make a rank's memory: random bits, or zeros; every page is touched."""
+    """Return a rank's memory: random bits, or zeros; every page is touched."""
     extents: dict[str, int] = {}
     for shard in layout.ranks[rank].shards:
         last = sum((n - 1) * stride for n, stride in zip(shard.box.size, shard.strides, strict=True))
@@ -97,7 +97,7 @@ def storages(layout: Layout, rank: int, seed: int | None) -> dict[str, torch.Ten
 
 
 class Worker:
-    """A process that carries out functions of this module by name, in objects of its own."""
+    """A child process that runs functions of this module by name, with its own objects."""
 
     def __init__(self, name: str, **environment: str) -> None:
         os.environ.update(environment)  # a spawned process takes this one's
@@ -110,11 +110,11 @@ class Worker:
             del os.environ[variable]
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have it begin; `end` returns the result."""
+        """Start a function; `end` returns its result."""
         self._pipe.send((function.__name__, arguments))
 
     def end(self) -> Any:
-        """Return what the function returned."""
+        """Wait for the function, and return its result."""
         if not self._pipe.poll(DEADLINE_S):
             raise SystemExit(f"{self._process.name} does not answer")
         ok, result = self._pipe.recv()
@@ -123,7 +123,7 @@ class Worker:
         return result
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Do both."""
+        """Run a function and return its result."""
         self.begin(function, *arguments)
         return self.end()
 
@@ -134,7 +134,7 @@ class Worker:
 
 
 HERE: dict[str, Any] = {}
-"""What a worker has made."""
+"""Objects of a worker."""
 
 
 def _work(pipe: Connection) -> None:
@@ -146,7 +146,7 @@ def _work(pipe: Connection) -> None:
             return
         try:
             pipe.send((True, globals()[name](*arguments)))
-        except Exception:  # noqa: BLE001 - told to the other side
+        except Exception:  # noqa: BLE001 - sent to the other side
             pipe.send((False, traceback.format_exc()))
 
 
@@ -214,7 +214,7 @@ def pull(key: str, ranks: list[bytes], in_place: bool) -> tuple[float, tuple[str
 
 
 def checksum(key: str) -> list[tuple[str, int]]:
-    """Return a sum of each live storage, to compare what two ways brought."""
+    """Return a checksum of each live storage, to compare the results of two methods."""
     return [(name, int(tensor.view(torch.int16).sum(dtype=torch.int64))) for name, tensor in HERE[key][1].items()]
 
 
@@ -230,7 +230,7 @@ def listen() -> tuple[str, int]:
 
 
 def send_plain() -> None:
-    """Send 256 MiB to each who connects once."""
+    """Send 256 MiB to one connection."""
     if "peer" not in HERE:
         HERE["peer"], _ = HERE["server"].accept()
         HERE["payload"] = memoryview(np.full(GOODPUT_BYTES, 7, np.uint8))
@@ -271,7 +271,7 @@ def join_group(rank: int, folder: str) -> None:
 
 
 def full_tensors(layout: bytes) -> None:
-    """Make the gathered model, for those who send it whole."""
+    """Make the gathered model, for the methods that send it whole."""
     described = decode(Layout, layout)
     HERE["full"] = {
         spec.name: torch.randint(-30000, 30000, spec.shape, dtype=torch.int16).view(torch.bfloat16)
@@ -304,7 +304,7 @@ def broadcast_out() -> None:
 
 
 def broadcast_in(layout: bytes, rank: int) -> float:
-    """Receive them and copy the slices."""
+    """Receive the full tensors and copy the slices."""
     described = HERE.setdefault("described", decode(Layout, layout))
     begin = time.perf_counter()
     for spec in described.tensors:
@@ -325,7 +325,7 @@ def save_file_out(path: str) -> float:
 
 
 def load_file_in(layout: bytes, rank: int, path: str) -> float:
-    """Load an engine's slices of it."""
+    """Load an engine's slices of the file."""
     from safetensors import safe_open
 
     described = HERE.setdefault("described", decode(Layout, layout))
@@ -346,7 +346,7 @@ def zeromq_bind() -> list[str]:
 
 
 def zeromq_out(layout: bytes) -> None:
-    """Send each engine the slices that it holds, contiguous."""
+    """Send each engine its slices, contiguous."""
     described = HERE.setdefault("described", decode(Layout, layout))
     for rank, push in enumerate(HERE["push"]):
         for name, shards in HERE.setdefault(f"shards {rank}", _by_name(described, rank)).items():
@@ -358,7 +358,7 @@ def zeromq_out(layout: bytes) -> None:
 
 
 def zeromq_in(layout: bytes, rank: int, address: str) -> float:
-    """Receive them into place."""
+    """Receive the slices in place."""
     described = HERE.setdefault("described", decode(Layout, layout))
     if "pull" not in HERE:
         HERE["pull"] = zmq.Context().socket(zmq.PULL)
@@ -377,7 +377,7 @@ def zeromq_in(layout: bytes, rank: int, address: str) -> float:
 
 
 def measure_goodput(rounds: int) -> dict[str, list[float]]:
-    """Return seconds by side for 256 MiB, and of the snapshot and its memcpy."""
+    """Return seconds by method for 256 MiB, and of the snapshot and its memcpy."""
     source, engine = Worker("source"), Worker("engine")
     # UCX would not choose TCP between processes of one host: these two have nothing else.
     tcp_source, tcp_engine = Worker("source", UCX_TLS="tcp"), Worker("engine", UCX_TLS="tcp")
@@ -421,7 +421,7 @@ def measure_goodput(rounds: int) -> dict[str, list[float]]:
 
 
 def measure_end_to_end(rounds: int) -> tuple[int, dict[str, list[float]]]:
-    """Return the model's bytes, and seconds by side."""
+    """Return the model's bytes, and seconds by method."""
     trained = shard_layout(model_layout(CONFIG, f"fsdp{NUM_SOURCES}"), "trainer")
     served = worker_layout(CONFIG, "engine", tp=NUM_ENGINES)
     plan = make_plan(trained, served)
@@ -481,7 +481,7 @@ def measure_end_to_end(rounds: int) -> tuple[int, dict[str, list[float]]]:
 
 
 def ratio(over: list[float], under: list[float]) -> float:
-    """Return the median of the ratios of rates, which is that of seconds the other way round."""
+    """Return the median of the ratios of rates, which are the inverse ratios of seconds."""
     return median(b / a for a, b in zip(over, under, strict=True))
 
 

@@ -1,18 +1,18 @@
-"""Deltas of weights: how small, how fast on one thread, and how many weights an AdamW step really changes.
+"""Deltas of weights: size, speed on one thread, and the share of weights that an AdamW step changes.
 
     OMP_NUM_THREADS=1 python bench/weightsync_delta.py [--quick]
     OMP_NUM_THREADS=1 python bench/weightsync_delta.py --change-rates [--quick]
 
-The first makes a shard of 64 Mi bf16 elements of which a share changes at random places, encodes it against the shard
-before and applies it to a copy. Times are over that of one copy of the shard in the same round, in seconds of the
-thread's processor time (what others do on the machine still slows memory down, for both sides); a figure is the median
-over the rounds. Writing goes into memory that exists and was written before, as snapshots do. The time on a slow link
+The first makes a shard of 64 Mi bf16 elements of which a share changes at random places, encodes it against the
+previous shard and applies it to a copy. Times are relative to one copy of the shard in the same round, in seconds of
+the thread's processor time (other load on the machine still slows memory down, for both sides); a figure is the median
+over the rounds. Writes go into memory that was written before, as with snapshots. The time on a slow link
 is computed: encode, then bytes over bandwidth, then apply, one after the other; dense is bytes over bandwidth alone.
 Publisher and puller do the three at once: `weightsync_fanout.py --only delta` measures them on such a link.
 
-The second trains a small transformer whose weights are drawn with deviation 0.02 by likelihood, then goes on with a new
+The second trains a small transformer (weights drawn with deviation 0.02) by likelihood, then continues with a new
 AdamW over fp32 master weights at the learning rates of RL, and compares the bf16 weights of each step with those of
-the step before. It does so by likelihood and by policy gradient (advantages normalised within groups): Adam divides by
+the previous one. It does so by likelihood and by policy gradient (advantages normalised within groups): Adam divides by
 the noise of the gradient, so noisy gradients change fewer weights.
 """
 
@@ -56,7 +56,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def with_changes(base: Shard, share: float, rows: int = 0) -> Shard:
-    """Return a copy of which `share` of the elements, or of the rows of so many elements, differs."""
+    """Return a copy in which `share` of the elements, or of the rows of `rows` elements, differs."""
     rng = np.random.default_rng(1)
     new = base.copy()
     units = new.reshape(-1, rows) if rows else new
@@ -170,7 +170,7 @@ def bench_speed(num_elements: int, rounds: int) -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the transformer, its batches and its training."""
+    """Sizes of the transformer, its batches and its training."""
 
     num_layers: int
     hidden: int
@@ -267,7 +267,7 @@ def snapshot(model: nn.Module) -> list[npt.NDArray[np.int16]]:
 
 
 def change_rates(size: Size, start: dict[str, torch.Tensor], objective: str, learning_rate: float) -> dict[str, Any]:
-    """Return the share of bf16 weights that a step changes, early and late, and what a delta of a step saves."""
+    """Return the share of bf16 weights that a step changes, early and late, and the compression by a delta."""
     model = Transformer(size)
     model.load_state_dict(start)
     kept = [snapshot(model)]

@@ -3,22 +3,22 @@
     OMP_NUM_THREADS=1 python bench/weightsync_fanout.py [--quick] [--transport tcp|ucx]
 
 Needs root and the commands `ip` and `tc`: the publisher and each replica are processes in network namespaces of their
-own, joined by a bridge in another one. `tc tbf` limits each link in both directions. All of it goes when this ends.
+own, joined by a bridge in another one. `tc tbf` limits each link in both directions. All are removed at the end.
 
-Fan-out (64 MiB of bf16 in 64 tensors, links of 200 Mbit/s, digests of all that arrives): the seconds from the offer
-until the last replica has the version in staging, and the bytes that left the publisher by its link, headers and all.
+Fan-out (64 MiB of bf16 in 64 tensors, links of 200 Mbit/s, full digests): the seconds from the offer
+until the last replica has the version in staging, and the bytes that left the publisher over its link, with headers.
 - `one`: a single replica from the publisher.
 - `direct`: eight replicas, each from the publisher.
-- `chain`: eight replicas, each from the one before, which passes on what has arrived.
-- `fan_out`: eight replicas as `make_fan_out` says. The model is dealt into eight parts, and every replica has a puller
-  for each part: one part comes from the publisher, each other part from the replica that has it from there.
+- `chain`: eight replicas, each from the previous one, which relays what has arrived.
+- `fan_out`: eight replicas as planned by `make_fan_out`. The model is cut into eight parts, and every replica has a
+  puller for each part: one part comes from the publisher, each other part from the replica that has it from there.
 Each time every replica switches to what it pulled and its attestation is compared with the offer's root.
 
 Delta (one bf16 piece of 128 MiB of which 1 % has changed, a plain socket over a link of 1 Gbit/s): from the new piece
-at one side until the other side holds it and says so. `dense` sends the piece to where it belongs; `delta` encodes,
+at one side until the other side holds and confirms it. `dense` sends the piece in place; `delta` encodes,
 sends and applies, one after the other; `pipelined` does so window by window, all three at once. `published` is more
 than the codec: a real publisher and a real puller over a link of 1 Gbit/s, from the call of `snapshot`, with its copy
-and digests, until the new version is in staging and proven, over the same with a publisher that compares nothing.
+and digests, until the new version is staged and verified, over the same with a publisher that compares nothing.
 `pulled` begins with the offer.
 """
 
@@ -75,7 +75,7 @@ SIDE: Final = 8192
 WINDOW_BYTES: Final = 8 << 20
 CHANGED_SHARE: Final = 0.01
 BURST_BYTES: Final = 128 << 10
-"""What a link lets pass at once after it was idle; no less than the largest packet that the kernel cuts later."""
+"""Burst of a link after it was idle; at least the largest packet that the kernel segments later."""
 GOALS: Final = {"egress_over_model": 1.1, "seconds_over_one": 1.5, "delta_over_dense_on_1_gbit_s": 15.0}
 CLONE_NEWNS, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x00020000, 0x40000000, 1
 
@@ -87,7 +87,7 @@ Sources = Sequence[Sequence[int]]
 
 
 def missing() -> str:
-    """Return in one sentence why no network can be made here; empty if one can."""
+    """Return why no network can be made here; empty if one can."""
     absent = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if absent:
         return f"No command {' and no '.join(absent)} is to be found: install iproute2."
@@ -97,7 +97,7 @@ def missing() -> str:
 
 
 def run(*words: str | int) -> None:
-    """Run a command. Raises RuntimeError with what it said when it fails."""
+    """Run a command. Raises RuntimeError with its output when it fails."""
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False, timeout=30)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(map(str, words))}` failed: {done.stderr.strip()}")
@@ -113,7 +113,7 @@ class Host:
 
 @contextlib.contextmanager
 def network(num_hosts: int, mbit: int) -> Iterator[list[Host]]:
-    """Make so many hosts on one bridge, each link limited to `mbit` both ways; remove them again at the end."""
+    """Make hosts on one bridge, each link limited to `mbit` both ways; they are removed at the end."""
     prefix = f"starling-{os.getpid()}"
     hub = f"{prefix}-hub"
     hosts = [Host(f"{prefix}-{number}", f"10.203.0.{number + 1}") for number in range(num_hosts)]
@@ -169,7 +169,7 @@ def sent_bytes() -> int:
 
 
 class Worker:
-    """A process on a host that carries out functions of this module by name, in objects of its own.
+    """A process on a host that runs functions of this module by name, with its own objects.
 
     It is forked, because loading torch nine times would take longer than the figures; so make workers before threads.
     """
@@ -183,12 +183,12 @@ class Worker:
         theirs.close()
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have it begin; the result comes through the pipe."""
-        with contextlib.suppress(BrokenPipeError):  # why it has ended is still to be read
+        """Start a function; its result comes through the pipe."""
+        with contextlib.suppress(BrokenPipeError):  # the reason why it has ended is read later
             self.pipe.send((function.__name__, arguments))
 
     def take(self) -> tuple[str, Any]:
-        """Return what it says next: a kind and a value. Raises RuntimeError when it fails, or says nothing."""
+        """Return its next message: a kind and a value. Raises RuntimeError when it fails, or sends none in time."""
         if not self.pipe.poll(DEADLINE_S):
             raise RuntimeError(f"{self._process.name} does not answer.")
         try:
@@ -200,7 +200,7 @@ class Worker:
         return kind, value
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function returns there."""
+        """Run a function there and return its result."""
         self.begin(function, *arguments)
         return self.take()[1]
 
@@ -212,7 +212,7 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(num: int, mbit: int) -> Iterator[list[Worker]]:
-    """Make so many workers, each on a host of its own."""
+    """Start a worker on each host."""
     with network(num, mbit) as hosts, contextlib.ExitStack() as stack:
         made = []
         for host in hosts:
@@ -222,17 +222,17 @@ def workers(num: int, mbit: int) -> Iterator[list[Worker]]:
 
 
 HERE: dict[Any, Any] = {}
-"""What a worker has made."""
+"""Objects of a worker."""
 
 
 def _work(namespace: str, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     HERE["pipe"] = pipe
     try:
         enter(namespace)
         torch.set_num_threads(1)
-    except Exception:  # noqa: BLE001 - told to the other side
+    except Exception:  # noqa: BLE001 - sent to the other side
         pipe.send(("failed", traceback.format_exc()))
         return
     while True:
@@ -242,7 +242,7 @@ def _work(namespace: str, pipe: Connection) -> None:
             return
         try:
             pipe.send(("done", globals()[name](*arguments)))
-        except Exception:  # noqa: BLE001 - told to the other side
+        except Exception:  # noqa: BLE001 - sent to the other side
             pipe.send(("failed", traceback.format_exc()))
 
 
@@ -250,7 +250,7 @@ def _work(namespace: str, pipe: Connection) -> None:
 
 
 def model_layout(replica: str, tensors: Sequence[int]) -> Layout:
-    """Lay these tensors out on one rank, each in a storage of its own."""
+    """Return the layout of these tensors on one rank, each in its own storage."""
     box = Box(offset=(0, 0), size=(ROWS, COLUMNS))
     specs = [TensorSpec(name=f"layers.{n}.weight", shape=box.size, dtype="bfloat16") for n in tensors]
     shards = [
@@ -343,7 +343,7 @@ def pull_parts(key: str, offer: bytes, sources: Sequence[int]) -> tuple[dict[str
 
 
 def prove(key: str, offer: bytes) -> None:
-    """Switch to what was pulled, and raise unless it is what was published."""
+    """Switch to the pulled version, and raise unless it equals the published one."""
     version = decode(Offer, offer)
     for puller, live, _ in HERE[key]:
         puller.switch(live)
@@ -356,7 +356,7 @@ def prove(key: str, offer: bytes) -> None:
 
 @dataclass
 class Side:
-    """One way to bring a version to replicas, and what it took in each round."""
+    """One way to bring a version to replicas, with its times and bytes of each round."""
 
     name: str
     key: str
@@ -366,12 +366,12 @@ class Side:
     egress: list[int] = field(default_factory=list)
     """Bytes out of the publisher's link."""
     payload: list[int] = field(default_factory=list)
-    """Of which weights."""
+    """Bytes of payload."""
     lanes: set[str] = field(default_factory=set)
 
 
 def measure_fan_out(transport: Transport, rounds: int) -> list[Side]:
-    """Return what each way took."""
+    """Return the measurements of each way."""
     direct = [[PUBLISHER]] * NUM_REPLICAS
     chain = [[number - 1] for number in range(NUM_REPLICAS)]  # the first of them is PUBLISHER
     planned = make_fan_out([[Place(host=f"replica-{number}")] for number in range(NUM_REPLICAS)])
@@ -395,7 +395,7 @@ def measure_fan_out(transport: Transport, rounds: int) -> list[Side]:
         version = 0
         for number in range(rounds + 1):  # the first warms up: connections, pages
             for side in sides:
-                if not number and side.name == "direct":  # all that it uses, `chain` warms up
+                if not number and side.name == "direct":  # `chain` warms up all that it uses
                     continue
                 version += 1
                 offer, used, before = publisher.call(publish, version)
@@ -416,7 +416,7 @@ def measure_fan_out(transport: Transport, rounds: int) -> list[Side]:
 
 
 def spread(replicas: Sequence[Worker], key: str, offer: bytes, sources: Sources) -> tuple[float, list[Any]]:
-    """Bring a version to replicas; return the seconds until the last has it, and what each reports.
+    """Bring a version to replicas; return the seconds until the last one has it, and the report of each.
 
     Offers of relays are handed on as a controller would do it.
     """
@@ -490,7 +490,7 @@ def open_sender(host: str, port: int) -> None:
 
 
 def pieces() -> tuple[Piece, Piece]:
-    """Return a piece of random bits, and it with a share of its elements changed at random places."""
+    """Return a piece of random bits, and a copy with a share of its elements changed at random places."""
     rng = np.random.default_rng(0)
     base = rng.integers(0, 65536, PIECE_BYTES // 2, np.uint16)
     new = base.copy()
@@ -505,7 +505,7 @@ def windows(piece: Piece, window_bytes: int) -> Iterator[Piece]:
 
 
 def receive(how: Literal["dense", "delta"], window_bytes: int) -> None:
-    """Receive what `send` sends; bring it to where it belongs, say so, and check it."""
+    """Receive what `send` sends, in place; confirm and check it."""
     if "peer" not in HERE:
         HERE["peer"], _ = HERE["server"].accept()
     peer, held, room = HERE["peer"], HERE["held"], HERE["room"]
@@ -665,7 +665,7 @@ def bench_delta(rounds: int) -> None:
 
 
 def show(figure: str, value: float | None, detail: dict[str, Any]) -> None:
-    """Print one figure, with its goal; what is there for comparison alone has none."""
+    """Print one figure, with its goal; figures for comparison only have none."""
     goal: float | None = None
     if "_direct_" not in figure:
         goal = next((goal for ending, goal in GOALS.items() if figure.endswith(ending)), None)
@@ -678,14 +678,14 @@ def _end(number: int, frame: object) -> None:
 
 
 def main() -> int:
-    """Measure and print; return 1 where something broke."""
+    """Measure and print; return 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of the fan-out and three of the delta")
     parser.add_argument("--transport", choices=("tcp", "ucx"), action="append", help="of the fan-out; both by default")
     parser.add_argument("--only", choices=("fan-out", "delta"), help="one of the two")
     known = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
-    os.environ.setdefault("UCX_TLS", "tcp")  # shared memory would go past the links
+    os.environ.setdefault("UCX_TLS", "tcp")  # shared memory would bypass the links
     os.environ.setdefault("UCX_NET_DEVICES", "eth0")
     jobs: list[tuple[list[str], Callable[[], None]]] = []
     if known.only != "delta":

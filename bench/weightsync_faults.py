@@ -1,10 +1,10 @@
-"""A thousand faults while weights travel: what the destination holds afterwards, and what is left behind.
+"""A thousand faults during weight transfers: the state of the destination after each, and leaked resources.
 
     OMP_NUM_THREADS=1 python bench/weightsync_faults.py [--num 1000] [--seed 0]
 
-Publishers run in processes of their own, over every transport that there is. A fault is survived when the destination
-then holds a complete and attested version, the new one or every bit of the old one, or says that it is torn, and when
-the next pull heals it. The kinds of fault are in `tests/unit/weightsync/fault_kinds.py`. Ends with 1 unless every
+Publishers run in child processes, over every transport that is available. A fault is survived when the destination
+then holds a complete and attested version, the new one or every bit of the old one, or reports that it is torn, and
+when the next pull heals it. The kinds of fault are in `tests/unit/weightsync/fault_kinds.py`. Ends with 1 unless every
 fault was survived and nothing was leaked.
 """
 
@@ -20,23 +20,23 @@ from figure import machine, print_figure, progress, rounded, versions
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "weightsync"))
 from fault_loop import run_faults
 
-SAID_EVERY = 100
+REPORT_EVERY = 100
 
 
-def say(done: int) -> None:
-    """Say now and then how far it is."""
-    if done % SAID_EVERY == 0:
+def show_progress(done: int) -> None:
+    """Print the progress now and then."""
+    if done % REPORT_EVERY == 0:
         progress(f"{done} faults")
 
 
 def main() -> int:
     """Print the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=1000, help="how many faults")
-    parser.add_argument("--seed", type=int, default=0, help="what they are drawn by")
+    parser.add_argument("--num", type=int, default=1000, help="number of faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random faults")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    report = run_faults(arguments.num, arguments.seed, say)
+    report = run_faults(arguments.num, arguments.seed, show_progress)
     kinds = {
         kind: {"injected": num, "survived": report.survived[kind], **report.outcomes.get(kind, {})}
         for kind, num in sorted(report.injected.items())

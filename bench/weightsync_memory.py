@@ -1,12 +1,12 @@
-"""Peak memory of a publisher and of a destination beside their tensors, over what was said of it beforehand.
+"""Peak memory of a publisher and of a destination in addition to their tensors, over the estimate.
 
     OMP_NUM_THREADS=1 python bench/weightsync_memory.py [--quick]
 
 Two processes, 516 MiB of bf16 (`--quick`: 132 MiB) with tensors that are strided at the source, at the destination or
-at neither; three versions are published, adopted and attested over each transport, by way of staging and in place.
-What is compared with `peaks.publisher_peak` and `peaks.destination_peak` is the most that a process holds meanwhile,
-above what it held after a first tiny publication: private memory, and snapshots at the publisher alone. A figure is
-good between 0.9 and 1.1. Where nothing is planned, as in place over shared memory, it is what is taken, in MiB.
+at neither; three versions are published, adopted and attested over each transport, through staging and in place.
+The most memory that a process holds meanwhile, above that after a first tiny publication, is compared with
+`publisher_peak` and `destination_peak` of the planner's estimate: private memory, and snapshots at the publisher alone.
+A figure is good between 0.9 and 1.1. Where the estimate is 0, as in place over shared memory, it is in MiB.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_MIB = 4
 
 
 def show(figure: str, extra: ExtraMemory | None, detail: dict[str, object]) -> None:
-    """Print one figure; None stands for a transport that there is not."""
+    """Print one figure; None for a transport that is not available."""
     detail = {**detail, **machine(), "versions": versions("torch", "numpy")}
     if extra is None:
         print_figure(
