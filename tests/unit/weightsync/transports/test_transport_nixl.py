@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +90,15 @@ def test_nixl_import_leaves_logging_alone() -> None:
         "agent.close()"
     )
     assert done.stdout.strip() == "True []"
+
+
+@needs_nixl
+def test_agents_of_several_threads_leave_the_environment_alone() -> None:
+    before = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
+    with ThreadPoolExecutor(4) as pool:
+        for agent in pool.map(lambda _: NixlAgent(loopback=True), range(8)):
+            agent.close()
+    assert {name: value for name, value in os.environ.items() if name.startswith("UCX_")} == before
 
 
 def listeners() -> set[str]:

@@ -26,6 +26,7 @@ import mmap
 import os
 import secrets
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -47,6 +48,7 @@ _BACKEND: Final = "UCX"
 _HOOKS: Final = "UCX_MEM_MMAP_HOOK_MODE"
 _THRESHOLD: Final = "UCX_RNDV_THRESH"
 _UCXX_THRESHOLD: Final = "8192"
+_environment_lock: Final = threading.Lock()
 
 
 def load_nixl() -> Any:
@@ -91,17 +93,18 @@ def _environment() -> Iterator[None]:
 
     These two can be set by the environment only. A user's own choice is kept, except for a threshold equal to UCXX's.
     """
-    before = {name: os.environ.get(name) for name in (_HOOKS, _THRESHOLD)}
-    os.environ.setdefault(_HOOKS, "none")
-    if before[_THRESHOLD] == _UCXX_THRESHOLD:
-        del os.environ[_THRESHOLD]
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    with _environment_lock:  # another thread's changes would be taken for the user's, and restored for good
+        before = {name: os.environ.get(name) for name in (_HOOKS, _THRESHOLD)}
+        os.environ.setdefault(_HOOKS, "none")
+        if before[_THRESHOLD] == _UCXX_THRESHOLD:
+            del os.environ[_THRESHOLD]
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 class NixlRead:
