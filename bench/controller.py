@@ -110,7 +110,7 @@ def bytes_per_replica(num: int) -> float:
         before = tracemalloc.get_traced_memory()[0]
         for event in cluster.events():
             cluster.take(controller.step(event))
-            if controller.state.ledger.num_live >= 2 * size:
+            if controller.state.buffer.num_live >= 2 * size:
                 break
         sizes.append(tracemalloc.get_traced_memory()[0] - before)
         tracemalloc.stop()

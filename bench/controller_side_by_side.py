@@ -219,7 +219,7 @@ def measure(scale: Scale, python: Path) -> Measured:
 
 
 def run_rounds(measured: Measured, sides: dict[str, Side], num: int, scale: Scale) -> None:
-    """Take turns with `num` rollouts; with one of them also with commands."""
+    """Take sharing with `num` rollouts; with one of them also with commands."""
     medians = measured.medians[num] = {kind: [] for kind in KINDS}
     tails = measured.tails[num] = {kind: [] for kind in KINDS}
     cpu = measured.cpu[num] = {kind: [] for kind in KINDS}

@@ -5,10 +5,10 @@
 *Beside vLLM.* The same prompts, completions and sampling through `starling rollout` (rollout_desk.py: a hub in the
 controller's place, encrypted; texts in, token ids, log-probabilities, versions and texts out) and through AsyncLLM in a
 process that does nothing else (rollout_direct.py), started with the same arguments, so with the same processes and
-threads. A load is given to a side all at once; the sides take turns, and only one of them has work.
+threads. A load is given to a side all at once; the sides take sharing, and only one of them has work.
 
 *Adoptions.* The same load, several times as long and so many groups at a time, without adoptions and with one every 2
-seconds, in turns. The weights come from a publisher in the process of the benchmark, on the same cores. Tokens *lost*
+seconds, in sharing. The weights come from a publisher in the process of the benchmark, on the same cores. Tokens *lost*
 to an adoption are those that were not sampled in the time, by the difference of the rates: its pause, the transfer on
 shared cores, what was computed anew, and under `finish` the rows that stood empty.
 
@@ -214,7 +214,7 @@ def beside(sides: dict[str, Any], scale: Scale) -> dict[str, list[Served]]:
 
 
 def adopting(desk: Desk, mode: str, scale: Scale) -> tuple[list[Served], list[Served]]:
-    """Return what was served without adoptions and with them, in turns."""
+    """Return what was served without adoptions and with them, in sharing."""
     without, during = [], []
     for number in range(scale.rounds):
         jobs = jobs_of(2 * scale.loads * IN_FLIGHT, seed=100 + number)

@@ -85,10 +85,10 @@ def walk(recipe: Recipe, folder: Path) -> None:
             p = group.prompt
             ledger.move(group, GroupState.GENERATED)
             rewards = [sum(w * score(t, p.reference, p.text, p.metadata) for w, score in scorers) for t in texts]
-            ledger.scored(group, tuple(rewards), {})  # 5 score
-        sealed = [scored(results[group.key], group.rewards) for group in ledger.seal(step)]
+            ledger.store_rewards(group, tuple(rewards), {})  # 5 score
+        sealed = [scored(results[group.key], group.rewards) for group in ledger.freeze_next(step)]
         metrics = trainer.step(sealed, step=step, temperature=recipe.sampling.temperature)  # 6 credit, 7 pack, 8 learn
-        ledger.trained(step)
+        ledger.retire(step)
         print(f"step {step}: reward {metrics['reward_mean']:.3f}")
     publisher.close()
     save_hf(policy, tokenizer, folder / "checkpoint")

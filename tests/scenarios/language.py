@@ -13,6 +13,7 @@ from stage import Replica, Stage, Undone
 
 from starling.common.wire import messages as wire
 from starling.controller.core.events import ReplicaDisconnected
+from starling.controller.core.kinds import KINDS
 from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
 
 SEPARATOR, UNSEEN = "----", "---- not shown"
@@ -88,6 +89,8 @@ def play(blocks: list[Block], folder: Path) -> list[Block]:
 def _begin(folder: Path, rest: str) -> Stage:
     given = _options(shlex.split(rest))[1]
     numbers = {key: value if value.islower() else ast.literal_eval(value) for key, value in given.items()}
+    if "kind" in numbers:
+        numbers["kind"] = KINDS[numbers["kind"]]
     return Stage(folder, numbers.pop("held_out", 2), **numbers)
 
 

@@ -70,7 +70,7 @@ class Stage(Script):
         self.store = Journal(self.file)
         begun = start_incarnation(self.store, "scenario", self.plan)
         self.controller = Controller(
-            self.plan, Stream("train"), Stream("sft"), self.held_out, past=begun.entries, incarnation=begun.number
+            self.plan, Stream("train"), Stream("sft"), self.held_out, journal=begun.entries, incarnation=begun.number
         )
         self.state = self.controller.state
         self.commands = []

@@ -8,17 +8,19 @@ import pytest
 
 from starling.common.ids import lease_kind
 from starling.common.wire import messages as wire
+from starling.controller.core import machine
 from starling.controller.core.events import Command, Event, Prune, Send, Write
-from starling.controller.core.groups import results as handle_groups
+from starling.controller.core.groups import dispatch, results
 from starling.controller.core.groups.buffer import TrainBuffer
 from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import RewardsStored
-from starling.controller.core.replicas import heartbeat as handle
+from starling.controller.core.replicas import heartbeat
+from starling.controller.core.replicas.assignments import restore_lease
 from starling.controller.core.replicas.leases import Leases
 from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.state import ControllerState
-from starling.controller.core.weights import distribution as derive_weights
+from starling.controller.core.weights import distribution
 from starling.policy.core.admission import PolicyState
 from starling.sim.campaign.campaign import run_seed
 from starling.sim.cluster.controller_host import ControllerHost
@@ -41,11 +43,11 @@ def one_slot_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def dispatch_to_outdated_rollouts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ControllerState, "required_version", lambda self, group: 0)
+    patch.setattr(dispatch, "required_version", lambda state, group: 0)
 
 
 def heartbeats_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leases, "compare", lambda self, peer, held, now, grace_s: ([], [], []))
+    patch.setattr(Leases, "reconcile", lambda self, peer, held, now, grace_s: ([], [], []))
 
 
 def lost_groups_are_not_requeued(patch: pytest.MonkeyPatch) -> None:
@@ -64,16 +66,16 @@ def unproven_versions_are_trusted(patch: pytest.MonkeyPatch) -> None:
 
 
 def groups_are_frozen_out_of_order(patch: pytest.MonkeyPatch) -> None:
-    def seal(self: TrainBuffer, step: int) -> list[Group]:
+    def freeze_next(self: TrainBuffer, step: int) -> list[Group]:
         scored = self.within(GroupState.SCORED)[: self.prompts_per_step]
         if len(scored) == self.prompts_per_step:
-            self._unsealed = [group.ordinal for group in scored]
-            self.take(step, scored)
+            self._unfrozen = [group.ordinal for group in scored]
+            self.freeze(step, scored)
             return scored
         return []
 
     patch.setattr(TrainBuffer, "is_full", lambda self: True)
-    patch.setattr(TrainBuffer, "seal", seal)
+    patch.setattr(TrainBuffer, "freeze_next", freeze_next)
 
 
 def steps_overtake_publications(patch: pytest.MonkeyPatch) -> None:
@@ -105,16 +107,17 @@ def every_reclaim_is_accepted(patch: pytest.MonkeyPatch) -> None:
     def believe(state: ControllerState, member: Member, lease: str) -> bool:
         kind = lease_kind(lease)
         assert kind is not None
-        state.claim(member, kind, lease)
+        restore_lease(state, member, kind, lease)
         return True
 
-    patch.setattr(handle, "claim", believe)
+    patch.setattr(machine, "reclaim", believe)
+    patch.setattr(heartbeat, "reclaim", believe)
 
 
 def replay_skips_a_step(patch: pytest.MonkeyPatch) -> None:
-    replay = derive_weights._replay
+    replay = distribution._replay
     patch.setattr(
-        derive_weights,
+        distribution,
         "_replay",
         lambda state, policy, step: replay(state, policy, min(step + 1, state.version)),
     )
@@ -122,31 +125,32 @@ def replay_skips_a_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def payload_is_pruned_too_early(patch: pytest.MonkeyPatch) -> None:
-    has_state = ControllerState.has_state
+    on_saved = machine.on_saved
 
-    def hasty(self: ControllerState, step: int) -> None:
-        has_state(self, step)
-        self.out.append(Prune(self.version + 1))
+    def hasty(state: ControllerState, member: Member, message: wire.CheckpointSaved) -> None:
+        on_saved(state, member, message)
+        if message.state:
+            state.outbox.add(Prune(state.version + 1))
 
-    patch.setattr(ControllerState, "has_state", hasty)
+    patch.setattr(machine, "on_saved", hasty)
 
 
 def groups_with_equal_rewards_are_trained(patch: pytest.MonkeyPatch) -> None:
     def keep(state: ControllerState, group: Group, reward: float) -> None:
         rewards = (reward,) * len(group.trajectories)
-        state.ledger.scored(group, rewards, {})
-        state.write(RewardsStored(key=group.key, rewards=rewards))
+        state.buffer.store_rewards(group, rewards, {})
+        state.outbox.write(RewardsStored(key=group.key, rewards=rewards))
 
-    patch.setattr(handle_groups, "set_aside", keep)
+    patch.setattr(results, "_filter", keep)
 
 
 def groups_with_mixed_rewards_are_filtered(patch: pytest.MonkeyPatch) -> None:
     def scored(state: ControllerState, message: wire.GroupScored) -> None:
-        found = state.group_of(message.lease)
+        found = state.group_of_lease(message.lease)
         assert found is not None
-        handle_groups.set_aside(state, found[1], 0.0)
+        results._filter(state, found[1], 0.0)
 
-    patch.setattr(handle, "scored", scored)
+    patch.setattr(machine, "on_scored", scored)
 
 
 def steps_do_not_wait_for_teachers(patch: pytest.MonkeyPatch) -> None:
@@ -158,15 +162,15 @@ def steps_do_not_wait_for_teachers(patch: pytest.MonkeyPatch) -> None:
 
 
 def discarded_groups_keep_their_teacher_leases(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(handle_groups, "abandon", lambda state, group: None)
+    patch.setattr(results, "_revoke_scoring", lambda state, group: None)
 
 
 def partial_completions_are_dropped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(handle_groups, "_keep", lambda state, groups, group, message, buffers: 0)
+    patch.setattr(results, "_store_partial", lambda state, groups, group, message, buffers: 0)
 
 
 def resumed_groups_start_over(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Groups, "interrupted", lambda self, group, partial, temperature: True)
+    patch.setattr(Groups, "store_partial", lambda self, group, partial, temperature: True)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def other_side_stays_awake(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_replicas_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TimeSharing, "left", lambda self, member, now, *, gone: self.told(member))
+    patch.setattr(TimeSharing, "remove", lambda self, member, now, *, ended: self.reset(member))
 
 
 def disable_fencing(patch: pytest.MonkeyPatch) -> None:

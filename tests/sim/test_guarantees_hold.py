@@ -11,9 +11,8 @@ import pytest
 
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Command, Event, Ticked
-from starling.controller.core.groups.dispatch import advance
 from starling.controller.core.lifecycle.stages import RunStage
-from starling.controller.core.machine import Controller
+from starling.controller.core.machine import Controller, advance
 from starling.sim.campaign.campaign import run_seed
 from starling.sim.cluster.cluster import SimulatedCluster
 from starling.sim.replicas.policy import SimulatedPolicy
@@ -115,10 +114,11 @@ def test_dirty_flags_of_an_event_are_complete(monkeypatch: pytest.MonkeyPatch) -
 
     def eager(self: Controller, event: Event) -> list[Command]:
         commands = step(self, Ticked(event.now)) + step(self, event)
-        if self.state.ending.stage is not RunStage.OVER:
-            self.state.written, self.state.out, self.state.due = [], [], Dirty.ALL
+        if self.state.lifecycle.stage is not RunStage.OVER:
+            self.state.outbox.clear()
+            self.state.dirty = Dirty.ALL
             advance(self.state)
-            assert [*self.state.written, *self.state.out] == [], f"{event} should have flagged this"
+            assert self.state.outbox.commands() == [], f"{event} should have flagged this"
         return commands
 
     monkeypatch.setattr(Controller, "step", eager)
@@ -133,10 +133,11 @@ def test_derivations_are_idempotent(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(self: Controller, event: Event) -> list[Command]:
         commands = list(step(self, event))
         for _ in range(2):
-            self.state.out, self.state.due = [], Dirty.ALL
+            self.state.outbox.clear()
+            self.state.dirty = Dirty.ALL
             advance(self.state)
-            commands += self.state.out
-        assert self.state.out == []
+            commands += self.state.outbox.commands()
+        assert self.state.outbox.commands() == []
         return commands
 
     monkeypatch.setattr(Controller, "step", twice)

@@ -23,7 +23,7 @@ from starling.cli.run.screen import PlainScreen
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt, Status, TrajectoryMeta
 from starling.common.wire.telemetry import RunSnapshot
-from starling.controller.core.groups.stored import StoredGroup
+from starling.controller.core.records import StoredGroup
 from starling.controller.data.load import load_data, prompts_to_answer
 
 
@@ -126,7 +126,7 @@ def test_the_recipe_of_an_evaluation(place: Path) -> None:
     ]
     plan = load_data(recipe).plan
     assert (plan.num_prompts, plan.num_steps, plan.group_size, plan.sampling.temperature) == (3, 1, 4, 0.5)
-    assert (plan.has_policy, plan.keeps_tokens, plan.phase(1)) == (False, False, "evaluate")
+    assert (plan.kind.trains, plan.kind.keeps_tokens, plan.phase(1)) == (False, False, "evaluate")
     prompts = prompts_to_answer(recipe)
     assert [(prompt.id, prompt.metadata["task"]) for prompt in prompts] == [
         ("gsm8k/0", "gsm8k"), ("gsm8k/1", "gsm8k"), ("math/0", "math")
@@ -183,7 +183,7 @@ def test_what_serves_has_no_prompts_and_goes_on_until_it_is_stopped(place: Path)
     assert recipe.replicas == {"rollout": 2, "reward": 0, "teacher": 0}
     assert (recipe.rollout.api.enabled, recipe.rollout.load_weights) == (True, True)
     plan = load_data(recipe).plan
-    assert (plan.serves, plan.num_prompts, plan.num_steps, plan.phase(0)) == (True, 0, 0, "serve")
+    assert (plan.kind.serves_requests, plan.num_prompts, plan.num_steps, plan.phase(0)) == (True, 0, 0, "serve")
 
 
 def test_what_an_environment_said_is_no_token_of_the_model() -> None:

@@ -56,7 +56,7 @@ def test_a_step_that_nobody_told_of_is_no_evidence() -> None:
     trains(script, 1, alarm("clip"))
     script.beats("policy-0", version=2)
     assert script.state.version == 2
-    assert list(script.state.alarms) == ["clip"]
+    assert list(script.state.training.alarms) == ["clip"]
     assert trains(script, 3) == ["(alarm_over 3)"]
 
 
@@ -65,12 +65,12 @@ def test_a_restarted_controller_knows_which_alarms_are_on() -> None:
     script = script_of(4)
     trains(script, 1, alarm("not_finite", value=math.nan))
     past = [JournalEntry(write.record) for write in script.journal]
-    again = Controller(script.plan, Stream("train"), Stream("sft"), [], past=past, incarnation=2)
-    assert list(again.state.alarms) == ["not_finite"]
-    assert math.isnan(again.state.alarms["not_finite"].value)
-    assert str(again.state.alarms["not_finite"]) == str(script.state.alarms["not_finite"])
+    again = Controller(script.plan, Stream("train"), Stream("sft"), [], journal=past, incarnation=2)
+    assert list(again.state.training.alarms) == ["not_finite"]
+    assert math.isnan(again.state.training.alarms["not_finite"].value)
+    assert str(again.state.training.alarms["not_finite"]) == str(script.state.training.alarms["not_finite"])
     older = [JournalEntry(StepCommitted(step=1, metrics={"loss": 1.0}))]  # of a step without alarms
-    assert Controller(script.plan, Stream("train"), Stream("sft"), [], past=older).state.alarms == {}
+    assert Controller(script.plan, Stream("train"), Stream("sft"), [], journal=older).state.training.alarms == {}
 
 
 def test_an_alarm_can_end_the_run() -> None:

@@ -12,19 +12,19 @@ from transcript import SMALL, Script, Stream
 
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Event, Fetched, FinishRun, Note, Store, Stored, Write
-from starling.controller.core.groups.stored import StoredGroup
+from starling.controller.core.kinds import GENERATE, INFER, REPLAY, SERVE, RunKind
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored
+from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored, StoredGroup
 from starling.sim.replicas.weights import encoded_layout
 
 
 class Answering(Script):
     """A run without a policy, whose files are in a dictionary."""
 
-    def __init__(self, activity: str = "generate", num_prompts: int = 5, **changes: Any) -> None:
+    def __init__(self, kind: RunKind = GENERATE, num_prompts: int = 5, **changes: Any) -> None:
         per_file = changes.get("prompts_per_step", SMALL.prompts_per_step)
         super().__init__(
-            activity=activity,
+            kind=kind,
             num_prompts=num_prompts,
             num_steps=-(-num_prompts // per_file),
             max_staleness=1,
@@ -69,7 +69,7 @@ class Answering(Script):
         """`name` generates a group, and `reward-0` scores it."""
         self.generates(name, lease)
         key = lease.split(":")[1]
-        for held in self.state.leases.of("reward-0", "score"):
+        for held in self.state.replicas.leases.of("reward-0", "score"):
             if held.split(":")[1] == key:
                 self.scores(self.aliases.short(held))
 
@@ -82,13 +82,18 @@ class Answering(Script):
 
     def held(self, name: str) -> list[str]:
         """Return the groups that a rollout works on."""
-        return [self.aliases.short(lease) for lease in self.state.leases.of(name, "generate")]
+        return [self.aliases.short(lease) for lease in self.state.replicas.leases.of(name, "generate")]
 
     def dies(self) -> None:
         """The controller dies, and is made again from its journal."""
         past = [JournalEntry(write.record, write.payload) for write in self.journal]
         self.controller = Controller(
-            self.plan, Stream("train"), Stream("sft"), [], past=past, incarnation=self.controller.state.incarnation + 1
+            self.plan,
+            Stream("train"),
+            Stream("sft"),
+            [],
+            journal=past,
+            incarnation=self.controller.state.incarnation + 1,
         )
         self.state = self.controller.state
         self.epoch += 1
@@ -116,11 +121,11 @@ def test_every_prompt_is_written_once_in_its_order_and_the_run_is_over() -> None
 def test_no_more_prompts_are_open_than_the_window_has() -> None:
     run = Answering(num_prompts=50)
     run.begins(slots=20)
-    assert len(run.held("rollout-0")) == run.state.ledger.num_slots == 4
+    assert len(run.held("rollout-0")) == run.state.buffer.num_slots == 4
 
 
 def test_what_only_answers_keeps_texts_alone_and_of_no_reward_when_nothing_scores() -> None:
-    run = Answering("infer", num_prompts=2, num_rewards=0)
+    run = Answering(INFER, num_prompts=2, num_rewards=0)
     run.begins()
     run.generates("rollout-0", "generate:t1:0")
     run.generates("rollout-0", "generate:t0:0")
@@ -133,7 +138,7 @@ def test_what_only_answers_keeps_texts_alone_and_of_no_reward_when_nothing_score
 
 
 def test_prompts_that_nobody_can_answer_do_not_end_the_run() -> None:
-    run = Answering("infer", num_prompts=40, num_rewards=0)
+    run = Answering(INFER, num_prompts=40, num_rewards=0)
     run.begins(slots=40)
     while held := run.held("rollout-0"):
         for lease in held:
@@ -141,7 +146,7 @@ def test_prompts_that_nobody_can_answer_do_not_end_the_run() -> None:
             run.writes()
     assert run.written == list(range(40))
     assert {group.problem for groups in run.files.values() for group in groups} == {"the prompt is too long"}
-    assert not run.state.ending.failure
+    assert not run.state.lifecycle.failure
 
 
 def test_a_rollout_that_is_started_again_has_the_weights_again() -> None:
@@ -227,7 +232,7 @@ def test_whenever_the_controller_dies_the_files_are_the_same(data: st.DataObject
 
 
 def test_a_run_that_serves_waits_for_requests_until_it_is_stopped() -> None:
-    run = Answering("serve", num_prompts=0, num_rewards=0)
+    run = Answering(SERVE, num_prompts=0, num_rewards=0)
     run.begins()
     run.waits(1.0)
     assert run.controller.waiting_for == "requests at the endpoints of its rollouts"
@@ -248,11 +253,11 @@ class Replaying(Script):
     """A run that trains what files have."""
 
     def __init__(self, **changes: Any) -> None:
-        super().__init__(activity="replay", num_steps=3, **changes)
+        super().__init__(kind=REPLAY, num_steps=3, **changes)
 
     def reads(self, step: int) -> list[str]:
         """The files give the groups of `step`."""
-        assert self.state.fetching == step
+        assert self.state.training.fetching == step
         records: list[JournalEntry] = []
         for ordinal in (2 * step - 2, 2 * step - 1):
             meta = wire.TrajectoryMeta(
@@ -293,9 +298,9 @@ def test_a_controller_that_died_reads_on_where_it_was() -> None:
     run.reads(1)
     run.trains(1)
     run.reads(2)
-    held = run.state.leases.all_of("policy-0")[0].id
+    held = run.state.replicas.leases.all_of("policy-0")[0].id
     past = [JournalEntry(write.record, write.payload) for write in run.journal if isinstance(write, Write)]
-    run.controller = Controller(run.plan, Stream("train"), Stream("sft"), [], past=past, incarnation=2)
+    run.controller = Controller(run.plan, Stream("train"), Stream("sft"), [], journal=past, incarnation=2)
     run.state = run.controller.state
     run.joins("policy-0", version=1, epoch=1)
     run.hears("policy-0", wire.Heartbeat(leases=(wire.HeldLease(lease=held, phase="working"),), version=1))
@@ -313,7 +318,7 @@ def test_a_policy_that_begins_again_makes_the_steps_again_from_the_same_files() 
     run.loses("policy-0")
     run.waits(run.plan.lease_s + 1)
     run.joins("policy-0", epoch=2)
-    assert run.state.fetching == 1
+    assert run.state.training.fetching == 1
     assert run.reads(1) == ["policy-0 <- train:1:1 train0 train1"]
     [send] = run.sent
     assert isinstance(send.message, wire.TrainStep)
@@ -324,7 +329,7 @@ def test_files_that_have_too_few_groups_end_the_run() -> None:
     run = Replaying()
     run.joins("policy-0")
     run._step(Fetched(run.now, 1, ()))
-    assert run.state.ending.failure == "the files have 0 groups of step 1, not 2"
+    assert run.state.lifecycle.failure == "the files have 0 groups of step 1, not 2"
 
 
 @pytest.mark.parametrize("records", [True, False])

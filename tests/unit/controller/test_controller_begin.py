@@ -7,6 +7,7 @@ from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.explain import status, waits
+from starling.controller.core.groups.admission import required_version
 from starling.controller.core.groups.group import GroupState
 
 
@@ -44,8 +45,8 @@ def test_it_goes_on_with_the_next_step_and_the_next_prompt() -> None:
 
 def test_it_makes_as_many_steps_as_are_left() -> None:
     script = begins_at(3, 7, num_steps=5, prompts_per_step=2, max_staleness=3)
-    assert script.state.ledger.free_slots() == 0
-    assert script.state.ledger.num_admitted == 7 + 2 * 2, "of two steps"
+    assert script.state.buffer.free_slots() == 0
+    assert script.state.buffer.num_admitted == 7 + 2 * 2, "of two steps"
 
 
 def test_supervised_steps_go_on_too() -> None:
@@ -57,7 +58,7 @@ def test_supervised_steps_go_on_too() -> None:
 def test_who_does_not_hold_that_version_cannot_be_brought_to_it() -> None:
     script = Script(begin_version=3, begin_prompt=7, num_steps=5)
     lines = script.joins("policy-0", version=0)
-    assert "policy-0 is at version 0, and the journal keeps only what came after version 3" in lines[-1]
+    assert "policy-0 is at version 0, and the journal keeps only the steps after version 3" in lines[-1]
 
 
 def test_it_waits_for_all_that_the_recipe_starts() -> None:
@@ -106,21 +107,23 @@ def test_versions_of_the_run_before_are_not_evaluated_again() -> None:
     script = begins_at(3, 6, num_steps=6, prompts_per_step=2, max_staleness=0, evaluate_every=2)
     script.publishes(3)
     script.adopts("rollout-0", 3)
-    assert script.state.evaluation is None, "version 3 is off the interval"
+    assert script.state.evaluations.current is None, "version 3 is off the interval"
     script.makes_groups(6, 7, version=3)
     script.trains(4)
     script.publishes(4)
-    assert script.state.evaluation is not None
-    assert script.state.evaluation.version == 4
+    assert script.state.evaluations.current is not None
+    assert script.state.evaluations.current.version == 4
     again = begins_at(4, 8, num_steps=6, prompts_per_step=2, evaluate_every=2)
     again.publishes(4)
-    assert again.state.evaluation is None, "the run that made version 4 has evaluated it"
+    assert again.state.evaluations.current is None, "the run that made version 4 has evaluated it"
 
 
 def test_no_group_may_have_tokens_from_before_the_run() -> None:
     script = begins_at(3, 6, num_steps=9, prompts_per_step=1, max_staleness=2)
     script.publishes(3)
-    assert [script.state.required_version(group) for group in script.state.ledger.within(GroupState.WAITING)] == [3] * 3
+    assert [required_version(script.state, group) for group in script.state.buffer.within(GroupState.WAITING)] == [
+        3
+    ] * 3
 
 
 def test_only_groups_of_this_run_are_counted() -> None:

@@ -32,7 +32,9 @@ def size_of(one: Any) -> int:
 
 def test_who_is_free_is_kept_by_members_and_not_by_versions() -> None:
     free = FreeSlots()
-    members = [Member(name=f"r-{i}", role="rollout", epoch=1, num_slots=4, heard_at=0.0, version=0) for i in range(8)]
+    members = [
+        Member(name=f"r-{i}", role="rollout", incarnation=1, num_slots=4, heard_at=0.0, version=0) for i in range(8)
+    ]
     for version in range(500):
         for member in members:
             member.version = version
@@ -45,7 +47,8 @@ def test_who_is_free_is_kept_by_members_and_not_by_versions() -> None:
 def test_who_is_free_is_kept_by_members_and_not_by_changes() -> None:
     free = FreeSlots()
     idle, working = (
-        Member(name=name, role="rollout", epoch=1, num_slots=4, heard_at=0.0, version=0) for name in ("r-0", "r-1")
+        Member(name=name, role="rollout", incarnation=1, num_slots=4, heard_at=0.0, version=0)
+        for name in ("r-0", "r-1")
     )
     free.put(idle, 0)
     for number in range(5000):
@@ -69,12 +72,12 @@ def test_discarded_prompts_are_counted_and_not_listed() -> None:
             assert group is not None
             assert ledger.rank(group) == rank
             ledger.lease(group, 0)
-            ledger.generated(group, (), (), ())
-            ledger.scored(group, (1.0,), {})
+            ledger.store_completions(group, (), (), ())
+            ledger.store_rewards(group, (1.0,), {})
         assert ledger.next_waiting() is ledger.next_to_score() is None
-        assert len(ledger.seal(step)) == 2
-        ledger.trained(step)
-    assert ledger.count(GroupState.SEALED) == 0
+        assert len(ledger.freeze_next(step)) == 2
+        ledger.retire(step)
+    assert ledger.count(GroupState.FROZEN) == 0
     assert size_of(ledger) < 100
 
 
@@ -84,8 +87,8 @@ def test_plans_go_with_the_replicas_that_they_were_made_for() -> None:
     for epoch in range(2, 100):
         script.loses("rollout-0")
         script.joins("rollout-0", epoch=epoch)
-        assert script.state.leases.num("rollout-0", "adopt") == 1
-    assert size_of(script.state.rounds._encoded) < 20
+        assert script.state.replicas.leases.num("rollout-0", "adopt") == 1
+    assert size_of(script.state.weights._encoded) < 20
 
 
 def test_plans_from_a_replica_that_is_gone_go_too() -> None:
@@ -95,7 +98,7 @@ def test_plans_from_a_replica_that_is_gone_go_too() -> None:
         name = f"policy-{number}"
         source = decode_layout(encoded_layout(name))
         member = Member(
-            name=name, role="policy", epoch=1, num_slots=0, heard_at=0.0, version=number, host="h", layout=source
+            name=name, role="policy", incarnation=1, num_slots=0, heard_at=0.0, version=number, host="h", layout=source
         )
         rounds.publish(member, number, encoded_offer(number))
         rounds.plan(source, here)
@@ -104,15 +107,15 @@ def test_plans_from_a_replica_that_is_gone_go_too() -> None:
 
 
 def test_only_so_many_who_are_gone_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "KEPT_GONE", 10)
+    monkeypatch.setattr(membership, "MAX_GONE", 10)
     known = Membership(10.0)
     hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
     for number in range(100):
         name = f"rollout-{number}"
         known.prove(known.join(name, 1, hello, None, 0.0), 7)
-        known.leave(name)
+        known.remove(name)
         known.ban(name, 1, "it hung")
-    for kept in (known.proven, known._epochs, known._banned):
+    for kept in (known.proven, known._incarnations, known._banned):
         assert len(kept) <= 11
     assert known.refusal("rollout-99", 1, hello) == "it hung"
 
@@ -126,11 +129,11 @@ def test_a_setting_that_is_changed_again_and_again_is_one() -> None:
 
 
 def test_a_restored_controller_remembers_no_more_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "KEPT_GONE", 10)
+    monkeypatch.setattr(membership, "MAX_GONE", 10)
     records: list[JournalEntry] = []
     for number in range(100):
         records += [JournalEntry(MemberJoined(name=f"rollout-{number}", role="rollout", epoch=1))]
         records += [JournalEntry(MemberLeft(name=f"rollout-{number}"))]
     streams = Stream("train"), Stream("sft")
-    known = Controller(SMALL, *streams, [], past=records, incarnation=2).state.membership
-    assert len(known._epochs) <= 11
+    known = Controller(SMALL, *streams, [], journal=records, incarnation=2).state.replicas.membership
+    assert len(known._incarnations) <= 11

@@ -19,9 +19,9 @@ def restarted(before: Script, *, shares: bool = False, version: int = 0) -> Scri
     script.plan, script.held_out, script.aliases = before.plan, before.held_out, before.aliases
     past = [JournalEntry(write.record, write.payload) for write in before.journal]
     prompts = Stream("train")
-    script.controller = Controller(before.plan, prompts, Stream("sft"), before.held_out, past=past, incarnation=2)
+    script.controller = Controller(before.plan, prompts, Stream("sft"), before.held_out, journal=past, incarnation=2)
     script.state = script.controller.state
-    for name, member in sorted(before.state.membership.members.items()):
+    for name, member in sorted(before.state.replicas.membership.members.items()):
         hello = wire.Hello(
             role=member.role,
             host="h",
@@ -132,12 +132,12 @@ CLAIMS = [
 @pytest.mark.parametrize("claim", CLAIMS, ids=[claim.why for claim in CLAIMS])
 def test_what_is_taken_up(claim: Claim) -> None:
     script = claim.given()  # type: ignore[operator]
-    version = script.state.membership.members[claim.name].version
+    version = script.state.replicas.membership.members[claim.name].version
     script.beats(claim.name, *claim.leases, version=version)
     released = [
         lease for send in script.sent if isinstance(send.message, wire.ReleaseLeases) for lease in send.message.leases
     ]
-    mine = {lease.id for lease in script.state.leases.all_of(claim.name)} & set(claim.leases)
+    mine = {lease.id for lease in script.state.replicas.leases.all_of(claim.name)} & set(claim.leases)
     assert (mine, sorted(released)) == (set(claim.taken), sorted(set(claim.leases) - set(claim.taken)))
 
 
@@ -155,7 +155,7 @@ def test_work_that_was_taken_up_and_lost_again_is_dealt_to_somebody() -> None:
 def test_an_answer_is_a_claim_too() -> None:
     script = generating()
     assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- release generate:t0:0"]
-    assert script.state.ledger.get(0).state == "generated"  # type: ignore[union-attr]
+    assert script.state.buffer.get(0).state == "generated"  # type: ignore[union-attr]
 
 
 def test_a_torn_rollout_has_nothing_to_claim() -> None:
@@ -168,4 +168,4 @@ def test_an_offer_that_was_asked_for_before_the_crash_is_one() -> None:
     script.beats("policy-0", "publish:0:1.1", version=0)
     published = wire.WeightsPublished(lease="publish:0:1.1", version=0, publish_s=0.0)
     script.hears("policy-0", published, encoded_offer(0))
-    assert script.state.rounds.offers["policy-0"].version == 0
+    assert script.state.weights.offers["policy-0"].version == 0

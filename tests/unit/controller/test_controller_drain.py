@@ -346,7 +346,7 @@ def test_rule(row: Row) -> None:
 def test_a_run_that_was_complete_but_for_its_checkpoint_writes_it_when_it_is_taken_up() -> None:
     before = published()
     past = [JournalEntry(write.record) for write in before.journal]
-    controller = Controller(before.plan, Stream("train"), Stream("sft"), before.held_out, past=past, incarnation=2)
+    controller = Controller(before.plan, Stream("train"), Stream("sft"), before.held_out, journal=past, incarnation=2)
     script = Script(num_steps=1)
     script.controller, script.state = controller, controller.state
     script.joins("policy-0", version=1)

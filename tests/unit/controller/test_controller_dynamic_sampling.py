@@ -54,8 +54,8 @@ def test_a_controller_that_begins_again_tells_the_same() -> None:
     for ordinal, rewards in enumerate([(1, 1), (0, 1), (0, 0), (1, 0)]):
         finishes(run, ordinal, *rewards)
     past = [JournalEntry(write.record, write.payload) for write in run.journal]
-    again = Controller(run.plan, Stream("train"), Stream("sft"), run.held_out, past=past, incarnation=2).state.ledger
-    ledger = run.state.ledger
+    again = Controller(run.plan, Stream("train"), Stream("sft"), run.held_out, journal=past, incarnation=2).state.buffer
+    ledger = run.state.buffer
     assert (
         filtered_metrics(again, 1)
         == filtered_metrics(ledger, 1)
@@ -85,7 +85,7 @@ def test_an_evaluation_keeps_equal_rewards() -> None:
     for ordinal in (0, 1):
         run.generates("rollout-0", f"generate:e{ordinal}:0", num=1)
         run.scores(f"score:e{ordinal}:0", 1.0)
-    assert run.state.evaluated == {"start": 0}
+    assert run.state.evaluations.evaluated == {"start": 0}
 
 
 def test_only_so_many_are_set_aside_in_a_row() -> None:
@@ -101,8 +101,8 @@ def test_only_so_many_are_set_aside_in_a_row() -> None:
 
 
 def test_the_default_limit_is_ten_steps_worth() -> None:
-    assert script().plan.most_filtered == 20
-    assert script(filter_limit=7).plan.most_filtered == 7
+    assert script().plan.max_filtered == 20
+    assert script(filter_limit=7).plan.max_filtered == 7
 
 
 def test_it_is_noted_with_the_reward_that_all_have() -> None:
@@ -136,20 +136,20 @@ def test_every_step_is_full_and_nothing_is_out_of_order(
         if outcome == "discard":
             ledger.discard(group)
         else:
-            ledger.generated(group, (), (), ())
-            ledger.scored(group, (0.0, 1.0), {}) if outcome == "keep" else ledger.filter(group, 0.5)
+            ledger.store_completions(group, (), (), ())
+            ledger.store_rewards(group, (0.0, 1.0), {}) if outcome == "keep" else ledger.filter(group, 0.5)
             (kept if outcome == "keep" else filtered).append(group.ordinal)
         assert all(ledger.rank(other) <= ranks[other.ordinal] for other in ledger.live()), "a place only moves forward"
-        step = ledger.num_sealed + 1
-        for sealed in ledger.seal(step):
+        step = ledger.num_frozen_steps + 1
+        for sealed in ledger.freeze_next(step):
             assert sealed.ordinal in kept
             kept.remove(sealed.ordinal)
             assert not kept or sealed.ordinal < min(kept)
-        if ledger.num_sealed == step:
-            assert len(ledger.sealed(step)) == prompts_per_step
-            last = ledger.sealed(step)[-1].ordinal
+        if ledger.num_frozen_steps == step:
+            assert len(ledger.frozen_groups(step)) == prompts_per_step
+            last = ledger.frozen_groups(step)[-1].ordinal
             num = sum(ordinal < last for ordinal in filtered) - passed
             passed += num
-            assert len(ledger.passed(step)) == num
-            ledger.trained(step)
+            assert len(ledger.filtered_rewards(step)) == num
+            ledger.retire(step)
     assert ledger.num_admitted == ledger.num_live + ledger.num_trained_groups + ledger.num_discarded + len(filtered)

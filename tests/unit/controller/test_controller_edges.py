@@ -65,7 +65,7 @@ def test_a_policy_takes_its_state_from_a_policy_however_near_a_rollout_is() -> N
     script.adopts("rollout-0", 1, 0)
     enters(script, "rollout-2", host="near")
     offers(script, "rollout-0", 1, 1)
-    assert script.state.rounds.offers["rollout-0"].version == 1
+    assert script.state.weights.offers["rollout-0"].version == 1
     enters(script, "policy-1", host="near", version=0)
     [pull] = [send.message for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
     assert pull.with_state
@@ -88,12 +88,12 @@ def test_a_replica_that_was_replaced_has_failed_at_nothing_yet() -> None:
     for _ in range(8):
         script.waits(SMALL.lease_s / 2)
         for name in ("policy-0", "rollout-0", "reward-0"):
-            script.beats(name, version=script.state.membership.members[name].version)
+            script.beats(name, version=script.state.replicas.membership.members[name].version)
     enters(script, "policy-1", epoch=2, version=0)
     lease = f"adopt:1:{script.attempt_of('policy-1', 'adopt:1')}"
     failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason="no luck")
     script.hears("policy-1", failed, epoch=2)
-    assert "policy-1" in script.state.membership.members
+    assert "policy-1" in script.state.replicas.membership.members
 
 
 def test_a_rollout_that_hangs_over_an_offer_holds_no_publication_up() -> None:
@@ -106,7 +106,7 @@ def test_a_rollout_that_hangs_over_an_offer_holds_no_publication_up() -> None:
     script.finishes("generate:t0:0", "generate:t1:0")
     lines = enters(script, "rollout-1")
     assert to("rollout-0", lines) == [], "policy-0 offers it on the same host"
-    script.state.rounds.forget("policy-0", None)
+    script.state.weights.forget("policy-0", None)
     lines = enters(script, "rollout-2")
     assert to("rollout-0", lines) == ["publish:0:1"]
     assert "publish:1:0" in to("policy-0", script.trains(1))
@@ -124,7 +124,7 @@ def restored(script: Script, incarnation: int) -> tuple[Controller, list[Write]]
     """Return the next controller of this run, and an empty list for what it writes."""
     past = [JournalEntry(write.record, write.payload) for write in script.journal]
     streams = Stream("train"), Stream("sft")
-    return Controller(script.plan, *streams, script.held_out, past=past, incarnation=incarnation), []
+    return Controller(script.plan, *streams, script.held_out, journal=past, incarnation=incarnation), []
 
 
 def test_who_does_not_come_back_after_a_crash_is_waited_for_once() -> None:
@@ -135,9 +135,9 @@ def test_who_does_not_come_back_after_a_crash_is_waited_for_once() -> None:
         written += [command for command in controller.step(Ticked(float(now))) if isinstance(command, Write)]
     left = {write.record.name for write in written if isinstance(write.record, MemberLeft)}
     assert left == {"policy-0", "reward-0", "rollout-0", "rollout-1"}
-    assert not controller.state.awaited
+    assert not controller.state.replicas.membership.awaited
     script.journal += written
-    assert not restored(script, 3)[0].state.awaited
+    assert not restored(script, 3)[0].state.replicas.membership.awaited
 
 
 def test_rollouts_are_not_missed_once_all_is_generated() -> None:
@@ -153,7 +153,7 @@ def test_rollouts_are_not_missed_once_all_is_generated() -> None:
     for _ in range(40):
         script.waits(1.0)
         script.beats("policy-0", "checkpoint:1:0", version=1)
-    assert not script.state.ending.failure
+    assert not script.state.lifecycle.failure
 
 
 def test_rollouts_are_not_missed_by_a_run_that_stops() -> None:
@@ -165,7 +165,7 @@ def test_rollouts_are_not_missed_by_a_run_that_stops() -> None:
     for _ in range(40):
         script.waits(1.0)
         script.beats("policy-0", "train:1:0")
-    assert not script.state.ending.failure
+    assert not script.state.lifecycle.failure
 
 
 def test_a_shared_step_that_cannot_be_made_fails_the_run() -> None:
@@ -178,10 +178,10 @@ def test_a_shared_step_that_cannot_be_made_fails_the_run() -> None:
     script.adopts("rollout-0", 0)
     script.finishes("generate:t0:0", "generate:t1:0")
     for _ in range(100):
-        if script.state.ending.failure:
+        if script.state.lifecycle.failure:
             break
         script.fails("policy-0", f"train:1:{script.attempt_of('policy-0', 'train:1')}", "out of memory")
-    assert "out of memory" in script.state.ending.failure
+    assert "out of memory" in script.state.lifecycle.failure
 
 
 def test_nothing_new_is_evaluated_while_the_last_checkpoint_is_written() -> None:
@@ -190,9 +190,9 @@ def test_nothing_new_is_evaluated_while_the_last_checkpoint_is_written() -> None
     script.finishes("generate:t0:0", "generate:t1:0")
     script.trains(1)
     script.publishes(1)
-    assert str(script.state.ending.stage) == "checkpointing"
+    assert str(script.state.lifecycle.stage) == "checkpointing"
     script.hears("operator-0", wire.ChangeSetting(request="a", key="evaluation.every", value=1))
-    assert script.state.evaluation is None
+    assert script.state.evaluations.current is None
 
 
 def test_a_version_is_written_down_once_for_each_root() -> None:
@@ -231,7 +231,7 @@ def test_settings_are_kept_by_what_counts_of_them() -> None:
     for value in range(50):
         change = wire.ChangeSetting(request=str(value), key="rl.max_tries", value=value)
         script.hears("operator-0", msgspec.structs.replace(change))
-    assert script.state.setting("rl.max_tries", 0) == 49
+    assert script.state.training.changes.now("rl.max_tries", 0) == 49
 
 
 def taken_up(before: Script) -> Script:
@@ -248,16 +248,16 @@ def test_an_evaluation_that_was_promised_takes_place_whatever_happens_to_the_con
     script.joins("policy-0")
     assert script.hears("operator-0", wire.RequestEvaluation(request="a", num_completions=3))[-1].startswith("oper")
     script = taken_up(script)
-    assert [wanted.num_completions for wanted in script.state.requested] == [3]
+    assert [wanted.num_completions for wanted in script.state.evaluations.requested] == [3]
     assert script.hears("operator-0", wire.RequestEvaluation(request="a", num_completions=3))
-    assert len(script.state.requested) == 1
+    assert len(script.state.evaluations.requested) == 1
     script.waits(0.0)
     script.waits(10.0)
     script.begins()
-    assert script.state.evaluation is not None
+    assert script.state.evaluations.current is not None
     script = taken_up(script)
-    assert not script.state.requested
-    assert script.state.granted == {"a"}
+    assert not script.state.evaluations.requested
+    assert script.state.evaluations.granted == {"a"}
 
 
 def test_a_stop_that_was_promised_is_carried_out_whatever_happens_to_the_controller() -> None:
@@ -270,7 +270,7 @@ def test_a_stop_that_was_promised_is_carried_out_whatever_happens_to_the_control
     script.waits(10.0)
     script.waits(SMALL.drain_s + 1)
     assert script.log[-1] == "done: maintenance"
-    assert not taken_up(script).state.ending.stopping, "from here on the run can be taken up"
+    assert not taken_up(script).state.lifecycle.stopping, "from here on the run can be taken up"
 
 
 def test_a_stop_that_was_promised_has_its_deadline_after_a_crash_too() -> None:
@@ -283,14 +283,14 @@ def test_a_stop_that_was_promised_has_its_deadline_after_a_crash_too() -> None:
     for _ in range(40):
         script.waits(1.0)
         script.beats("policy-0")
-    assert script.state.ending.failure.startswith("the run did not stop in order within 30 s")
+    assert script.state.lifecycle.failure.startswith("the run did not stop in order within 30 s")
 
 
 def test_a_signal_stops_a_process_and_not_the_run() -> None:
     script = Script()
     script.begins()
     script.stops()
-    assert not taken_up(script).state.ending.stopping
+    assert not taken_up(script).state.lifecycle.stopping
 
 
 def test_a_replica_that_comes_back_late_after_a_crash_tells_first_what_it_has() -> None:
@@ -302,7 +302,7 @@ def test_a_replica_that_comes_back_late_after_a_crash_tells_first_what_it_has() 
     script.waits(10.0)
     assert not to("reward-0", script.joins("reward-0"))
     assert not to("reward-0", script.beats("reward-0", "score:t0:0"))
-    assert script.state.leases.num("reward-0", "score") == 1
+    assert script.state.replicas.leases.num("reward-0", "score") == 1
 
 
 def test_nobody_is_said_to_hold_a_version_that_it_has_left_behind() -> None:
@@ -312,19 +312,19 @@ def test_nobody_is_said_to_hold_a_version_that_it_has_left_behind() -> None:
     script.trains(1)
     script.publishes(1)
     script.adopts("rollout-0", 1)
-    assert script.state.holders == {(1, "h"): {"rollout-0": None}}
+    assert script.state.weights.holders == {(1, "h"): {"rollout-0": None}}
     script.loses("rollout-0")
-    assert not script.state.holders
+    assert not script.state.weights.holders
 
 
 def test_a_torn_rollout_evaluates_nothing_until_it_has_adopted_again() -> None:
     script = Script(evaluate_at_start=True)
     script.begins(slots=8)
-    assert script.state.leases.num("rollout-0", "generate") > 0
+    assert script.state.replicas.leases.num("rollout-0", "generate") > 0
     script.beats("rollout-0", version=-1)
-    assert not script.state.leases.num("rollout-0", "generate")
+    assert not script.state.replicas.leases.num("rollout-0", "generate")
     script.waits(0.1)
-    assert not script.state.leases.num("rollout-0", "generate")
+    assert not script.state.replicas.leases.num("rollout-0", "generate")
 
 
 def test_a_rollout_that_hangs_over_an_offer_does_not_hold_the_end_up() -> None:
@@ -335,26 +335,28 @@ def test_a_rollout_that_hangs_over_an_offer_does_not_hold_the_end_up() -> None:
     script.publishes(0)
     script.adopts("rollout-0", 0)
     enters(script, "rollout-1", host="a")
-    assert script.state.leases.num("rollout-0", "publish") == 1
+    assert script.state.replicas.leases.num("rollout-0", "publish") == 1
     script.stops()
-    assert str(script.state.ending.stage) == "draining"
+    assert str(script.state.lifecycle.stage) == "draining"
 
 
 def test_an_evaluation_that_moves_has_no_more_time_for_it() -> None:
     script = Script(evaluate_at_start=True, evaluation_s=100.0)
     script.begins()
-    before = script.state.evaluation
+    before = script.state.evaluations.current
     assert before is not None
     script.now = 40.0
     for name in ("policy-0", "rollout-0", "reward-0"):
-        script.beats(name, *(script.aliases.short(lease.id) for lease in script.state.leases.all_of(name)), version=0)
+        script.beats(
+            name, *(script.aliases.short(lease.id) for lease in script.state.replicas.leases.all_of(name)), version=0
+        )
     script.finishes("generate:t0:0", "generate:t1:0")
     script.loses("rollout-0")
     script.trains(1)
     script.publishes(1)
     script.joins("rollout-1")
     script.adopts("rollout-1", 1)
-    after = script.state.evaluation
+    after = script.state.evaluations.current
     assert after is not None
     assert (after.version, after.deadline) == (1, before.deadline)
 
@@ -362,7 +364,7 @@ def test_an_evaluation_that_moves_has_no_more_time_for_it() -> None:
 def test_the_only_rollout_gives_all_its_slots_to_an_evaluation_when_another_comes() -> None:
     script = Script(num_held_out=4, evaluate_at_start=True, num_rollouts=2)
     script.begins(slots=4)
-    assert script.state.leases.num("rollout-0", "generate") == 2
+    assert script.state.replicas.leases.num("rollout-0", "generate") == 2
     assert [line.split()[2] for line in script.joins("rollout-1") if "generate" in line] == [
         "generate:e2:0",
         "generate:e3:0",

@@ -12,7 +12,7 @@ EVERYBODY = ("policy-0", "reward-0", "rollout-0")
 
 def drained(script: Script, reason: str) -> list[str]:
     """Return what everybody is told in the end."""
-    return [f"{name} <- drain: {reason}" for name in sorted(script.state.membership.members)]
+    return [f"{name} <- drain: {reason}" for name in sorted(script.state.replicas.membership.members)]
 
 
 def saves(script: Script, step: int) -> list[str]:
@@ -21,7 +21,7 @@ def saves(script: Script, step: int) -> list[str]:
 
 def all_leave(script: Script) -> str:
     lines: list[str] = []
-    for name in sorted(script.state.membership.members):
+    for name in sorted(script.state.replicas.membership.members):
         lines = script.leaves(name)
     return lines[-1]
 
@@ -343,7 +343,7 @@ def test_the_journal_keeps_what_came_after_the_state_before_the_newest() -> None
     script.joins("policy-0", epoch=2, version=2)
     assert script.log[-1] == "journal: fetch 3", "the newest state is damaged, say: the one before will do"
     lines = script.joins("policy-0", epoch=3, version=1)
-    assert "policy-0 is at version 1, and the journal keeps only what came after version 2" in lines[-1]
+    assert "policy-0 is at version 1, and the journal keeps only the steps after version 2" in lines[-1]
 
 
 def test_states_are_saved_with_some_time_between_them() -> None:

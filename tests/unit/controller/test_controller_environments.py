@@ -9,8 +9,8 @@ import pytest
 from transcript import Script
 
 from starling.common.wire import messages as wire
-from starling.controller.core.training.metrics import sealed_metrics
-from starling.controller.core.training.samples import row
+from starling.controller.core.training.metrics import step_metrics
+from starling.controller.core.training.samples import to_row
 
 MASK = np.array([1, 0, 1, 1], np.uint8)
 
@@ -87,7 +87,7 @@ def test_a_group_in_which_an_environment_failed_is_played_again_then_discarded()
     assert note.fields["reason"] == (
         "2 of its completions failed, completion 0 by env_error: the environment raised KeyError: 'map'"
     )
-    assert script.state.ledger.num_env_errors == 2
+    assert script.state.buffer.num_env_errors == 2
 
 
 def test_what_environments_measured_is_told_of_a_step() -> None:
@@ -96,12 +96,12 @@ def test_what_environments_measured_is_told_of_a_step() -> None:
     first = trajectory(metrics={"calls": 3.0, "won": 1.0}, num_turns=4, num_masked=1)
     hears(script, "generate:t0:0", first, trajectory(metrics={"calls": 1.0}, num_turns=2))
     script.scores("score:t0:0")
-    told = sealed_metrics(script.state.ledger, 1)
+    told = step_metrics(script.state.buffer, 1)
     assert (told["env/calls"], told["env/won"], told["turns_mean"]) == (2.0, 1.0, 3.0)
     assert (told["completion_tokens_mean"], told["completion_tokens_max"]) == (1.5, 2)
-    (group,) = script.state.ledger.sealed(1)
-    assert row(group, 0)["env/calls"] == 3.0
-    assert row(group, 0)["num_turns"] == 4
+    (group,) = script.state.buffer.frozen_groups(1)
+    assert to_row(group, 0)["env/calls"] == 3.0
+    assert to_row(group, 0)["num_turns"] == 4
 
 
 @pytest.mark.parametrize("status", [wire.Status.ENV_ERROR, wire.Status.INFRA_LOST])
@@ -109,4 +109,4 @@ def test_only_environments_are_counted(status: wire.Status) -> None:
     script = Script()
     script.begins()
     hears(script, "generate:t0:0", trajectory(), trajectory(status=status, problem="gone"))
-    assert script.state.ledger.num_env_errors == (status is wire.Status.ENV_ERROR)
+    assert script.state.buffer.num_env_errors == (status is wire.Status.ENV_ERROR)

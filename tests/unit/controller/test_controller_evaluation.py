@@ -36,9 +36,9 @@ def test_an_evaluation_goes_first_and_leaves_half_of_the_only_rollout_to_trainin
 
 def test_training_goes_on_and_only_bound_rollouts_stay_with_the_version() -> None:
     script = evaluating("rollout-0", "rollout-1", "rollout-2", "rollout-3")
-    assert script.state.evaluation is not None
-    assert len(script.state.evaluation.pinned) == 1
-    (bound,) = script.state.evaluation.pinned
+    assert script.state.evaluations.current is not None
+    assert len(script.state.evaluations.current.pinned) == 1
+    (bound,) = script.state.evaluations.current.pinned
     free = next(name for name in ("rollout-0", "rollout-1", "rollout-2", "rollout-3") if name != bound)
     script.finishes("generate:t0:0", "generate:t1:0")
     assert script.trains(1)[-1] == "policy-0 <- publish:1:0"
@@ -69,8 +69,8 @@ def test_what_a_bound_rollout_had_is_done_by_one_that_holds_the_version_or_can_s
 
 def test_an_evaluation_whose_version_nobody_holds_any_more_moves_to_the_newest() -> None:
     script = evaluating("rollout-0", "rollout-1")
-    assert script.state.evaluation is not None
-    (bound,) = script.state.evaluation.pinned
+    assert script.state.evaluations.current is not None
+    (bound,) = script.state.evaluations.current.pinned
     other = {"rollout-0": "rollout-1", "rollout-1": "rollout-0"}[bound]
     script.finishes("generate:t0:0", "generate:t1:0")
     script.trains(1)
@@ -85,12 +85,12 @@ def test_the_tokens_of_an_evaluation_are_not_kept() -> None:
     script = evaluating()
     script.finishes("generate:t0:0")
     script.generates("rollout-0", "generate:e0:0", num=1)
-    assert script.state.evaluation is not None
-    (held_out,) = script.state.evaluation.within(GroupState.GENERATED)
+    assert script.state.evaluations.current is not None
+    (held_out,) = script.state.evaluations.current.within(GroupState.GENERATED)
     assert held_out.buffers == ()
     (write,) = [command for command in script.commands if isinstance(command, Write)]
     assert write.payload == ()
-    trained = script.state.ledger.get(0)
+    trained = script.state.buffer.get(0)
     assert trained is not None
     assert [len(buffer) for buffer in trained.buffers] == [4, 8, 8, 8]
 
@@ -107,15 +107,15 @@ def test_an_evaluation_has_a_deadline() -> None:
 
 def test_what_is_given_up_is_taken_from_whoever_has_it() -> None:
     script = evaluating("rollout-0", evaluation_s=10)
-    assert any(lease_subject(lease.id)[0] == "e" for lease in script.state.leases.all_of("rollout-0"))
+    assert any(lease_subject(lease.id)[0] == "e" for lease in script.state.replicas.leases.all_of("rollout-0"))
     for _ in range(11):
         script.waits(1.0)
-        held = [script.aliases.short(lease.id) for lease in script.state.leases.all_of("rollout-0")]
+        held = [script.aliases.short(lease.id) for lease in script.state.replicas.leases.all_of("rollout-0")]
         script.beats("rollout-0", *held, version=0)
         script.beats("policy-0")
         script.beats("reward-0")
-    assert script.state.evaluation is None
-    assert not any(lease_subject(lease.id)[0] == "e" for lease in script.state.leases.all_of("rollout-0"))
+    assert script.state.evaluations.current is None
+    assert not any(lease_subject(lease.id)[0] == "e" for lease in script.state.replicas.leases.all_of("rollout-0"))
 
 
 def test_evaluations_come_every_so_many_steps_and_on_request() -> None:
@@ -135,9 +135,9 @@ def test_evaluations_come_every_so_many_steps_and_on_request() -> None:
         script.generates("rollout-0", f"generate:e{n}:0", 2, num=1)
         lines = script.scores(f"score:e{n}:0", 1.0)
     assert "(evaluation 2)" in lines
-    assert script.state.evaluation is not None
-    assert (script.state.evaluation.cause, script.state.evaluation.num_completions) == ("request", 2)
-    assert script.state.requested == [], "a request that comes twice counts once"
+    assert script.state.evaluations.current is not None
+    assert (script.state.evaluations.current.cause, script.state.evaluations.current.num_completions) == ("request", 2)
+    assert script.state.evaluations.requested == [], "a request that comes twice counts once"
 
 
 @pytest.mark.parametrize(

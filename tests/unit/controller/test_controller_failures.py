@@ -7,6 +7,7 @@ import pytest
 from transcript import Script
 
 from starling.common.wire import messages as wire
+from starling.controller.core.explain import run_phase
 from starling.sim.replicas.weights import encoded_layout, encoded_offer
 
 TWO_ROLLOUTS = ("rollout-0", "rollout-1")
@@ -60,7 +61,7 @@ def test_a_prompt_that_no_replica_could_do_is_discarded_at_once() -> None:
 
 def test_a_discard_at_the_tail_is_replaced() -> None:
     script = started(num_steps=1)
-    assert script.state.ledger.num_admitted == 2
+    assert script.state.buffer.num_admitted == 2
     script.makes_groups(0)
     assert script.fails("rollout-0", "generate:t1:0", fatal=True)[-1] == "rollout-0 <- generate:t2:0 train2 >= v0"
     assert script.makes_groups(2)[-1] == "policy-0 <- train:1:0 train0 train2"
@@ -110,7 +111,7 @@ def test_one_good_group_starts_the_count_of_discards_anew() -> None:
     script.makes_groups(5)
     for n in range(6, 11):
         script.fails("rollout-0", f"generate:t{n}:0")
-    assert script.state.phase == "rl"
+    assert run_phase(script.state) == "rl"
 
 
 # --- replicas that vanish ------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def test_one_good_group_starts_the_count_of_discards_anew() -> None:
 def two_rollouts() -> Script:
     script = Script()
     script.begins(*TWO_ROLLOUTS)
-    held = script.state.leases.of("rollout-0", "generate")
+    held = script.state.replicas.leases.of("rollout-0", "generate")
     assert sorted(map(script.aliases.short, held)) == ["generate:t0:0", "generate:t1:0"]
     return script
 
@@ -150,10 +151,10 @@ def test_a_lost_reward_replica_costs_no_completions() -> None:
     script = started()
     script.joins("reward-1")
     script.generates("rollout-0", "generate:t0:0")
-    holder = next(name for name in ("reward-0", "reward-1") if script.state.leases.of(name, "score"))
+    holder = next(name for name in ("reward-0", "reward-1") if script.state.replicas.leases.of(name, "score"))
     other = {"reward-0": "reward-1", "reward-1": "reward-0"}[holder]
     assert script.loses(holder) == [f"(left {holder})", f"{other} <- score:t0:1"]
-    assert script.state.ledger.get(0).tries == 0  # type: ignore[union-attr]
+    assert script.state.buffer.get(0).tries == 0  # type: ignore[union-attr]
 
 
 def test_a_late_answer_changes_nothing_after_its_group_was_dealt_again() -> None:
@@ -186,7 +187,7 @@ def test_what_an_incarnation_of_the_past_says_is_not_heard() -> None:
     assert script.beats("rollout-0", epoch=1) == []
     assert script.generates("rollout-0", "generate:t0:0") == []
     assert script.hears("rollout-0", wire.Leave(reason="late")) == []
-    assert script.state.membership.members["rollout-0"].epoch == 2
+    assert script.state.replicas.membership.members["rollout-0"].incarnation == 2
 
 
 def test_a_replica_whose_clock_was_set_back_is_heard_once_the_one_before_is_gone() -> None:
@@ -199,8 +200,8 @@ def test_a_replica_whose_clock_was_set_back_is_heard_once_the_one_before_is_gone
 def test_a_second_hello_of_the_same_incarnation_changes_nothing() -> None:
     script = two_rollouts()
     assert script.joins("rollout-0") == ["rollout-0 <- welcome"]
-    assert script.state.membership.members["rollout-0"].version == 0
-    assert len(script.state.leases.of("rollout-0", "generate")) == 2
+    assert script.state.replicas.membership.members["rollout-0"].version == 0
+    assert len(script.state.replicas.leases.of("rollout-0", "generate")) == 2
 
 
 def test_a_stranger_is_asked_who_it_is() -> None:
@@ -268,7 +269,7 @@ def test_every_answer_is_released_however_often_it_comes() -> None:
     script = started()
     for _ in range(3):
         assert script.generates("rollout-0", "generate:t0:0")[0] == "rollout-0 <- release generate:t0:0"
-    assert script.state.ledger.num_live == 2
+    assert script.state.buffer.num_live == 2
 
 
 @pytest.mark.parametrize("lease", ["", ":", "nonsense", "generate:x", "generate:t0:99", "a:b:c:d"])
@@ -325,15 +326,15 @@ def test_a_torn_rollout_gives_its_groups_back() -> None:
     lines = script.beats("rollout-0", "generate:t0:0", "generate:t1:0", version=-1)
     assert lines[0] == "rollout-0 <- release generate:t0:0 generate:t1:0"
     assert lines[-2:] == ["rollout-1 <- generate:t0:1 train0 >= v0", "rollout-1 <- generate:t1:1 train1 >= v0"]
-    assert script.state.ledger.get(0).tries == 0, "the group is not at fault"  # type: ignore[union-attr]
+    assert script.state.buffer.get(0).tries == 0, "the group is not at fault"  # type: ignore[union-attr]
 
 
 def test_an_offer_that_is_none_fails_the_run_with_a_sentence() -> None:
     script = Script()
     script.joins("policy-0")
     lines = script.hears("policy-0", wire.WeightsPublished(lease="publish:0:0", version=0, publish_s=0.0), b"garbage")
-    assert "policy-0 published version 0 in vain: These 7 bytes are not a Offer" in lines[-1]
-    assert script.state.ending.failure
+    assert "the offer of version 0 by policy-0 is not usable: These 7 bytes are not a Offer" in lines[-1]
+    assert script.state.lifecycle.failure
 
 
 def test_an_offer_of_another_version_fails_the_run_with_a_sentence() -> None:
@@ -355,7 +356,7 @@ HELLO = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True
         ("reward-0", {}, "reward-0 is no name of a rollout; it must be rollout-<number>"),
         ("rollout", {}, "rollout is no name of a rollout; it must be rollout-<number>"),
         ("rollout-1", {"num_slots": 0}, "rollout-1 offers 0 slots; it needs at least 1"),
-        ("rollout-1", {"has_layout": False}, "rollout-1 did not say how it lays out its weights"),
+        ("rollout-1", {"has_layout": False}, "rollout-1 did not send the layout of its weights"),
         ("reward-1", {"role": "reward", "num_slots": -1}, "reward-1 offers -1 slots; it needs at least 1"),
         (
             "policy-1",
@@ -374,7 +375,7 @@ def test_refusals_say_why(name: str, changes: dict[str, object], reason: str) ->
     script = started()
     lines = script.hears(name, msgspec.structs.replace(HELLO, **changes), encoded_layout(name))
     assert lines == [f"(refused {name})", f"{name} <- refused: {reason}"]
-    assert name not in script.state.membership.members or name == "reward-0"
+    assert name not in script.state.replicas.membership.members or name == "reward-0"
 
 
 def test_a_policy_of_another_version_is_refused() -> None:
@@ -399,5 +400,5 @@ def test_a_rollout_of_another_model_is_refused_and_the_run_goes_on() -> None:
         "(refused rollout-1)",
         "rollout-1 <- refused: Tensor w is float32 (5,) in rollout-1 but float32 (4,) in policy-0.",
     ]
-    assert "rollout-1" not in script.state.membership.members
+    assert "rollout-1" not in script.state.replicas.membership.members
     assert script.makes_groups(0, 1)[-1] == "policy-0 <- train:1:0 train0 train1"

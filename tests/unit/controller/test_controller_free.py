@@ -14,7 +14,7 @@ NAMES = ("rollout-0", "rollout-1", "rollout-2", "rollout-3")
 
 
 def member_of(name: str, version: int) -> Member:
-    return Member(name=name, role="rollout", epoch=1, num_slots=4, heard_at=0.0, version=version)
+    return Member(name=name, role="rollout", incarnation=1, num_slots=4, heard_at=0.0, version=version)
 
 
 changes = st.lists(
@@ -71,5 +71,5 @@ def test_what_is_counted_is_what_is_in_force(granted: list[tuple[str, str, float
                 held = [lease for lease, entry in model.items() if entry[:2] == (peer, kind)]
                 assert (leases.of(peer, kind), leases.num(peer, kind)) == (held, len(held))
     late = {lease for lease, entry in model.items() if entry[2] <= 20.0}
-    assert {lease.id for lease in leases.overdue(20.0)} == late
-    assert leases.overdue(20.0) == [], "each is told once"
+    assert {lease.id for lease in leases.expired(20.0)} == late
+    assert leases.expired(20.0) == [], "each is told once"

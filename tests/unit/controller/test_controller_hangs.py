@@ -58,15 +58,17 @@ def up_to(stages: int, **changes: Any) -> Script:
 
 def beat_all(script: Script) -> None:
     """Every replica tells that it holds what it was given."""
-    for name, member in sorted(script.state.membership.members.items()):
-        held = [script.aliases.short(lease.id) for lease in script.state.leases.all_of(name)]
+    for name, member in sorted(script.state.replicas.membership.members.items()):
+        held = [script.aliases.short(lease.id) for lease in script.state.replicas.leases.all_of(name)]
         script.beats(name, *held, version=member.version)
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=[hang.work for hang in HANGS])
 def test_who_hangs_must_go_and_says_why(hang: Hang) -> None:
     script = up_to(hang.stages, **{hang.limit: 7.0})
-    [lease] = [found for found in script.state.leases.all_of(hang.name) if found.id.startswith(hang.work + ":")]
+    [lease] = [
+        found for found in script.state.replicas.leases.all_of(hang.name) if found.id.startswith(hang.work + ":")
+    ]
     while script.now + 2.0 < 7.0:
         script.now += 2.0
         beat_all(script)
@@ -100,4 +102,4 @@ def test_an_answer_in_time_ends_the_deadline() -> None:
     script.generates("rollout-0", "generate:t0:0")
     script.generates("rollout-0", "generate:t1:0")
     assert script.waits(0.1) == []
-    assert "rollout-0" in script.state.membership.members
+    assert "rollout-0" in script.state.replicas.membership.members

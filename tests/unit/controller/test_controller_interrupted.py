@@ -40,7 +40,7 @@ def test_another_goes_on_from_the_tokens() -> None:
     [command] = given_out(script)
     assert [completion.num_tokens for completion in command.partial] == [3, 0]
     assert [tensor.nbytes for tensor in command.tensors] == [12, 12, 12]
-    assert script.state.ledger.get(0).tries == 0  # type: ignore[union-attr]
+    assert script.state.buffer.get(0).tries == 0  # type: ignore[union-attr]
 
 
 def test_who_gave_a_group_back_and_stays_has_work_again_after_a_lease() -> None:
@@ -70,7 +70,7 @@ def test_a_group_with_which_engines_die_is_given_up() -> None:
     script = generating(max_tries=1)
     kept = []
     for number in range(4):
-        group = script.state.ledger.get(0)
+        group = script.state.buffer.get(0)
         assert group is not None
         assert group.tries == number // 2
         kept.append(group.partial is not None)
@@ -78,8 +78,8 @@ def test_a_group_with_which_engines_die_is_given_up() -> None:
         script.beats("rollout-0", "generate:t1:0", version=-1)
         script.adopts("rollout-0", 0, number + 1)
     assert kept == [False, True, False, True], "what two engines died of is begun anew"
-    assert script.state.ledger.get(0) is None
-    assert "2 engines died while they worked on it" in script.state.last_drop
+    assert script.state.buffer.get(0) is None
+    assert "2 engines died while they worked on it" in script.state.buffer.last_discarded
 
 
 def test_of_two_that_had_the_group_the_one_with_more_tokens_counts() -> None:
@@ -137,11 +137,11 @@ def test_after_a_crash_the_temperature_must_be_told(temperature: float, kept: in
     script = Script()
     script.plan, script.aliases = before.plan, before.aliases
     past = [JournalEntry(write.record, write.payload) for write in before.journal]
-    script.controller = Controller(before.plan, Stream("train"), Stream("sft"), [], past=past, incarnation=2)
+    script.controller = Controller(before.plan, Stream("train"), Stream("sft"), [], journal=past, incarnation=2)
     script.state = script.controller.state
     script.joins("rollout-0")
     script.interrupts("rollout-0", "generate:t0:0", 3, 0, temperature=temperature)
-    group = script.state.ledger.get(0)
+    group = script.state.buffer.get(0)
     assert group is not None
     assert (group.partial.num_tokens if group.partial else 0) == kept
 

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from transcript import Script
 
 from starling.common.wire import messages as wire
+from starling.controller.core.explain import run_phase
+from starling.controller.core.kinds import DPO, REWARD_MODEL, SFT, RunKind
 from starling.controller.core.records import StepCommitted
 
 
-@pytest.mark.parametrize(("objective", "told"), [("sft", ""), ("dpo", "dpo"), ("reward_model", "reward_model")])
-def test_a_step_says_what_its_examples_teach(objective: Any, told: str) -> None:
-    script = Script(num_supervised_steps=1, num_steps=0, objective=objective)
+@pytest.mark.parametrize(("kind", "told"), [(SFT, ""), (DPO, "dpo"), (REWARD_MODEL, "reward_model")])
+def test_a_step_says_what_its_examples_teach(kind: RunKind, told: str) -> None:
+    script = Script(num_supervised_steps=1, num_steps=0, kind=kind)
     script.joins("policy-0")
     (command,) = [send.message for send in script.sent if isinstance(send.message, wire.TrainStep)]
     assert (command.objective, command.groups) == (told, ())
     assert [example.id for example in command.examples] == ["sft0"]
-    assert script.state.phase == objective
+    assert run_phase(script.state) == kind.name
     script.trains(1)
     [committed] = [write.record for write in script.journal if isinstance(write.record, StepCommitted)]
-    assert committed.metrics["phase"] == objective
+    assert committed.metrics["phase"] == kind.name
 
 
 def test_a_policy_that_returns_is_dealt_its_steps_with_their_objective() -> None:
-    script = Script(num_supervised_steps=2, num_steps=0, objective="dpo")
+    script = Script(num_supervised_steps=2, num_steps=0, kind=DPO)
     script.joins("policy-0")
     script.trains(1)
     script.joins("policy-0", epoch=2)

@@ -43,7 +43,7 @@ def test_a_setting_has_a_range(key: str) -> None:
     for value in right:
         assert check(key, value) == value
     for value in wrong:
-        with pytest.raises(ValueError, match=f"{key} = .* is out of range; it must be {DYNAMIC[key].wanted}"):
+        with pytest.raises(ValueError, match=f"{key} = .* is out of range; it must be {DYNAMIC[key].valid_range}"):
             check(key, value)
     for value in (float("nan"), float("inf"), float("-inf")):
         with pytest.raises(ValueError, match="is out of range"):
@@ -69,7 +69,7 @@ def test_the_last_change_that_is_in_force_counts(changes: list[tuple[str, int, i
         for key, value, first in sorted(changes, key=lambda change: change[2]):
             if first <= step and key.startswith("policy."):
                 wanted[key] = value
-        assert made.of_policy(step) == wanted
+        assert made.for_policies(step) == wanted
 
 
 def change(script: Script, key: str, value: Any, request: str = "r") -> list[str]:
@@ -100,7 +100,7 @@ def test_an_operator_that_is_refused_changes_nothing() -> None:
     script.begins()
     num = len(script.journal)
     assert change(script, "rl.max_staleness", -1)[-1].startswith("operator-0 <- no: ")
-    assert (len(script.journal), script.state.changes) == (num, SettingChanges())
+    assert (len(script.journal), script.state.training.changes) == (num, SettingChanges())
 
 
 # --- why -----------------------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def test_the_root_of_all_waiting_is_who_waits_for_nobody_that_waits() -> None:
 
 def beat(script: Script, name: str, *found: wire.Wait) -> wire.Heartbeat:
     """Return the heartbeat of a replica that holds what it was given and waits."""
-    held = tuple(wire.HeldLease(lease=lease.id, phase="working") for lease in script.state.leases.all_of(name))
-    return wire.Heartbeat(leases=held, version=script.state.membership.members[name].version, waits=found)
+    held = tuple(wire.HeldLease(lease=lease.id, phase="working") for lease in script.state.replicas.leases.all_of(name))
+    return wire.Heartbeat(leases=held, version=script.state.replicas.membership.members[name].version, waits=found)
 
 
 def test_who_wait_for_each_other_are_shown_and_not_followed_for_ever() -> None:
@@ -194,7 +194,7 @@ def test_the_status_says_who_has_what() -> None:
     [said] = script.hears("operator-0", wire.QueryRun(request="r", about="status"))
     assert said.split("\n") == [
         "operator-0 <- yes: rl: version 0 of 2, published 0, saved 0; controller's incarnation 1",
-        "groups: 0 waiting, 2 leased, 0 generated, 0 scored, 0 sealed",
+        "groups: 0 waiting, 2 leased, 0 generated, 0 scored, 0 frozen",
         "waits for the groups of step 1: 2 being generated, 0 being scored, 0 scored of 2",
         "set: rl.max_tries = 3",
         "  policy-0 on h: version 0, nothing in hand",

@@ -15,6 +15,7 @@ from transcript import Script, Stream
 
 from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
+from starling.controller.core.groups.admission import num_completions
 from starling.controller.core.groups.group import Groups, GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import (
@@ -78,9 +79,9 @@ class Story(Script):
     def goes_on(self, action: str, number: int) -> None:
         """One thing happens."""
         self.now += 0.01
-        leases = [lease for name in NAMES for lease in self.state.leases.all_of(name)]
-        if self.state.fetching >= 0:
-            self.fetched(self.state.fetching)
+        leases = [lease for name in NAMES for lease in self.state.replicas.leases.all_of(name)]
+        if self.state.training.fetching >= 0:
+            self.fetched(self.state.training.fetching)
         elif action in ("answer", "fail"):
             if leases:
                 self.answers(leases[number % len(leases)], number, well=action == "answer")
@@ -96,7 +97,7 @@ class Story(Script):
             host=name[-1],
             pid=1,
             num_slots=3,
-            version=self.state.saved_step if role == "policy" else -1,
+            version=self.state.training.saved.newest if role == "policy" else -1,
             has_layout=role in ("policy", "rollout"),
             serves=role in ("policy", "rollout"),
             shares_steps=True,
@@ -112,7 +113,7 @@ class Story(Script):
         name = NAMES[number % len(NAMES)]
         if action == "lose":
             self.loses(name)
-        elif action == "join" and name not in self.state.membership.members:
+        elif action == "join" and name not in self.state.replicas.membership.members:
             self.enters(name)
         elif action == "set":
             key, value = SETTINGS[number % len(SETTINGS)]
@@ -133,9 +134,9 @@ class Story(Script):
             return
         match lease.kind:
             case "generate":
-                self.says(name, *self.completions(lease.id, self.state.membership.members[name].version))
+                self.says(name, *self.completions(lease.id, self.state.replicas.membership.members[name].version))
             case "score":
-                group = self.state.group_of(lease.id)
+                group = self.state.group_of_lease(lease.id)
                 assert group is not None
                 num = len(group[1].trajectories)
                 rewards = tuple(float((number + i) % 2 * (number % 3 > 0)) for i in range(num))
@@ -156,9 +157,9 @@ class Story(Script):
 
     def completions(self, lease: str, version: int) -> tuple[Any, ...]:
         """Return what a rollout says that has generated a group: the message, and its buffers."""
-        found = self.state.group_of(lease)
+        found = self.state.group_of_lease(lease)
         assert found is not None
-        num = self.state.num_completions(found[1].purpose)
+        num = num_completions(self.state, found[1].purpose)
         meta = wire.TrajectoryMeta(
             status=wire.Status.OK, num_tokens=1, text=lease, oldest_version=version, newest_version=version
         )
@@ -195,7 +196,7 @@ def read_back(script: Script) -> list[JournalEntry]:
 def restored(script: Script) -> ControllerState:
     """Return the state of a controller that is made again from what `script` has written."""
     past = read_back(script)
-    return Controller(script.plan, Stream("train"), Stream("sft"), script.held_out, past=past, incarnation=2).state
+    return Controller(script.plan, Stream("train"), Stream("sft"), script.held_out, journal=past, incarnation=2).state
 
 
 def groups_of(book: Groups, num_committed: int) -> dict[int, Any]:
@@ -211,7 +212,7 @@ def groups_of(book: Groups, num_committed: int) -> dict[int, Any]:
             group.tries,
             group.trajectories if state is not GroupState.WAITING else (),
             group.rewards if state is not GroupState.WAITING else (),
-            (group.taught, group.generated_by) if state is not GroupState.WAITING else (),
+            (group.has_teacher_logprobs, group.generated_by) if state is not GroupState.WAITING else (),
             group.buffers if state is not GroupState.WAITING and group.purpose == "train" and not trained else (),
             group.temperature if state is not GroupState.WAITING else 0.0,
         )
@@ -220,27 +221,31 @@ def groups_of(book: Groups, num_committed: int) -> dict[int, Any]:
 
 def known(state: ControllerState) -> dict[str, Any]:
     """Return what a controller must know of a run, whoever holds what."""
-    ledger, evaluation = state.ledger, state.evaluation
+    ledger, evaluation = state.buffer, state.evaluations.current
     return {
         "version": state.version,
-        "published": state.rounds.version,
-        "roots": state.rounds.roots,
-        "saved": (state.saved_step, state.kept_from),
-        "metrics": state.known.metrics(),
+        "published": state.weights.version,
+        "roots": state.weights.roots,
+        "saved": (state.training.saved.newest, state.training.saved.previous),
+        "metrics": state.training.metrics.all(),
         "groups": groups_of(ledger, state.version),
-        "filtered": (ledger.num_filtered, ledger.num_filtered_in_a_row, tuple(ledger.passed(state.version + 1))),
-        "counts": (ledger.num_admitted, ledger.num_discarded, ledger.num_sealed, ledger.num_trained_groups),
+        "filtered": (
+            ledger.num_filtered,
+            ledger.num_filtered_in_a_row,
+            tuple(ledger.filtered_rewards(state.version + 1)),
+        ),
+        "counts": (ledger.num_admitted, ledger.num_discarded, ledger.num_frozen_steps, ledger.num_trained_groups),
         "free_slots": ledger.free_slots(),
         "ranks": {group.ordinal: ledger.rank(group) for group in ledger.live()},
         "full": ledger.is_full(),
-        "settings": state.changes,
-        "sampling": state.sampling("train"),
+        "settings": state.training.changes,
+        "sampling": state.training.sampling,
         "bounds": (ledger.max_staleness, ledger.max_tries),
-        "evaluated": state.evaluated,
-        "granted": state.granted,
-        "requested": [(wanted.request, wanted.num_completions) for wanted in state.requested],
-        "stopping": state.ending.stopping if state.ending.is_promised else "",
-        "evaluations": (state.num_evaluations, state.num_eval_groups),
+        "evaluated": state.evaluations.evaluated,
+        "granted": state.evaluations.granted,
+        "requested": [(wanted.request, wanted.num_completions) for wanted in state.evaluations.requested],
+        "stopping": state.lifecycle.stopping if state.lifecycle.stop_is_journaled else "",
+        "evaluations": (state.evaluations.num_begun, state.evaluations.num_groups),
         "evaluating": evaluation
         and (
             evaluation.number,
@@ -250,8 +255,8 @@ def known(state: ControllerState) -> dict[str, Any]:
             evaluation.num_discarded,
             groups_of(evaluation, 0),
         ),
-        "proven": state.membership.proven,
-        "members": set(state.membership.members) | state.awaited,
+        "proven": state.replicas.membership.proven,
+        "members": set(state.replicas.membership.members) | state.replicas.membership.awaited,
     }
 
 
@@ -271,9 +276,11 @@ def test_what_is_restored_waits_to_be_claimed(plan: dict[str, Any], story: list[
     script = Story(num_policies=2, num_rollouts=2, **plan)
     script.tell(story)
     state = restored(script)
-    books: list[Groups] = [state.ledger] + ([state.evaluation] if state.evaluation is not None else [])
+    books: list[Groups] = [state.buffer] + (
+        [state.evaluations.current] if state.evaluations.current is not None else []
+    )
     assert not any(group.state is GroupState.LEASED for book in books for group in book.live())
-    assert not any(group.scoring or group.teaching for book in books for group in book.live())
+    assert not any(group.score_lease or group.teacher_lease for book in books for group in book.live())
     for book in books:
         waiting = [group.ordinal for group in book.within(GroupState.WAITING)]
         first = book.next_waiting()
@@ -285,5 +292,5 @@ def test_stories_get_far() -> None:
     script = Story(num_policies=2, num_rollouts=2, evaluate_at_start=True, save_every=1, num_steps=3)
     script.tell([("answer", 0)] * 150)
     assert script.state.version == 3
-    assert script.state.evaluated == {"start": 0}
-    assert str(script.state.ending.stage) == "draining"
+    assert script.state.evaluations.evaluated == {"start": 0}
+    assert str(script.state.lifecycle.stage) == "draining"

@@ -25,7 +25,7 @@ changes = st.lists(
 
 
 def member_of(name: str) -> Member:
-    return Member(name=name, role="rollout", epoch=1, num_slots=4, heard_at=0.0, version=-1)
+    return Member(name=name, role="rollout", incarnation=1, num_slots=4, heard_at=0.0, version=-1)
 
 
 @given(changes, st.integers(1, 1000), st.integers(0, 5000))
@@ -101,7 +101,7 @@ def test_who_wavers_stays_in_its_class(factor: float, speed: float) -> None:
 def test_the_longest_of_a_step_goes_first() -> None:
     script = Script(prompts_per_step=3, num_steps=1)
     for ordinal, length in enumerate((5.0, 50.0, 500.0)):
-        script.state.lengths.note(f"train{ordinal}", "train", length)
+        script.state.replicas.lengths.note(f"train{ordinal}", "train", length)
     assert [line.split()[3] for line in script.begins() if "generate" in line] == ["train2", "train1"]
     assert [line.split()[3] for line in script.generates("rollout-0", "generate:t1:0") if "generate:t0" in line] == [
         "train0"

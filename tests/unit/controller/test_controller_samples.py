@@ -9,7 +9,7 @@ from transcript import Script
 from starling.common.wire.messages import ChatMessage, Prompt, Status, TrajectoryMeta
 from starling.controller.core.events import Note
 from starling.controller.core.groups.group import Group
-from starling.controller.core.training.samples import MOST_CHARACTERS, choose, row, shortened, text_of
+from starling.controller.core.training.samples import MAX_CHARACTERS, choose, shortened, text_of, to_row
 
 
 def group(ordinal: int, num: int) -> Group:
@@ -59,7 +59,7 @@ def test_steps_and_seeds_choose_differently() -> None:
 
 def test_a_row_is_what_a_scorer_would_ask_for() -> None:
     """Texts, reward with its components, status, length, versions."""
-    assert row(group(7, 2), 1) == {
+    assert to_row(group(7, 2), 1) == {
         "prompt_id": "p7",
         "prompt": "2 + 2 =",
         "completion": "1",
@@ -80,14 +80,14 @@ def test_a_conversation_is_shown_with_its_roles() -> None:
     assert text_of(Prompt(id="p", messages=messages)) == "system: Be brief.\nuser: Why?"
 
 
-@given(st.text(max_size=3 * MOST_CHARACTERS))
+@given(st.text(max_size=3 * MAX_CHARACTERS))
 def test_long_texts_lose_their_middle(text: str) -> None:
     """Both ends stay, for the start has the task and the end has the answer."""
     short = shortened(text)
-    assert len(short) <= MOST_CHARACTERS + 50
+    assert len(short) <= MAX_CHARACTERS + 50
     assert short[:100] == text[:100]
     assert short[-100:] == text[-100:]
-    assert len(text) > MOST_CHARACTERS or short == text
+    assert len(text) > MAX_CHARACTERS or short == text
 
 
 def test_samples_follow_every_so_manieth_step() -> None:

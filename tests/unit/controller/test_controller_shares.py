@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from starling.common.wire.messages import Prompt, TensorMeta
 from starling.controller.core.groups.group import Group
-from starling.controller.core.training.step import shares_of
+from starling.controller.core.training.shares import group_shares
 
 LENGTHS = st.lists(st.integers(0, 10_000), min_size=1, max_size=40)
 
@@ -35,7 +35,7 @@ def tokens(share: list[Group]) -> int:
 
 @given(lengths=LENGTHS, num=st.integers(1, 8))
 def test_every_group_is_dealt_once_and_shares_are_even(lengths: list[int], num: int) -> None:
-    shares = shares_of(groups_of(lengths), num)
+    shares = group_shares(groups_of(lengths), num)
     assert len(shares) == num
     dealt = [group.ordinal for share in shares for group in share]
     assert sorted(dealt) == list(range(len(lengths)))
@@ -48,16 +48,16 @@ def test_every_group_is_dealt_once_and_shares_are_even(lengths: list[int], num: 
 @given(lengths=LENGTHS, num=st.integers(1, 8))
 def test_the_same_groups_are_dealt_alike(lengths: list[int], num: int) -> None:
     first, second = (
-        [[group.ordinal for group in share] for share in shares_of(groups_of(lengths), num)] for _ in range(2)
+        [[group.ordinal for group in share] for share in group_shares(groups_of(lengths), num)] for _ in range(2)
     )
     assert first == second
 
 
 def test_a_long_group_counts_as_much_as_several_short_ones() -> None:
-    shares = shares_of(groups_of([90, 30, 30, 30, 10, 10]), 2)
+    shares = group_shares(groups_of([90, 30, 30, 30, 10, 10]), 2)
     assert [[group.ordinal for group in share] for share in shares] == [[0, 4], [1, 2, 3, 5]]
 
 
 def test_one_policy_gets_all_in_order() -> None:
     groups = groups_of([3, 9, 1, 4])
-    assert shares_of(groups, 1) == [groups]
+    assert group_shares(groups, 1) == [groups]

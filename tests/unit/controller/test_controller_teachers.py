@@ -36,7 +36,7 @@ def test_a_group_is_trained_with_what_its_teacher_makes_of_it(order: tuple[str, 
     }
     first, second = order
     assert not any("train" in line for line in does[first]())
-    assert run.state.ledger.count(GroupState.GENERATED) == 1
+    assert run.state.buffer.count(GroupState.GENERATED) == 1
     assert "policy-0 <- train:1:0 train0" in does[second]()
     command, buffers = dealt(run)
     [group] = command.groups
@@ -59,16 +59,16 @@ def test_a_teacher_gets_the_ids_and_the_temperature_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("told", "reason"),
     [
-        ({"num_tokens": 3}, "its teacher told teacher_logprobs (3,), and it has 2 tokens"),
-        ({"names": ("logits",)}, "its teacher told logits (2,), and it has 2 tokens"),
-        ({"names": ()}, "its teacher told nothing, and it has 2 tokens"),
+        ({"num_tokens": 3}, "its teacher sent teacher_logprobs (3,), and it has 2 tokens"),
+        ({"names": ("logits",)}, "its teacher sent logits (2,), and it has 2 tokens"),
+        ({"names": ()}, "its teacher sent nothing, and it has 2 tokens"),
     ],
 )
 def test_an_answer_that_is_none_throws_the_completions_away(told: dict[str, int], reason: str) -> None:
     run = script(max_tries=0)
     run.generates("rollout-0", "generate:t0:0")
     run.teaches("teach:t0:0", **told)  # type: ignore[arg-type]
-    assert run.state.last_drop == f"prompt train0: {reason}"
+    assert run.state.buffer.last_discarded == f"prompt train0: {reason}"
     assert "reward-0 <- release score:t0:0" in run.sent_lines(), "nobody wants its rewards any more"
 
 
@@ -82,7 +82,10 @@ def test_a_prompt_with_images_cannot_be_taught() -> None:
         wire.GroupGenerated(lease="generate:t0:0", trajectories=(meta,) * 2, tensors=(*(tensor,) * 4, pixels)),
         *(bytes(8),) * 5,
     )
-    assert run.state.last_drop == "prompt train0: its prompt has more than tokens, and a teacher reads nothing else"
+    assert (
+        run.state.buffer.last_discarded
+        == "prompt train0: its prompt has more than tokens, and a teacher reads nothing else"
+    )
 
 
 def test_a_group_that_is_set_aside_is_taken_from_its_teacher() -> None:
@@ -90,7 +93,7 @@ def test_a_group_that_is_set_aside_is_taken_from_its_teacher() -> None:
     run.generates("rollout-0", "generate:t0:0")
     assert "teacher-0 <- release teach:t0:0" in run.scores("score:t0:0", 1.0, 1.0)
     assert run.teaches("teach:t0:0") == ["teacher-0 <- release teach:t0:0"], "late, and about nothing"
-    assert not run.state.leases.has("teach")
+    assert not run.state.replicas.leases.has("teach")
 
 
 def test_an_evaluation_needs_no_teacher() -> None:
@@ -100,7 +103,7 @@ def test_an_evaluation_needs_no_teacher() -> None:
         run.generates("rollout-0", f"generate:e{ordinal}:0", num=1)
         assert not any("teach:e" in line for line in run.sent_lines())
         run.scores(f"score:e{ordinal}:0", 1.0)
-    assert run.state.evaluated == {"start": 0}
+    assert run.state.evaluations.evaluated == {"start": 0}
 
 
 def test_a_run_without_scorers_trains_rewards_of_zero() -> None:
@@ -136,5 +139,5 @@ def test_when_all_is_sealed_no_teacher_is_missed() -> None:
 
 def test_a_plan_knows_whether_it_has_teachers() -> None:
     plan = RunPlan(seed=0, sampling=wire.Sampling(max_tokens=1), eval_sampling=wire.Sampling(max_tokens=1))
-    assert not plan.is_taught
-    assert plan.patience_s("teach") == plan.teach_s
+    assert not plan.has_teachers
+    assert plan.timeout_s("teach") == plan.teach_s

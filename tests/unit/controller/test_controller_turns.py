@@ -14,7 +14,7 @@ from starling.controller.core.replicas.time_sharing import TimeSharing
 
 def answers(script: Script, name: str) -> list[str]:
     """`name` does what it was told last: it sleeps, or wakes."""
-    [lease] = [lease for lease in script.state.leases.all_of(name) if lease.kind in ("sleep", "wake")]
+    [lease] = [lease for lease in script.state.replicas.leases.all_of(name) if lease.kind in ("sleep", "wake")]
     answer = wire.Slept if lease.kind == "sleep" else wire.Woken
     return script.hears(name, answer(lease=lease.id))
 
@@ -68,23 +68,23 @@ def test_one_step_of_a_colocated_run() -> None:
 
 def member_of(name: str) -> Member:
     role = name.rpartition("-")[0]
-    return Member(name=name, role=role, epoch=1, num_slots=1, heard_at=0.0, version=0)  # type: ignore[arg-type]
+    return Member(name=name, role=role, incarnation=1, num_slots=1, heard_at=0.0, version=0)  # type: ignore[arg-type]
 
 
 def test_nobody_wakes_beside_one_who_was_lost_awake() -> None:
-    turns, rollout = TimeSharing(shared=True, lease_s=10.0), member_of("rollout-0")
-    turns.answered(rollout, sleeps=False)
-    turns.left(rollout, 5.0, gone=False)
-    assert turns.obstacle([], 24.9) == "rollout-0"
-    assert turns.obstacle([], 25.0) == "", "two leases after it was given up"
+    sharing, rollout = TimeSharing(shared=True, lease_s=10.0), member_of("rollout-0")
+    sharing.note_answer(rollout, asleep=False)
+    sharing.remove(rollout, 5.0, ended=False)
+    assert sharing.obstacle([], 24.9) == "rollout-0"
+    assert sharing.obstacle([], 25.0) == "", "two leases after it was given up"
 
 
 def test_a_policy_may_be_in_a_step_that_it_cannot_break_off() -> None:
-    turns, policy = TimeSharing(shared=True, lease_s=10.0, side="rollout"), member_of("policy-0")
-    turns.answered(policy, sleeps=False)
-    turns.left(policy, 5.0, gone=False)
-    assert turns.obstacle([], 304.9) == "policy-0"
-    assert turns.obstacle([], 305.0) == ""
+    sharing, policy = TimeSharing(shared=True, lease_s=10.0, active="rollout"), member_of("policy-0")
+    sharing.note_answer(policy, asleep=False)
+    sharing.remove(policy, 5.0, ended=False)
+    assert sharing.obstacle([], 304.9) == "policy-0"
+    assert sharing.obstacle([], 305.0) == ""
 
 
 def test_who_shares_devices_is_told_so() -> None:
@@ -97,22 +97,24 @@ def test_who_shares_devices_is_told_so() -> None:
 
 def test_who_is_gone_for_certain_or_slept_or_came_back_keeps_nobody_from_waking() -> None:
     for slept, gone, returns in ((True, False, False), (False, True, False), (False, False, True)):
-        turns, rollout = TimeSharing(shared=True, lease_s=10.0), member_of("rollout-0")
-        turns.answered(rollout, sleeps=slept)
-        turns.left(rollout, 5.0, gone=gone)
+        sharing, rollout = TimeSharing(shared=True, lease_s=10.0), member_of("rollout-0")
+        sharing.note_answer(rollout, asleep=slept)
+        sharing.remove(rollout, 5.0, ended=gone)
         if returns:
-            turns.told(rollout)
-        assert turns.obstacle([], 6.0) == ""
+            sharing.reset(rollout)
+        assert sharing.obstacle([], 6.0) == ""
 
 
 def test_a_controller_that_begins_again_wakes_nobody_at_once() -> None:
-    turns = TimeSharing(shared=True, lease_s=10.0)
-    turns.begin_again(0.0)
-    assert turns.obstacle([], 19.0) == "whoever was lost before the controller's restart"
-    assert turns.obstacle([member_of("rollout-0")], 20.0) == "rollout-0", "of whom nobody knows whether it sleeps"
-    turns.side = "rollout"
-    assert turns.obstacle([], 299.0) == "whoever was lost before the controller's restart", "a policy in a step"
-    assert turns.obstacle([member_of("policy-0")], 20.0) == "policy-0", "which is the one that was"
+    sharing = TimeSharing(shared=True, lease_s=10.0)
+    sharing.restart(0.0)
+    assert sharing.obstacle([], 19.0) == "replicas that were lost before the controller's restart"
+    assert sharing.obstacle([member_of("rollout-0")], 20.0) == "rollout-0", "of whom nobody knows whether it sleeps"
+    sharing.active = "rollout"
+    assert sharing.obstacle([], 299.0) == "replicas that were lost before the controller's restart", (
+        "a policy in a step"
+    )
+    assert sharing.obstacle([member_of("policy-0")], 20.0) == "policy-0", "which is the one that was"
 
 
 def test_a_rollout_that_gave_groups_back_to_sleep_gets_work_when_it_wakes() -> None:
@@ -150,18 +152,18 @@ def test_an_order_that_finds_the_policy_asleep_for_want_of_the_controller_is_giv
     script.makes_groups(0, 1)
     answers(script, "rollout-0")
     answers(script, "policy-0")
-    assert script.state.leases.of("policy-0", "train")
+    assert script.state.replicas.leases.of("policy-0", "train")
     if lost:
         script.waits(6.0)
         script.beats("rollout-0", version=0)
         script.beats("reward-0")
         script.waits(6.0)
-        assert not script.state.membership.of("policy")
+        assert not script.state.replicas.membership.of("policy")
     script.joins("policy-0")
     script.fails("policy-0", "train:1:0", ASLEEP, fatal=True)
-    assert script.state.ending.stage is RunStage.RUNNING
+    assert script.state.lifecycle.stage is RunStage.RUNNING
     script.beats("policy-0", version=0)
     lines = answers(script, "policy-0")
     assert any("train:1:1 train0 train1" in line for line in lines), lines
     script.fails("policy-0", "train:1:1", "out of memory")
-    assert script.state.ending.stage is not RunStage.RUNNING, "awake it has no such excuse"
+    assert script.state.lifecycle.stage is not RunStage.RUNNING, "awake it has no such excuse"

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from transcript import Script
 
 from starling.common.wire import messages as wire
-from starling.controller.core.groups.dispatch import advance
+from starling.controller.core.explain import run_phase
+from starling.controller.core.machine import advance
 from starling.sim.replicas.weights import encoded_layout, encoded_offer, layout_of
 from starling.weightsync.plan.layout import Box, decode_layout, encode
 from starling.weightsync.plan.planner import decode_plan, make_plan
@@ -174,7 +175,7 @@ def test_supervised_steps_come_first_and_need_the_policy_alone() -> None:
     assert script.controller.waiting_for == "the policy to train step 1"
     assert script.trains(1) == ["policy-0 <- release train:1:0", "(step 1)", "policy-0 <- train:2:0 sft2 sft3"]
     assert script.trains(2) == ["policy-0 <- release train:2:0", "(step 2)", "policy-0 <- publish:2:0"]
-    assert script.state.phase == "rl"
+    assert run_phase(script.state) == "rl"
 
 
 def test_a_run_of_supervised_steps_alone_ends_with_its_checkpoint() -> None:
@@ -262,7 +263,7 @@ def test_rollouts_generate_on_while_the_next_version_is_pulled() -> None:
     script.trains(1)
     lines = script.publishes(1)
     assert lines[2:] == ["rollout-0 <- adopt:1:0"]
-    assert script.state.leases.of("rollout-0", "generate"), "the groups of step 2 are still being generated"
+    assert script.state.replicas.leases.of("rollout-0", "generate"), "the groups of step 2 are still being generated"
     assert script.generates("rollout-0", "generate:t2:0")[1] == "reward-0 <- score:t2:0"
 
 
@@ -271,20 +272,20 @@ def test_admission_is_by_slots(max_staleness: int) -> None:
     script = Script(max_staleness=max_staleness, num_steps=9)
     script.begins(slots=100)
     live = (max_staleness + 1) * 2
-    assert script.state.ledger.num_live == live
-    assert len(script.state.leases.of("rollout-0", "generate")) == live
+    assert script.state.buffer.num_live == live
+    assert len(script.state.replicas.leases.of("rollout-0", "generate")) == live
     script.makes_groups(0, 1)
     script.trains(1)
-    assert script.state.ledger.num_live == live, "a step frees its slots by its publication, not by its training"
+    assert script.state.buffer.num_live == live, "a step frees its slots by its publication, not by its training"
     script.publishes(1)
-    assert script.state.ledger.num_live == live
-    assert script.state.ledger.num_admitted == live + 2
+    assert script.state.buffer.num_live == live
+    assert script.state.buffer.num_admitted == live + 2
 
 
 def test_no_more_prompts_are_admitted_than_the_steps_need() -> None:
     script = Script(max_staleness=5, num_steps=2)
     script.begins(slots=100)
-    assert script.state.ledger.num_admitted == 4
+    assert script.state.buffer.num_admitted == 4
 
 
 def test_the_version_that_a_group_needs_follows_from_its_rank() -> None:
@@ -318,7 +319,7 @@ def test_groups_go_to_the_rollout_that_finishes_them_first() -> None:
 def test_a_rollout_never_has_more_groups_than_slots() -> None:
     script = Script(prompts_per_step=4)
     script.begins(slots=2)
-    assert len(script.state.leases.of("rollout-0", "generate")) == 2
+    assert len(script.state.replicas.leases.of("rollout-0", "generate")) == 2
     assert script.generates("rollout-0", "generate:t0:0")[1:] == [
         "rollout-0 <- generate:t2:0 train2 >= v0",
         "reward-0 <- score:t0:0",
@@ -341,7 +342,9 @@ def test_steps_are_sealed_in_the_order_of_admission() -> None:
     script = Script(max_staleness=1)
     script.begins(slots=4)
     script.makes_groups(3, 2, 1)
-    assert not script.state.leases.has("train"), "group 0 is not scored, and later groups do not take its place"
+    assert not script.state.replicas.leases.has("train"), (
+        "group 0 is not scored, and later groups do not take its place"
+    )
     assert script.makes_groups(0)[-1] == "policy-0 <- train:1:0 train0 train1"
     assert script.trains(1)[-1] == "policy-0 <- train:2:0 train2 train3"
 
@@ -360,10 +363,10 @@ def test_the_next_step_is_trained_while_a_version_is_digested() -> None:
     (send,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
     assert send.message.published == 1, "not before the snapshot of version 1, whichever command comes first"
     assert script.controller.waiting_for == "the policy to train step 2"
-    assert script.state.ledger.num_live == 4, "the slots of step 1 are not free before version 1 is out"
+    assert script.state.buffer.num_live == 4, "the slots of step 1 are not free before version 1 is out"
     assert script.publishes(1)[1:] == ["(published 1)", "rollout-0 <- adopt:1:0"]
-    assert script.state.ledger.num_live == 4
-    assert script.state.ledger.num_admitted == 6
+    assert script.state.buffer.num_live == 4
+    assert script.state.buffer.num_admitted == 6
     assert script.trains(2)[-1] == "policy-0 <- publish:2:0"
 
 
@@ -378,7 +381,7 @@ def test_versions_are_published_one_after_the_other_and_no_step_runs_further_ahe
     assert script.controller.waiting_for == "the policy to publish version 2"
     script.adopts("rollout-0", 1)
     script.makes_groups(4, 5, version=1)
-    assert script.state.leases.has("train"), "version 2 is being published, so step 3 may be trained"
+    assert script.state.replicas.leases.has("train"), "version 2 is being published, so step 3 may be trained"
 
 
 def test_a_version_that_is_being_published_when_a_stop_comes_is_out_before_the_checkpoint() -> None:

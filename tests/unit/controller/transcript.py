@@ -304,7 +304,7 @@ class Script:
         """Whoever has these groups generates them, and `reward-0` scores them; returns the last answer."""
         lines: list[str] = []
         for short in leases:
-            lease = self.state.leases.get(self.aliases.long(short))
+            lease = self.state.replicas.leases.get(self.aliases.long(short))
             assert lease is not None, f"{short} is not in force"
             self.generates(lease.peer, short, version)
             lines = self.scores(short.replace("generate", "score"))
@@ -312,7 +312,7 @@ class Script:
 
     def attempt_of(self, name: str, what: str) -> int:
         """Return which attempt at `what` the replica has in hand."""
-        shorts = [self.aliases.short(lease.id) for lease in self.state.leases.all_of(name)]
+        shorts = [self.aliases.short(lease.id) for lease in self.state.replicas.leases.all_of(name)]
         [found] = [short for short in shorts if short.startswith(what + ":")]
         return int(found.rpartition(":")[2])
 

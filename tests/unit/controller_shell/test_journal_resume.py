@@ -9,6 +9,7 @@ import pytest
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Sampling
+from starling.controller.core.kinds import INFER
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,
@@ -84,7 +85,7 @@ def test_files_of_a_run_without_a_policy_are_told_as_such() -> None:
 
 def test_prompts_that_are_there_no_more_are_missed_before_anything_is_done() -> None:
     opened = [JournalEntry(GroupsOpened(first=0, num=3)), JournalEntry(GroupsOpened(first=3, num=2))]
-    plan = replace(PLAN, activity="infer", num_prompts=5)
+    plan = replace(PLAN, kind=INFER, num_prompts=5)
     check_num_prompts(opened, plan)
     check_num_prompts(opened, PLAN)
     with pytest.raises(ConfigError, match="has worked on 5 prompts, and its data has only 4 now; restore the data"):

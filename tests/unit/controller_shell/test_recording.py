@@ -13,6 +13,7 @@ from recorded_run import HELD_OUT, PLAN, hello
 from starling.common.errors import ConfigError
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Event, Fetched, Received, ReplicaDisconnected, StopRequested, Stored, Ticked
+from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import CompletionsStored, ControllerStarted, JournalEntry, RewardsStored
 from starling.controller.shell.recording.format import PromptFrame, RecordingEnd, read_recording
 from starling.controller.shell.recording.recorder import FLUSH_BYTES, Recorder
@@ -61,7 +62,7 @@ def zeroed(payload: tuple[bytes, ...]) -> tuple[bytes, ...]:
 def replayed(event: Event) -> Event:
     """Return an event as a replay has it."""
     match event:
-        case Received(now=now, sender=sender, epoch=epoch, message=message, buffers=buffers):
+        case Received(now=now, sender=sender, incarnation=epoch, message=message, buffers=buffers):
             decoded = isinstance(message, wire.Hello | wire.WeightsPublished)
             return Received(now, sender, epoch, message, buffers if decoded else zeroed(buffers))
         case Fetched(now=now, step=step, records=records):
@@ -82,7 +83,12 @@ def test_what_was_recorded_is_read(events: list[Event], past: list[JournalEntry]
         recorder.close()
         header, before, entries = read_recording(path)
         found = list(entries)
-    assert (header.run, header.incarnation, header.plan, header.held_out) == ("r", 3, PLAN, tuple(HELD_OUT))
+    assert (header.run, header.incarnation, RunPlan.from_fields(header.plan), header.held_out) == (
+        "r",
+        3,
+        PLAN,
+        tuple(HELD_OUT),
+    )
     assert before == [JournalEntry(kept.record, zeroed(kept.payload)) for kept in past]
     assert found == [*map(replayed, events), PromptFrame("examples", 7, HELD_OUT[0]), RecordingEnd("")]
 

@@ -70,7 +70,7 @@ def test_a_state_in_the_midst_of_a_run_is_made_again(path: Path) -> None:
     assert made == was
     assert sum(made.groups.values()) > 0
     leases = {member["name"]: member["leases"] for member in state_view(replayed)["members"]}
-    assert leases == {name: sorted(controller.state.leases.of(name, *LEASE_KINDS)) for name in leases}
+    assert leases == {name: sorted(controller.state.replicas.leases.of(name, *LEASE_KINDS)) for name in leases}
 
 
 def test_an_event_whose_prompts_were_cut_off_is_left_out(path: Path) -> None:

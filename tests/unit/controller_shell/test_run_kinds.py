@@ -25,9 +25,9 @@ def settings(kind: str, source: str = "rows.jsonl", **sections: Any) -> Controll
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])
 def test_a_run_of_preferences_makes_its_steps_and_no_others(kind: str) -> None:
     plan = settings(kind, preference=PAIRS).plan()
-    assert (plan.objective, plan.num_supervised_steps, plan.examples_per_step) == (kind, 5, 3)
+    assert (plan.kind.objective, plan.num_supervised_steps, plan.examples_per_step) == (kind, 5, 3)
     assert (plan.num_steps, plan.last_step) == (0, 5)
-    assert not plan.needs_rollouts
+    assert not plan.kind.needs_rollouts(plan)
     assert plan.phase(1) == plan.phase(5) == kind
 
 
@@ -66,7 +66,13 @@ def test_steps_that_would_not_be_made_are_refused(kind: str, sections: dict[str,
 def test_a_run_without_a_policy_has_files_for_steps() -> None:
     plan = settings("generate", rl={"num_steps": 3, "prompts_per_step": 4}, controller={"window": 10}).plan()
     assert (plan.num_prompts, plan.num_steps, plan.max_staleness, plan.group_size) == (12, 3, 2, 8)
-    assert (plan.has_policy, plan.keeps_tokens, plan.needs_rollouts, plan.publishes) == (False, True, True, False)
+    kind = plan.kind
+    assert (kind.trains, kind.keeps_tokens, kind.needs_rollouts(plan), kind.publishes(plan)) == (
+        False,
+        True,
+        True,
+        False,
+    )
     assert plan.phase(1) == "generate"
 
 

@@ -18,8 +18,7 @@ from msgspec import structs
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt, Status, TensorMeta, TrajectoryMeta
-from starling.controller.core.groups.stored import StoredGroup
-from starling.controller.core.records import CompletionsStored, RewardsStored
+from starling.controller.core.records import CompletionsStored, RewardsStored, StoredGroup
 from starling.controller.data.load import load_data
 from starling.controller.data.trajectories import FOLDER, INDEX, Trajectories, num_usable, read_file, read_index
 from starling.controller.settings import ControllerProcess
@@ -217,7 +216,8 @@ def test_a_replay_begins_where_its_state_ended(files: TrajectoryFiles, tmp_path:
     loaded = load_data(settings(tmp_path / FOLDER))
     assert loaded.trajectories is not None
     assert loaded.prompts.prompt(3).id == "train/0/3"
-    assert (loaded.plan.replays, loaded.plan.needs_rollouts, loaded.plan.publishes) == (True, False, False)
+    plan, kind = loaded.plan, loaded.plan.kind
+    assert (kind.reads_trajectories, kind.needs_rollouts(plan), kind.publishes(plan)) == (True, False, False)
     begun = load_data(settings(tmp_path / FOLDER, controller={"begin_version": 1, "begin_prompt": 3}))
     assert begun.trajectories is not None
     assert [kept.record.key for kept in begun.trajectories.entries(2)[::2]] == ["t3", "t4"]  # type: ignore[union-attr]

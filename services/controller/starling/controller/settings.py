@@ -6,25 +6,13 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from starling.common.ids import Activity, Objective
 from starling.common.settings import ServiceSettings, SettingsSection
 from starling.common.wire.messages import Sampling
+from starling.controller.core.kinds import KINDS, RunKind
 from starling.controller.core.plan import RunPlan
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES
 
-PREFERENCE_KINDS = ("dpo", "reward_model")
-"""The kinds of run that learn from pairs of a chosen and a rejected response."""
-OBJECTIVES: dict[str, Objective] = {"dpo": "dpo", "reward_model": "reward_model"}
-"""What their steps of examples teach; those of other kinds are supervised."""
-ACTIVITIES: dict[str, Activity] = {
-    "replay": "replay", "generate": "generate", "evaluate": "evaluate", "infer": "infer", "serve": "serve"
-}  # fmt: skip
-"""What the kinds of run do with groups that are not reinforcement learning."""
-ANSWERING_KINDS = ("evaluate", "infer")
-"""The kinds of run that answer each prompt of the data once, and keep the texts."""
-UNTRAINED_KINDS = ("generate", *ANSWERING_KINDS, "serve")
-"""The kinds of run that have no policy."""
 ANSWERS_PER_FILE = 64
 """Prompts whose answers are written together."""
 
@@ -243,9 +231,9 @@ class ControllerProcess(ServiceSettings):
     def _check(self) -> Self:
         self._check_kind()
         if self.controller.num_rewards == 0:
-            if self.run.kind == "rl" and self.controller.num_teachers == 0:
+            if self.kind.learns_from_rewards and self.controller.num_teachers == 0:
                 raise ValueError("controller.num_rewards = 0 leaves nothing to learn from; set it, or have teachers")
-            if self.run.kind == "evaluate":
+            if self.kind.only_scores:
                 raise ValueError("controller.num_rewards = 0 leaves nothing to evaluate by; set it")
             self._check_unscored()
         if (self.evaluation.at_start or self.evaluation.at_end or self.evaluation.every) and self.data.held_out == 0:
@@ -253,44 +241,39 @@ class ControllerProcess(ServiceSettings):
         return self
 
     def _check_kind(self) -> None:
-        """Each kind of run has the steps that it is named for, and no others that would silently not be made."""
-        kind, evaluation = self.run.kind, self.evaluation
-        if kind in UNTRAINED_KINDS and self.sft.num_steps:
+        """Refuse steps and evaluations that a run of this kind would silently not make."""
+        self._check_examples()
+        kind, evaluation = self.kind, self.evaluation
+        evaluates = evaluation.at_start or evaluation.at_end or evaluation.every
+        if evaluates and kind.no_evaluation:
+            raise ValueError(f"[evaluation] is on, but run.kind = '{kind.name}' {kind.no_evaluation}; turn it off")
+        if self.rl.dynamic_sampling and not kind.filters_groups:
+            raise ValueError(f"rl.dynamic_sampling = true, but run.kind = '{kind.name}' keeps all groups; turn it off")
+        if kind.reads_trajectories and not self.data.source.startswith(TRAJECTORIES):
             raise ValueError(
-                f"sft.num_steps = {self.sft.num_steps}, but run.kind = '{kind}' trains nothing; remove [sft]"
-            )
-        if kind in (*UNTRAINED_KINDS, "replay") and (evaluation.at_start or evaluation.at_end or evaluation.every):
-            raise ValueError(
-                f"[evaluation] is on, but run.kind = '{kind}' has no versions to evaluate; turn it off"
-                if kind in UNTRAINED_KINDS
-                else "[evaluation] is on, but run.kind = 'replay' generates nothing; turn it off"
-            )
-        if kind in (*UNTRAINED_KINDS, "replay") and self.rl.dynamic_sampling:
-            raise ValueError(f"rl.dynamic_sampling = true, but run.kind = '{kind}' keeps all groups; turn it off")
-        if kind == "replay" and self.sft.num_steps and self.sft.data is None:
-            raise ValueError("sft.data is missing: [data] of run.kind = 'replay' has no examples; set it")
-        if kind == "replay" and not self.data.source.startswith(TRAJECTORIES):
-            raise ValueError(
-                f"data.source = {self.data.source!r}, but run.kind = 'replay' trains from trajectories; write "
+                f"data.source = {self.data.source!r}, but run.kind = '{kind.name}' trains from trajectories; write "
                 f"{TRAJECTORIES}FOLDER"
             )
-        if kind == "sft" and self.sft.num_steps == 0:
-            raise ValueError("sft.num_steps = 0, but run.kind = 'sft' makes nothing but supervised steps; set it")
-        if kind in PREFERENCE_KINDS and self.preference.num_steps == 0:
-            raise ValueError(f"preference.num_steps = 0, but run.kind = '{kind}' makes nothing but such steps; set it")
-        if kind in PREFERENCE_KINDS and self.sft.num_steps:
+
+    def _check_examples(self) -> None:
+        """Refuse steps of examples that a run of this kind does not make, and a run that lacks them."""
+        kind, num_sft, num_preference = self.kind, self.sft.num_steps, self.preference.num_steps
+        if num_sft and not kind.trains:
+            raise ValueError(f"sft.num_steps = {num_sft}, but run.kind = '{kind.name}' trains nothing; remove [sft]")
+        if num_sft and kind.reads_trajectories and self.sft.data is None:
+            raise ValueError(f"sft.data is missing: [data] of run.kind = '{kind.name}' has no examples; set it")
+        if kind.learns_from_examples_only and self.examples.num_steps == 0:
+            section, steps = kind.examples_section, "such steps" if kind.learns_from_pairs else "supervised steps"
+            raise ValueError(f"{section}.num_steps = 0, but run.kind = '{kind.name}' makes nothing but {steps}; set it")
+        if num_sft and kind.learns_from_pairs:
             raise ValueError(
-                f"sft.num_steps = {self.sft.num_steps}, but run.kind = '{kind}' makes no steps of [sft]; make them in "
+                f"sft.num_steps = {num_sft}, but run.kind = '{kind.name}' makes no steps of [sft]; make them in "
                 "a run of their own, and begin this one from its checkpoint"
             )
-        if kind not in PREFERENCE_KINDS and self.preference.num_steps:
+        if num_preference and not kind.learns_from_pairs:
             raise ValueError(
-                f"preference.num_steps = {self.preference.num_steps}, but run.kind = '{kind}' learns from no pairs; "
+                f"preference.num_steps = {num_preference}, but run.kind = '{kind.name}' learns from no pairs; "
                 "set run.kind to 'dpo' or 'reward_model', or remove [preference]"
-            )
-        if kind == "reward_model" and (evaluation.at_start or evaluation.at_end or evaluation.every):
-            raise ValueError(
-                "[evaluation] is on, but run.kind = 'reward_model' trains a model that generates nothing; turn it off"
             )
 
     def _check_unscored(self) -> None:
@@ -305,9 +288,14 @@ class ControllerProcess(ServiceSettings):
             raise ValueError("[evaluation] is on, and nothing scores in this run; have scorers, or turn it off")
 
     @property
+    def kind(self) -> RunKind:
+        """What the run does."""
+        return KINDS[self.run.kind]
+
+    @property
     def examples(self) -> SftSettings | PreferenceSettings:
         """The section that the steps of examples follow."""
-        return self.preference if self.run.kind in PREFERENCE_KINDS else self.sft
+        return self.preference if self.kind.learns_from_pairs else self.sft
 
     @property
     def answering(self) -> SamplingSettings:
@@ -316,25 +304,23 @@ class ControllerProcess(ServiceSettings):
 
     def plan(self) -> RunPlan:
         """Return the numbers that the core decides by."""
-        kind = self.run.kind
-        reinforces = kind in ("rl", "replay", "generate")
-        answers = kind in ANSWERING_KINDS
+        kind = self.kind
+        answers = kind.answers_each_prompt
         per_step = ANSWERS_PER_FILE if answers else self.rl.prompts_per_step
         greedy = {"temperature": self.evaluation.temperature, "top_p": 1.0, "top_k": 0}
         return RunPlan(
             seed=self.run.seed,
             sampling=self.answering.to_wire() if answers else self.sampling.to_wire(),
             eval_sampling=self.sampling.model_copy(update=greedy).to_wire(),
-            objective=OBJECTIVES.get(kind, "sft"),
-            activity=ACTIVITIES.get(kind, "rl"),
-            num_prompts=self.rl.num_steps * self.rl.prompts_per_step if kind == "generate" else 0,
-            records=kind == "rl" and self.logging.trajectories,
+            kind=kind,
+            num_prompts=self.rl.num_steps * self.rl.prompts_per_step if kind.writes_tokens else 0,
+            records=kind.learns_from_rewards and self.logging.trajectories,
             num_supervised_steps=self.examples.num_steps,
             examples_per_step=self.examples.examples_per_step,
-            num_steps=self.rl.num_steps if reinforces else 0,
+            num_steps=self.rl.num_steps if kind.has_rl_steps else 0,
             prompts_per_step=per_step,
             group_size=self.evaluation.num_completions if answers else self.rl.group_size,
-            max_staleness=self.controller.window // per_step if kind in UNTRAINED_KINDS else self.rl.max_staleness,
+            max_staleness=self.controller.window // per_step if not kind.trains else self.rl.max_staleness,
             max_tries=self.rl.max_tries,
             dynamic_sampling=self.rl.dynamic_sampling,
             filter_limit=self.rl.filter_limit,
@@ -353,7 +339,7 @@ class ControllerProcess(ServiceSettings):
             num_policies=self.controller.num_policies,
             eval_completions=self.evaluation.num_completions,
             num_rollouts=self.controller.num_rollouts,
-            num_rewards=0 if kind in ("infer", "serve") else self.controller.num_rewards,
+            num_rewards=self.controller.num_rewards if kind.is_scored else 0,
             num_teachers=self.controller.num_teachers,
             heartbeat_s=self.network.heartbeat_s,
             lease_s=self.network.lease_s,

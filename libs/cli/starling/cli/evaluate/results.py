@@ -20,8 +20,8 @@ from starling.cli.recipe.schema import Recipe
 from starling.cli.run.attempt import Attempt
 from starling.cli.run.screen import short_path
 from starling.common.errors import ConfigError
-from starling.controller.core.evaluation.evaluation import TASK, rates
-from starling.controller.core.groups.stored import StoredGroup
+from starling.controller.core.evaluation.evaluation import TASK, pass_rates
+from starling.controller.core.records import StoredGroup
 from starling.controller.data.load import prompts_to_answer
 from starling.controller.data.trajectories import FOLDER, INDEX, read_file, read_index
 
@@ -46,20 +46,21 @@ def finish_answering(recipe: Recipe, attempt: Attempt, out: Path | None) -> int:
             f"{short_path(attempt.folder)}` goes on"
         )
         return 130
-    conclude(attempt, recipe.run.kind, Console(), out)
+    conclude(attempt, Console(), out, is_scored=recipe.kind.is_scored)
     return 0
 
 
-def conclude(attempt: Attempt, kind: str, console: Console, out: Path | None = None) -> None:
+def conclude(attempt: Attempt, console: Console, out: Path | None = None, *, is_scored: bool) -> None:
     """Write answers and figures of a run that is complete, and print them; `out`: the answers go there too."""
     groups = list(stored_groups(attempt))
     path = attempt.folder / ANSWERS
-    write_whole(path, "".join(json.dumps(answer(group, kind), ensure_ascii=False) + "\n" for group in groups))
+    lines = [json.dumps(answer(group, is_scored=is_scored), ensure_ascii=False) + "\n" for group in groups]
+    write_whole(path, "".join(lines))
     if out is not None:
         partial = out.with_name(f".{out.name}.partial")
         shutil.copyfile(path, partial)
         partial.rename(out)
-    if kind == "evaluate":
+    if is_scored:
         found = summary(groups)
         write_whole(attempt.folder / SUMMARY, json.dumps(found, indent=1) + "\n")
         console.print(table_of(found))
@@ -68,7 +69,7 @@ def conclude(attempt: Attempt, kind: str, console: Console, out: Path | None = N
     console.print(f"answers to {len(groups)} prompts{told}: {short_path(out or path)}", highlight=False)
 
 
-def answer(group: StoredGroup, kind: str) -> dict[str, Any]:
+def answer(group: StoredGroup, *, is_scored: bool) -> dict[str, Any]:
     """Return a group as a line of the answers has it."""
     prompt = group.prompt
     line: dict[str, Any] = {"id": prompt.id}
@@ -80,7 +81,7 @@ def answer(group: StoredGroup, kind: str) -> dict[str, Any]:
         line["task"] = prompt.metadata[TASK]
     if prompt.reference:
         line["reference"] = prompt.reference
-    line["completions"] = [_completion(group, index, scored=kind == "evaluate") for index in _indices(group)]
+    line["completions"] = [_completion(group, index, scored=is_scored) for index in _indices(group)]
     if group.problem:
         line["problem"] = group.problem
     return line
@@ -120,7 +121,7 @@ def _figures(groups: Sequence[StoredGroup]) -> dict[str, Any]:
     return {
         "num_prompts": len(groups),
         "num_failed": len(groups) - len(answered),
-        **rates([group.rewards for group in answered]),
+        **pass_rates([group.rewards for group in answered]),
         "num_tokens": num_tokens,
         "completion_tokens_mean": num_tokens / len(trajectories) if trajectories else None,
         "truncated_share": (

@@ -12,7 +12,6 @@ from starling.algo.staleness import num_slots
 from starling.cli.model.scratch import make_model_folder
 from starling.cli.recipe.schema import Recipe
 from starling.common.errors import ConfigError
-from starling.controller.settings import ANSWERING_KINDS, PREFERENCE_KINDS
 from starling.policy.settings.optimizer import OptimizerSettings
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -28,31 +27,31 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         return [*_answering(recipe), f"model: {_size(recipe)}, in each of {recipe.launch.num_rollouts} instances"]
     lines = []
     steps, what, kind = recipe.examples, "examples", "supervised"
-    if recipe.run.kind in PREFERENCE_KINDS:
-        what, kind = "pairs", recipe.run.kind
+    if recipe.kind.learns_from_pairs:
+        what, kind = "pairs", recipe.kind.objective
     if steps.num_steps:
         total = steps.num_steps * steps.examples_per_step
         lines.append(f"{kind}: {steps.num_steps} steps x {steps.examples_per_step} {what} = {total} {what}")
-    if recipe.sft.num_steps and recipe.run.kind not in PREFERENCE_KINDS:
+    if recipe.sft.num_steps and not recipe.kind.learns_from_pairs:
         lines.append(_described(recipe.policy.sft.optimizer, " of the supervised steps"))
-    if recipe.run.kind == "replay":
+    if recipe.kind.reads_trajectories:
         rl = recipe.rl
         num = rl.num_steps * rl.prompts_per_step
         lines.append(
             f"the run: {rl.num_steps} steps x {rl.prompts_per_step} groups = {num} groups of {recipe.data.source}"
         )
         lines += [*_algorithm(recipe), _described(recipe.policy.optimizer)]
-    if recipe.run.kind == "rl" and recipe.rl.num_steps:
+    if recipe.kind.learns_from_rewards and recipe.rl.num_steps:
         lines += [*_reinforcement(recipe), *_algorithm(recipe), _described(recipe.policy.optimizer)]
-    if recipe.run.kind == "dpo":
+    if recipe.kind.objective == "dpo":
         dpo = recipe.policy.dpo
         anchor = "the initial model as its reference" if dpo.use_reference else "no reference"
         lines += [f"preferences: {dpo.loss}, beta = {dpo.beta:g}, {anchor}", _described(dpo.optimizer)]
-    if recipe.run.kind == "reward_model":
+    if recipe.kind.objective == "reward_model":
         lines.append(_described(recipe.policy.reward_model.optimizer))
     lines.append(_trained(recipe))
     size = _size(recipe)
-    travels = recipe.plan().needs_rollouts
+    travels = recipe.generates
     if recipe.model.lora is not None or not travels:
         lines.append(f"model: {size}")
     if travels:
@@ -68,10 +67,10 @@ def _size(recipe: Recipe) -> str:
 
 def _answering(recipe: Recipe) -> list[str]:
     """Say what a run without a policy generates."""
-    rl, kind = recipe.rl, recipe.run.kind
-    if kind == "serve":
+    rl, kind = recipe.rl, recipe.kind
+    if kind.serves_requests:
         return ["the run: requests, until it is stopped"]
-    if kind in ANSWERING_KINDS:
+    if kind.answers_each_prompt:
         return [f"the run: each prompt once, {recipe.evaluation.num_completions} completions of each"]
     prompts = rl.num_steps * rl.prompts_per_step
     return [
@@ -89,7 +88,7 @@ def _reinforcement(recipe: Recipe) -> list[str]:
     offered = recipe.launch.num_rollouts * recipe.rollout.num_slots
     filtered = [
         "dynamic sampling: groups whose rewards are all equal are generated besides, until each step is full; at most "
-        f"{recipe.plan().most_filtered} in a row"
+        f"{recipe.plan().max_filtered} in a row"
     ]
     taught = []
     if recipe.teacher is not None:

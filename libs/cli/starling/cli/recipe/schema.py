@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from starling.cli.model.scratch import ScratchSettings
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, SettingsSection, WeightsSettings, load
-from starling.controller.settings import ANSWERING_KINDS, ControllerProcess
+from starling.controller.settings import ControllerProcess
 from starling.policy.settings.policy import PolicySettings, check_adapters
 from starling.reward.settings import RewardSettings
 from starling.rollout.settings import RolloutSettings, TeacherSettings
@@ -83,26 +83,26 @@ class Recipe(ControllerProcess):
                 "path of a model"
             )
         check_adapters(self.model, self.policy, self.weights)
-        generates, scores = self.plan().needs_rollouts, self.run.kind not in ("infer", "serve")
+        generates, scores = self.generates, self.kind.is_scored
         if generates and self.launch.num_rollouts == 0:
             raise ValueError("launch.num_rollouts = 0, but this run generates completions; set at least 1")
         if generates and scores and self.launch.num_rewards == 0 and self.reward is not None:
             raise ValueError("launch.num_rewards = 0, but this run scores completions; set at least 1")
-        if self.run.kind == "evaluate" and self.reward is None:
+        if self.kind.only_scores and self.reward is None:
             raise ValueError("this run evaluates completions and nothing scores them; add [[reward.scorers]]")
         if generates and scores and self.reward is None and self.teacher is None:
             raise ValueError(
                 "this run generates completions and nothing scores them; add [[reward.scorers]], or a [teacher] to "
                 "learn from"
             )
-        if self.launch.colocate and not self.plan().publishes:
+        if self.launch.colocate and not self.kind.publishes(self.plan()):
             raise ValueError(
                 f"launch.colocate = true, but run.kind = {self.run.kind!r} has no policy and rollouts that could take "
                 "turns; remove it"
             )
         if self.launch.colocate and self.rollout.engine == "vllm":
             self._check_sleep()
-        if self.teacher is not None and self.run.kind != "replay":
+        if self.teacher is not None and not self.kind.reads_trajectories:
             self._check_teacher(self.teacher)
         if generates:
             self._check_rows()
@@ -119,7 +119,7 @@ class Recipe(ControllerProcess):
 
     def _check_teacher(self, teacher: TeacherSettings) -> None:
         """A teacher is for the groups of reinforcement learning, and is there for all of them."""
-        if self.plan().num_steps == 0 or not self.plan().keeps_tokens:
+        if self.plan().num_steps == 0 or not self.kind.keeps_tokens:
             raise ValueError(
                 f"[teacher] sees what the policy generates, and run.kind = {self.run.kind!r} makes no such steps; "
                 "remove it, or set run.kind = 'rl' and rl.num_steps"
@@ -132,12 +132,17 @@ class Recipe(ControllerProcess):
             self._check_unscored()
 
     @property
+    def generates(self) -> bool:
+        """Whether rollouts generate anything."""
+        return self.kind.needs_rollouts(self.plan())
+
+    @property
     def replicas(self) -> dict[str, int]:
         """How many replicas of each role a run on this machine has."""
         policy = {"policy": 1} if self.run.learns_from is not None else {}
-        if not self.plan().needs_rollouts:
+        if not self.generates:
             return policy
-        scores = self.reward is not None and self.run.kind not in ("infer", "serve")
+        scores = self.reward is not None and self.kind.is_scored
         return policy | {
             "rollout": self.launch.num_rollouts,
             "reward": self.launch.num_rewards if scores else 0,
@@ -147,7 +152,7 @@ class Recipe(ControllerProcess):
     def _check_rows(self) -> None:
         """A group is generated in one batch, so it must fit."""
         sizes = {"rl.group_size": self.rl.group_size if self.plan().num_steps else 0}
-        if self.evaluation.at_start or self.evaluation.at_end or self.run.kind in ANSWERING_KINDS:
+        if self.evaluation.at_start or self.evaluation.at_end or self.kind.answers_each_prompt:
             sizes["evaluation.num_completions"] = self.evaluation.num_completions
         for key, size in sizes.items():
             if size > self.rollout.max_rows:
@@ -172,7 +177,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     rollout = recipe.rollout
     if untrained:
         rollout = rollout.model_copy(update={"load_weights": True})
-    if recipe.run.kind == "serve":
+    if recipe.kind.serves_requests:
         rollout = rollout.model_copy(update={"api": rollout.api.model_copy(update={"enabled": True})})
     if recipe.launch.colocate and rollout.engine == "vllm":
         arguments = {**rollout.vllm.engine_args, "enable_sleep_mode": True}

@@ -76,7 +76,7 @@ def state_view(replayed: ReplayedController) -> dict[str, Any]:
             "name": one.name,
             "role": one.role,
             "version": one.version,
-            "leases": sorted(state.leases.of(one.name, *LEASE_KINDS)),
+            "leases": sorted(state.replicas.leases.of(one.name, *LEASE_KINDS)),
         }
         for one in seen.replicas
     ]

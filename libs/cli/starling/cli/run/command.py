@@ -159,7 +159,6 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
     from starling.cli.evaluate.results import finish_answering
     from starling.cli.report.summary import report
     from starling.cli.run.supervisor import InterruptedRunError, Supervisor
-    from starling.controller.settings import ANSWERING_KINDS
 
     begin = time.monotonic()
     try:
@@ -169,9 +168,9 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
         return 130
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if recipe.run.kind == "serve":
+        if recipe.kind.serves_requests:
             return 0
-        if recipe.run.kind in ANSWERING_KINDS:
+        if recipe.kind.answers_each_prompt:
             return finish_answering(recipe, attempt, out)
         report(attempt, time.monotonic() - begin, Console())
     except KeyboardInterrupt:

@@ -60,7 +60,7 @@ class PlainScreen:
         """Show at most ten lines for each phase."""
         self._next_step = 0
         self._every = {
-            recipe.plan().objective: max(1, recipe.examples.num_steps // 5),
+            recipe.kind.objective: max(1, recipe.examples.num_steps // 5),
             **dict.fromkeys(("rl", "replay"), max(1, recipe.rl.num_steps // 20)),
         }
         self._phase = ""

@@ -30,22 +30,24 @@ from starling.cli.run.screen import Screen, make_screen
 from starling.common.errors import StarlingError
 from starling.common.net.telemetry import TelemetrySubscriber
 from starling.common.observe.process import EXIT_USAGE
+from starling.controller.core.kinds import RunKind
 
 POLL_S = 0.1
 START_S = 60.0
 LEAVE_S = 5.0
-KEEPS = {
-    "rl": "the step in hand, then a checkpoint",
-    "serve": "requests in hand get no answer",
-    **dict.fromkeys(("generate", "evaluate", "infer"), "what is answered is kept"),
-}
-"""What becomes of the work in hand when a run is stopped, by its kind; that of others is as in `rl`."""
 REPLACEABLE = ("rollout", "teacher")
 """The roles of which one replica can do without another."""
 ONCE = ("model", "harness")
 """The processes that are not started again."""
 ENDING = ("draining", "over")
 """In these phases of a run nothing is started again: nobody needs it any more."""
+
+
+def kept_at_stop(kind: RunKind) -> str:
+    """Return what becomes of the work in progress when a run is stopped."""
+    if kind.serves_requests:
+        return "requests in progress get no answer"
+    return "the active step, then a checkpoint" if kind.trains else "answered prompts are kept"
 
 
 class ProcessFailedError(StarlingError):
@@ -213,7 +215,7 @@ class Supervisor:
         now = time.monotonic()
         if self._stop_by is None:
             self._stop_by = now + self.recipe.launch.stop_s
-            self.screen.say(f"stopping in order: {KEEPS.get(self.recipe.run.kind, KEEPS['rl'])}; Ctrl-C again kills")
+            self.screen.say(f"stopping in order: {kept_at_stop(self.recipe.kind)}; Ctrl-C again kills")
         # Only a controller that listens has taken over the signal.
         if not self._stopping and self._watch is not None:
             self._stopping = True

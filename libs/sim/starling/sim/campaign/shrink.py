@@ -99,6 +99,7 @@ def _smaller(value: int, least: int) -> Iterator[int]:
 
 IMPORTS: Final = {
     "Sampling": "starling.common.wire.messages",
+    "KINDS": "starling.controller.core.kinds",
     "RunPlan": "starling.controller.core.plan",
     "Faults": "starling.sim.scenario.faults",
     "Fleet": "starling.sim.scenario.scenario",
@@ -114,7 +115,7 @@ def as_test(scenario: Scenario, violation: str, name: str) -> str:
     body += f"\n    scenario = {code_of(scenario, '    ')}\n    SimulatedCluster(scenario).run()\n"
     used: dict[str, list[str]] = {}
     for word, module in IMPORTS.items():
-        if f"{word}(" in body:
+        if f"{word}(" in body or f"{word}[" in body:
             used.setdefault(module, []).append(word)
     imports = [f"from {module} import {', '.join(words)}" for module, words in used.items()]
     return "\n".join(imports) + f"\n\n\ndef test_{name}() -> None:\n{body}"

@@ -28,8 +28,8 @@ from starling.common.ids import lease_kind, lease_subject
 from starling.common.wire import messages as wire
 from starling.controller.core import records
 from starling.controller.core.events import Command, Event, Received, Send, Write
-from starling.controller.core.groups.stored import StoredGroup
 from starling.controller.core.plan import RunPlan
+from starling.controller.core.records import StoredGroup
 from starling.sim.environment.journal import SimulatedJournal
 from starling.sim.errors import require
 
@@ -154,18 +154,18 @@ class Guarantees:
     def _on_frozen(self, record: records.StepFrozen, number: int) -> None:
         plan, expected = self._plan, list[int]()
         while len(expected) < len(record.ordinals):
-            if self._next_ordinal not in self.discarded or not plan.has_policy:
+            if self._next_ordinal not in self.discarded or not plan.kind.trains:
                 expected.append(self._next_ordinal)
             self._next_ordinal += 1
         num_expected = plan.prompts_per_step
-        if not plan.has_policy:
+        if not plan.kind.trains:
             num_expected = min(num_expected, plan.num_prompts - (record.step - 1) * num_expected)
         require(list(record.ordinals) == expected, f"step {record.step} has the groups {record.ordinals}, out of order")
         require(len(expected) == num_expected, f"step {record.step} has {len(expected)} groups")
         require(record.step not in self.frozen, f"step {record.step} was frozen twice")
         for ordinal in (n for n in expected if n not in self.discarded):
             require(f"score:t{ordinal}" in self._done, f"step {record.step} was frozen without the score of t{ordinal}")
-            has_logprobs = not self._plan.is_taught or f"teach:t{ordinal}" in self._done
+            has_logprobs = not self._plan.has_teachers or f"teach:t{ordinal}" in self._done
             require(has_logprobs, f"step {record.step} was frozen without the teacher log-probs of t{ordinal}")
         self.frozen[record.step] = record.prompts
         self._done[f"train:{record.step}"] = number
@@ -286,7 +286,7 @@ class Guarantees:
     def at_end(self, num_steps: int, *, whole: bool) -> None:
         """Check a run that ended after `num_steps` steps; `whole`: it was not stopped before its last step."""
         plan = self._plan
-        if not plan.has_policy:
+        if not plan.kind.trains:
             self._check_files(num_steps, whole=whole)
             return
         # The controller of a run that was stopped may not know of a step that only a lost policy made.
@@ -340,7 +340,7 @@ def check_tokens(plan: RunPlan, message: wire.TrainStep, buffers: tuple[bytes, .
         within = staleness <= plan.max_staleness
         require(within, f"{group.prompt_id} is {staleness} versions stale in step {message.step}")
         require(max(versions) < message.step, f"{group.prompt_id} was sampled from a version that does not exist yet")
-        expected = [teacher_logprobs(prompt, tokens)] if plan.is_taught else []
+        expected = [teacher_logprobs(prompt, tokens)] if plan.has_teachers else []
         require(others == expected, f"{group.prompt_id} is trained without the teacher log-probs of its tokens")
 
 

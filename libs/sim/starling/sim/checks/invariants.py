@@ -37,7 +37,7 @@ class Invariants:
     def begin(self, state: ControllerState) -> None:
         """Check the state of a new incarnation of the controller from now on."""
         self.state = state
-        self._version, self._published = state.version, state.rounds.version
+        self._version, self._published = state.version, state.weights.version
         self._max_live = (self.plan.max_staleness + 1) * self.plan.prompts_per_step
         self._events_to_skip = 0
         self._interrupted, self._num_tokens = "", 0
@@ -58,15 +58,15 @@ class Invariants:
         """Remember the tokens of an interrupted group, which the controller must keep."""
         self._interrupted = ""
         if isinstance(event, Received) and isinstance(event.message, wire.GroupInterrupted):
-            lease, tokens = self.state.leases.get(event.message.lease), event.message.partial
-            member = self.state.membership.get(event.sender, event.epoch)
+            lease, tokens = self.state.replicas.leases.get(event.message.lease), event.message.partial
+            member = self.state.replicas.membership.get(event.sender, event.incarnation)
             if lease is not None and member is not None and lease.peer == member.name and tokens:
                 self._interrupted = lease_subject(lease.id)
                 self._num_tokens = sum(one.num_tokens for one in tokens)
 
     def _require_more_tokens(self, key: str) -> None:
         """Require that the controller holds more tokens of a group than the current event brought."""
-        found = self.state.find(key)
+        found = self.state.find_group(key)
         partial = None if found is None else found[1].partial
         require(partial is not None and partial.num_tokens > self._num_tokens, f"the tokens of {key} were dropped")
 
@@ -79,15 +79,15 @@ class Invariants:
         if self._interrupted and self._interrupted not in stored:
             self._require_more_tokens(self._interrupted)
         require(state.version >= self._version, f"version {state.version} follows version {self._version}")
-        require(state.rounds.version >= self._published, "an older version was published")
-        self._version, self._published = state.version, state.rounds.version
+        require(state.weights.version >= self._published, "an older version was published")
+        self._version, self._published = state.version, state.weights.version
         self._check_buffer()
         for command in commands:
             if isinstance(command, Note) and command.kind == "discarded" and command.fields["prompt"][:5] == "train":
                 self.discarded.add(command.fields["prompt"])
         self._events_to_skip -= 1
         if self._events_to_skip <= 0:
-            size = len(state.membership.members) + state.ledger.num_live
+            size = len(state.replicas.membership.members) + state.buffer.num_live
             self._events_to_skip = 1 if size <= SMALL else size
             self._check_groups()
             self._check_members()
@@ -101,61 +101,63 @@ class Invariants:
         state, plan = self.state, self.plan
         if whole:
             due = {cause for cause in ("start", "end") if getattr(plan, f"evaluate_at_{cause}")}
-            done = set(state.evaluated) - {"step", "request"}
-            require(done == due, f"the run was evaluated at {state.evaluated}, and should have been at {due}")
+            done = set(state.evaluations.evaluated) - {"step", "request"}
+            require(done == due, f"the run was evaluated at {done}, and should have been at {due}")
 
     def _check_buffer(self) -> None:
-        ledger = self.state.ledger
-        require(ledger.num_live <= self._max_live, f"{ledger.num_live} groups are live, of {self._max_live} at most")
+        buffer = self.state.buffer
+        require(buffer.num_live <= self._max_live, f"{buffer.num_live} groups are live, of {self._max_live} at most")
         # Groups that a run without a policy gives up are written to its files like all others.
-        num_gone = ledger.num_discarded + ledger.num_filtered if self.plan.has_policy else 0
-        accounted = ledger.num_live + ledger.num_trained_groups + num_gone
+        num_gone = buffer.num_discarded + buffer.num_filtered if self.plan.kind.trains else 0
+        accounted = buffer.num_live + buffer.num_trained_groups + num_gone
         require(
-            ledger.num_admitted == accounted,
-            f"{ledger.num_admitted} groups were admitted, {accounted} are found",
+            buffer.num_admitted == accounted,
+            f"{buffer.num_admitted} groups were admitted, {accounted} are found",
         )
 
     def _check_groups(self) -> None:
         """Every live group is in one state, and each replica that works on it holds a lease for it."""
         state, leases = self.state, Counter[str]()
-        for member in state.membership.members.values():
-            leases.update(
-                lease.rpartition(":")[0] for lease in state.leases.of(member.name, "generate", "score", "teach")
-            )
+        for member in state.replicas.membership.members.values():
+            held = state.replicas.leases.of(member.name, "generate", "score", "teach")
+            leases.update(lease.rpartition(":")[0] for lease in held)
         require(all(num == 1 for num in leases.values()), f"work was dispatched twice: {leases}")
-        expected = set[str]()
-        books: list[Groups] = [state.ledger] + ([state.evaluation] if state.evaluation is not None else [])
-        for book in books:
-            expected |= _leases_of(book)
+        evaluation, expected = state.evaluations.current, set[str]()
+        all_groups: list[Groups] = [state.buffer] + ([evaluation] if evaluation is not None else [])
+        for groups in all_groups:
+            expected |= _leases_of(groups)
         require(expected == set(leases), f"leases and group states disagree: {expected ^ set(leases)}")
-        if state.evaluation is not None:
-            for group in state.evaluation.within(GroupState.GENERATED):
-                version = state.evaluation.version
+        if evaluation is not None:
+            for group in evaluation.within(GroupState.GENERATED):
+                version = evaluation.version
                 versions = {v for t in group.trajectories for v in (t.oldest_version, t.newest_version)}
                 require(versions == {version}, f"the evaluation of version {version} holds tokens of {versions}")
 
     def _check_members(self) -> None:
         """No member has more leases than slots, and each has proven to hold the version that is recorded for it."""
         state = self.state
-        for member in state.membership.members.values():
+        for member in state.replicas.membership.members.values():
             if member.role == "policy":
                 continue
             kind = {"rollout": "generate", "reward": "score", "teacher": "teach"}[member.role]
-            num = len(state.leases.of(member.name, kind))
+            num = len(state.replicas.leases.of(member.name, kind))
             require(num <= member.num_slots, f"{member.name} has {num} leases and {member.num_slots} slots")
-            require(len(state.leases.of(member.name, "adopt")) <= 1, f"{member.name} adopts two versions at a time")
-            proven = member.version < 0 or self._guarantees.has_adopted(member.name, member.epoch, member.version)
+            num_adopting = len(state.replicas.leases.of(member.name, "adopt"))
+            require(num_adopting <= 1, f"{member.name} adopts two versions at a time")
+            proven = member.version < 0 or self._guarantees.has_adopted(member.name, member.incarnation, member.version)
             require(proven, f"{member.name} is recorded with version {member.version}, which it never proved")
-        rollouts = state.membership.of("rollout")
+        rollouts = state.replicas.membership.of("rollout")
         held = {(member.version, member.host, member.name) for member in rollouts if member.version >= 0}
-        known = {(*place, name) for place, names in state.holders.items() for name in names}
+        known = {(*place, name) for place, names in state.weights.holders.items() for name in names}
         require(known == held, f"the index of held versions disagrees with the members: {known ^ held}")
-        names = {*state.behind, *state.rounds.offers, *state.failing_since}
-        require(names <= state.membership.members.keys(), f"{names - state.membership.members.keys()} are gone")
+        names = {*state.weights.outdated, *state.weights.offers, *state.weights.failing_since}
+        members = state.replicas.membership.members
+        require(names <= members.keys(), f"{names - members.keys()} are gone")
 
     def _check_leases(self, now: float) -> None:
         """Every lease ends: with its answer, or with the membership of its holder."""
-        held = [lease for name in self.state.membership.members for lease in self.state.leases.of(name, *LEASE_KINDS)]
+        replicas = self.state.replicas
+        held = [lease for name in replicas.membership.members for lease in replicas.leases.of(name, *LEASE_KINDS)]
         self._held_since = {lease: self._held_since.get(lease, now) for lease in held}
         for lease, since in self._held_since.items():
             waited = now - since
@@ -169,7 +171,7 @@ def _leases_of(book: Groups) -> set[str]:
         seen[group.state] += 1
         if group.state is GroupState.LEASED:
             expected.add(f"generate:{group.key}")
-        for kind, lease in (("score", group.scoring), ("teach", group.teaching)):
+        for kind, lease in (("score", group.score_lease), ("teach", group.teacher_lease)):
             if lease:
                 require(group.state is GroupState.GENERATED, f"{group.key} has {lease} while it is {group.state}")
                 expected.add(f"{kind}:{group.key}")

@@ -73,7 +73,7 @@ class SimulatedCluster:
     def _has_role(self, role: str) -> bool:
         match role:
             case "policy":
-                return self.plan.has_policy
+                return self.plan.kind.trains
             case "reward":
                 return self.plan.num_rewards > 0
             case "teacher":

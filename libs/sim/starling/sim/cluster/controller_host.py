@@ -99,7 +99,7 @@ class ControllerHost:
         plan, held_out = self._scenario.plan, [PromptStream("held-out").prompt(i) for i in range(3)]
         streams = PromptStream("train"), PromptStream("sft")
         past = self.journal.entries()
-        self.controller = Controller(plan, *streams, held_out, past=past, incarnation=self.incarnation)
+        self.controller = Controller(plan, *streams, held_out, journal=past, incarnation=self.incarnation)
         self._invariants.begin(self.controller.state)
         self._guarantees.begin(self.journal)
         self._tick(self.incarnation)
@@ -136,7 +136,7 @@ class ControllerHost:
     def _handle_deferred(self, event: Event, cause: str) -> None:
         now = self._clock.now
         if isinstance(event, Received):
-            self.handle(Received(now, event.sender, event.epoch, event.message, event.buffers), cause)
+            self.handle(Received(now, event.sender, event.incarnation, event.message, event.buffers), cause)
 
     def _tick(self, incarnation: int) -> None:
         if self.up and incarnation == self.incarnation:

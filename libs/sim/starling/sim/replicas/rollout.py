@@ -53,11 +53,11 @@ class SimulatedRollout(SimulatedReplica):
     def __init__(self, cluster: Cluster, name: str, incarnation: int, num_slots: int) -> None:
         super().__init__(cluster, name, incarnation, num_slots)
         # Without a policy a rollout loads its weights before its first hello.
-        self.core = core.RolloutMachine() if cluster.plan.has_policy else core.RolloutMachine(version=0)
+        self.core = core.RolloutMachine() if cluster.plan.kind.trains else core.RolloutMachine(version=0)
         self.core.asleep = not self.awake
         self.engine: dict[str, EngineGroup] = {}
-        self._weights = "nothing" if cluster.plan.has_policy else offer_of(0).root
-        if not cluster.plan.has_policy:
+        self._weights = "nothing" if cluster.plan.kind.trains else offer_of(0).root
+        if not cluster.plan.kind.trains:
             cluster.guarantees.on_adopted(name, incarnation, 0)
         self._offered = -1
         self._current_pull: tuple[str, float, str] | None = None

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from starling.common.ids import Activity
 from starling.common.wire.messages import Sampling
+from starling.controller.core.kinds import EVALUATE, GENERATE, INFER, RunKind
 from starling.controller.core.plan import RunPlan
 from starling.sim.scenario.faults import ALL, CALM, Faults
 
@@ -21,7 +21,7 @@ MAX_SLOTS: Final = 4
 
 DYNAMIC_SHARE: Final = 0.4
 """Share of the random scenarios with dynamic sampling."""
-ANSWERING: Final[tuple[Activity, ...]] = ("generate", "evaluate", "infer")
+ANSWERING: Final = (GENERATE, EVALUATE, INFER)
 TEACHER_SHARE: Final = 0.4
 """Share of the random scenarios with teachers."""
 
@@ -123,16 +123,16 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
 def answering_scenario_of(seed: int, faults: str = "calm") -> Scenario:
     """Return a small scenario of `seed` without a policy, which writes the answers of prompts to files."""
     scenario, rng = scenario_of(seed, faults), random.Random(f"answering {seed}")
-    plan, activity = scenario.plan, rng.choice(ANSWERING)
+    plan, kind = scenario.plan, rng.choice(ANSWERING)
     num_prompts = rng.randint(1, 6 * plan.prompts_per_step)
     fleet = replace(scenario.fleet, num_policies=0)
-    if activity == "infer":
+    if not kind.is_scored:
         fleet = replace(fleet, num_rewards=0)
-    if activity != "generate":
+    if not kind.keeps_tokens:
         fleet = replace(fleet, num_teachers=0)
     plan = replace(
         plan,
-        activity=activity,
+        kind=kind,
         num_prompts=num_prompts,
         num_steps=-(-num_prompts // plan.prompts_per_step),
         num_supervised_steps=0,
@@ -165,6 +165,8 @@ def slowed(faults: Faults, pace: float) -> Faults:
 
 def code_of(value: Any, indent: str = "") -> str:
     """Return the Python expression for a scenario, or a part of one, without values that equal their defaults."""
+    if isinstance(value, RunKind):
+        return repr(value)
     if dataclasses.is_dataclass(value):
         fields = [(f.name, getattr(value, f.name), f.default) for f in dataclasses.fields(value)]
     elif isinstance(value, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What an event makes the controller look at again."""
+"""Dirty flags: which derivations an event makes due."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Final
 
 
 class Dirty:
-    """What may follow from an event, as bits. To derive one in vain costs time only; every tick derives them all.
+    """Derivations as bits. To run one without need costs only time, and every tick runs them all.
 
-    Plain numbers: an operation on members of an enumeration takes longer than most of what they decide about.
+    Plain integers: operations on members of an enumeration take longer than most of the decisions.
     """
 
-    NOTHING: Final = 0
+    NONE: Final = 0
     EVALUATE: Final = 1
     PUBLISH: Final = 2
     CATCH_UP: Final = 4
@@ -21,5 +21,5 @@ class Dirty:
     SCORE: Final = 64
     TRAIN: Final = 128
     END: Final = 256
-    BIND: Final = 512
+    PIN: Final = 512
     ALL: Final = 1023

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from starling.common.wire.messages import Down, Prompt, Up
-from starling.controller.core.groups.stored import StoredGroup
-from starling.controller.core.records import JournalEntry, Record
+from starling.controller.core.records import JournalEntry, Record, StoredGroup
 
 Buffers = tuple[bytes, ...]
 
@@ -18,7 +17,7 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
     now: float
     sender: str
-    epoch: int
+    incarnation: int
     message: Up
     buffers: Buffers = ()
 

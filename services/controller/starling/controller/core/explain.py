@@ -13,7 +13,7 @@ from starling.controller.core.plan import RunPlan
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 
-MAX_DROPS = 3
+MAX_DISCARDED_STEPS = 3
 """The run fails when this many steps' worth of groups were discarded in a row."""
 WORK = {
     "generate": ("group", "groups", "to generate"),
@@ -29,67 +29,74 @@ WORK = {
 }
 
 
+def run_phase(state: ControllerState) -> str:
+    """Return what the run does now: sft, dpo, reward_model, or what it does with groups; or the stage of its end."""
+    if state.lifecycle.stage is not RunStage.RUNNING:
+        return str(state.lifecycle.stage)
+    return state.plan.phase(min(state.version + 1, state.plan.last_step))
+
+
 def explain(state: ControllerState) -> str:
-    """Say what the run waits for now."""
-    leases, plan, ledger = state.leases, state.plan, state.ledger
-    if state.ending.stage is not RunStage.RUNNING:
-        names = ", ".join(sorted(state.membership.members)) or "nobody"
-        return f"{state.ending.stage}: {names}"
-    if state.is_awaiting():
-        return f"the replicas from before the controller's restart: {', '.join(sorted(state.awaited))}"
+    """Return what the run waits for now."""
+    leases, membership, plan, weights = state.replicas.leases, state.replicas.membership, state.plan, state.weights
+    buffer, evaluation = state.buffer, state.evaluations.current
+    if state.lifecycle.stage is not RunStage.RUNNING:
+        names = ", ".join(sorted(membership.members)) or "nobody"
+        return f"{state.lifecycle.stage}: {names}"
+    if membership.is_awaiting(state.now):
+        return f"the replicas from before the controller's restart: {', '.join(sorted(membership.awaited))}"
     missing = missing_role(state)
     if missing is not None:
         return missing
-    turn = _turn(state)
-    if turn is not None:
-        return turn
-    behind = [member for member in state.membership.of("policy") if member.version < state.version]
-    if behind:
-        return f"{behind[0].name} to catch up: it holds version {behind[0].version} of {state.version}"
+    switch = _device_switch(state)
+    if switch is not None:
+        return switch
+    outdated = state.replicas.outdated_policies(state.version)
+    if outdated:
+        return f"{outdated[0].name} to catch up: it holds version {outdated[0].version} of {state.version}"
     if leases.has("train"):
         return f"the policy to train step {state.version + 1}"
     if leases.has("save") and _ends(state):
         return f"the policy to save its state of version {state.version}"
     if leases.has("publish"):
-        return f"the policy to publish version {state.rounds.asked}"
-    unpublished = state.version > state.rounds.version
-    if state.evaluation is not None and (unpublished or ledger.num_sealed in (0, plan.num_steps)):
-        done = state.evaluation.count(GroupState.SCORED)
-        return f"evaluation of version {state.evaluation.version}: {done} of {state.evaluation.num_prompts} prompts"
+        return f"the policy to publish version {weights.requested}"
+    is_unpublished = state.version > weights.version
+    if evaluation is not None and (is_unpublished or buffer.num_frozen_steps in (0, plan.num_steps)):
+        done = evaluation.count(GroupState.SCORED)
+        return f"evaluation of version {evaluation.version}: {done} of {evaluation.num_prompts} prompts"
     if leases.has("adopt") and not leases.has("generate"):
-        adopting = [m for m in state.membership.of("rollout") if leases.num(m.name, "adopt")]
-        return _adoptions(state, adopting)
-    if state.behind and not leases.has("generate"):
-        return f"a replica that offers version {state.rounds.version} to {', '.join(sorted(state.behind)[:3])}"
-    if plan.serves:
+        return _adoptions(state, [m for m in membership.of("rollout") if leases.num(m.name, "adopt")])
+    if weights.outdated and not leases.has("generate"):
+        return f"a replica that offers version {weights.version} to {', '.join(sorted(weights.outdated)[:3])}"
+    if plan.kind.serves_requests:
         return "requests at the endpoints of its rollouts"
-    if plan.replays:
+    if plan.kind.reads_trajectories:
         return f"the files to give the groups of step {state.version + 1}"
     return (
-        f"the groups of step {state.version + 1}: {ledger.count(GroupState.LEASED)} being generated, "
-        f"{ledger.count(GroupState.GENERATED)} being {_scoring(plan)}, {ledger.count(GroupState.SCORED)} scored of "
+        f"the groups of step {state.version + 1}: {buffer.count(GroupState.LEASED)} being generated, "
+        f"{buffer.count(GroupState.GENERATED)} being {_scoring(plan)}, {buffer.count(GroupState.SCORED)} scored of "
         f"{plan.prompts_per_step}"
     )
 
 
-def _turn(state: ControllerState) -> str | None:
-    """Say who keeps those from the devices whose turn it is, or return None."""
-    turns = state.turns
-    if not turns.shared or all(map(turns.may_work, state.membership.of(turns.side))):
+def _device_switch(state: ControllerState) -> str | None:
+    """Return what the side that is due waits for before it has the devices, or None when it has them."""
+    sharing, membership = state.replicas.sharing, state.replicas.membership
+    if not sharing.shared or all(map(sharing.has_devices, membership.of(sharing.active))):
         return None
-    plural = "policies" if turns.side == "policy" else "rollouts"
-    obstacle = turns.obstacle(state.membership.of(turns.other), state.now)
+    plural = "policies" if sharing.active == "policy" else "rollouts"
+    obstacle = sharing.obstacle(membership.of(sharing.inactive), state.now)
     return f"{obstacle} to sleep: it is the turn of the {plural}" if obstacle else f"the {plural} to wake"
 
 
 def _scoring(plan: RunPlan) -> str:
-    """Say what is done with the groups that have their completions."""
-    return " and ".join(["scored"] * (plan.num_rewards > 0) + ["taught"] * plan.is_taught) or "kept"
+    """Return what is done with the groups that have their completions."""
+    return " and ".join(["scored"] * (plan.num_rewards > 0) + ["taught"] * plan.has_teachers) or "kept"
 
 
 def pull_of(state: ControllerState, member: Member) -> tuple[int, LeaseProgress] | None:
-    """Return the version that a rollout pulls and how far it is, or None when it pulls none or has not told yet."""
-    for lease in state.leases.of(member.name, "adopt"):
+    """Return the version that a rollout pulls, and its progress; None when it pulls none, or has not reported yet."""
+    for lease in state.replicas.leases.of(member.name, "adopt"):
         if lease in member.progress:
             return int(lease_subject(lease)), member.progress[lease]
     return None
@@ -97,25 +104,25 @@ def pull_of(state: ControllerState, member: Member) -> tuple[int, LeaseProgress]
 
 def _adoptions(state: ControllerState, adopting: list[Member]) -> str:
     pulls = [(member.name, pull_of(state, member)) for member in adopting]
-    told = [f"{name} pulls version {pull[0]}: {pull[1]}" for name, pull in pulls if pull is not None]
+    reported = [f"{name} pulls version {pull[0]}: {pull[1]}" for name, pull in pulls if pull is not None]
     others = ", ".join(name for name, pull in pulls if pull is None)
-    return "; ".join(told + ([f"{others} to adopt version {state.rounds.version}"] if others else []))
+    return "; ".join(reported + ([f"{others} to adopt version {state.weights.version}"] if others else []))
 
 
 def missing_role(state: ControllerState) -> str | None:
     """Name the first role that has too few replicas for the run to go on, or return None."""
-    plan, members = state.plan, state.membership
+    plan, members = state.plan, state.replicas.membership
     num = members.num("policy")
-    if plan.has_policy and num == 0:
-        was_there = state.version > 0 or state.rounds.version >= 0
+    if plan.kind.trains and num == 0:
+        was_there = state.version > 0 or state.weights.version >= 0
         return "needs a policy, which is gone" if was_there else "needs the policy, which has not joined"
-    if plan.has_policy and not state.has_begun and num < plan.num_policies:
+    if plan.kind.trains and not state.has_begun and num < plan.num_policies:
         return f"needs {plan.num_policies} policy replicas, has {num}"
     if not generates_more(state):
         return None
-    begun = state.has_generated
+    begun = state.replicas.had_quorum
     first: dict[Role, int] = {"rollout": plan.num_rollouts, "reward": plan.num_rewards}
-    if state.ledger.num_sealed < plan.num_steps:
+    if state.buffer.num_frozen_steps < plan.num_steps:
         first["teacher"] = plan.num_teachers
     for role, wanted in first.items():
         wanted = min(wanted, 1) if begun else wanted
@@ -127,69 +134,72 @@ def missing_role(state: ControllerState) -> str | None:
 
 def generates_more(state: ControllerState) -> bool:
     """Say whether the run needs anything generated, now or before it ends."""
-    plan, evaluated = state.plan, state.evaluated
-    if state.ending.stage is not RunStage.RUNNING or state.ending.stopping:
+    plan, evaluated = state.plan, state.evaluations.evaluated
+    if state.lifecycle.stage is not RunStage.RUNNING or state.lifecycle.stopping:
         return False
-    if not plan.needs_rollouts or state.version < plan.num_supervised_steps:
+    if not plan.kind.needs_rollouts(plan) or state.version < plan.num_supervised_steps:
         return False
     at_start = plan.evaluate_at_start and "start" not in evaluated
     at_end = plan.evaluate_at_end and "end" not in evaluated
-    evaluates = state.evaluation is not None or bool(state.requested) or at_start or at_end
-    return evaluates or plan.serves or state.ledger.num_sealed < plan.num_steps
+    evaluates = state.evaluations.current is not None or bool(state.evaluations.requested) or at_start or at_end
+    return evaluates or plan.kind.needs_more_groups(state.buffer.num_frozen_steps, plan.num_steps)
 
 
 def overdue(state: ControllerState) -> str | None:
     """Return why the run must fail: a role stayed empty too long, nothing can be scored, or a stop takes too long."""
     now, missing = state.now, missing_role(state)
     if missing is None:
-        state.missing_since = None
-    elif state.missing_since is None:
-        state.missing_since = now
-    elif now - state.missing_since > state.plan.start_s:
+        state.replicas.membership.missing_since = None
+    elif state.replicas.membership.missing_since is None:
+        state.replicas.membership.missing_since = now
+    elif now - state.replicas.membership.missing_since > state.plan.start_s:
         return (
             f"the run {missing}, for {state.plan.start_s:g} s; start what is missing or lower the number in the recipe"
         )
-    if state.drops_in_a_row >= MAX_DROPS * state.plan.prompts_per_step:
-        return f"the last {state.drops_in_a_row} groups were all discarded; the last one, {state.last_drop}"
-    num_filtered = state.ledger.num_filtered_in_a_row
-    if num_filtered >= state.plan.most_filtered:
+    buffer = state.buffer
+    num_discarded, num_filtered = buffer.num_discarded_in_a_row, buffer.num_filtered_in_a_row
+    if num_discarded >= MAX_DISCARDED_STEPS * state.plan.prompts_per_step:
+        return f"the last {num_discarded} groups were all discarded; the last one, {buffer.last_discarded}"
+    if num_filtered >= state.plan.max_filtered:
         return (
             f"the last {num_filtered} groups were all set aside, because the rewards of each were equal, and "
             "rl.filter_limit allows no more; give prompts that the model sometimes solves, raise rl.group_size or "
             "rl.filter_limit, or set rl.dynamic_sampling = false"
         )
-    if state.ending.stopping and now > state.ending.deadline:
+    if state.lifecycle.stopping and now > state.lifecycle.deadline:
         return f"the run did not stop in order within {state.plan.stop_s:g} s; it waits for {explain(state)}"
     return None
 
 
 def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
     """Return the state of the run, in words and for programs."""
-    members = [_member(state, member) for member in sorted(state.membership.members.values(), key=lambda m: m.name)]
-    groups = {str(s): state.ledger.count(s) for s in GroupState if s not in GONE}
+    members = [
+        _member(state, member) for member in sorted(state.replicas.membership.members.values(), key=lambda m: m.name)
+    ]
+    groups = {str(s): state.buffer.count(s) for s in GroupState if s not in GONE}
     data: dict[str, Any] = {
-        "phase": state.phase,
+        "phase": run_phase(state),
         "incarnation": state.incarnation,
         "version": state.version,
         "last_step": state.plan.last_step,
-        "published": state.rounds.version,
-        "saved": state.saved_step,
+        "published": state.weights.version,
+        "saved": state.training.saved.newest,
         "groups": groups,
-        "num_trained": state.ledger.num_trained_groups - state.plan.begin_prompt,
-        "num_discarded": state.ledger.num_discarded,
-        "num_filtered": state.ledger.num_filtered,
-        "evaluating": None if state.evaluation is None else state.evaluation.version,
-        "settings": state.changes.all(),
+        "num_trained": state.buffer.num_trained_groups - state.plan.begin_prompt,
+        "num_discarded": state.buffer.num_discarded,
+        "num_filtered": state.buffer.num_filtered,
+        "evaluating": None if state.evaluations.current is None else state.evaluations.current.version,
+        "settings": state.training.changes.all(),
         "waiting_for": explain(state),
         "members": members,
     }
     lines = [
-        f"{data['phase']}: version {state.version} of {state.plan.last_step}, published {state.rounds.version}, "
-        f"saved {state.saved_step}; controller's incarnation {state.incarnation}",
+        f"{data['phase']}: version {state.version} of {state.plan.last_step}, published {state.weights.version}, "
+        f"saved {state.training.saved.newest}; controller's incarnation {state.incarnation}",
         "groups: " + ", ".join(f"{num} {name}" for name, num in groups.items()),
         _waiting(data["waiting_for"]),
     ]
-    lines += [f"set: {key} = {value:g}" for key, value in state.changes.all().items()]
+    lines += [f"set: {key} = {value:g}" for key, value in state.training.changes.all().items()]
     for member in members:
         work = ", ".join(f"{num} {kind}" for kind, num in member["work"].items()) or "nothing in hand"
         pinned = f", bound to the evaluation of version {data['evaluating']}" if member["pinned"] else ""
@@ -198,56 +208,63 @@ def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
 
 
 def _member(state: ControllerState, member: Member) -> dict[str, Any]:
-    kinds = {kind: state.leases.num(member.name, kind) for kind in LEASE_KINDS}
+    kinds = {kind: state.replicas.leases.num(member.name, kind) for kind in LEASE_KINDS}
     return {
         "name": member.name,
         "role": member.role,
         "host": member.host,
-        "epoch": member.epoch,
+        "epoch": member.incarnation,
         "version": member.version,
         "num_slots": member.num_slots,
         "work": {kind: num for kind, num in kinds.items() if num},
         "silent_s": round(state.now - member.heard_at, 3),
-        "pinned": state.evaluation is not None and member.name in state.evaluation.pinned,
+        "pinned": state.evaluations.current is not None and member.name in state.evaluations.current.pinned,
         "gauges": member.gauges,
     }
 
 
 def waits(state: ControllerState) -> list[dict[str, Any]]:
-    """Return every wait that is known of: who waits for what, on whom, since when, and how long at most.
+    """Return every known wait: its owner, what for, on whom, since when, and for how long at most.
 
-    The controller's own come from its leases; those of the replicas from their heartbeats. Seconds are as of the last
-    word of each.
+    The controller's waits come from its leases, those of the replicas from their heartbeats. Seconds are as of the
+    last message of each.
     """
     found: list[dict[str, Any]] = []
-    if state.is_awaiting():
-        left = state.await_until - state.now
-        found += [
-            _wait("controller", "word from before its restart", name, 0.0, left) for name in sorted(state.awaited)
-        ]
-    if state.missing_since is not None:
-        since = state.now - state.missing_since
+    membership, now = state.replicas.membership, state.now
+    if membership.is_awaiting(now):
+        left = membership.await_until - now
+        awaited = sorted(membership.awaited)
+        found += [_wait("controller", "word from before its restart", name, 0.0, left) for name in awaited]
+    if membership.missing_since is not None:
+        since = now - membership.missing_since
         missing = (missing_role(state) or "").removeprefix("needs ")
         found.append(_wait("controller", missing, "launcher", since, state.plan.start_s - since))
-    if state.ending.stage is RunStage.DRAINING:
-        left = state.ending.deadline - state.now
-        found += [_wait("controller", "its farewell", name, 0.0, left) for name in sorted(state.membership.members)]
-    for name, member in sorted(state.membership.members.items()):
-        leases = state.leases.all_of(name)
-        for kind, num in Counter(lease.kind for lease in leases).items():
-            if kind == "save" and not _ends(state):
-                continue  # the steps go on meanwhile; if they do not, the policy says so
-            oldest = min((lease for lease in leases if lease.kind == kind), key=lambda lease: lease.begun_at)
-            one, many, verb = WORK[kind]
-            what = f"{num} {many if num > 1 else one} {verb}, the oldest {lease_subject(oldest.id)}"
-            found.append(_wait("controller", what, name, state.now - oldest.begun_at, oldest.deadline - state.now))
+    if state.lifecycle.stage is RunStage.DRAINING:
+        left = state.lifecycle.deadline - now
+        found += [_wait("controller", "its goodbye", name, 0.0, left) for name in sorted(membership.members)]
+    for name, member in sorted(membership.members.items()):
+        found += _waits_for_work(state, name)
         found += [_wait(name, wait.what, wait.on, wait.since_s, wait.seconds_left) for wait in member.waits]
+    return found
+
+
+def _waits_for_work(state: ControllerState, name: str) -> list[dict[str, Any]]:
+    """Return one wait for each kind of work that a replica has."""
+    found = []
+    leases = state.replicas.leases.all_of(name)
+    for kind, num in Counter(lease.kind for lease in leases).items():
+        if kind == "save" and not _ends(state):
+            continue  # the steps go on meanwhile; if they do not, the policy reports that it waits
+        oldest = min((lease for lease in leases if lease.kind == kind), key=lambda lease: lease.begun_at)
+        one, many, verb = WORK[kind]
+        what = f"{num} {many if num > 1 else one} {verb}, the oldest {lease_subject(oldest.id)}"
+        found.append(_wait("controller", what, name, state.now - oldest.begun_at, oldest.deadline - state.now))
     return found
 
 
 def _ends(state: ControllerState) -> bool:
     """Say whether no further step is wanted, so that the end waits for what is being saved."""
-    return state.version >= state.plan.last_step or bool(state.ending.stopping)
+    return state.version >= state.plan.last_step or bool(state.lifecycle.stopping)
 
 
 def _wait(owner: str, what: str, on: str, since_s: float, seconds_left: float) -> dict[str, Any]:

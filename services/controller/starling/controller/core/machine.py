@@ -1,16 +1,37 @@
-"""The controller: `step(event) -> commands` is the only thing that changes it.
+"""The controller: `Controller.step(event) -> commands` is its only method that changes its state.
 
-Several small machines - membership, ledger, rounds, steps, evaluation, leases, finish - know nothing of each other. An
-event is handled (`handle.py` notes what happened), then everything that now follows is derived (`derive.py`, in the
-order of the walk).
+The topics (`groups`, `replicas`, `weights`, `training`, `evaluation`, `lifecycle`) each have their own state, event
+handlers and derivations. This module alone couples them: a handler notes what an event changes, and then all
+derivations that are due run in the order of the walk.
+
+| derivation            | consumes                          | waits for                                              |
+|-----------------------|-----------------------------------|--------------------------------------------------------|
+| `commit`              | a step that was made              | every policy that has a share of it                    |
+| `switch_devices`      | devices that both sides share     | the sleep of the other side, in a colocated run        |
+| `evaluate`            | held-out prompts                  | a version that is due, and rollouts to pin             |
+| `publish`             | a version that rollouts need      | the step that makes it                                 |
+| `catch_up`            | an outdated policy                | the weights of another policy, or the journal          |
+| `adopt`               | a publication                     | an outdated rollout, and a replica that offers it      |
+| `admit`               | prompts                           | a slot, freed when a step is published                 |
+| `dispatch`            | waiting groups                    | a rollout with a slot and a version that is new enough |
+| `score`               | generated groups                  | a reward replica with a slot                           |
+| `score_with_teachers` | generated groups                  | a teacher with a slot, in a run with teachers          |
+| `save`                | a version to save                 | an idle policy                                         |
+| `train`               | scored groups, the oldest first   | all groups of the step, and the publication before     |
+| `end`                 | the last step                     | evaluation, checkpoint, the goodbye of every replica   |
+
+Each derivation is idempotent: a second run without an event in between does nothing. The handler of an event says which
+ones it makes due. One that a handler forgot would run at the next tick, which makes all of them due.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-from starling.common.wire.messages import Prompt
+from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
+from starling.controller.core.evaluation.schedule import evaluate
 from starling.controller.core.events import (
     Command,
     Event,
@@ -23,17 +44,47 @@ from starling.controller.core.events import (
     Ticked,
 )
 from starling.controller.core.explain import explain, overdue
-from starling.controller.core.groups.dispatch import advance
-from starling.controller.core.groups.files import stored
+from starling.controller.core.groups.admission import admit
+from starling.controller.core.groups.dispatch import dispatch, score, score_with_teachers
+from starling.controller.core.groups.files import on_stored
+from starling.controller.core.groups.results import on_generated, on_interrupted, on_scored, on_tokens_scored
+from starling.controller.core.lifecycle.ending import end
+from starling.controller.core.lifecycle.operators import on_operator_command
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import JournalEntry
 from starling.controller.core.recovery import restore
-from starling.controller.core.replicas.heartbeat import received
-from starling.controller.core.state import ControllerState
+from starling.controller.core.replicas.assignments import release
+from starling.controller.core.replicas.departure import evict, remove, stop_awaiting
+from starling.controller.core.replicas.failures import on_failed
+from starling.controller.core.replicas.heartbeat import on_heartbeat
+from starling.controller.core.replicas.joining import on_hello
+from starling.controller.core.replicas.leases import Lease
+from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.reclaim import reclaim
+from starling.controller.core.replicas.switching import on_switched, switch_devices
+from starling.controller.core.state import ControllerState, RunPrompts
+from starling.controller.core.training.dispatch import commit, save, train
+from starling.controller.core.training.results import on_policy_version, on_saved, on_trained
+from starling.controller.core.weights.distribution import adopt, catch_up, on_adopted, on_published, publish
 
-AWAITED_HEARTBEATS = 3
-"""For so many heartbeats a controller that begins again waits for those who may hold work."""
+AWAITED_HEARTBEATS: Final = 3
+"""For so many heartbeats a restarted controller waits for replicas that may hold work."""
+OPERATOR_COMMANDS: Final = (wire.QueryRun, wire.ChangeSetting, wire.RequestEvaluation, wire.RequestStop)
+"""`wire.OperatorMessage` as a tuple: `isinstance` takes ten times as long with a union."""
+Result = (
+    wire.GroupGenerated
+    | wire.GroupInterrupted
+    | wire.GroupScored
+    | wire.TokensScored
+    | wire.StepTrained
+    | wire.WeightsPublished
+    | wire.WeightsAdopted
+    | wire.Slept
+    | wire.Woken
+    | wire.CheckpointSaved
+    | wire.LeaseFailed
+)
 
 
 class Controller:
@@ -44,23 +95,23 @@ class Controller:
         plan: RunPlan,
         prompts: Prompts,
         examples: Prompts,
-        held_out: Sequence[Prompt],
+        held_out: Sequence[wire.Prompt],
         *,
-        past: Sequence[JournalEntry] = (),
+        journal: Sequence[JournalEntry] = (),
         incarnation: int = 1,
     ) -> None:
-        """Begin a run, or take it up again.
+        """Begin a run, or resume it.
 
         Args:
             plan: what is to be done.
-            prompts: feed reinforcement learning.
-            examples: feed the supervised steps.
-            held_out: are evaluated.
-            past: the journal's records, in order; payload of groups of committed steps may be left out.
-            incarnation: how often a controller of this run has begun, from 1.
+            prompts: for reinforcement learning, or to be answered.
+            examples: for the steps of examples.
+            held_out: for evaluations.
+            journal: its records, in order; the payload of groups of committed steps may be left out.
+            incarnation: how often a controller of this run has started, from 1.
         """
-        self.state = ControllerState(plan, prompts, examples, held_out, incarnation)
-        restore(self.state, past)
+        self.state = ControllerState(plan, RunPrompts(prompts, examples, list(held_out)), incarnation)
+        restore(self.state, journal)
 
     @property
     def waiting_for(self) -> str:
@@ -68,61 +119,176 @@ class Controller:
         return explain(self.state)
 
     def step(self, event: Event) -> list[Command]:
-        """Take in one event and return what is to be done, in order."""
+        """Handle one event and return the commands that follow, in order."""
         state = self.state
-        state.written, state.out, state.now = [], [], event.now
-        if state.ending.stage is RunStage.OVER:
-            return []  # what is heard before the process ends is nobody's business any more
-        if state.await_until == float("-inf"):
-            self._begin()
-        match event:
-            case Received():
-                received(state, event)
-            case Ticked():
-                self._tick()
-            case ReplicaDisconnected(peer=peer):
-                member = state.membership.members.get(peer)
-                # A policy that is alone cannot be replaced at once, and may come back: its lease decides.
-                if member is not None and (member.role != "policy" or member.shares_steps):
-                    state.lose(peer, "its connection closed")
-            case StopRequested(reason=reason):
-                state.ending.stop(reason, event.now)
-                state.due = Dirty.ALL
-            case Fetched(step=step, records=records):
-                if state.fetching == step:
-                    state.fetching, state.fetched = -1, (step, records)
-                    state.due |= Dirty.CATCH_UP | Dirty.TRAIN
-            case Stored(step=step):
-                stored(state, step)
-        if state.due:
+        state.outbox.clear()
+        state.now = event.now
+        if state.lifecycle.stage is RunStage.OVER:
+            return []  # messages that arrive before the process ends are ignored
+        if state.replicas.membership.await_until == float("-inf"):
+            _begin(state)
+        _handle(state, event)
+        if state.dirty:
             advance(state)
-        return [*state.written, *state.out]
+        return state.outbox.commands()
 
-    def _begin(self) -> None:
-        """Set the deadlines that a restored state could not set, for want of a clock."""
-        state = self.state
-        if state.incarnation > 1:
-            state.turns.begin_again(state.now)
-        state.await_until = state.now + AWAITED_HEARTBEATS * state.plan.heartbeat_s
-        if state.ending.stage is RunStage.DRAINING:
-            state.ending.drain(state.now)
-        elif state.ending.stopping:
-            state.ending.deadline = state.now + state.plan.stop_s
 
-    def _tick(self) -> None:
-        state = self.state
-        if state.awaited and not state.is_awaiting():
-            state.miss()
-        for name in state.membership.silent(state.now):
-            state.lose(name, f"it was silent for {state.plan.lease_s:g} s")
-        for lease in state.leases.overdue(state.now):
-            member = state.membership.members.get(lease.peer)
-            if member is not None:
-                limit = state.plan.patience_s(lease.kind)
-                state.evict(member, f"{lease.peer} did not answer {lease.id} within {limit:g} s")
-        if state.ending.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
-            problem = overdue(state)
-            if problem is not None:
-                state.ending.fail(problem, state.now)
-        state.wake_rested()
-        state.due = Dirty.ALL
+def _begin(state: ControllerState) -> None:
+    """Set the deadlines that restored state lacks, because the journal has no clock."""
+    if state.incarnation > 1:
+        state.replicas.sharing.restart(state.now)
+    state.replicas.membership.await_until = state.now + AWAITED_HEARTBEATS * state.plan.heartbeat_s
+    if state.lifecycle.stage is RunStage.DRAINING:
+        state.lifecycle.drain(state.now)
+    elif state.lifecycle.stopping:
+        state.lifecycle.deadline = state.now + state.plan.stop_s
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+def _handle(state: ControllerState, event: Event) -> None:
+    match event:
+        case Received():
+            _received(state, event)
+        case Ticked():
+            _tick(state)
+        case ReplicaDisconnected(peer=peer):
+            member = state.replicas.membership.members.get(peer)
+            # A policy that is alone cannot be replaced at once, and may come back: its lease decides.
+            if member is not None and (member.role != "policy" or member.shares_steps):
+                remove(state, peer, "its connection closed")
+        case StopRequested(reason=reason):
+            state.lifecycle.stop(reason, event.now)
+            state.dirty = Dirty.ALL
+        case Fetched(step=step, records=records):
+            if state.training.fetching == step:
+                state.training.fetching, state.training.fetched = -1, (step, records)
+                state.dirty |= Dirty.CATCH_UP | Dirty.TRAIN
+        case Stored(step=step):
+            on_stored(state, step)
+
+
+def _tick(state: ControllerState) -> None:
+    """Remove replicas that are silent or hang, fail a run that cannot go on, and make every derivation due."""
+    replicas, now = state.replicas, state.now
+    if replicas.membership.awaited and not replicas.membership.is_awaiting(now):
+        stop_awaiting(state)
+    for name in replicas.membership.expired(now):
+        remove(state, name, f"it was silent for {state.plan.lease_s:g} s")
+    for lease in replicas.leases.expired(now):
+        member = replicas.membership.members.get(lease.peer)
+        if member is not None:
+            limit_s = state.plan.timeout_s(lease.kind)
+            evict(state, member, f"{lease.peer} did not answer {lease.id} within {limit_s:g} s")
+    if state.lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
+        problem = overdue(state)
+        if problem is not None:
+            state.lifecycle.fail(problem, now)
+    replicas.slots.end_cooldowns(now)
+    state.dirty = Dirty.ALL
+
+
+def _received(state: ControllerState, event: Received) -> None:
+    """Handle a message of an operator, or of a replica: a hello, a heartbeat, a goodbye, or the result of a lease."""
+    message, sender = event.message, event.sender
+    if isinstance(message, OPERATOR_COMMANDS):
+        on_operator_command(state, sender, message)
+        return
+    membership, leases = state.replicas.membership, state.replicas.leases
+    if membership.is_stale(sender, event.incarnation):
+        return
+    if isinstance(message, wire.Hello):
+        on_hello(state, event, message)
+        return
+    member = membership.get(sender, event.incarnation)
+    if member is None:
+        if not isinstance(message, wire.Leave):
+            state.outbox.send(sender, wire.RequestHello())
+        return
+    membership.note_heard(member, event.now)
+    match message:
+        case wire.Heartbeat():
+            on_heartbeat(state, member, message)
+        case wire.Leave(reason=reason):
+            remove(state, sender, f"it left: {reason}", ended=True)
+        case _:
+            # To release a lease that is not, or no longer, in force is what makes a late result harmless.
+            release(state, sender, message.lease)
+            lease = leases.get(message.lease)
+            if lease is None and reclaim(state, member, message.lease):
+                lease = leases.get(message.lease)
+            if lease is not None and leases.settle(message.lease, sender):
+                state.replicas.slots.mark(member, lease.kind)
+                _result(state, member, lease, message, event)
+            elif isinstance(message, wire.StepTrained):
+                # Whatever became of its lease: this policy has made the step, and that cannot be undone.
+                on_policy_version(state, member, message.step)
+
+
+def _result(state: ControllerState, member: Member, lease: Lease, message: Result, event: Received) -> None:
+    """Handle the result of a lease that was in force."""
+    match message:
+        case wire.GroupGenerated():
+            on_generated(state, member, lease, message, event)
+        case wire.GroupInterrupted():
+            on_interrupted(state, member, message, event)
+        case wire.GroupScored():
+            on_scored(state, message)
+        case wire.TokensScored():
+            on_tokens_scored(state, message, event)
+        case wire.StepTrained():
+            on_trained(state, member, message)
+        case wire.WeightsPublished():
+            on_published(state, member, message, event)
+        case wire.WeightsAdopted():
+            on_adopted(state, member, message)
+        case wire.Slept() | wire.Woken():
+            on_switched(state, member, asleep=isinstance(message, wire.Slept))
+        case wire.CheckpointSaved():
+            on_saved(state, member, message)
+        case wire.LeaseFailed():
+            on_failed(state, member, message)
+
+
+# --- derivations ------------------------------------------------------------------------------------------------------
+
+
+def advance(state: ControllerState) -> None:
+    """Run all derivations that are due, until none is."""
+    if state.lifecycle.stage is RunStage.RUNNING and state.replicas.membership.is_awaiting(state.now):
+        return  # work that no replica has reported yet may still be in progress
+    while state.dirty:
+        due, state.dirty = state.dirty, Dirty.NONE
+        if state.lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
+            _walk(state, due)
+        if due & Dirty.END:
+            end(state)
+
+
+def _walk(state: ControllerState, due: int) -> None:
+    """Run the derivations of a running run, in the order of the walk."""
+    if due & Dirty.TRAIN:
+        commit(state)
+    if state.replicas.sharing.shared:
+        switch_devices(state)
+    if due & (Dirty.EVALUATE | Dirty.PIN):
+        evaluate(state, all_rollouts=bool(due & Dirty.PIN))
+    if due & Dirty.PUBLISH:
+        publish(state)
+    if due & Dirty.CATCH_UP:
+        catch_up(state)
+    if state.lifecycle.stage is not RunStage.RUNNING:
+        return
+    if due & Dirty.ADOPT:
+        adopt(state)
+    if due & Dirty.ADMIT:
+        admit(state)
+    if due & Dirty.DISPATCH:
+        dispatch(state)
+    if due & Dirty.SCORE:
+        score(state)
+        score_with_teachers(state)
+    if due & Dirty.TRAIN:
+        save(state)
+        train(state)

@@ -1,31 +1,19 @@
-"""The numbers of a run that the core decides by."""
+"""The plan of a run: its kind, and the numbers by which the core decides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from starling.common.ids import Activity, LeaseKind, Objective, Purpose, Role
+import msgspec
+
+from starling.common.ids import LeaseKind, Purpose, Role
 from starling.common.wire.messages import Sampling, Welcome
-
-RESUMED_WITH: tuple[str, ...] = (
-    "seed",
-    "objective",
-    "num_supervised_steps",
-    "examples_per_step",
-    "prompts_per_step",
-    "group_size",
-    "begin_version",
-    "begin_prompt",
-    "is_taught",
-    "activity",
-)
-"""What may not differ when a run is taken up again: its journal means something else by other values."""
-
-TRAINING: tuple[Activity, ...] = ("rl", "replay")
-"""What is done with groups where there is a policy."""
+from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.kinds import RL, RunKind, kind_of
 
 FILTER_LIMIT = 10
-"""Steps' worth of groups that may be set aside in a row, where the recipe does not say."""
+"""How many steps' groups may be filtered out in a row, where the recipe sets no limit."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +23,7 @@ class RunPlan:
     seed: int
     sampling: Sampling
     eval_sampling: Sampling
-    objective: Objective = "sft"
-    """What the supervised steps teach."""
-    activity: Activity = "rl"
-    """What is done with groups: they are trained as they come (rl), or as files have them (replay). Or there is no
-    policy, and they are written to files, with their tokens (generate) or without (evaluate, infer). Or there are none
-    (serve): rollouts answer requests of others."""
+    kind: RunKind = RL
     num_supervised_steps: int = 0
     """Steps that learn from examples: the first of the run."""
     examples_per_step: int = 1
@@ -112,38 +95,13 @@ class RunPlan:
         return self.num_supervised_steps + self.num_steps
 
     @property
-    def has_policy(self) -> bool:
-        """Say whether anything is trained. If not, rollouts generate with the weights that they read: version 0."""
-        return self.activity in TRAINING
-
-    @property
-    def keeps_tokens(self) -> bool:
-        """Say whether anybody needs the tokens of a group, and not just the texts of its completions."""
-        return self.activity not in ("evaluate", "infer", "serve")
-
-    @property
-    def serves(self) -> bool:
-        """Say whether the run goes on until it is stopped."""
-        return self.activity == "serve"
-
-    @property
-    def replays(self) -> bool:
-        """Say whether the groups to train come from files."""
-        return self.activity == "replay"
-
-    @property
-    def publishes(self) -> bool:
-        """Say whether versions are put on offer."""
-        return self.has_policy and self.needs_rollouts
-
-    @property
-    def is_taught(self) -> bool:
-        """Say whether teachers see the groups of every step."""
+    def has_teachers(self) -> bool:
+        """Whether teachers score the tokens of the groups of every step."""
         return self.num_teachers > 0
 
     @property
-    def most_filtered(self) -> int:
-        """How many groups may be set aside in a row."""
+    def max_filtered(self) -> int:
+        """How many groups may be filtered out in a row."""
         return self.filter_limit or FILTER_LIMIT * self.prompts_per_step
 
     def num_completions(self, purpose: Purpose) -> int:
@@ -151,22 +109,63 @@ class RunPlan:
         return self.group_size if purpose == "train" else self.eval_completions
 
     def phase(self, step: int) -> str:
-        """Return what `step` is one of: sft, dpo, reward_model, or what is done with groups."""
-        return self.objective if self.has_policy and step <= self.num_supervised_steps else self.activity
+        """Return the phase of the run during `step`: sft, dpo, reward_model, or what is done with groups."""
+        return self.kind.phase(is_example_step=step <= self.num_supervised_steps)
 
-    @property
-    def needs_rollouts(self) -> bool:
-        """Say whether anything is ever generated."""
-        if not self.has_policy:
-            return True
-        return not self.replays and (self.num_steps > 0 or self.evaluate_at_start or self.evaluate_at_end)
+    def new_buffer(self) -> TrainBuffer:
+        """Return the buffer of the run as it begins."""
+        buffer = self.kind.buffer(
+            num_steps=self.num_steps,
+            prompts_per_step=self.prompts_per_step,
+            max_staleness=self.max_staleness,
+            max_tries=self.max_tries,
+            needs_teacher=self.has_teachers,
+            num_prompts=self.num_prompts,
+        )
+        buffer.begin(max(0, self.begin_version - self.num_supervised_steps), self.begin_prompt)
+        return buffer
+
+    def journaled(self) -> dict[str, Any]:
+        """Return what may not differ when the run resumes, because it gives the records of the journal their meaning.
+
+        The names are those of the journal's `RunBegun` record.
+        """
+        return {
+            "seed": self.seed,
+            "objective": self.kind.objective,
+            "num_supervised_steps": self.num_supervised_steps,
+            "examples_per_step": self.examples_per_step,
+            "prompts_per_step": self.prompts_per_step,
+            "group_size": self.group_size,
+            "begin_version": self.begin_version,
+            "begin_prompt": self.begin_prompt,
+            "is_taught": self.has_teachers,
+            "activity": self.kind.activity,
+        }
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return all numbers of the plan as a recording holds them."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        del fields["kind"]
+        return {**fields, "objective": self.kind.objective, "activity": self.kind.activity}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> RunPlan:
+        """Return the plan of a recording.
+
+        Raises:
+            ValueError: the fields are not those of a plan.
+        """
+        numbers = dict(fields)
+        kind = kind_of(numbers.pop("objective", "sft"), numbers.pop("activity", "rl"))
+        return replace(msgspec.convert(numbers, cls), kind=kind)
 
     def welcome(self, role: Role) -> Welcome:
-        """Return what members of a role are told, again and again."""
+        """Return the answer to each heartbeat of a member of this role."""
         shares = self.colocate and role in ("policy", "rollout")
         return Welcome(heartbeat_s=self.heartbeat_s, lease_s=self.lease_s, shares_devices=shares)
 
-    def patience_s(self, kind: LeaseKind) -> float:
+    def timeout_s(self, kind: LeaseKind) -> float:
         """Return how long a lease of this kind may take."""
         match kind:
             case "generate":

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 
 from starling.common.ids import Role
-from starling.common.wire.messages import PartialCompletionMeta, TensorMeta, TrajectoryMeta
+from starling.common.wire.messages import PartialCompletionMeta, Prompt, TensorMeta, TrajectoryMeta
 
 
 class RunBegun(msgspec.Struct, frozen=True, kw_only=True, tag="run_begun"):
@@ -265,6 +265,27 @@ Record = (
     | CheckpointWritten
     | RunEnded
 )
+
+
+class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """A group in a trajectory file: the completions of one prompt. Buffers are as `TrainGroup` lists them."""
+
+    ordinal: int
+    """Position of the prompt in the data of the run that wrote it."""
+    prompt: Prompt
+    trajectories: tuple[TrajectoryMeta, ...] = ()
+    """Empty where the group was given up."""
+    rewards: tuple[float | None, ...] = ()
+    """In the order of the trajectories; empty where nothing scores."""
+    components: dict[str, tuple[float | None, ...]] = {}
+    """Each scorer's unweighted score, by name."""
+    tensors: tuple[TensorMeta, ...] = ()
+    buffers: tuple[bytes, ...] = ()
+    """One for each of `tensors`; both are empty where tokens are not kept."""
+    temperature: float = 1.0
+    """Divisor of the logits under which they were sampled."""
+    problem: str = ""
+    """Why it was given up, in one sentence."""
 
 
 class JournalEntry(msgspec.Struct, frozen=True):

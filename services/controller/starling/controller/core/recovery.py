@@ -1,6 +1,6 @@
-"""A controller that died, made again: the state that the journal's records lead to.
+"""Recovery: rebuild the controller's state from the records of the journal.
 
-What replicas hold in hand is in no record: they tell it, and `claim.py` takes it up.
+No record holds the leases of replicas. They report them, and `replicas/reclaim.py` puts them in force again.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from collections.abc import Iterable
 
 from starling.common.wire.messages import RequestEvaluation
 from starling.controller.core import records
-from starling.controller.core.evaluation.evaluation import Evaluation
+from starling.controller.core.evaluation.schedule import open_evaluation
 from starling.controller.core.events import Buffers
+from starling.controller.core.groups.admission import admit_prompts
 from starling.controller.core.groups.partial import PartialCompletions
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import JournalEntry
 from starling.controller.core.state import ControllerState
-from starling.controller.core.training.alarms import as_told
+from starling.controller.core.training.alarms import from_fields
 
-OfGroup = (
+GroupRecord = (
     records.CompletionsStored
     | records.PartialCompletionsStored
     | records.RewardsStored
@@ -27,57 +28,59 @@ OfGroup = (
 )
 
 
-def restore(state: ControllerState, past: Iterable[JournalEntry]) -> None:
-    """Bring a fresh `state` to where the records of `past` end."""
-    for kept in past:
-        _apply(state, kept)
+def restore(state: ControllerState, journal: Iterable[JournalEntry]) -> None:
+    """Bring a fresh `state` to where the records of the journal end."""
+    for entry in journal:
+        _apply(state, entry)
 
 
-def _apply(state: ControllerState, kept: JournalEntry) -> None:
-    match kept.record:
-        case records.MemberJoined(name=name, epoch=epoch):
-            state.awaited.add(name)
-            state.membership.remember(name, epoch)
+def _apply(state: ControllerState, entry: JournalEntry) -> None:
+    membership, training, lifecycle = state.replicas.membership, state.training, state.lifecycle
+    match entry.record:
+        case records.MemberJoined(name=name, epoch=incarnation):
+            membership.restore(name, incarnation)
         case records.MemberLeft(name=name):
-            state.awaited.discard(name)
-            state.membership.left(name)
-        case records.VersionAdopted(name=name, epoch=epoch, version=version):
-            state.membership.proven[name] = (epoch, version)
+            membership.awaited.discard(name)
+            membership.note_gone(name)
+        case records.VersionAdopted(name=name, epoch=incarnation, version=version):
+            membership.proven[name] = (incarnation, version)
         case records.GroupsOpened(first=first, num=num):
-            assert first == state.ledger.num_admitted, "groups are opened in order"
-            for position in range(first, first + num):
-                prompt = state.prompts.prompt(position)
-                state.ledger.admit(prompt, state.expected_tokens(prompt, "train", state.plan.group_size))
+            assert first == state.buffer.num_admitted, "groups are opened in order"
+            admit_prompts(state, num)
         case records.StepFrozen(step=step, ordinals=ordinals):
-            groups = [state.ledger.get(ordinal) for ordinal in ordinals]
-            state.ledger.take(step, [group for group in groups if group is not None])
-        case records.StepCommitted(step=step, metrics=metrics):
-            state.version = step
-            if state.plan.replays and step > state.plan.num_supervised_steps:
-                state.ledger.recalled()
-            elif not state.plan.publishes:
-                state.ledger.trained(step)
-            state.alarms = as_told(metrics)
-            state.known.step(metrics)
+            groups = [state.buffer.get(ordinal) for ordinal in ordinals]
+            state.buffer.freeze(step, [group for group in groups if group is not None])
+        case records.StepCommitted() as committed:
+            _commit(state, committed)
         case records.VersionPublished(version=version, root=root):
             _publish(state, version, root)
         case records.SettingChanged(key=key, value=value, step=step, request=request):
-            state.change(key, value, step, request)
+            training.change_setting(state.buffer, key, value, step, request)
         case records.CheckpointWritten(step=step, state=True):
-            state.has_state(step)
+            training.saved.add(step)
         case records.EvaluationRequested(request=request, num_completions=num_completions):
-            state.requested.append(RequestEvaluation(request=request, num_completions=num_completions))
+            state.evaluations.requested.append(RequestEvaluation(request=request, num_completions=num_completions))
         case records.StopAsked(reason=reason):
-            state.ending.stopping, state.ending.is_promised = reason, True
+            lifecycle.stopping, lifecycle.stop_is_journaled = reason, True
         case records.RunStopped():
-            state.ending.stopping, state.ending.is_promised = "", False
+            lifecycle.stopping, lifecycle.stop_is_journaled = "", False
         case records.RunEnded():
-            # Whoever has not heard it yet is told again; that is all that is left to do.
-            state.ending.stage, state.ending.told = RunStage.DRAINING, True
+            # Only the goodbyes are left to do. Replicas that have not received the drain get it with a heartbeat.
+            lifecycle.enter(RunStage.DRAINING)
+            lifecycle.drain_sent = True
         case records.EvaluationOpened() as opened:
-            _open(state, opened)
+            open_evaluation(
+                state,
+                opened.number,
+                opened.version,
+                opened.cause,
+                opened.num_completions,
+                opened.request,
+                opened.first,
+                deadline=float("inf"),
+            )
         case records.EvaluationClosed() as closed:
-            _close(state, closed)
+            _close_evaluation(state, closed)
         case (
             records.CompletionsStored()
             | records.PartialCompletionsStored()
@@ -86,70 +89,63 @@ def _apply(state: ControllerState, kept: JournalEntry) -> None:
             | records.GroupRequeued()
             | records.GroupDiscarded()
         ) as record:
-            _group(state, record, kept.payload)
+            _apply_to_group(state, record, entry.payload)
         case _:
-            pass  # what is only told to whoever reads the journal
+            pass  # records that are only for readers of the journal
+
+
+def _commit(state: ControllerState, committed: records.StepCommitted) -> None:
+    plan, step = state.plan, committed.step
+    state.version = step
+    if plan.kind.reads_trajectories and step > plan.num_supervised_steps:
+        state.buffer.skip_loaded()
+    elif not plan.kind.publishes(plan):
+        state.buffer.retire(step)
+    state.training.alarms = from_fields(committed.metrics)
+    state.training.metrics.note_step(committed.metrics)
 
 
 def _publish(state: ControllerState, version: int, root: str) -> None:
-    before = state.rounds.version
-    state.rounds.note(version, root)
+    before = state.weights.version
+    state.weights.add_root(version, root)
     for step in range(before + 1, version + 1):
-        state.ledger.trained(step)
+        state.buffer.retire(step)
 
 
-def _open(state: ControllerState, opened: records.EvaluationOpened) -> None:
-    state.evaluation = Evaluation(
-        opened.number,
-        opened.version,
-        opened.cause,
-        state.held_out,
-        num_completions=opened.num_completions,
-        max_tries=state.ledger.max_tries,
-        first=opened.first,
-        deadline=float("inf"),
-        expected=lambda prompt: state.expected_tokens(prompt, "evaluate", opened.num_completions),
-    )
-    if opened.request:
-        state.granted.add(opened.request)
-        state.requested = [wanted for wanted in state.requested if wanted.request != opened.request]
-    state.num_evaluations, state.num_eval_groups = opened.number, state.evaluation.num_admitted
+def _close_evaluation(state: ControllerState, closed: records.EvaluationClosed) -> None:
+    evaluations = state.evaluations
+    if evaluations.current is not None and evaluations.current.number == closed.number:
+        evaluations.evaluated[evaluations.current.cause] = int(closed.summary["version"])
+        state.training.metrics.note_evaluation(closed.summary)
+        evaluations.current = None
 
 
-def _close(state: ControllerState, closed: records.EvaluationClosed) -> None:
-    evaluation = state.evaluation
-    if evaluation is not None and evaluation.number == closed.number:
-        state.evaluated[evaluation.cause] = int(closed.summary["version"])
-        state.known.evaluation(closed.summary)
-        state.evaluation = None
-
-
-def _group(state: ControllerState, record: OfGroup, payload: Buffers) -> None:
-    found = state.find(record.key)
+def _apply_to_group(state: ControllerState, record: GroupRecord, payload: Buffers) -> None:
+    found = state.find_group(record.key)
     if found is None:
-        return  # of an evaluation that is over, or given up
+        return  # of an evaluation that is over, or was moved
     groups, group = found
     match record:
         case records.CompletionsStored(trajectories=trajectories, tensors=tensors, lease=lease):
             group.temperature = record.temperature
-            state.has_generated = state.has_generated or group.purpose == "train"
-            groups.generated(group, trajectories, tensors, payload, lease)
+            state.replicas.had_quorum = state.replicas.had_quorum or group.purpose == "train"
+            groups.store_completions(group, trajectories, tensors, payload, lease)
             if trajectories:
-                state.lengths.note(group.prompt.id, group.purpose, group.num_tokens / len(trajectories))
-        case records.PartialCompletionsStored(partial=partial, tensors=tensors):
-            if len(payload) == len(tensors):  # else there is more of the group in a later record
-                found_so_far = PartialCompletions(
-                    partial, tensors, payload, record.oldest_version, record.newest_version
-                )
-                groups.interrupted(group, found_so_far, record.temperature)
+                num_tokens = group.num_tokens / len(trajectories)
+                state.replicas.lengths.note(group.prompt.id, group.purpose, num_tokens)
+        case records.PartialCompletionsStored(partial=completions, tensors=tensors):
+            if len(payload) == len(tensors):  # otherwise a later record has more of the group
+                oldest, newest = record.oldest_version, record.newest_version
+                partial = PartialCompletions(completions, tensors, payload, oldest, newest)
+                groups.store_partial(group, partial, record.temperature)
         case records.RewardsStored(rewards=rewards, components=components):
-            groups.scored(group, rewards, components)
+            groups.store_rewards(group, rewards, components)
         case records.TeacherLogprobsStored(tensors=tensors):
-            groups.taught(group, tensors, payload)
+            groups.store_teacher_logprobs(group, tensors, payload)
         case records.GroupRequeued(tries=tries):
-            groups.again(group, tries)
+            groups.regenerate(group, tries)
         case records.GroupDiscarded(filtered=True, reward=reward):
-            state.ledger.filter(group, reward)
+            state.buffer.filter(group, reward)
         case records.GroupDiscarded(reason=reason):
             group.problem = reason
             groups.discard(group)

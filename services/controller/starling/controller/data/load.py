@@ -16,7 +16,7 @@ from starling.controller.core.plan import RunPlan
 from starling.controller.data.prompts import Needs, load_prompts
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES, Trajectories, check_enough
-from starling.controller.settings import ANSWERING_KINDS, PREFERENCE_KINDS, ControllerProcess
+from starling.controller.settings import ControllerProcess
 
 
 class PromptList:
@@ -49,17 +49,18 @@ class RunData:
 def load_data(settings: ControllerProcess) -> RunData:
     """Read the data of a run. Raises ConfigError."""
     plan = settings.plan()
-    if settings.run.kind == "serve":
+    kind = settings.kind
+    if kind.serves_requests:
         return RunData(plan, PromptList([]), PromptList([]), [])
-    if settings.run.kind in ANSWERING_KINDS:
+    if kind.answers_each_prompt:
         prompts_once = PromptList(prompts_to_answer(settings))
         num_files = -(-len(prompts_once) // plan.prompts_per_step)
         plan = replace(plan, num_prompts=len(prompts_once), num_steps=num_files)
         return RunData(plan, prompts_once, prompts_once, [])
     needs: Needs = "prompt"
     if settings.examples.num_steps:
-        needs = "pair" if settings.run.kind in PREFERENCE_KINDS else "response"
-    if settings.run.kind == "replay":
+        needs = "pair" if kind.learns_from_pairs else "response"
+    if kind.reads_trajectories:
         trajectories = _load_trajectories(settings, plan)
         examples: Prompts = trajectories if settings.sft.data is None else load_prompts(settings.sft.data, needs)
         return RunData(plan, trajectories, examples, [], trajectories)
@@ -75,7 +76,7 @@ def prompts_to_answer(settings: ControllerProcess) -> list[Prompt]:
 
     Ids are ``<task>/<row>``, or ``<row>`` without tasks. Raises ConfigError.
     """
-    tasks = settings.evaluation.tasks if settings.run.kind == "evaluate" else ()
+    tasks = settings.evaluation.tasks if settings.kind.only_scores else ()
     if not tasks:
         return [_named(prompt, "") for prompt in _prompts_of(settings.data)]
     return [_named(prompt, task.name) for task in tasks for prompt in _prompts_of(task.data)]

@@ -23,8 +23,7 @@ import msgspec
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
-from starling.controller.core.groups.stored import StoredGroup
-from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored
+from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored, StoredGroup
 
 TRAJECTORIES: Final = "trajectories:"
 """Prefix of a `data.source` that is a folder of trajectory files."""

@@ -151,7 +151,7 @@ class Shell:
             RecordingPrompts(data.prompts, "prompts", self._recorder),
             RecordingPrompts(data.examples, "examples", self._recorder),
             data.held_out,
-            past=incarnation.entries,
+            journal=incarnation.entries,
             incarnation=incarnation.number,
         )
         if incarnation.entries:

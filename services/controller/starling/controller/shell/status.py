@@ -10,7 +10,7 @@ from typing import Any
 
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.telemetry import ReplicaView, RunSnapshot
-from starling.controller.core.explain import explain, pull_of
+from starling.controller.core.explain import explain, pull_of, run_phase
 from starling.controller.core.groups.group import GONE, GroupState
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
@@ -70,22 +70,22 @@ class MetricsHistory:
 
 def snapshot(state: ControllerState, history: MetricsHistory, now: float, dropped: int) -> RunSnapshot:
     """Return the snapshot of `state` at the time `now`; `dropped` counts the messages that could not be decoded."""
-    members = sorted(state.membership.members.values(), key=lambda m: m.name)
+    members = sorted(state.replicas.membership.members.values(), key=lambda m: m.name)
     return RunSnapshot(
-        phase=state.phase,
+        phase=run_phase(state),
         version=state.version,
         last_step=state.plan.last_step,
         num_supervised_steps=state.plan.num_supervised_steps,
         elapsed_s=now - history.started,
         waiting_for=explain(state),
-        groups={str(s): state.ledger.count(s) for s in GroupState if s not in GONE},
+        groups={str(s): state.buffer.count(s) for s in GroupState if s not in GONE},
         replicas=tuple(_view(state, member) for member in members),
         step=history.step,
         rewards=tuple(history.rewards),
         curve=tuple(history.curve),
         evaluations=tuple(history.evaluations),
         dropped=dropped,
-        alarms=tuple(map(str, state.alarms.values())),
+        alarms=tuple(map(str, state.training.alarms.values())),
         num_prompts=state.plan.num_prompts,
         num_answered=num_answered(state),
     )
@@ -93,8 +93,8 @@ def snapshot(state: ControllerState, history: MetricsHistory, now: float, droppe
 
 def num_answered(state: ControllerState) -> int:
     """Return the number of prompts that a run without a policy has answered."""
-    ledger = state.ledger
-    return ledger.num_trained_groups + ledger.count(GroupState.SEALED) + ledger.count(GroupState.SCORED)
+    ledger = state.buffer
+    return ledger.num_trained_groups + ledger.count(GroupState.FROZEN) + ledger.count(GroupState.SCORED)
 
 
 def _view(state: ControllerState, member: Member) -> ReplicaView:
@@ -103,7 +103,7 @@ def _view(state: ControllerState, member: Member) -> ReplicaView:
         name=member.name,
         role=member.role,
         version=state.version if member.role == "policy" else member.version,
-        num_leases=len(state.leases.of(member.name, *LEASE_KINDS)),
+        num_leases=len(state.replicas.leases.of(member.name, *LEASE_KINDS)),
         gauges=member.gauges,
         pulling=pulling,
         progress=progress,

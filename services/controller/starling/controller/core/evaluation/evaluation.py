@@ -1,23 +1,23 @@
-"""Evaluation of one pinned version on held-out prompts, beside training.
+"""Evaluation of one pinned version on the held-out prompts, concurrent with training.
 
-An evaluation is bound to a few rollouts that hold its version, and these adopt no other until it is done: every token
-of it is of one version. The other rollouts go on with training; a run's only rollout gives it half of its slots. So it
-neither blocks training nor waits for it.
+An evaluation pins a few rollouts that hold its version. They adopt no other version until it is done, so all of its
+tokens are of one version. The other rollouts go on with training; the only rollout of a run gives it half of its slots.
+So an evaluation neither blocks training nor waits for it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from starling.common.wire.messages import Prompt
+from starling.common.wire.messages import Prompt, RequestEvaluation
 from starling.controller.core.groups.group import Group, Groups, GroupState
-from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.routing import Routing
 
 TASK = "task"
-"""Key of a prompt's metadata by which results are told apart."""
+"""Key of a prompt's metadata by which results are grouped."""
 
 
 class Evaluation(Groups):
@@ -38,40 +38,40 @@ class Evaluation(Groups):
     ) -> None:
         """`first` is the ordinal of its first group: no two evaluations of a run share one.
 
-        `expected` says how many tokens the completions of a prompt will have.
+        `expected` returns the expected tokens of all completions of a prompt.
         """
         super().__init__("evaluate", max_tries)
         self.number, self.version, self.cause = number, version, cause
         self.num_completions, self.deadline = num_completions, deadline
         self.num_admitted = self.first = first
         self.pinned: set[str] = set()
-        """Rollouts that it is bound to."""
-        self.free = Routing()
-        """Those of them that hold its version, by their free slots."""
+        """Rollouts that it is pinned to."""
+        self.routing = Routing()
+        """Of the pinned rollouts, those that hold its version."""
         for prompt in prompts:
             self.admit(prompt, expected(prompt))
         self.num_prompts = self.num_admitted - first
 
     @property
-    def done(self) -> bool:
-        """Say whether every prompt is scored or was given up."""
+    def is_done(self) -> bool:
+        """Whether every prompt is scored or given up."""
         return self.num_live == self.count(GroupState.SCORED)
 
     def give_up(self) -> None:
-        """Discard what is not scored: its time is over."""
+        """Discard all groups that are not scored: the time is over."""
         for group in list(self.live()):
             if group.state is not GroupState.SCORED:
                 self.discard(group)
 
     def summary(self) -> dict[str, Any]:
-        """Return mean@k, pass@k (any completion with the full reward of 1), what failed, and the same by task."""
+        """Return mean@k, pass@k (any completion with the full reward of 1), failures, and the same by task."""
         groups = self.within(GroupState.SCORED)
         fields: dict[str, Any] = {
             "version": self.version,
             "cause": self.cause,
             "num_prompts": self.num_prompts,
             "num_failed": self.num_discarded,
-            **rates([group.rewards for group in groups]),
+            **pass_rates([group.rewards for group in groups]),
         }
         names = sorted({name for group in groups for name in group.components})
         for name in names:
@@ -85,20 +85,33 @@ class Evaluation(Groups):
                 tasks.setdefault(str(group.prompt.metadata[TASK]), []).append(group)
         if tasks:
             fields["tasks"] = {
-                task: {"num_prompts": len(members), **rates([group.rewards for group in members])}
+                task: {"num_prompts": len(members), **pass_rates([group.rewards for group in members])}
                 for task, members in sorted(tasks.items())
             }
         return fields
 
 
+@dataclass
+class Evaluations:
+    """The evaluation that is running, and the history and queue of evaluations."""
+
+    current: Evaluation | None = None
+    unpinned: dict[str, None] = field(default_factory=dict)
+    """Rollouts whose version changed since the current evaluation looked for rollouts to pin."""
+    evaluated: dict[str, int] = field(default_factory=dict)
+    """The newest version that was evaluated for each cause."""
+    requested: list[RequestEvaluation] = field(default_factory=list)
+    """Requests of operators that wait."""
+    granted: set[str] = field(default_factory=set)
+    """Requests whose evaluation has begun: a request that arrives again changes nothing."""
+    num_begun: int = 0
+    num_groups: int = 0
+    """Groups of all evaluations so far, which is the ordinal of the next one."""
+
+
 def num_pinned(num_rollouts: int, share: float) -> int:
-    """Return how many rollouts an evaluation is bound to."""
+    """Return how many rollouts an evaluation is pinned to."""
     return min(num_rollouts, max(1, math.ceil(num_rollouts * share)))
-
-
-def slots_of(member: Member, num_rollouts: int) -> int:
-    """Return how many groups of an evaluation a rollout may work on: of a run's only one, half of its slots."""
-    return member.num_slots if num_rollouts > 1 else (member.num_slots + 1) // 2
 
 
 def pass_at(k: int, num: int, num_right: int) -> float:
@@ -111,13 +124,13 @@ def pass_at(k: int, num: int, num_right: int) -> float:
     return 1.0 - math.prod((num - num_right - i) / (num - i) for i in range(k))
 
 
-def rates(of_groups: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+def pass_rates(rewards_of_groups: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     """Return mean@k and pass@k of the rewards of groups; None where there are none."""
-    rewards = [[r for r in group if r is not None] for group in of_groups]
-    kept = [r for group in rewards for r in group]
+    rewards = [[r for r in group if r is not None] for group in rewards_of_groups]
+    flat = [r for group in rewards for r in group]
     k = max((len(r) for r in rewards), default=0)
     fields: dict[str, Any] = {
-        "reward_mean": sum(kept) / len(kept) if kept else None,
+        "reward_mean": sum(flat) / len(flat) if flat else None,
         "pass_at_k": sum(max(r, default=0) >= 1 for r in rewards) / len(rewards) if rewards else None,
         "k": k,
     }

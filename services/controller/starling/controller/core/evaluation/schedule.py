@@ -1,4 +1,4 @@
-"""Evaluations: opened when one is due, bound to rollouts, closed when every prompt is scored or given up."""
+"""Schedule of evaluations: begun when due, pinned to rollouts, closed when every prompt is scored or given up."""
 
 from __future__ import annotations
 
@@ -6,188 +6,205 @@ from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.evaluation import Evaluation, num_pinned
+from starling.controller.core.groups.admission import expected_tokens
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import EvaluationClosed, EvaluationOpened, EvaluationRequested
+from starling.controller.core.replicas.assignments import revoke
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
+from starling.controller.core.weights.versions import check_outdated
 
 
-def evaluate(state: ControllerState, *, everybody: bool) -> None:
-    """Close an evaluation that is done or late, open the one that is due, and bind the present one to rollouts.
+def evaluate(state: ControllerState, *, all_rollouts: bool) -> None:
+    """Close an evaluation that is done or late, begin the one that is due, and pin it to rollouts.
 
-    It looks at all rollouts for that only when `everybody` may be another; else at those that were noted as loose.
+    `all_rollouts`: look at all rollouts for that; otherwise only at those whose version changed.
     """
-    evaluation = state.evaluation
-    if evaluation is not None and evaluation.deadline == float("inf"):  # it was opened before the controller's restart
+    evaluations, membership = state.evaluations, state.replicas.membership
+    evaluation = evaluations.current
+    if evaluation is not None and evaluation.deadline == float("inf"):  # it began before the controller's restart
         evaluation.deadline = state.now + state.plan.evaluation_s
-    if evaluation is not None and not evaluation.done and state.now >= evaluation.deadline:
+    if evaluation is not None and not evaluation.is_done and state.now >= evaluation.deadline:
         evaluation.give_up()
-        _take_back(state)
-    if evaluation is not None and evaluation.done:
-        close(state, evaluation)
-    if state.evaluation is None and state.ending.stage is RunStage.RUNNING and not state.ending.stopping:
-        open_next(state)
-        everybody = True
-    if state.evaluation is not None and (everybody or state.loose):
-        loose = (state.membership.members.get(name) for name in sorted(state.loose))
-        among = state.membership.of("rollout") if everybody else [member for member in loose if member is not None]
-        bind(state, state.evaluation, among)
-    state.loose.clear()
+        _revoke_all(state)
+    if evaluation is not None and evaluation.is_done:
+        _close(state, evaluation)
+    if evaluations.current is None and state.lifecycle.stage is RunStage.RUNNING and not state.lifecycle.stopping:
+        _begin_next(state)
+        all_rollouts = True
+    if evaluations.current is not None and (all_rollouts or evaluations.unpinned):
+        changed = (membership.members.get(name) for name in sorted(evaluations.unpinned))
+        rollouts = membership.of("rollout") if all_rollouts else [member for member in changed if member is not None]
+        _pin(state, evaluations.current, rollouts)
+    evaluations.unpinned.clear()
 
 
-def close(state: ControllerState, evaluation: Evaluation) -> None:
-    """Tell what came out, and let its rollouts go on."""
+def request_evaluation(state: ControllerState, message: wire.RequestEvaluation) -> str:
+    """Queue an evaluation that an operator requests. Returns the answer to the operator."""
+    evaluations = state.evaluations
+    if message.request in evaluations.granted:
+        return "the evaluation of this request has begun already"
+    if all(message.request != other.request for other in evaluations.requested):
+        evaluations.requested.append(message)
+        state.outbox.write(EvaluationRequested(request=message.request, num_completions=message.num_completions))
+        state.dirty |= Dirty.EVALUATE
+    if evaluations.current is not None:
+        return f"the newest version will be evaluated after the evaluation of version {evaluations.current.version}"
+    return f"version {max(0, state.weights.version)} is being evaluated"
+
+
+def _close(state: ControllerState, evaluation: Evaluation) -> None:
+    """Record the results, and unpin the rollouts."""
     summary = evaluation.summary()
-    state.note("evaluation", **summary)
-    state.write(EvaluationClosed(number=evaluation.number, summary=summary))
-    state.known.evaluation(summary)
-    state.evaluated[evaluation.cause] = evaluation.version
-    state.evaluation = None
+    state.outbox.note("evaluation", **summary)
+    state.outbox.write(EvaluationClosed(number=evaluation.number, summary=summary))
+    state.training.metrics.note_evaluation(summary)
+    state.evaluations.evaluated[evaluation.cause] = evaluation.version
+    state.evaluations.current = None
     for name in sorted(evaluation.pinned):
-        state.look_behind(state.membership.members[name])
-    state.due |= Dirty.END | Dirty.DISPATCH | Dirty.SCORE
+        check_outdated(state, state.replicas.membership.members[name])
+    state.dirty |= Dirty.END | Dirty.DISPATCH | Dirty.SCORE
 
 
-def open_next(state: ControllerState) -> None:
-    """Open the evaluation that is due first."""
-    cause = due_cause(state)
-    if cause is None or not state.held_out:
+def _begin_next(state: ControllerState) -> None:
+    """Begin the evaluation that is due first."""
+    cause = _due_cause(state)
+    if cause is None or not state.data.held_out:
         return
     num_completions, request = state.plan.eval_completions, ""
     if cause == "request":
-        wanted = state.requested.pop(0)
+        wanted = state.evaluations.requested.pop(0)
         num_completions, request = wanted.num_completions or num_completions, wanted.request
-    begin(state, cause, num_completions, request)
+    _begin(state, cause, num_completions, request)
 
 
-def due_cause(state: ControllerState) -> str | None:
-    """Return why the newest published version is to be evaluated now, or None."""
-    plan, version, evaluated = state.plan, state.rounds.version, state.evaluated
+def _due_cause(state: ControllerState) -> str | None:
+    """Return why the newest published version should be evaluated now, or None."""
+    plan, version, evaluated = state.plan, state.weights.version, state.evaluations.evaluated
     if version < plan.num_supervised_steps or version < 0:
         return None
     if plan.evaluate_at_start and "start" not in evaluated:
         return "start"
     if plan.evaluate_at_end and version == plan.last_step and "end" not in evaluated:
         return "end"
-    every = int(state.setting("evaluation.every", plan.evaluate_every))
+    every = int(state.training.changes.now("evaluation.every", plan.evaluate_every))
     if every:
         latest = plan.num_supervised_steps + (version - plan.num_supervised_steps) // every * every
-        skipped = latest == plan.last_step and plan.evaluate_at_end
-        # What the run begins with, the run that made it has evaluated.
+        is_end = latest == plan.last_step and plan.evaluate_at_end
+        # The version that the run begins with was evaluated by the run that made it.
         begun = max(plan.num_supervised_steps, plan.begin_version)
-        if latest > max(begun, evaluated.get("step", -1)) and not skipped:
+        if latest > max(begun, evaluated.get("step", -1)) and not is_end:
             return "step"
-    return "request" if state.requested else None
+    return "request" if state.evaluations.requested else None
 
 
-def begin(state: ControllerState, cause: str, num_completions: int, request: str = "") -> None:
+def _begin(state: ControllerState, cause: str, num_completions: int, request: str = "") -> None:
     """Begin to evaluate the newest published version."""
-    state.num_evaluations += 1
-    evaluation = Evaluation(
-        state.num_evaluations,
-        state.rounds.version,
-        cause,
-        state.held_out,
-        num_completions=num_completions,
-        max_tries=state.ledger.max_tries,
-        first=state.num_eval_groups,
-        deadline=state.now + state.plan.evaluation_s,
-        expected=lambda prompt: state.expected_tokens(prompt, "evaluate", num_completions),
-    )
-    state.write(
+    number, first = state.evaluations.num_begun + 1, state.evaluations.num_groups
+    version, deadline = state.weights.version, state.now + state.plan.evaluation_s
+    open_evaluation(state, number, version, cause, num_completions, request, first, deadline)
+    state.outbox.write(
         EvaluationOpened(
-            number=evaluation.number,
-            version=evaluation.version,
+            number=number,
+            version=version,
             cause=cause,
             num_completions=num_completions,
-            first=evaluation.first,
+            first=first,
             request=request,
         )
     )
+
+
+def open_evaluation(
+    state: ControllerState,
+    number: int,
+    version: int,
+    cause: str,
+    num_completions: int,
+    request: str,
+    first: int,
+    deadline: float,
+) -> None:
+    """Make evaluation `number` the current one; its groups have the ordinals from `first` on."""
+    evaluations = state.evaluations
+    evaluation = Evaluation(
+        number,
+        version,
+        cause,
+        state.data.held_out,
+        num_completions=num_completions,
+        max_tries=state.buffer.max_tries,
+        first=first,
+        deadline=deadline,
+        expected=lambda prompt: expected_tokens(state, prompt, "evaluate", num_completions),
+    )
     if request:
-        state.granted.add(request)
-    state.num_eval_groups = evaluation.num_admitted
-    state.evaluation = evaluation
+        evaluations.granted.add(request)
+        evaluations.requested = [wanted for wanted in evaluations.requested if wanted.request != request]
+    evaluations.num_begun, evaluations.num_groups = number, evaluation.num_admitted
+    evaluations.current = evaluation
 
 
-def bind(state: ControllerState, evaluation: Evaluation, among: list[Member]) -> None:
-    """Bind the evaluation to as many rollouts as it may have; begin it anew when its version is lost."""
-    num = state.membership.num("rollout")
-    _unbind(state, evaluation, among)
-    if num <= 2:  # the only rollout gives it half of its slots, and all of them once it is not alone
+def _pin(state: ControllerState, evaluation: Evaluation, rollouts: list[Member]) -> None:
+    """Pin the evaluation to as many rollouts as it may have; begin it anew when its version is lost."""
+    num = state.replicas.membership.num("rollout")
+    _unpin_waiting(state, evaluation, rollouts)
+    if num <= 2:  # the only rollout gives it half of its slots, and all of them once there is another rollout
         for name in sorted(evaluation.pinned):
-            state.update_free(state.membership.members[name])
-    over = evaluation.version == state.plan.last_step  # nothing else is left to do
-    wanted = num if over else num_pinned(num, state.plan.eval_share)
+            state.replicas.slots.mark(state.replicas.membership.members[name])
+    is_last = evaluation.version == state.plan.last_step  # nothing else is left to do
+    wanted = num if is_last else num_pinned(num, state.plan.eval_share)
     if len(evaluation.pinned) < wanted:
-        _bind_more(state, evaluation, wanted - len(evaluation.pinned), among)
-    if num and not evaluation.pinned and evaluation.version < state.rounds.version:
-        # Whoever held the version is gone, or went on: the newest one is evaluated in its place.
-        state.note("evaluation_moved", version=evaluation.version, to=state.rounds.version)
-        _take_back(state)
-        state.evaluation = None
-        begin(state, evaluation.cause, evaluation.num_completions)
-        assert state.evaluation is not None
-        state.evaluation.deadline = evaluation.deadline
-        state.due |= Dirty.EVALUATE | Dirty.BIND
+        _pin_more(state, evaluation, wanted - len(evaluation.pinned), rollouts)
+    if num and not evaluation.pinned and evaluation.version < state.weights.version:
+        # Every holder of the version is gone, or adopted another one: the newest version is evaluated in its place.
+        state.outbox.note("evaluation_moved", version=evaluation.version, to=state.weights.version)
+        _revoke_all(state)
+        state.evaluations.current = None
+        _begin(state, evaluation.cause, evaluation.num_completions)
+        assert state.evaluations.current is not None
+        state.evaluations.current.deadline = evaluation.deadline
+        state.dirty |= Dirty.EVALUATE | Dirty.PIN
 
 
-def _take_back(state: ControllerState) -> None:
-    """Take the groups of the evaluation from whoever generates or scores them: nobody wants them any more."""
+def _revoke_all(state: ControllerState) -> None:
+    """Take back all groups of the evaluation that are being generated or scored."""
     leases = [
         (member, lease)
         for role in ("rollout", "reward")
-        for member in state.membership.of(role)
-        for lease in state.leases.of(member.name, "generate", "score")
+        for member in state.replicas.membership.of(role)
+        for lease in state.replicas.leases.of(member.name, "generate", "score")
         if lease_subject(lease).startswith("e")
     ]
     for member, lease in leases:
-        state.leases.settle(lease, member.name)
-        state.release(member.name, lease)
-        state.update_free(member)
+        revoke(state, member.name, lease)
+        state.replicas.slots.mark(member)
 
 
-def _unbind(state: ControllerState, evaluation: Evaluation, among: list[Member]) -> None:
-    """Let those go that wait for a version that nobody offers any more."""
-    if evaluation.version == state.rounds.version or state.rounds.is_offered(evaluation.version):
+def _unpin_waiting(state: ControllerState, evaluation: Evaluation, rollouts: list[Member]) -> None:
+    """Unpin rollouts that wait for a version that is not on offer any more."""
+    if evaluation.version == state.weights.version or state.weights.is_offered(evaluation.version):
         return
-    for member in among:
+    for member in rollouts:
         is_pinned = member.name in evaluation.pinned
-        if is_pinned and member.version != evaluation.version and not state.leases.num(member.name, "adopt"):
+        if is_pinned and member.version != evaluation.version and not state.replicas.leases.num(member.name, "adopt"):
             evaluation.pinned.discard(member.name)
-            evaluation.free.drop(member)
-            state.look_behind(member)
+            evaluation.routing.drop(member)
+            check_outdated(state, member)
 
 
-def _bind_more(state: ControllerState, evaluation: Evaluation, num: int, among: list[Member]) -> None:
-    version, free = evaluation.version, []
-    on_offer = state.rounds.is_offered(version)
-    for member in among:
+def _pin_more(state: ControllerState, evaluation: Evaluation, num: int, rollouts: list[Member]) -> None:
+    version, leases, free = evaluation.version, state.replicas.leases, []
+    on_offer = state.weights.is_offered(version)
+    for member in rollouts:
         if member.name in evaluation.pinned:
             continue
-        adopting = state.leases.num(member.name, "adopt") > 0
+        adopting = leases.num(member.name, "adopt") > 0
         holds = member.version == version and not adopting
-        may_take = on_offer and member.version < version and not (adopting and version != state.rounds.version)
-        if holds or may_take:
-            free.append((not holds, state.leases.num(member.name, "generate"), member.name, member))
+        may_adopt = on_offer and member.version < version and not (adopting and version != state.weights.version)
+        if holds or may_adopt:
+            free.append((not holds, leases.num(member.name, "generate"), member.name, member))
     for _, _, name, member in sorted(free, key=lambda entry: entry[:3])[:num]:
         evaluation.pinned.add(name)
-        _pin(state, member)
-
-
-def _pin(state: ControllerState, member: Member) -> None:
-    state.update_free(member)
-    state.look_behind(member)
-
-
-def request(state: ControllerState, message: wire.RequestEvaluation) -> str:
-    """Queue an evaluation that an operator wants. Returns what becomes of it, in words."""
-    if message.request in state.granted:
-        return "the evaluation of this request has begun already"
-    if all(message.request != other.request for other in state.requested):
-        state.requested.append(message)
-        state.write(EvaluationRequested(request=message.request, num_completions=message.num_completions))
-        state.due |= Dirty.EVALUATE
-    if state.evaluation is not None:
-        return f"the newest version will be evaluated after the evaluation of version {state.evaluation.version}"
-    return f"version {max(0, state.rounds.version)} is being evaluated"
+        state.replicas.slots.mark(member)
+        check_outdated(state, member)

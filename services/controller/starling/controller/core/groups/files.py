@@ -1,107 +1,129 @@
-"""Groups that were generated before, as records tell them: of the journal, or of files that another run wrote."""
+"""Groups from records, of the journal or of trajectory files, and groups that are written to files.
+
+Without a policy, answered groups are written to files in the order of prompts:
+
+| record or command | meaning                                                                                         |
+|-------------------|-------------------------------------------------------------------------------------------------|
+| `StepFrozen`      | the groups of the next file are fixed; after any crash the file is written with these groups    |
+| `Store`           | the shell writes the file, atomically; a file that exists is left as it is                      |
+| `StepCommitted`   | the file is on disk: its groups leave, and the journal may drop their completions               |
+"""
 
 from __future__ import annotations
 
 from starling.controller.core.dirty import Dirty
-from starling.controller.core.events import Store
+from starling.controller.core.events import Fetch, Store
 from starling.controller.core.groups.group import Group
-from starling.controller.core.groups.stored import StoredGroup
 from starling.controller.core.records import (
     CompletionsStored,
     JournalEntry,
     RewardsStored,
     StepFrozen,
+    StoredGroup,
     TeacherLogprobsStored,
 )
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.step import ActiveStep
 
+WRITER = "controller"
+"""The holder of the only share of a step, where a file takes its place."""
 
-def recalled(state: ControllerState, step: int) -> list[Group]:
-    """Return the groups of `step` in a run that replays, once they are read; have them read, and return nothing."""
-    groups = state.ledger.sealed(step)
-    if groups:  # who was dealt them is gone
+
+# --- groups from records ----------------------------------------------------------------------------------------------
+
+
+def fetch_step(state: ControllerState, step: int) -> None:
+    """Have the records of a step read, unless that is under way."""
+    if state.training.fetching != step:
+        state.training.fetching, state.training.fetched = step, None
+        state.outbox.add(Fetch(step))
+
+
+def take_fetched(state: ControllerState, step: int) -> list[Group] | None:
+    """Return the groups of a step whose records were read, and forget them; None if they were not."""
+    fetched = state.training.fetched
+    if fetched is None or fetched[0] != step:
+        return None
+    state.training.fetched = None
+    return _groups_of(state, fetched[1])
+
+
+def load_groups(state: ControllerState, step: int) -> list[Group]:
+    """Return the groups of `step` in a run that trains from files; nothing before they are read."""
+    groups = state.buffer.frozen_groups(step)
+    if groups:  # they were dispatched to a policy that is gone
         return groups
-    if state.ending.stopping:
+    if state.lifecycle.stopping:
         return []
-    if state.fetched is None or state.fetched[0] != step:
-        if state.fetching != step:
-            state.fetch(step)
+    loaded = take_fetched(state, step)
+    if loaded is None:
+        fetch_step(state, step)
         return []
-    groups, state.fetched = groups_of(state, state.fetched[1]), None
-    if len(groups) != state.plan.prompts_per_step:
-        state.ending.fail(
-            f"the files have {len(groups)} groups of step {step}, not {state.plan.prompts_per_step}", state.now
+    if len(loaded) != state.plan.prompts_per_step:
+        state.lifecycle.fail(
+            f"the files have {len(loaded)} groups of step {step}, not {state.plan.prompts_per_step}", state.now
         )
         return []
-    return state.ledger.recall(step, groups)
+    return state.buffer.load(step, loaded)
 
 
-def groups_of(state: ControllerState, records: tuple[JournalEntry, ...]) -> list[Group]:
-    """Return the groups of a committed step as its records tell them."""
+def _groups_of(state: ControllerState, entries: tuple[JournalEntry, ...]) -> list[Group]:
+    """Return the groups of a committed step from its records."""
     groups: dict[str, Group] = {}
-    for kept in records:
-        match kept.record:
+    for entry in entries:
+        match entry.record:
             case CompletionsStored(key=key, trajectories=trajectories, tensors=tensors, temperature=temperature):
                 ordinal = int(key[1:])
-                group = groups[key] = Group(ordinal, state.prompts.prompt(ordinal), "train")
-                group.trajectories, group.tensors, group.buffers = trajectories, tensors, kept.payload
+                group = groups[key] = Group(ordinal, state.data.prompts.prompt(ordinal), "train")
+                group.trajectories, group.tensors, group.buffers = trajectories, tensors, entry.payload
                 group.temperature = temperature
             case TeacherLogprobsStored(key=key, tensors=tensors) if key in groups:
                 group = groups[key]
-                group.tensors, group.buffers = (*group.tensors, *tensors), (*group.buffers, *kept.payload)
+                group.tensors, group.buffers = (*group.tensors, *tensors), (*group.buffers, *entry.payload)
             case RewardsStored(key=key, rewards=rewards) if key in groups:
                 groups[key].rewards = rewards
     return [group for group in groups.values() if group.rewards and len(group.buffers) == len(group.tensors)]
 
 
-# JOINED from starling.controller.core.derive_files: The end of the walk where nothing is trained: groups that
-# are answered are written to files, in the order of prompts.  | record or command | then
-# | |-------------------|-------------------------------------------------------------------------------------
-# --| | `StepFrozen`      | which groups the next file has; whatever dies from here on, it is written so
-# | | `Store`           | the shell writes it, whole or not at all; one that is there already is left as it is
-# | | `StepCommitted`   | it is on disk: its groups leave, and the journal need not hold what they are made of
-# |
+# --- groups to files --------------------------------------------------------------------------------------------------
 
-WRITER = "controller"
-"""Who makes a step where there is no policy."""
+
+def freeze_next(state: ControllerState, step: int) -> list[Group]:
+    """Freeze and return the groups of `step`, if they are complete, and record which groups they are."""
+    groups = state.buffer.freeze_next(step)
+    if groups:
+        ordinals = tuple(group.ordinal for group in groups)
+        prompts = tuple(group.prompt.id for group in groups)
+        state.outbox.write(StepFrozen(step=step, ordinals=ordinals, prompts=prompts))
+    return groups
 
 
 def write_file(state: ControllerState) -> None:
-    """Seal the next file when its groups are answered, and have it written."""
+    """Freeze the groups of the next file when they are answered, and have it written."""
     step = state.version + 1
-    if state.step is not None or step > state.plan.last_step:
+    if state.training.step is not None or step > state.plan.last_step:
         return
-    groups = state.ledger.sealed(step)
-    if not groups:
-        groups = state.ledger.seal(step)
-        if groups:
-            write_sealed(state, step, groups)
+    groups = state.buffer.frozen_groups(step) or freeze_next(state, step)
     if groups:
-        state.step = ActiveStep(step, shares={WRITER: ""})
+        state.training.step = ActiveStep(step, shares={WRITER: ""})
         store(state, step, groups)
-
-
-def write_sealed(state: ControllerState, step: int, groups: list[Group]) -> None:
-    """Put into the journal which groups a step has."""
-    ordinals = tuple(group.ordinal for group in groups)
-    state.write(StepFrozen(step=step, ordinals=ordinals, prompts=tuple(group.prompt.id for group in groups)))
 
 
 def store(state: ControllerState, step: int, groups: list[Group]) -> None:
     """Have the groups of a step written to a file."""
-    state.out.append(Store(step, tuple(_stored(state, group) for group in groups)))
+    state.outbox.add(Store(step, tuple(_to_stored(state, group) for group in groups)))
 
 
-def stored(state: ControllerState, step: int) -> None:
-    """The groups of a step are on disk; without a policy, that makes the step."""
-    if not state.plan.has_policy and state.step is not None and state.step.number == step:
-        state.step.shares.clear()
-        state.step.done.add(WRITER)
-        state.due |= Dirty.TRAIN
+def on_stored(state: ControllerState, step: int) -> None:
+    """Note that the groups of a step are on disk; without a policy, this makes the step."""
+    active = state.training.step
+    if not state.plan.kind.trains and active is not None and active.number == step:
+        active.shares.clear()
+        active.made_by.add(WRITER)
+        state.dirty |= Dirty.TRAIN
 
 
-def _stored(state: ControllerState, group: Group) -> StoredGroup:
+def _to_stored(state: ControllerState, group: Group) -> StoredGroup:
     return StoredGroup(
         ordinal=group.ordinal,
         prompt=group.prompt,

@@ -1,17 +1,19 @@
-"""Groups of one purpose, each in exactly one state, and what they are waiting for.
+"""Groups of one purpose, each in exactly one state, and the indexes of the groups that are due next.
 
-    waiting -> leased -> generated -> scored -> sealed -> trained
-       ^_________|___________|           |
-                 (again, or discarded)
+    waiting -> leased -> generated -> scored -> frozen -> trained
+       ^_________|___________|
+          (generated again, or discarded)
 
-A rollout that leaves in good order gives back what it has of a group, which then waits with its tokens so far: the next
-rollout goes on from them. That is nobody's failure and counts as no try.
+`TRANSITIONS` lists every legal transition, and `Groups.move` enforces it.
 
-A generated group is scored once it has its rewards and, in a run with teachers, its teacher's log-probabilities too:
-the two come from different replicas, in either order.
+A rollout that leaves in good order gives back the tokens so far of its groups. Such a group waits with these partial
+completions, and the next rollout resumes from them. This is no failure of the group and does not count as a try.
 
-What follows next (which group waits first, which is to be scored) is found in a time that does not depend on how many
-groups there are.
+In a run with teachers a generated group is scored once it has both its rewards and its teacher's log-probabilities. The
+two come from different replicas, in either order.
+
+The group that is due next (the first that waits, the first to be scored) is found in a time that does not depend on the
+number of groups.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import enum
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from starling.common.ids import LeaseKind, Purpose
 from starling.common.wire.messages import Prompt, TensorMeta, TrajectoryMeta
@@ -35,12 +38,36 @@ class GroupState(enum.StrEnum):
     LEASED = "leased"
     GENERATED = "generated"
     SCORED = "scored"
-    SEALED = "sealed"
+    FROZEN = "frozen"
     TRAINED = "trained"
     DISCARDED = "discarded"
 
 
-GONE = frozenset({GroupState.TRAINED, GroupState.DISCARDED})
+GONE: Final = frozenset({GroupState.TRAINED, GroupState.DISCARDED})
+
+TRANSITIONS: Final[dict[tuple[GroupState, GroupState], str]] = {
+    (GroupState.WAITING, GroupState.LEASED): "dispatched to a rollout",
+    (GroupState.LEASED, GroupState.GENERATED): "its completions arrived",
+    (GroupState.GENERATED, GroupState.SCORED): "its rewards, and its teacher's log-probabilities, are complete",
+    (GroupState.SCORED, GroupState.FROZEN): "a step, or a file, takes it",
+    (GroupState.FROZEN, GroupState.TRAINED): "its step is published, or its file is written",
+    # Generated again
+    (GroupState.LEASED, GroupState.WAITING): "its rollout left or failed",
+    (GroupState.GENERATED, GroupState.WAITING): "its completions cannot be scored",
+    (GroupState.WAITING, GroupState.WAITING): "its partial completions were dropped",
+    # Given up
+    (GroupState.WAITING, GroupState.DISCARDED): "the time of its evaluation is over, or it is out of tries",
+    (GroupState.LEASED, GroupState.DISCARDED): "as above",
+    (GroupState.GENERATED, GroupState.DISCARDED): "as above, or all its rewards are equal",
+    # Given up in a run without a policy: its place in the file then holds the reason
+    (GroupState.WAITING, GroupState.SCORED): "out of tries",
+    (GroupState.LEASED, GroupState.SCORED): "out of tries",
+    # Restored from the journal, which records no leases, or loaded from a file
+    (GroupState.WAITING, GroupState.GENERATED): "its completions are in the journal or in the file",
+    (GroupState.WAITING, GroupState.FROZEN): "its step was committed, and its completions are pruned from the journal",
+    (GroupState.GENERATED, GroupState.FROZEN): "its step was committed, and its rewards are pruned from the journal",
+}
+"""Every legal transition, with its cause."""
 
 
 @dataclass(slots=True)
@@ -53,7 +80,7 @@ class Group:
     purpose: Purpose
     state: GroupState = GroupState.WAITING
     step: int = 0
-    """The step that trains it, once it is sealed."""
+    """The step that trains it, once it is frozen."""
     tries: int = 0
     """How often its completions were thrown away."""
     min_version: int = 0
@@ -63,24 +90,24 @@ class Group:
     buffers: Buffers = ()
     rewards: tuple[float | None, ...] = ()
     components: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
-    scoring: str = ""
-    """The lease under which a reward replica has it; empty when none has."""
-    teaching: str = ""
-    """The lease under which a teacher has it."""
-    taught: bool = False
-    """Its teacher's tensors follow those of its completions."""
+    score_lease: str = ""
+    """The lease under which a reward replica scores it; empty when none does."""
+    teacher_lease: str = ""
+    """The lease under which a teacher scores its tokens; empty when none does."""
+    has_teacher_logprobs: bool = False
+    """The teacher's tensors follow those of its completions."""
     generated_by: str = ""
-    """The lease under which its completions were generated: those to score and to teach them are all newer."""
+    """The lease under which its completions were generated. Leases to score these completions are all newer."""
     temperature: float = 1.0
     """Divisor of the logits, as of its dispatch."""
     problem: str = ""
     """Why it was given up."""
-    losses: int = 0
-    """How many engines died with it in hand since its tries were counted last."""
+    num_lost_engines: int = 0
+    """Engines that died while they worked on it, since its tries were counted last."""
     partial: PartialCompletions | None = None
-    """What some rollout left of its completions, to go on from."""
+    """Tokens so far of its completions, from a rollout that could not finish them."""
     expected_tokens: int = 1
-    """Of all completions, as was to be expected at its admission."""
+    """Expected tokens of all its completions, estimated at its admission."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,33 +116,33 @@ class Group:
 
     @property
     def key(self) -> str:
-        """Return its name in lease ids and in the journal."""
+        """Its name in lease ids and in the journal."""
         return f"{self.purpose[0]}{self.ordinal}"
 
 
 class Groups:
-    """Groups of one purpose. Those that wait, and those to score, come in the order of admission."""
+    """Groups of one purpose. Waiting groups, and groups to be scored, come in the order of admission."""
 
-    def __init__(self, purpose: Purpose, max_tries: int, *, is_taught: bool = False) -> None:
-        """`max_tries`: how often a group is generated again before it is discarded; `is_taught`: by teachers."""
-        self.purpose, self.max_tries, self.is_taught = purpose, max_tries, is_taught
+    def __init__(self, purpose: Purpose, max_tries: int, *, needs_teacher: bool = False) -> None:
+        """`max_tries`: how often a group is generated again before it is discarded."""
+        self.purpose, self.max_tries, self.needs_teacher = purpose, max_tries, needs_teacher
         self.num_admitted = 0
         self.num_discarded = 0
-        """Groups that were given up: their completions could not be had, or not be scored."""
+        """Groups that were given up, because their completions could not be generated or scored."""
         self.num_env_errors = 0
-        """Groups that were thrown away because an environment failed, since this controller started."""
+        """Groups whose completions were thrown away because an environment failed, since this controller started."""
         self._live: dict[int, Group] = {}
         self._counts: dict[GroupState, int] = dict.fromkeys(GroupState, 0)
         self._waiting: list[int] = []
         self._longest: list[tuple[int, int, int]] = []
-        """The same by block, the longest first."""
+        """Waiting groups by block, the longest first."""
         self.waiting_tokens = 0
-        """Expected of all groups that wait."""
+        """Expected tokens of all waiting groups."""
         self._to_score: list[int] = []
-        self._to_teach: list[int] = []
+        self._to_teacher: list[int] = []
 
     def admit(self, prompt: Prompt, expected_tokens: int = 1) -> Group:
-        """Take in a prompt as a waiting group, of which so many tokens are expected."""
+        """Add a prompt as a waiting group of so many expected tokens."""
         group = Group(self.num_admitted, prompt, self.purpose, expected_tokens=expected_tokens)
         self.num_admitted += 1
         self._live[group.ordinal] = group
@@ -125,12 +152,11 @@ class Groups:
 
     def _push(self, group: Group) -> None:
         heapq.heappush(self._waiting, group.ordinal)
-        place = (self.block(group), -length_class(group.expected_tokens), group.ordinal)
-        heapq.heappush(self._longest, place)
+        heapq.heappush(self._longest, (self.block(group), -length_class(group.expected_tokens), group.ordinal))
         self.waiting_tokens += group.expected_tokens
 
     def block(self, group: Group) -> int:
-        """Return which of the blocks a group is in, within which the longest goes first: here there is but one."""
+        """Return the block of a group, within which the longest group is dispatched first. Here there is only one."""
         return 0
 
     def get(self, ordinal: int) -> Group | None:
@@ -156,40 +182,41 @@ class Groups:
 
     def next_waiting(self) -> Group | None:
         """Return the first group that waits."""
-        found = self._first(self._waiting, _waits)
+        found = self._first(self._waiting, _is_waiting)
         if found is None:
-            self._longest.clear()  # nothing that it holds counts any more
+            self._longest.clear()  # all its entries are stale
         return found
 
     def next_longest(self) -> Group | None:
-        """Return the longest group of the first block of which any waits; the order of admission breaks ties."""
-        # As in `_first`: only the state says what counts.
+        """Return the longest group of the first block that has a waiting one; the order of admission breaks ties."""
+        # As in `_first`: an entry counts only while the state of its group says so.
         while self._longest:
             group = self._live.get(self._longest[0][2])
-            if group is not None and _waits(group):
+            if group is not None and _is_waiting(group):
                 return group
             heapq.heappop(self._longest)
         return None
 
     def next_to_score(self) -> Group | None:
-        """Return the first group that has completions, and nobody that scores them."""
-        return self._first(self._to_score, wants_scores)
+        """Return the first group with completions that no reward replica has scored or scores."""
+        return self._first(self._to_score, is_unscored)
 
-    def next_to_teach(self) -> Group | None:
-        """Return the first group that lacks its teacher's log-probabilities, and that no teacher has."""
-        return self._first(self._to_teach, wants_teacher)
+    def next_to_teacher(self) -> Group | None:
+        """Return the first group with completions whose tokens no teacher has scored or scores."""
+        return self._first(self._to_teacher, lacks_teacher)
 
-    def _first(self, heap: list[int], wants: Callable[[Group], bool]) -> Group | None:
-        # An ordinal stays in its heap when the group goes on, and may be in it twice: only the state says what counts.
+    def _first(self, heap: list[int], is_due: Callable[[Group], bool]) -> Group | None:
+        # An ordinal stays in its heap when its group moves on, and may be in it twice: the state of the group decides.
         while heap:
             group = self._live.get(heap[0])
-            if group is not None and wants(group):
+            if group is not None and is_due(group):
                 return group
             heapq.heappop(heap)
         return None
 
     def move(self, group: Group, state: GroupState) -> None:
-        """Put `group` into `state`."""
+        """Put `group` into `state`, which must be a legal transition."""
+        assert (group.state, state) in TRANSITIONS, f"{group.key} may not go from {group.state} to {state}"
         if group.state is GroupState.WAITING:
             self.waiting_tokens -= group.expected_tokens
         self._counts[group.state] -= 1
@@ -202,11 +229,11 @@ class Groups:
             self._counts[state] -= 1
 
     def lease(self, group: Group, min_version: int) -> None:
-        """A rollout has the group."""
+        """Note that a rollout generates the group, with weights of `min_version` or newer."""
         group.min_version = min_version
         self.move(group, GroupState.LEASED)
 
-    def generated(
+    def store_completions(
         self,
         group: Group,
         trajectories: tuple[TrajectoryMeta, ...],
@@ -214,68 +241,68 @@ class Groups:
         buffers: Buffers,
         lease: str = "",
     ) -> None:
-        """Store the completions of a group, which it was leased for as `lease`."""
+        """Store the completions of a group, which were generated under `lease`."""
         group.trajectories, group.tensors, group.buffers = trajectories, tensors, buffers
         group.generated_by, group.partial = lease, None
         self.move(group, GroupState.GENERATED)
         heapq.heappush(self._to_score, group.ordinal)
-        if self.is_taught:
-            heapq.heappush(self._to_teach, group.ordinal)
+        if self.needs_teacher:
+            heapq.heappush(self._to_teacher, group.ordinal)
 
-    def scored(
+    def store_rewards(
         self, group: Group, rewards: tuple[float | None, ...], components: dict[str, tuple[float | None, ...]]
     ) -> None:
         """Store the rewards of a generated group."""
-        group.scoring, group.rewards, group.components = "", rewards, components
+        group.score_lease, group.rewards, group.components = "", rewards, components
         self._complete(group)
 
-    def taught(self, group: Group, tensors: tuple[TensorMeta, ...], buffers: Buffers) -> None:
-        """Store what a teacher makes of a generated group, behind its completions."""
-        group.teaching, group.taught = "", True
+    def store_teacher_logprobs(self, group: Group, tensors: tuple[TensorMeta, ...], buffers: Buffers) -> None:
+        """Store a teacher's log-probabilities of a generated group, behind the tensors of its completions."""
+        group.teacher_lease, group.has_teacher_logprobs = "", True
         group.tensors, group.buffers = (*group.tensors, *tensors), (*group.buffers, *buffers)
         self._complete(group)
 
     def _complete(self, group: Group) -> None:
-        """Note that a group is scored when nothing is missing any more."""
-        if group.rewards and (group.taught or not self.is_taught):
+        """Note that a group is scored, if nothing is missing any more."""
+        if group.rewards and (group.has_teacher_logprobs or not self.needs_teacher):
             self.move(group, GroupState.SCORED)
 
     def requeue(self, group: Group, kind: LeaseKind) -> None:
-        """Put a group back whose replica was lost: that is nobody's failure, so the same tokens are due again.
+        """Put a group back whose replica was lost with work of this kind.
 
-        `kind`: of the work that the replica had.
+        This is no failure of the group, so its seed stays and the same tokens are due again.
         """
         match kind:
             case "generate" if group.state is GroupState.LEASED:
                 self.move(group, GroupState.WAITING)
             case "score":
-                group.scoring = ""
+                group.score_lease = ""
                 heapq.heappush(self._to_score, group.ordinal)
             case "teach":
-                group.teaching = ""
-                heapq.heappush(self._to_teach, group.ordinal)
+                group.teacher_lease = ""
+                heapq.heappush(self._to_teacher, group.ordinal)
 
-    def interrupted(self, group: Group, partial: PartialCompletions, temperature: float) -> bool:
-        """Keep what a rollout left of a group, drawn at this temperature; not where more of it is there already."""
-        keeps = group.partial is None or partial.num_tokens >= group.partial.num_tokens
-        if keeps:
+    def store_partial(self, group: Group, partial: PartialCompletions, temperature: float) -> bool:
+        """Keep partial completions that were sampled at this temperature, unless the group has longer ones."""
+        is_longer = group.partial is None or partial.num_tokens >= group.partial.num_tokens
+        if is_longer:
             group.partial, group.temperature = partial, temperature
-        return keeps
+        return is_longer
 
-    def retry(self, group: Group, *, hopeless: bool = False) -> None:
+    def retry(self, group: Group, *, retryable: bool = True) -> None:
         """Throw a group's completions away: generate it again, or discard it after `max_tries`."""
-        if hopeless or group.tries >= self.max_tries:
+        if not retryable or group.tries >= self.max_tries:
             group.tries += 1
             self.discard(group)
         else:
-            self.again(group, group.tries + 1)
+            self.regenerate(group, group.tries + 1)
 
-    def again(self, group: Group, tries: int) -> None:
-        """Have a group generated again, whose completions were thrown away for the `tries`-th time."""
+    def regenerate(self, group: Group, tries: int) -> None:
+        """Let a group wait again, whose completions were thrown away for the `tries`-th time."""
         group.tries = tries
         group.trajectories, group.tensors, group.buffers, group.rewards = (), (), (), ()
-        group.scoring = group.teaching = group.generated_by = ""
-        group.taught, group.partial = False, None
+        group.score_lease = group.teacher_lease = group.generated_by = ""
+        group.has_teacher_logprobs, group.partial = False, None
         self.move(group, GroupState.WAITING)
 
     def discard(self, group: Group) -> None:
@@ -284,15 +311,15 @@ class Groups:
         self.move(group, GroupState.DISCARDED)
 
 
-def _waits(group: Group) -> bool:
+def _is_waiting(group: Group) -> bool:
     return group.state is GroupState.WAITING
 
 
-def wants_scores(group: Group) -> bool:
-    """Say whether a group has completions without rewards, and nobody scores them."""
-    return group.state is GroupState.GENERATED and not group.scoring and not group.rewards
+def is_unscored(group: Group) -> bool:
+    """Say whether a group has completions without rewards, and no reward replica scores them."""
+    return group.state is GroupState.GENERATED and not group.score_lease and not group.rewards
 
 
-def wants_teacher(group: Group) -> bool:
-    """Say whether a group has completions that no teacher has seen or sees."""
-    return group.state is GroupState.GENERATED and not group.teaching and not group.taught
+def lacks_teacher(group: Group) -> bool:
+    """Say whether a group has completions whose tokens no teacher has scored or scores."""
+    return group.state is GroupState.GENERATED and not group.teacher_lease and not group.has_teacher_logprobs

@@ -1,4 +1,4 @@
-"""What is there of a group that a rollout could not finish: kept, so that another one goes on from its tokens."""
+"""Partial completions of an interrupted group, kept so that another rollout can resume from their tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Final
 from starling.common.wire.messages import PartialCompletionMeta, TensorMeta
 from starling.controller.core.events import Buffers
 
-PER_TOKEN: Final = 3
+NUM_TOKEN_TENSORS: Final = 3
 """The first tensors have one element of four bytes for each token: its id, its log-probability, its weight version."""
 VERSIONS: Final = 2
-"""Which of them holds the versions."""
+"""Index of the tensor of weight versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PartialCompletions:
     tensors: tuple[TensorMeta, ...]
     buffers: Buffers
     oldest_version: int
-    """The least, and below the greatest weight version among its tokens."""
+    """Oldest, and below newest, weight version among its tokens."""
     newest_version: int
 
     @property
@@ -37,28 +37,29 @@ class PartialCompletions:
         return oldest <= self.oldest_version and self.newest_version <= newest
 
 
-NOTHING: Final = PartialCompletions((), (), (), 0, 0)
-"""Of a group that is to be begun."""
+NO_TOKENS: Final = PartialCompletions((), (), (), 0, 0)
 
 
 def parse_partial(
     completions: tuple[PartialCompletionMeta, ...], tensors: tuple[TensorMeta, ...], buffers: Sequence[bytes], num: int
 ) -> PartialCompletions | None:
-    """Return what a rollout left of a group of `num` completions; None when it left no token.
+    """Return the partial completions of a group of `num` completions; None when they have no token.
 
     Raises:
-        ValueError: one sentence that says what does not fit together.
+        ValueError: completions, tensors and buffers do not fit together; one sentence.
     """
     total = sum(completion.num_tokens for completion in completions)
     if total == 0 and all(completion.num_tokens == 0 for completion in completions):
         return None
     if len(completions) != num or min(completion.num_tokens for completion in completions) < 0:
         raise ValueError(f"{len(completions)} completions of {total} tokens came of a group of {num}")
-    if len(tensors) < PER_TOKEN or len(buffers) != len(tensors):
-        raise ValueError(f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {PER_TOKEN} or more")
+    if len(tensors) < NUM_TOKEN_TENSORS or len(buffers) != len(tensors):
+        raise ValueError(
+            f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {NUM_TOKEN_TENSORS} or more"
+        )
     for position, (tensor, buffer) in enumerate(zip(tensors, buffers, strict=True)):
         fits = len(buffer) == tensor.nbytes and tensor.shape[:1] == (total,)
-        if not fits or (position < PER_TOKEN and tensor.nbytes != 4 * math.prod(tensor.shape)):
+        if not fits or (position < NUM_TOKEN_TENSORS and tensor.nbytes != 4 * math.prod(tensor.shape)):
             raise ValueError(f"a tensor {tensor.shape} of {len(buffer)} bytes came with {total} tokens")
     versions = memoryview(buffers[VERSIONS]).cast("i")
     return PartialCompletions(completions, tensors, tuple(buffers), min(versions), max(versions))

@@ -1,4 +1,7 @@
-"""Stops 3 to 5: what comes of a group that somebody worked on."""
+"""Results of groups: completions, partial completions, rewards, teacher log-probabilities, and failures of any of them.
+
+Stops 3 to 5 of the walk.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from starling.common.ids import lease_incarnation
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
+from starling.controller.core.groups.admission import newest_allowed, num_completions
 from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.groups.partial import parse_partial
 from starling.controller.core.records import (
@@ -16,121 +20,137 @@ from starling.controller.core.records import (
     RewardsStored,
     TeacherLogprobsStored,
 )
+from starling.controller.core.replicas.assignments import revoke
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 
 TENSORS = ("prompt", "tokens", "logprobs", "versions")
-"""The first buffers of a group, in order; what a prompt with images has besides follows them."""
+"""The first tensors of a group, in order. Further tensors of its prompt, of images for example, follow them."""
 LOSS_MASK = "loss_mask"
-"""The name of what says which tokens an environment said."""
-MAX_LOSSES = 2
-"""So many engines may die with a group in hand before that counts as a failure of the group: a prompt that kills every
-engine must not use up all of them. What ran beside it is taken for as guilty, and is generated again like it."""
+"""Name of the tensor that marks tokens from the environment."""
+MAX_LOST_ENGINES = 2
+"""So many engines may die while they work on a group before this counts as a failure of the group: a prompt that kills
+every engine must not use up all of them. Groups that ran beside it count as guilty too, and are generated again."""
 TEACHER_TENSORS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
-"""The names of what a teacher adds; those behind the first where it tells its likeliest tokens."""
+"""Names of a teacher's tensors. It sends all of them, or only the first if it reports no likeliest tokens."""
 
 
-def generated(
+def on_generated(
     state: ControllerState, member: Member, lease: Lease, message: wire.GroupGenerated, event: Received
 ) -> None:
-    """A group has its completions: keep them, unless they are not what was asked for."""
-    state.due |= Dirty.SCORE | Dirty.DISPATCH
-    found = state.group_of(message.lease)
+    """Store the completions of a group, unless they are not those that were asked for."""
+    state.dirty |= Dirty.SCORE | Dirty.DISPATCH
+    found = state.group_of_lease(message.lease)
     if found is None:
         return
     groups, group = found
+    problem = _problem(state, groups, group, message)
+    if problem is not None:
+        reason, retryable, status = problem
+        retry(state, groups, group, reason, retryable=retryable, status=status)
+        return
+    if message.temperature >= 0:  # a controller that took the work over did not ask for it
+        group.temperature = message.temperature
+    # Nothing of an evaluation is trained. Its rewards need only the message, and its tokens would take memory until it
+    # closes, and space in the journal.
+    keeps_tokens = group.purpose == "train" and state.plan.kind.keeps_tokens
+    tensors, buffers = (message.tensors, event.buffers) if keeps_tokens else ((), ())
+    groups.store_completions(group, message.trajectories, tensors, buffers, message.lease)
+    _update_estimates(state, member, lease, group)
+    record = CompletionsStored(
+        key=group.key,
+        trajectories=message.trajectories,
+        tensors=tensors,
+        temperature=group.temperature,
+        lease=message.lease,
+    )
+    state.outbox.write(record, buffers)
+    if not state.plan.num_rewards:
+        _store_zero_rewards(state, groups, group)
+
+
+def _problem(
+    state: ControllerState, groups: Groups, group: Group, message: wire.GroupGenerated
+) -> tuple[str, bool, wire.Status | None] | None:
+    """Return what is wrong with completions, whether to retry, and the status of one that failed; None if usable."""
     versions = [t.oldest_version for t in message.trajectories]
-    wanted = state.num_completions(group.purpose)
+    wanted = num_completions(state, group.purpose)
     if len(message.trajectories) != wanted:
-        retry(state, groups, group, f"{len(message.trajectories)} completions came instead of {wanted}")
-    elif len(message.tensors) < len(TENSORS):
-        retry(state, groups, group, f"{len(message.tensors)} tensors came instead of {len(TENSORS)} or more")
-    elif min(versions) < group.min_version:
-        retry(state, groups, group, f"a token is of version {min(versions)}, older than {group.min_version}")
-    elif group.purpose == "evaluate" and any(t.newest_version != group.min_version for t in message.trajectories):
-        retry(state, groups, group, f"a token is of another version than {group.min_version}")
-    elif failed := [(i, t) for i, t in enumerate(message.trajectories) if t.status not in wire.TRAINABLE_STATUSES]:
+        return f"{len(message.trajectories)} completions came instead of {wanted}", True, None
+    if len(message.tensors) < len(TENSORS):
+        return f"{len(message.tensors)} tensors came instead of {len(TENSORS)} or more", True, None
+    if min(versions) < group.min_version:
+        return f"a token is of version {min(versions)}, older than {group.min_version}", True, None
+    if group.purpose == "evaluate" and any(t.newest_version != group.min_version for t in message.trajectories):
+        return f"a token is of another version than {group.min_version}", True, None
+    if failed := [(i, t) for i, t in enumerate(message.trajectories) if t.status not in wire.TRAINABLE_STATUSES]:
         index, first = failed[0]
         reason = f"{len(failed)} of its completions failed, completion {index} by {first.status}: {first.problem}"
-        retry(state, groups, group, reason, status=first.status)
-    elif groups.is_taught and any(tensor.name != LOSS_MASK for tensor in message.tensors[len(TENSORS) :]):
-        retry(state, groups, group, "its prompt has more than tokens, and a teacher reads nothing else", hopeless=True)
-    else:
-        if message.temperature >= 0:  # a controller that took the work over did not ask for it
-            group.temperature = message.temperature
-        # Of an evaluation nothing is trained: what its rewards need is in the message, and its tokens would only take
-        # memory until the evaluation closes, and room in the journal.
-        keeps = group.purpose == "train" and state.plan.keeps_tokens
-        tensors, buffers = (message.tensors, event.buffers) if keeps else ((), ())
-        groups.generated(group, message.trajectories, tensors, buffers, message.lease)
-        _learn(state, member, lease, group)
-        record = CompletionsStored(
-            key=group.key,
-            trajectories=message.trajectories,
-            tensors=tensors,
-            temperature=group.temperature,
-            lease=message.lease,
-        )
-        state.write(record, buffers)
-        if not state.plan.num_rewards:
-            unscored(state, groups, group)
+        return reason, True, first.status
+    if groups.needs_teacher and any(tensor.name != LOSS_MASK for tensor in message.tensors[len(TENSORS) :]):
+        return "its prompt has more than tokens, and a teacher reads nothing else", False, None
+    return None
 
 
-def _learn(state: ControllerState, member: Member, lease: Lease, group: Group) -> None:
-    """Learn from a group that was generated how long it is, and how fast its rollout is.
+def _update_estimates(state: ControllerState, member: Member, lease: Lease, group: Group) -> None:
+    """Update the estimates of the length of a group and of the speed of its rollout.
 
-    Not from one that the rollout had before this controller, which does not know since when.
+    Work from before this controller gives no speed, because it is not known when it began.
     """
     num_tokens = group.num_tokens
-    state.lengths.note(group.prompt.id, group.purpose, num_tokens / len(group.trajectories))
+    state.replicas.lengths.note(group.prompt.id, group.purpose, num_tokens / len(group.trajectories))
     if lease.send is not None and isinstance(lease.send.message, wire.GenerateGroup):
-        begun = sum(completion.num_tokens for completion in lease.send.message.partial)
-        state.capacity.rates.note(member.name, num_tokens - begun, state.now - lease.begun_at)
+        resumed = sum(completion.num_tokens for completion in lease.send.message.partial)
+        state.replicas.slots.rates.note(member.name, num_tokens - resumed, state.now - lease.begun_at)
 
 
-def interrupted(state: ControllerState, member: Member, message: wire.GroupInterrupted, event: Received) -> None:
-    """A rollout cannot finish a group: the group waits again, with its tokens so far where they may be trained.
+def on_interrupted(state: ControllerState, member: Member, message: wire.GroupInterrupted, event: Received) -> None:
+    """Let a group wait again that a rollout cannot finish, with its tokens so far where they may be trained.
 
-    Who gives a group back is about to leave, or has lost its engine: it gets no other for a while.
+    A rollout that gives a group back is about to leave, or has lost its engine, so it gets no other for a while.
     """
-    state.due |= Dirty.DISPATCH | Dirty.EVALUATE
-    state.rest(member)
-    found = state.group_of(message.lease)
+    state.dirty |= Dirty.DISPATCH | Dirty.EVALUATE
+    state.replicas.slots.cool_down(member, state.now + state.plan.lease_s)
+    found = state.group_of_lease(message.lease)
     if found is None:
         return
     groups, group = found
     groups.requeue(group, "generate")
-    told: dict[str, object] = {}
+    fields: dict[str, object] = {}
     try:
-        told["num_tokens"] = _keep(state, groups, group, message, event.buffers)
+        fields["num_tokens"] = _store_partial(state, groups, group, message, event.buffers)
     except ValueError as error:
-        told = {"num_tokens": 0, "thrown_away": str(error)}
-    state.note("interrupted", prompt=group.prompt.id, replica=member.name, reason=message.reason, **told)
-    group.losses += message.lost
-    if group.losses >= MAX_LOSSES:
-        group.losses = 0
-        retry(state, groups, group, f"{MAX_LOSSES} engines died while they worked on it")
+        fields = {"num_tokens": 0, "thrown_away": str(error)}
+    state.outbox.note("interrupted", prompt=group.prompt.id, replica=member.name, reason=message.reason, **fields)
+    group.num_lost_engines += message.lost
+    if group.num_lost_engines >= MAX_LOST_ENGINES:
+        group.num_lost_engines = 0
+        retry(state, groups, group, f"{MAX_LOST_ENGINES} engines died while they worked on it")
 
 
-def _keep(
+def _store_partial(
     state: ControllerState, groups: Groups, group: Group, message: wire.GroupInterrupted, buffers: Buffers
 ) -> int:
-    """Keep what a rollout left of a group. Returns how many tokens; raises ValueError where they may not be trained."""
-    partial = parse_partial(message.partial, message.tensors, buffers, state.num_completions(group.purpose))
+    """Keep the partial completions of a group. Returns the number of their tokens.
+
+    Raises:
+        ValueError: they may not be trained; one sentence.
+    """
+    partial = parse_partial(message.partial, message.tensors, buffers, num_completions(state, group.purpose))
     if partial is None:
         return 0
     oldest, newest = partial.oldest_version, partial.newest_version
-    if not partial.is_within(group.min_version, state.newest_allowed(group)):
+    if not partial.is_within(group.min_version, newest_allowed(state, group)):
         raise ValueError(
             f"tokens of versions {oldest} to {newest} came, and {group.min_version} was the oldest allowed"
         )
-    # A controller that took the work over did not ask for the temperature, and knows it only if it is told.
-    known = group.temperature if lease_incarnation(message.lease) == state.incarnation else -1.0
-    temperature = message.temperature if message.temperature >= 0 else known
+    # A controller that took the work over did not choose the temperature, and knows it only from the message.
+    chosen = group.temperature if lease_incarnation(message.lease) == state.incarnation else -1.0
+    temperature = message.temperature if message.temperature >= 0 else chosen
     if temperature < 0:
-        raise ValueError("nobody knows at which temperature the tokens were drawn")
-    if not groups.interrupted(group, partial, temperature):
+        raise ValueError("the temperature at which the tokens were sampled is not known")
+    if not groups.store_partial(group, partial, temperature):
         return 0
     record = PartialCompletionsStored(
         key=group.key,
@@ -140,21 +160,21 @@ def _keep(
         newest_version=newest,
         temperature=temperature,
     )
-    state.write(record, partial.buffers)
+    state.outbox.write(record, partial.buffers)
     return partial.num_tokens
 
 
-def unscored(state: ControllerState, groups: Groups, group: Group) -> None:
-    """Go on with a group in a run that scores nothing: what its teacher makes of it is all that counts."""
-    groups.scored(group, (0.0,) * len(group.trajectories), {})
-    state.write(RewardsStored(key=group.key, rewards=group.rewards))
-    state.due |= Dirty.TRAIN
+def _store_zero_rewards(state: ControllerState, groups: Groups, group: Group) -> None:
+    """Store rewards of 0 in a run that scores nothing: it learns only from its teacher's log-probabilities."""
+    groups.store_rewards(group, (0.0,) * len(group.trajectories), {})
+    state.outbox.write(RewardsStored(key=group.key, rewards=group.rewards))
+    state.dirty |= Dirty.TRAIN
 
 
-def scored(state: ControllerState, message: wire.GroupScored) -> None:
-    """A group has its rewards, or some scorer failed."""
-    state.due |= Dirty.SCORE | Dirty.TRAIN | Dirty.EVALUATE
-    found = state.group_of(message.lease)
+def on_scored(state: ControllerState, message: wire.GroupScored) -> None:
+    """Store the rewards of a group, unless some scorer failed."""
+    state.dirty |= Dirty.SCORE | Dirty.TRAIN | Dirty.EVALUATE
+    found = state.group_of_lease(message.lease)
     if found is None:
         return
     groups, group = found
@@ -163,18 +183,19 @@ def scored(state: ControllerState, message: wire.GroupScored) -> None:
     if not usable or not len(rewards) == len(message.rewards) == len(group.trajectories):
         retry(state, groups, group, "; ".join(message.problems[:3]) or "a scorer gave no reward")
         return
-    state.drops_in_a_row = 0
+    state.buffer.num_discarded_in_a_row = 0
     if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
-        set_aside(state, group, rewards[0])
+        _filter(state, group, rewards[0])
         return
-    groups.scored(group, message.rewards, message.components)
-    state.write(RewardsStored(key=group.key, rewards=message.rewards, components=message.components))
+    groups.store_rewards(group, message.rewards, message.components)
+    record = RewardsStored(key=group.key, rewards=message.rewards, components=message.components)
+    state.outbox.write(record)
 
 
-def taught(state: ControllerState, message: wire.TokensScored, event: Received) -> None:
-    """A group has its teacher's log-probabilities."""
-    state.due |= Dirty.SCORE | Dirty.TRAIN
-    found = state.group_of(message.lease)
+def on_tokens_scored(state: ControllerState, message: wire.TokensScored, event: Received) -> None:
+    """Store the teacher's log-probabilities of a group."""
+    state.dirty |= Dirty.SCORE | Dirty.TRAIN
+    found = state.group_of_lease(message.lease)
     if found is None:
         return
     groups, group = found
@@ -184,21 +205,21 @@ def taught(state: ControllerState, message: wire.TokensScored, event: Received) 
         tensor.shape[:1] != (wanted,) for tensor in message.tensors
     ):
         shapes = ", ".join(f"{tensor.name} {tensor.shape}" for tensor in message.tensors) or "nothing"
-        retry(state, groups, group, f"its teacher told {shapes}, and it has {wanted} tokens")
+        retry(state, groups, group, f"its teacher sent {shapes}, and it has {wanted} tokens")
         return
-    groups.taught(group, message.tensors, event.buffers)
-    state.write(TeacherLogprobsStored(key=group.key, tensors=message.tensors), event.buffers)
+    groups.store_teacher_logprobs(group, message.tensors, event.buffers)
+    state.outbox.write(TeacherLogprobsStored(key=group.key, tensors=message.tensors), event.buffers)
 
 
-def set_aside(state: ControllerState, group: Group, reward: float) -> None:
-    """Take a group out whose rewards are all equal: its slot is free for the next prompt, its own prompt is used."""
-    abandon(state, group)
-    state.ledger.filter(group, reward)
-    state.due |= Dirty.ADMIT
+def _filter(state: ControllerState, group: Group, reward: float) -> None:
+    """Discard a group whose rewards are all equal: its slot is free for the next prompt, and its prompt is used."""
+    _revoke_scoring(state, group)
+    state.buffer.filter(group, reward)
+    state.dirty |= Dirty.ADMIT
     reason = f"all its rewards are {reward:g}"
     record = GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason, filtered=True, reward=reward)
-    state.write(record)
-    state.note("filtered", prompt=group.prompt.id, reward=reward)
+    state.outbox.write(record)
+    state.outbox.note("filtered", prompt=group.prompt.id, reward=reward)
 
 
 def retry(
@@ -207,32 +228,32 @@ def retry(
     group: Group,
     reason: str,
     *,
-    hopeless: bool = False,
+    retryable: bool = True,
     status: wire.Status | None = None,
 ) -> None:
-    """Generate a group again, or discard it; `status` is that of a completion that failed, where one did."""
+    """Generate a group again, or discard it; `status` is the status of a completion that failed, if one did."""
     groups.num_env_errors += status is wire.Status.ENV_ERROR
-    abandon(state, group)
+    _revoke_scoring(state, group)
     group.problem = reason
-    groups.retry(group, hopeless=hopeless)
-    state.due |= Dirty.DISPATCH | Dirty.ADMIT | Dirty.TRAIN | Dirty.EVALUATE
+    groups.retry(group, retryable=retryable)
+    state.dirty |= Dirty.DISPATCH | Dirty.ADMIT | Dirty.TRAIN | Dirty.EVALUATE
     if group.state is not GroupState.WAITING:
-        # Where each prompt is to be answered, one that nobody can answer says nothing of the others.
-        state.drops_in_a_row += state.plan.has_policy or not hopeless
-        state.last_drop = f"prompt {group.prompt.id}: {reason}"
-        state.write(GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason))
+        # Where each prompt is answered once, a prompt that cannot be answered tells nothing about the others.
+        state.buffer.num_discarded_in_a_row += state.plan.kind.trains or retryable
+        state.buffer.last_discarded = f"prompt {group.prompt.id}: {reason}"
+        state.outbox.write(GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason))
     else:
-        state.write(GroupRequeued(key=group.key, tries=group.tries))
+        state.outbox.write(GroupRequeued(key=group.key, tries=group.tries))
     kind = GroupState.WAITING if group.state is GroupState.WAITING else GroupState.DISCARDED
-    told = {} if status is None else {"status": str(status)}
-    state.note(str(kind), prompt=group.prompt.id, tries=group.tries, reason=reason, **told)
+    fields = {} if status is None else {"status": str(status)}
+    state.outbox.note(str(kind), prompt=group.prompt.id, tries=group.tries, reason=reason, **fields)
 
 
-def abandon(state: ControllerState, group: Group) -> None:
-    """Take a group whose completions are wanted no longer from whoever scores or teaches them."""
-    for lease in (group.scoring, group.teaching):
-        held = state.leases.get(lease)
-        if held is not None and state.leases.settle(lease, held.peer):
-            state.release(held.peer, lease)
-            state.update_free(state.membership.members[held.peer], held.kind)
-            state.due |= Dirty.SCORE
+def _revoke_scoring(state: ControllerState, group: Group) -> None:
+    """Take a group whose completions are not wanted any more from the reward replica and the teacher that score it."""
+    replicas = state.replicas
+    for lease in (group.score_lease, group.teacher_lease):
+        held = replicas.leases.get(lease)
+        if held is not None and revoke(state, held.peer, lease):
+            replicas.slots.mark(replicas.membership.members[held.peer], held.kind)
+            state.dirty |= Dirty.SCORE

@@ -1,19 +1,20 @@
-"""How a run ends: last step, last publication, last evaluation, checkpoint, drain, and only then the exit.
+"""Stages of a run: running, last checkpoint, drain, over.
 
     running -> checkpointing -> draining -> over
 
-A stop request takes the same road, without the steps and the evaluation that were still to come; then the policy saves
-a state to continue from, and what was not trained stays in the journal.
+A stop request takes the same way, without the remaining steps and evaluations. The policy then saves a state to resume
+from, and what was not trained stays in the journal.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
 
 
 class RunStage(enum.StrEnum):
-    """How far the end has come."""
+    """The stage of the run."""
 
     RUNNING = "running"
     CHECKPOINTING = "checkpointing"
@@ -21,44 +22,60 @@ class RunStage(enum.StrEnum):
     OVER = "over"
 
 
+STAGE_TRANSITIONS: Final[dict[tuple[RunStage, RunStage], str]] = {
+    (RunStage.RUNNING, RunStage.CHECKPOINTING): "all steps, publications and evaluations are done, or it is stopped",
+    (RunStage.RUNNING, RunStage.DRAINING): "there is nothing to checkpoint, or the run failed",
+    (RunStage.CHECKPOINTING, RunStage.DRAINING): "every policy has written the last checkpoint, or the run failed",
+    (RunStage.DRAINING, RunStage.OVER): "every replica has left, or the time is over",
+    (RunStage.DRAINING, RunStage.DRAINING): "restored from the journal, where the drain had begun",
+}
+"""Every legal transition, with its cause."""
+
+
 @dataclass
 class Lifecycle:
-    """The end of the run."""
+    """The stage of the run, and why it ends."""
 
     drain_s: float
-    """Most seconds that replicas get to leave."""
+    """Most seconds for replicas to leave."""
     stop_s: float
-    """Most seconds that an orderly stop may take."""
+    """Most seconds for an orderly stop."""
     stage: RunStage = RunStage.RUNNING
     stopping: str = ""
     """Why the run is to end early; empty when it is not."""
-    is_promised: bool = False
-    """An operator was told that the run stops: the journal holds that until it has."""
+    stop_is_journaled: bool = False
+    """An operator was told that the run stops: the journal holds this until it has."""
     failure: str = ""
-    """What makes the run a failure; empty when nothing does."""
+    """Why the run has failed; empty when it has not."""
     deadline: float = float("inf")
     """Of the stop, and then of the drain."""
-    told: bool = False
+    drain_sent: bool = False
     """The replicas were told to leave."""
-    saved: set[str] = field(default_factory=set)
+    exported: set[str] = field(default_factory=set)
     """Policies that have written their part of the last checkpoint."""
 
     @property
     def reason(self) -> str:
-        """Say in words why the run ends."""
+        """Why the run ends."""
         return self.failure or self.stopping or "the run is complete"
 
+    def enter(self, stage: RunStage) -> None:
+        """Go to another stage, which must be a legal transition."""
+        assert (self.stage, stage) in STAGE_TRANSITIONS, f"a run may not go from {self.stage} to {stage}"
+        self.stage = stage
+
     def stop(self, reason: str, now: float) -> None:
-        """Note a stop request; the first reason stands, and a run that is ending already goes on ending."""
+        """Note a stop request. The first reason stands, and a run that is ending already goes on."""
         if self.stage is RunStage.RUNNING and not self.stopping:
             self.stopping, self.deadline = reason, now + self.stop_s
 
     def drain(self, now: float) -> None:
-        """Begin to drain: nothing is left to do but farewells."""
-        self.stage, self.deadline = RunStage.DRAINING, now + self.drain_s
+        """Begin to drain: only the goodbyes of the replicas are left."""
+        self.enter(RunStage.DRAINING)
+        self.deadline = now + self.drain_s
 
     def fail(self, reason: str, now: float) -> None:
-        """Give up: drain at once, and exit as a failure."""
+        """Fail the run: drain at once."""
         if self.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
             self.failure = self.failure or reason
             self.drain(now)

@@ -1,4 +1,4 @@
-"""Work that replicas have in hand: each lease with its command, so that a lost command can be sent again."""
+"""Leases: the work that each replica has, with its command, so that a lost command can be sent again."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from starling.controller.core.events import Send
 
 @dataclass(slots=True)
 class Lease:
-    """One command in force."""
+    """One piece of work in force."""
 
     id: str
     kind: LeaseKind
     peer: str
     send: Send | None
-    """None for work that an earlier incarnation of the controller gave out: who holds it has the command."""
+    """None for work of an earlier incarnation of the controller: its holder has the command."""
     sent_at: float
     deadline: float
     begun_at: float
     tokens: int = 0
-    """Expected of it, where it is a group to generate."""
+    """Tokens expected of a group to generate."""
 
 
 @dataclass
 class Leases:
-    """All commands in force. Capacity is derived from them; nothing is counted on the side."""
+    """All leases in force. Free slots are derived from them and never counted separately."""
 
+    num_granted: int = 0
+    """Leases granted by this incarnation of the controller."""
     _leases: dict[str, Lease] = field(default_factory=dict)
     _by_peer: dict[str, dict[str, Lease]] = field(default_factory=dict)
     _by_kind: Counter[str] = field(default_factory=Counter)
     _by_peer_and_kind: Counter[tuple[str, str]] = field(default_factory=Counter)
     _tokens: Counter[str] = field(default_factory=Counter)
-    """Of all groups that a rollout has in hand."""
+    """Tokens expected of all groups that each rollout generates."""
     _deadlines: list[tuple[float, str]] = field(default_factory=list)
 
     def grant(
@@ -46,11 +48,11 @@ class Leases:
         peer: str,
         send: Send | None,
         now: float,
-        patience_s: float,
+        timeout_s: float,
         tokens: int = 0,
     ) -> None:
-        """Put a command in force."""
-        entry = Lease(lease, kind, peer, send, now, now + patience_s, now, tokens)
+        """Put a lease in force."""
+        entry = Lease(lease, kind, peer, send, now, now + timeout_s, now, tokens)
         if tokens:
             self._tokens[peer] += tokens
         self._leases[lease] = entry
@@ -72,59 +74,59 @@ class Leases:
         return True
 
     def drop(self, peer: str, *kinds: str) -> list[str]:
-        """End the leases that `peer` has of these kinds, or all when none is named."""
+        """End the leases of these kinds that `peer` has, or all its leases. Returns their ids."""
         dropped = sorted(self.of(peer, *kinds) if kinds else self._by_peer.get(peer, ()))
         for lease in dropped:
             self._remove(self._leases[lease])
         return dropped
 
     def of(self, peer: str, *kinds: str) -> list[str]:
-        """Return what `peer` has in hand, of these kinds."""
+        """Return the ids of the leases of these kinds that `peer` has."""
         if not any(self._by_peer_and_kind[peer, kind] for kind in kinds):
             return []
         return [lease for lease in self._by_peer.get(peer, ()) if lease.partition(":")[0] in kinds]
 
     def all_of(self, peer: str) -> list[Lease]:
-        """Return everything that `peer` has in hand, the oldest first."""
+        """Return all leases that `peer` has, the oldest first."""
         return list(self._by_peer.get(peer, {}).values())
 
     def num(self, peer: str, kind: str) -> int:
-        """Return how much work of this kind `peer` has in hand."""
+        """Return how many leases of this kind `peer` has."""
         return self._by_peer_and_kind[peer, kind]
 
     def num_tokens(self, peer: str) -> int:
-        """Return how many tokens are expected of the groups that `peer` has in hand."""
+        """Return the tokens expected of all groups that `peer` generates."""
         return self._tokens[peer]
 
     def has(self, kind: str) -> bool:
-        """Say whether anybody has work of this kind in hand."""
+        """Say whether any replica has a lease of this kind."""
         return self._by_kind[kind] > 0
 
-    def compare(
+    def reconcile(
         self, peer: str, held: Iterable[str], now: float, grace_s: float
     ) -> tuple[list[str], list[Send], list[str]]:
-        """Compare with what `peer` says it holds.
+        """Compare with the leases that `peer` reports.
 
-        Returns the leases that it holds and should not; the commands, sent more than `grace_s` ago, that it never got;
-        and the leases that it held when this controller began, and lost, which are no more.
+        Returns the leases that it reports and should not have; the commands, sent more than `grace_s` ago, that it
+        never received; and the leases of an earlier incarnation of the controller that it has lost, which are ended.
         """
         ours = self._by_peer.get(peer, {})
-        holds = set(held)
-        if len(holds) == len(ours) and ours.keys() == holds:
+        theirs = set(held)
+        if len(theirs) == len(ours) and ours.keys() == theirs:
             return [], [], []
-        again, gone = [], []
-        for lease in sorted(ours.keys() - holds):
+        resend, lost = [], []
+        for lease in sorted(ours.keys() - theirs):
             entry = ours[lease]
             if entry.send is None:
-                gone.append(lease)
+                lost.append(lease)
             elif now - entry.sent_at >= grace_s:
                 entry.sent_at = now
-                again.append(entry.send)
-        for lease in gone:
+                resend.append(entry.send)
+        for lease in lost:
             self._remove(self._leases[lease])
-        return sorted(holds - ours.keys()), again, gone
+        return sorted(theirs - ours.keys()), resend, lost
 
-    def overdue(self, now: float) -> list[Lease]:
+    def expired(self, now: float) -> list[Lease]:
         """Return the leases whose deadline has passed."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -135,11 +137,11 @@ class Leases:
 
     def _remove(self, lease: Lease) -> None:
         del self._leases[lease.id]
-        mine = self._by_peer[lease.peer]
-        del mine[lease.id]
+        of_peer = self._by_peer[lease.peer]
+        del of_peer[lease.id]
         if lease.tokens:
             self._tokens[lease.peer] -= lease.tokens
-        if not mine:
+        if not of_peer:
             del self._by_peer[lease.peer]
             self._tokens.pop(lease.peer, None)
         self._by_kind[lease.kind] -= 1
@@ -148,7 +150,7 @@ class Leases:
             self._by_peer_and_kind[lease.peer, lease.kind] = left
         else:
             del self._by_peer_and_kind[lease.peer, lease.kind]
-        # An entry of `_deadlines` outlives its lease; when most are such, they go.
+        # Entries of `_deadlines` outlive their leases; they are removed once most of them are stale.
         if len(self._deadlines) > 64 + 4 * len(self._leases):
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._leases]
             heapq.heapify(self._deadlines)

@@ -1,25 +1,32 @@
-"""Who has a free slot: replicas by the version that they hold, the least busy one first.
+"""Index of replicas with free slots: by held version, queue length and speed.
 
-Finding one takes the logarithm of their number, whatever that is. Entries are not removed when they become wrong: each
-carries a stamp, and one whose stamp is not its member's counts no more. When most are such, they go.
+All of it is derived from the leases in force. Most events change the leases of some replica, and few events ask for a
+free slot. So a replica whose leases changed is only marked, and the index is updated when a free slot is asked for.
 """
 
 from __future__ import annotations
 
 import heapq
+from typing import Final, Protocol
 
 from starling.common.ids import lease_subject
-from starling.controller.core.evaluation.evaluation import Evaluation, slots_of
 from starling.controller.core.replicas.estimates import RateEstimates
 from starling.controller.core.replicas.leases import Leases
-from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.routing import Routing
+from starling.controller.core.replicas.time_sharing import TimeSharing
 
 Entry = tuple[float, str, int, Member]
+SLOT_KINDS: Final = frozenset({"generate", "score", "teach"})
+"""The kinds of work that take a slot of a replica."""
 
 
 class FreeSlots:
-    """Replicas of one role with a free slot."""
+    """Replicas of one role with a free slot, by the version that they hold, the least busy first.
+
+    To find one takes the logarithm of their number. Entries are not removed when they go stale: each carries a stamp,
+    and an entry counts only while its stamp is its member's. Stale entries are removed once most of them are.
+    """
 
     def __init__(self) -> None:
         self._heaps: dict[int, list[Entry]] = {}
@@ -28,7 +35,7 @@ class FreeSlots:
         self._num_entries = 0
 
     def put(self, member: Member, busy: int, slots: int | None = None) -> None:
-        """Note that `member` holds what its `version` says, and works on `busy` groups of so many `slots` now."""
+        """Note that `member` holds its `version`, and works on `busy` groups in `slots` slots."""
         slots = member.num_slots if slots is None else slots
         self._num_stamps += 1
         self._stamps[member.name] = self._num_stamps
@@ -39,7 +46,7 @@ class FreeSlots:
             heapq.heappush(heap, (busy / slots, member.name, self._num_stamps, member))
             self._num_entries += 1
             if self._num_entries > 64 + 4 * len(self._stamps):
-                self._clean()
+                self._remove_stale()
 
     def drop(self, member: Member) -> None:
         """Forget a member."""
@@ -59,8 +66,8 @@ class FreeSlots:
                 best = heap[0]
         return None if best is None else best[3]
 
-    def _clean(self) -> None:
-        """Remove the entries that count no more: those of old versions, where nobody looks, among them."""
+    def _remove_stale(self) -> None:
+        """Remove stale entries, also those of old versions, which `least_busy` never looks at."""
         heaps = self._heaps
         self._heaps, self._num_entries = {}, 0
         for version, heap in heaps.items():
@@ -71,69 +78,97 @@ class FreeSlots:
                 self._num_entries += len(kept)
 
 
-# JOINED from starling.controller.core.capacity: Who may be given more work: replicas with a free slot, by
-# what they hold, have in hand, and are fast at.  All of it is derived from the leases in force. Most events
-# change those of somebody, and few then ask who is free: who changed is noted, and looked at when somebody
-# asks.
+class PinnedRollouts(Protocol):
+    """Rollouts that an evaluation is pinned to."""
+
+    version: int
+    pinned: set[str]
+    routing: Routing
+    """Of the pinned rollouts, those that hold `version`."""
 
 
 class SlotIndex:
     """The free slots of rollouts, rewards and teachers."""
 
-    def __init__(self, leases: Leases) -> None:
-        self._leases = leases
+    def __init__(self, leases: Leases, membership: Membership, sharing: TimeSharing) -> None:
+        self._leases, self._membership, self._sharing = leases, membership, sharing
         self.routing = Routing()
         """Rollouts, for groups to train."""
         self.rewards, self.teachers = FreeSlots(), FreeSlots()
         self.rates = RateEstimates()
-        self.resting: dict[str, float] = {}
+        self.cooldowns: dict[str, float] = {}
         """Rollouts that get no group for now, and until when."""
-        self.changed: dict[str, Member] = {}
-        """Whose work or version changed since `update` was called for it."""
+        self._changed: dict[str, Member] = {}
+        """Members whose leases or version changed since the last refresh."""
 
-    def update(self, member: Member, evaluation: Evaluation | None, num_rollouts: int) -> None:
-        """Note how many slots `member` has free, after its work or its version changed."""
+    def mark(self, member: Member, kind: str = "") -> None:
+        """Note that the free slots of `member` changed: by a lease of `kind`, or by another change."""
+        if not kind or kind in SLOT_KINDS:
+            self._changed[member.name] = member
+
+    def refreshed(self, evaluation: PinnedRollouts | None) -> SlotIndex:
+        """Return this index after an update of all marked members."""
+        if self._changed:
+            changed, self._changed = self._changed, {}
+            num_rollouts = self._membership.num("rollout")
+            for member in changed.values():
+                if self._sharing.shared and not self._sharing.has_devices(member):
+                    self.drop(member, evaluation)
+                elif member.has_reported:
+                    self._update(member, evaluation, num_rollouts)
+        return self
+
+    def _update(self, member: Member, evaluation: PinnedRollouts | None, num_rollouts: int) -> None:
         if member.role == "reward":
             self.rewards.put(member, self._leases.num(member.name, "score"))
         elif member.role == "teacher":
             self.teachers.put(member, self._leases.num(member.name, "teach"))
         elif member.role == "rollout":
-            if member.name in self.resting:
+            if member.name in self.cooldowns:
                 self.drop(member, evaluation)
                 return
             busy, queued = self._leases.num(member.name, "generate"), self._leases.num_tokens(member.name)
             speed = member.num_slots * self.rates.rate(member.name)
             self.routing.put(member, busy, member.num_slots, queued=queued, speed=speed)
             if evaluation is not None and member.name in evaluation.pinned:
-                self._update_for(evaluation, member, busy, num_rollouts)
+                self._update_pinned(evaluation, member, busy, num_rollouts)
 
-    def rested(self, now: float) -> list[str]:
-        """Return whose rest is over, and let it be over."""
-        names = [name for name, until in self.resting.items() if until <= now]
-        for name in names:
-            del self.resting[name]
-        return names
-
-    def forget(self, member: Member, evaluation: Evaluation | None) -> None:
-        """`member` is gone; who comes back under that name may run on another machine."""
-        self.drop(member, evaluation)
-        self.rates.forget(member.name)
-        self.resting.pop(member.name, None)
-
-    def drop(self, member: Member, evaluation: Evaluation | None) -> None:
-        """Give `member` nothing until it changes."""
-        self.changed.pop(member.name, None)
-        for free in (self.routing, self.rewards, self.teachers):
-            free.drop(member)
-        if evaluation is not None:
-            evaluation.free.drop(member)
-
-    def _update_for(self, evaluation: Evaluation, member: Member, busy: int, num_rollouts: int) -> None:
+    def _update_pinned(self, evaluation: PinnedRollouts, member: Member, busy: int, num_rollouts: int) -> None:
         if member.version != evaluation.version:
-            evaluation.free.drop(member)
+            evaluation.routing.drop(member)
             return
-        slots = slots_of(member, num_rollouts)
+        slots = evaluation_slots(member, num_rollouts)
         held = self._leases.of(member.name, "generate")
         num = sum(lease_subject(lease).startswith("e") for lease in held) if busy < member.num_slots else slots
         queued, speed = self._leases.num_tokens(member.name), slots * self.rates.rate(member.name)
-        evaluation.free.put(member, num, slots, queued=queued, speed=speed)
+        evaluation.routing.put(member, num, slots, queued=queued, speed=speed)
+
+    def cool_down(self, member: Member, until: float) -> None:
+        """Give a rollout no group for a while: it is about to leave, or has lost its engine."""
+        self.cooldowns[member.name] = until
+        self.mark(member)
+
+    def end_cooldowns(self, now: float) -> None:
+        """End the cooldowns that are over."""
+        for name in [name for name, until in self.cooldowns.items() if until <= now]:
+            del self.cooldowns[name]
+            self.mark(self._membership.members[name])
+
+    def forget(self, member: Member, evaluation: PinnedRollouts | None) -> None:
+        """Remove a member that is gone: its name may return on another machine."""
+        self.drop(member, evaluation)
+        self.rates.forget(member.name)
+        self.cooldowns.pop(member.name, None)
+
+    def drop(self, member: Member, evaluation: PinnedRollouts | None) -> None:
+        """Offer no slot of `member` until it is marked again."""
+        self._changed.pop(member.name, None)
+        for free in (self.routing, self.rewards, self.teachers):
+            free.drop(member)
+        if evaluation is not None:
+            evaluation.routing.drop(member)
+
+
+def evaluation_slots(member: Member, num_rollouts: int) -> int:
+    """Return how many groups of an evaluation a rollout may work on: half of its slots, if it is the only rollout."""
+    return member.num_slots if num_rollouts > 1 else (member.num_slots + 1) // 2

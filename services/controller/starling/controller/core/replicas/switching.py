@@ -1,13 +1,13 @@
-"""Stop 0 where devices are shared: policies and rollouts take turns, each for as long as it has something to do.
+"""Switching of shared devices: which side gets them, and the commands to sleep and to wake.
 
-| turn of  | for                                                                                              |
-|----------|--------------------------------------------------------------------------------------------------|
-| policies | steps, publications, states and checkpoints, catching up, and weights that nobody offers any more |
-| rollouts | all the rest: adoptions, groups, evaluations                                                      |
+| side     | has the devices for                                                                               |
+|----------|---------------------------------------------------------------------------------------------------|
+| policies | steps, publications, states and checkpoints, catching up, and versions that are on offer no longer |
+| rollouts | everything else: adoptions, groups, evaluations                                                    |
 
-A published snapshot is in the memory of the host, so rollouts adopt it while the policies sleep. An evaluation is ended
-before the next step. What rollouts have in hand when a step is full (with `max_staleness` above 0) they give back, with
-its tokens, and go on with when they wake.
+A published snapshot is in the memory of the host, so rollouts adopt it while the policies sleep. An evaluation ends
+before the next step. Groups that rollouts have when a step is full (with `max_staleness` above 0) are given back with
+their tokens so far, and resumed when the rollouts wake.
 """
 
 from __future__ import annotations
@@ -15,72 +15,75 @@ from __future__ import annotations
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.lifecycle.stages import RunStage
+from starling.controller.core.replicas.assignments import grant
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.time_sharing import DeviceRole
 from starling.controller.core.state import ControllerState
+from starling.controller.core.weights.versions import target_version
 
-OF_POLICIES = ("train", "publish", "adopt", "save", "checkpoint", "wake")
-OF_ROLLOUTS = ("publish", "adopt", "wake")
-"""What is ended before a replica is told to sleep."""
+POLICY_WORK = ("train", "publish", "adopt", "save", "checkpoint")
+ROLLOUT_WORK = ("publish", "adopt")
+"""The work that a replica finishes before it is sent to sleep."""
 
 
-def take_turns(state: ControllerState) -> None:
-    """Let the one side sleep and then wake the other, if the turn is over."""
-    turns = state.turns
-    side = whose_turn(state)
-    if side != turns.side:
-        turns.side = side
-        state.note("turn", role=side)
-        for member in state.membership.of("rollout"):
-            state.update_free(member)
-    others = state.membership.of(turns.other)
+def switch_devices(state: ControllerState) -> None:
+    """Send one side to sleep and then wake the other, if the other side is due."""
+    sharing, membership = state.replicas.sharing, state.replicas.membership
+    due = side_due(state)
+    if due != sharing.active:
+        sharing.active = due
+        state.outbox.note("turn", role=due)
+        for member in membership.of("rollout"):
+            state.replicas.slots.mark(member)
+    others = membership.of(sharing.inactive)
     for member in others:
-        if not turns.sleeps(member) and not _is_busy(state, member):
-            turns.told(member)
-            state.grant(member, "sleep", member.name, lambda lease: wire.Sleep(lease=lease))
-    if turns.obstacle(others, state.now):
+        if not sharing.is_asleep(member) and not _is_busy(state, member):
+            sharing.reset(member)
+            grant(state, member, "sleep", member.name, lambda lease: wire.Sleep(lease=lease))
+    if sharing.obstacle(others, state.now):
         return
-    for member in state.membership.of(side):
-        if not turns.may_work(member) and not _is_busy(state, member):
-            turns.told(member)
-            state.grant(member, "wake", member.name, lambda lease: wire.Wake(lease=lease))
+    for member in membership.of(due):
+        if not sharing.has_devices(member) and not _is_busy(state, member):
+            sharing.reset(member)
+            grant(state, member, "wake", member.name, lambda lease: wire.Wake(lease=lease))
 
 
-def answered(state: ControllerState, member: Member, *, sleeps: bool) -> None:
-    """A replica has given its devices away, or has them again."""
-    state.turns.answered(member, sleeps=sleeps)
-    state.capacity.resting.pop(member.name, None)  # what it gave back, it gave back for its sleep
-    state.update_free(member)
-    state.due = Dirty.ALL
+def on_switched(state: ControllerState, member: Member, *, asleep: bool) -> None:
+    """Note that a replica has released its devices, or has them again."""
+    state.replicas.sharing.note_answer(member, asleep=asleep)
+    state.replicas.slots.cooldowns.pop(member.name, None)  # it gave groups back only in order to sleep
+    state.replicas.slots.mark(member)
+    state.dirty = Dirty.ALL
 
 
-def whose_turn(state: ControllerState) -> DeviceRole:
-    """Return who has the most urgent thing to do on the devices."""
-    plan, leases = state.plan, state.leases
-    policies = state.membership.of("policy")
-    if state.ending.stage is not RunStage.RUNNING or state.ending.stopping or state.step is not None:
+def side_due(state: ControllerState) -> DeviceRole:
+    """Return the side with the most urgent work on the devices."""
+    plan, replicas = state.plan, state.replicas
+    policies = replicas.membership.of("policy")
+    if state.lifecycle.stage is not RunStage.RUNNING or state.lifecycle.stopping or state.training.step is not None:
         return "policy"
-    if any(leases.of(member.name, *OF_POLICIES[:-1]) for member in policies):
+    if any(replicas.leases.of(member.name, *POLICY_WORK) for member in policies):
         return "policy"
     if state.version < plan.num_supervised_steps or any(member.version < state.version for member in policies):
         return "policy"
-    if plan.publishes and (state.version > state.rounds.version or _nobody_offers(state)):
+    if plan.kind.publishes(plan) and (state.version > state.weights.version or _only_policies_can_offer(state)):
         return "policy"
-    if state.evaluation is not None:
+    if state.evaluations.current is not None:
         return "rollout"
-    if state.ledger.sealed(state.version + 1) or state.ledger.is_full():
+    if state.buffer.frozen_groups(state.version + 1) or state.buffer.is_full():
         return "policy"
     return "policy" if state.version >= plan.last_step else "rollout"
 
 
-def _nobody_offers(state: ControllerState) -> bool:
+def _only_policies_can_offer(state: ControllerState) -> bool:
     """Say whether some rollout needs the newest version, and only a policy can offer it."""
-    behind = (state.membership.members[name] for name in state.behind)
-    return not state.rounds.is_offered(state.rounds.version) and any(
-        state.target(member) == state.rounds.version for member in behind
+    outdated = (state.replicas.membership.members[name] for name in state.weights.outdated)
+    return not state.weights.is_offered(state.weights.version) and any(
+        target_version(state, member) == state.weights.version for member in outdated
     )
 
 
 def _is_busy(state: ControllerState, member: Member) -> bool:
-    kinds = OF_POLICIES if member.role == "policy" else OF_ROLLOUTS
-    return bool(state.leases.of(member.name, "sleep", *kinds)) or not state.turns.may_be_told(member, state.now)
+    work = POLICY_WORK if member.role == "policy" else ROLLOUT_WORK
+    is_working = bool(state.replicas.leases.of(member.name, "sleep", "wake", *work))
+    return is_working or not state.replicas.sharing.may_command(member, state.now)

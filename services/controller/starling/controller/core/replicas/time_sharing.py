@@ -1,15 +1,16 @@
-"""Whose turn it is on devices that policies and rollouts share (`launch.colocate`), and who sleeps.
+"""Time sharing of colocated devices (`launch.colocate`): which side has the devices, and which replicas sleep.
 
     awake --Sleep--> unknown --Slept--> asleep --Wake--> unknown --Awake--> awake
-      (who joins, returns or is taken over by another controller is unknown: it is told again, and answers again)
+      (a replica that joins, returns or meets a restarted controller is unknown until it answers such a command)
 
-Nobody is told to wake before everybody of the other side has said that it sleeps. Who is lost without a farewell may be
-awake all the same: until it comes back, or so many leases have passed that it must have fallen asleep by itself, or be
-gone, for want of the controller (see `starling.common.membership`), the others sleep on.
+No replica is woken before every replica of the other side has answered that it sleeps. A replica that was lost without
+a goodbye may still be awake. The waking side waits for it until it returns, or until so many leases have passed that it
+must have fallen asleep without a controller, or be dead (see `starling.common.membership`).
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -18,83 +19,112 @@ from starling.common.membership import DEVICE_GRACE_LEASES
 from starling.controller.core.replicas.membership import Member
 
 DeviceRole = Literal["policy", "rollout"]
-SIDES: Final[tuple[DeviceRole, DeviceRole]] = ("policy", "rollout")
-AGAIN_S: Final = 1.0
-"""Who could not sleep, or not wake, is told again after so long."""
+DEVICE_ROLES: Final[tuple[DeviceRole, DeviceRole]] = ("policy", "rollout")
+RETRY_S: Final = 1.0
+"""A failed sleep or wake is tried again after so long."""
+
+
+class DeviceState(enum.Enum):
+    """Whether a replica has the shared devices."""
+
+    UNKNOWN = "unknown"
+    """It joined, or has not answered the last command yet."""
+    AWAKE = "awake"
+    ASLEEP = "asleep"
+
+
+DEVICE_TRANSITIONS: Final[dict[tuple[DeviceState, DeviceState], str]] = {
+    (DeviceState.UNKNOWN, DeviceState.AWAKE): "answered Wake",
+    (DeviceState.UNKNOWN, DeviceState.ASLEEP): "answered Sleep",
+    (DeviceState.AWAKE, DeviceState.UNKNOWN): "is sent Sleep, or joined anew, or left",
+    (DeviceState.ASLEEP, DeviceState.UNKNOWN): "is sent Wake, or joined anew, or left",
+    (DeviceState.UNKNOWN, DeviceState.UNKNOWN): "is sent Sleep or Wake again, or joined anew, or left",
+}
+"""Every legal transition, with its cause."""
 
 
 @dataclass
 class TimeSharing:
-    """Who has the devices. Where everybody has devices of its own, everybody is awake."""
+    """Which replicas have the devices. Where no devices are shared, every replica is awake."""
 
     shared: bool
     lease_s: float
-    side: DeviceRole = "policy"
-    """Whose turn it is, or is about to be: the first version must be published."""
+    active: DeviceRole = "policy"
+    """The side that has the devices, or gets them next. Policies begin: the first version must be published."""
     _not_before: dict[DeviceRole, float] = field(default_factory=dict)
-    """Until when somebody of a side may be awake who was lost before the controller's restart."""
-    _awake: set[str] = field(default_factory=set)
-    _asleep: set[str] = field(default_factory=set)
+    """By side: until when a replica may be awake that was lost before the controller's restart."""
+    _states: dict[str, DeviceState] = field(default_factory=dict)
+    """By name; a replica that is not listed is unknown."""
     _lost: dict[str, tuple[DeviceRole, float]] = field(default_factory=dict)
-    """Who may be awake though it is no member any more, and until when."""
-    _refused: dict[str, float] = field(default_factory=dict)
-    """Who could not do what it was told, and until when it is left alone."""
+    """Replicas that left and may still be awake, and until when."""
+    _retry_at: dict[str, float] = field(default_factory=dict)
+    """Replicas whose last sleep or wake failed, and when it is tried again."""
 
     @property
-    def other(self) -> DeviceRole:
-        """The side whose turn it is not."""
-        return SIDES[self.side == "policy"]
+    def inactive(self) -> DeviceRole:
+        """The side that is to sleep."""
+        return DEVICE_ROLES[self.active == "policy"]
 
-    def may_work(self, member: Member) -> bool:
+    def has_devices(self, member: Member) -> bool:
         """Say whether a member has its devices."""
-        if not self.shared or member.role not in SIDES:
+        if not self.shared or member.role not in DEVICE_ROLES:
             return True
-        return member.role == self.side and member.name in self._awake
+        return member.role == self.active and self._states.get(member.name) is DeviceState.AWAKE
 
-    def sleeps(self, member: Member) -> bool:
-        """Say whether a member has given its devices away."""
-        return member.name in self._asleep
+    def is_asleep(self, member: Member) -> bool:
+        """Say whether a member has released its devices."""
+        return self._states.get(member.name) is DeviceState.ASLEEP
 
-    def told(self, member: Member) -> None:
-        """A member joined, or was told to sleep or to wake: until it answers, nobody knows."""
-        self._awake.discard(member.name)
-        self._asleep.discard(member.name)
+    def _move(self, name: str, state: DeviceState) -> None:
+        before = self._states.get(name, DeviceState.UNKNOWN)
+        assert (before, state) in DEVICE_TRANSITIONS, f"{name} may not go from {before} to {state}"
+        if state is DeviceState.UNKNOWN:
+            self._states.pop(name, None)
+        else:
+            self._states[name] = state
+
+    def reset(self, member: Member) -> None:
+        """Note that a member joined, or was sent Sleep or Wake: its state is unknown until it answers."""
+        self._move(member.name, DeviceState.UNKNOWN)
         self._lost.pop(member.name, None)
-        self._refused.pop(member.name, None)
+        self._retry_at.pop(member.name, None)
 
-    def refused(self, member: Member, now: float) -> None:
-        """A member could not do what it was told."""
-        self._refused[member.name] = now + AGAIN_S
+    def note_failure(self, member: Member, now: float) -> None:
+        """Note that a member could not sleep, or not wake."""
+        self._retry_at[member.name] = now + RETRY_S
 
-    def may_be_told(self, member: Member, now: float) -> bool:
-        """Say whether a member can be told to sleep or to wake."""
-        return now >= self._refused.get(member.name, now)
+    def may_command(self, member: Member, now: float) -> bool:
+        """Say whether a member can be sent Sleep or Wake: it has not failed one just now."""
+        return now >= self._retry_at.get(member.name, now)
 
-    def answered(self, member: Member, *, sleeps: bool) -> None:
-        """A member has done what it was told."""
-        self.told(member)
-        (self._asleep if sleeps else self._awake).add(member.name)
+    def note_answer(self, member: Member, *, asleep: bool) -> None:
+        """Note that a member has fallen asleep, or has woken up."""
+        self.reset(member)
+        self._move(member.name, DeviceState.ASLEEP if asleep else DeviceState.AWAKE)
 
-    def left(self, member: Member, now: float, *, gone: bool) -> None:
-        """A member is none any more; `gone`: it has ended for certain."""
-        slept = self.sleeps(member)
-        self.told(member)
-        if self.shared and not gone and not slept:
-            for side in SIDES:
+    def remove(self, member: Member, now: float, *, ended: bool) -> None:
+        """Remove a member that left. `ended`: its process has ended for certain."""
+        was_asleep = self.is_asleep(member)
+        self.reset(member)
+        if self.shared and not ended and not was_asleep:
+            for side in DEVICE_ROLES:
                 if member.role == side:
                     self._lost[member.name] = side, now + DEVICE_GRACE_LEASES[side] * self.lease_s
 
-    def begin_again(self, now: float) -> None:
-        """The controller was started again: what was before, only the members can tell."""
-        self._not_before = {side: now + DEVICE_GRACE_LEASES[side] * self.lease_s for side in SIDES}
+    def restart(self, now: float) -> None:
+        """Begin after a restart of the controller: any replica of before may be awake."""
+        self._not_before = {side: now + DEVICE_GRACE_LEASES[side] * self.lease_s for side in DEVICE_ROLES}
 
     def obstacle(self, others: Iterable[Member], now: float) -> str:
-        """Say who keeps those whose turn it is from waking; empty when nobody does."""
+        """Return the replicas that keep the active side from waking; empty when there is none.
+
+        `others`: the members of the inactive side.
+        """
         others = list(others)
-        # There is one policy, mostly: who has come is the one that was.
-        unknown: DeviceRole = "policy" if self.other == "policy" and not others else "rollout"
+        # There is usually one policy: a policy that has joined is the one from before the restart.
+        unknown: DeviceRole = "policy" if self.inactive == "policy" and not others else "rollout"
         if now < self._not_before.get(unknown, now):
-            return "whoever was lost before the controller's restart"
+            return "replicas that were lost before the controller's restart"
         self._lost = {name: (side, until) for name, (side, until) in self._lost.items() if until > now}
-        awake = [member.name for member in others if not self.sleeps(member)]
-        return ", ".join(awake + sorted(name for name, (side, _) in self._lost.items() if side == self.other))
+        awake = [member.name for member in others if not self.is_asleep(member)]
+        return ", ".join(awake + sorted(name for name, (side, _) in self._lost.items() if side == self.inactive))

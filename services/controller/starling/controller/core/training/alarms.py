@@ -1,7 +1,7 @@
-"""What a policy says is wrong with a step: told once when it begins and once when it is over.
+"""Alarms of a step: what a policy reports as wrong, noted once when it begins and once when it is over.
 
-Policies say with each step which alarms are on. The controller tells what is new of that, so that nothing is told twice
-because an answer came twice, or because somebody was started again.
+Policies report with each step all alarms that are on. The controller notes the difference, so that nothing is noted
+twice when a result arrives twice or a process restarts.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from starling.controller.core.state import ControllerState
 from starling.controller.core.training.step import ActiveStep
 
 Alarms = dict[str, Alarm]
-"""By name, those that are on."""
+"""The alarms that are on, by name."""
 
 
 def alarms_after(step: ActiveStep, before: Alarms) -> Alarms:
     """Return the alarms that are on after a step that was made.
 
-    A step of which nobody told anything, since whoever made it is gone, is no evidence.
+    A step without a report, because the policy that made it is gone, changes nothing.
     """
     return step.alarms if step.metrics else before
 
 
-def told(alarms: Alarms) -> dict[str, Any]:
-    """Return what a step's line and its record say of the alarms."""
+def to_fields(alarms: Alarms) -> dict[str, Any]:
+    """Return the alarms as fields of a step's record and of its line in metrics.jsonl."""
     return {"alarms": [msgspec.to_builtins(alarm) for alarm in alarms.values()]} if alarms else {}
 
 
-def as_told(metrics: Mapping[str, Any]) -> Alarms:
+def from_fields(metrics: Mapping[str, Any]) -> Alarms:
     """Return the alarms of a step's record."""
     alarms = msgspec.convert(metrics.get("alarms", ()), tuple[Alarm, ...])
     return {alarm.name: alarm for alarm in alarms}
 
 
-def tell(state: ControllerState, step: int, before: Alarms) -> None:
-    """Note which alarms `step` turned on or off; end the run for one that the recipe ends it for."""
-    for name, alarm in state.alarms.items():
+def report(state: ControllerState, step: int, before: Alarms) -> None:
+    """Note the alarms that `step` turned on or off; fail the run for an alarm that the recipe fails it for."""
+    now_on = state.training.alarms
+    for name, alarm in now_on.items():
         if name not in before:
-            state.note("alarm", step=step, name=name, value=alarm.value, bound=alarm.bound, text=alarm.text)
+            state.outbox.note("alarm", step=step, name=name, value=alarm.value, bound=alarm.bound, text=alarm.text)
         if alarm.fatal:
-            state.ending.fail(f"policy.alarms.fail_on names an alarm that is on: {alarm}", state.now)
+            state.lifecycle.fail(f"policy.alarms.fail_on names an alarm that is on: {alarm}", state.now)
     for name in before:
-        if name not in state.alarms:
-            state.note("alarm_over", step=step, name=name)
+        if name not in now_on:
+            state.outbox.note("alarm_over", step=step, name=name)

@@ -1,204 +1,245 @@
-"""Stop 8: the step in hand is committed when it is made, and the next one is sealed and dealt."""
+"""Dispatch and commit of steps (stop 8 of the walk), and the states that are saved on the way."""
 
 from __future__ import annotations
+
+import functools
 
 import msgspec
 
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
-from starling.controller.core.events import Buffers
-from starling.controller.core.groups.files import recalled, store, write_file, write_sealed
+from starling.controller.core.events import Buffers, Prune
+from starling.controller.core.groups.files import freeze_next, load_groups, store, write_file
 from starling.controller.core.groups.group import Group
 from starling.controller.core.records import StepCommitted
+from starling.controller.core.replicas.assignments import grant, revoke
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training import alarms
-from starling.controller.core.training.metrics import answered_metrics, filtered_metrics, sealed_metrics
-from starling.controller.core.training.samples import choose, row
-from starling.controller.core.training.step import ActiveStep, buffers_of, share_of, shares_of, train_group
+from starling.controller.core.training.metrics import file_metrics, filtered_metrics, mean_by_name, step_metrics
+from starling.controller.core.training.samples import choose, to_row
+from starling.controller.core.training.shares import buffers_of, example_share, group_shares, to_train_group
+from starling.controller.core.training.step import ActiveStep
+
+# --- commit -----------------------------------------------------------------------------------------------------------
 
 
 def commit(state: ControllerState) -> None:
-    """Take note of the step that was made, or give up how it was dealt when nobody can make it so."""
-    step = state.step
-    if step is None or not (step.is_made or step.must_be_dealt_again):
+    """Commit the active step when it is made, or drop it to be dispatched again when no policy can make it."""
+    step = state.training.step
+    if step is None or not (step.is_made or step.has_failed):
         return
-    for name, lease in step.shares.items():  # they wait for somebody who is gone
-        if state.leases.settle(lease, name):
-            state.release(name, lease)
-    state.step = None
-    state.due |= Dirty.ALL
+    for name, lease in step.shares.items():  # these policies wait for one that is gone
+        revoke(state, name, lease)
+    state.training.step = None
+    state.dirty |= Dirty.ALL
     if not step.is_made:
-        state.note("dealt_again", step=step.number)
+        state.outbox.note("dealt_again", step=step.number)
         return
-    state.version, state.num_broken = step.number, 0
-    phase, groups = state.plan.phase(step.number), state.ledger.sealed(step.number)
-    if state.plan.has_policy:
-        metrics = {**_mean(list(step.metrics.values())), **sealed_metrics(state.ledger, step.number)}
-    else:
-        metrics = answered_metrics(groups, is_scored=state.plan.num_rewards > 0)
-    if state.plan.dynamic_sampling:
-        metrics |= filtered_metrics(state.ledger, step.number)
-    before, state.alarms = state.alarms, alarms.alarms_after(step, state.alarms)
-    changed = {f"set/{key}": value for key, value in state.changes.as_of(step.number).items()}
-    told = {"phase": phase, **metrics, **changed, **alarms.told(state.alarms)}
-    state.known.step(told)
-    state.write(StepCommitted(step=step.number, metrics=told))
-    state.note("step", step=step.number, **told)
-    alarms.tell(state, step.number, before)
+    plan = state.plan
+    state.version, state.training.num_failed_together = step.number, 0
+    before = state.training.alarms
+    state.training.alarms = alarms.alarms_after(step, before)
+    metrics = _metrics_of(state, step)
+    state.training.metrics.note_step(metrics)
+    state.outbox.write(StepCommitted(step=step.number, metrics=metrics))
+    state.outbox.note("step", step=step.number, **metrics)
+    alarms.report(state, step.number, before)
+    groups = state.buffer.frozen_groups(step.number)
     if groups:
-        done = "trained" if state.plan.has_policy else "answered"
-        state.note(done, step=step.number, prompts=[group.prompt.id for group in groups])
-        if state.plan.samples_per_step and step.number % state.plan.samples_every == 0:
-            chosen = choose(groups, state.plan.samples_per_step, seed=state.plan.seed, step=step.number)
-            state.note("samples", step=step.number, rows=[row(group, index) for group, index in chosen])
-    elif state.plan.replays and step.number > state.plan.num_supervised_steps:
-        state.ledger.recalled()  # it was dealt by a controller that died since
-    if not state.plan.publishes:
-        state.ledger.trained(step.number)
-    if not state.plan.has_policy:
-        state.prune(step.number)
+        _note_groups(state, step.number, groups)
+    elif plan.kind.reads_trajectories and step.number > plan.num_supervised_steps:
+        state.buffer.skip_loaded()  # it was dispatched before a restart of the controller
+    if not plan.kind.publishes(plan):
+        state.buffer.retire(step.number)
+    if not plan.kind.trains:
+        state.outbox.add(Prune(step.number))
+
+
+def _metrics_of(state: ControllerState, step: ActiveStep) -> dict[str, object]:
+    plan, number = state.plan, step.number
+    if plan.kind.trains:
+        metrics = {**mean_by_name(list(step.metrics.values())), **step_metrics(state.buffer, number)}
+    else:
+        metrics = file_metrics(state.buffer.frozen_groups(number), is_scored=plan.num_rewards > 0)
+    if plan.dynamic_sampling:
+        metrics |= filtered_metrics(state.buffer, number)
+    changed = {f"set/{key}": value for key, value in state.training.changes.as_of(number).items()}
+    return {"phase": plan.phase(number), **metrics, **changed, **alarms.to_fields(state.training.alarms)}
+
+
+def _note_groups(state: ControllerState, step: int, groups: list[Group]) -> None:
+    plan = state.plan
+    kind = "trained" if plan.kind.trains else "answered"
+    state.outbox.note(kind, step=step, prompts=[group.prompt.id for group in groups])
+    if plan.samples_per_step and step % plan.samples_every == 0:
+        chosen = choose(groups, plan.samples_per_step, seed=plan.seed, step=step)
+        state.outbox.note("samples", step=step, rows=[to_row(group, index) for group, index in chosen])
+
+
+# --- dispatch ---------------------------------------------------------------------------------------------------------
 
 
 def train(state: ControllerState) -> None:
-    """Seal the next step when its groups are scored, and deal it to the policies.
+    """Freeze the groups of the next step when they are scored, and dispatch it to the policies.
 
-    The version that it starts from need not be on offer yet: the policy makes its snapshot first, and digests it
-    while it trains. One version at most is on its way so, for the next publication waits for the one before.
+    The version that it starts from need not be on offer yet: the policy takes its snapshot first, and digests it while
+    it trains. At most one version is on its way like this, because the next publication waits for the one before.
     """
-    if not state.plan.has_policy:
+    if not state.plan.kind.trains:
         write_file(state)
         return
-    plan, step = state.plan, state.version + 1
-    if state.step is not None or step > plan.last_step or not _has_work(state, step):
+    plan, step, replicas = state.plan, state.version + 1, state.replicas
+    if state.training.step is not None or step > plan.last_step or not _has_work(state, step):
         return
-    policies = state.current_policies()
+    policies = replicas.current_policies(state.version)
     if not policies:
         return
-    if not all(member.told for member in policies) or not state.may_policies_work():
+    if not all(member.has_reported for member in policies) or not replicas.policies_have_devices():
         return
-    if not state.has_begun and state.membership.num("policy") < plan.num_policies:
+    if not state.has_begun and replicas.membership.num("policy") < plan.num_policies:
         return
-    behind = [member for member in state.membership.of("policy") if member.version < state.version]
-    if behind:
-        return  # they take over the weights of this version, and are then members of the next step
+    if replicas.outdated_policies(state.version):
+        return  # they adopt this version first, and then take part in the step
     if step <= plan.num_supervised_steps:
-        if not state.ending.stopping:
-            _deal_examples(state, policies, step)
+        if not state.lifecycle.stopping:
+            _dispatch_examples(state, policies, step)
         return
-    groups = recalled(state, step) if plan.replays else _sealed(state, step)
+    groups = load_groups(state, step) if plan.kind.reads_trajectories else _frozen_groups(state, step)
     if groups:
         if plan.records:
             store(state, step, groups)
-        _deal_groups(state, policies, step, groups)
+        _dispatch_groups(state, policies, step, groups)
 
 
-def deal_again(state: ControllerState, policy: Member, step: int, groups: list[Group]) -> None:
-    """Have one policy make a step once more that was committed before."""
+def redispatch(state: ControllerState, policy: Member, step: int, groups: list[Group]) -> None:
+    """Have one policy make a step again that was committed before."""
     command = msgspec.structs.replace(_command(state, step), replayed=True)
     if step <= state.plan.num_supervised_steps:
         command = msgspec.structs.replace(command, examples=_examples(state, step))
     else:
-        trained = tuple(train_group(group) for group in groups)
+        trained = tuple(to_train_group(group) for group in groups)
         command = msgspec.structs.replace(command, groups=trained, next_prompt=_next_prompt(groups))
-    _deal(state, policy, command, buffers_of(groups))
+    _grant(state, policy, command, buffers_of(groups))
+
+
+def can_be_dispatched(state: ControllerState, step: int) -> bool:
+    """Say whether a policy can have been told to make `step`, the next one."""
+    has_no_groups = step <= state.plan.num_supervised_steps or state.plan.kind.reads_trajectories
+    return has_no_groups or bool(state.buffer.frozen_groups(step))
 
 
 def _has_work(state: ControllerState, step: int) -> bool:
-    """Say whether there is anything to make a step of. Most groups that are scored are not the last of theirs."""
-    if step <= state.plan.num_supervised_steps or state.plan.replays:
-        return True
-    return state.ledger.is_full() or bool(state.ledger.sealed(step))
+    """Say whether there is anything to make a step from. Most scored groups are not the last of their step."""
+    return state.buffer.is_full() or can_be_dispatched(state, step)
 
 
-def _may_seal(state: ControllerState) -> bool:
-    """Say whether a further step may be begun: nobody wants to stop, and the version before is safe from it."""
-    if state.ending.stopping:
+def _may_freeze(state: ControllerState) -> bool:
+    """Say whether a further step may begin: no stop is requested, and the version before is, or will be, on offer."""
+    if state.lifecycle.stopping:
         return False
-    asked = state.rounds.asked >= state.version and state.is_publishing()
-    return asked or state.rounds.version >= state.version
+    requested = state.weights.requested >= state.version and state.replicas.is_policy_publishing()
+    return requested or state.weights.version >= state.version
 
 
-def _sealed(state: ControllerState, step: int) -> list[Group]:
-    """Return the groups of a step, sealed now if they have to be and can be."""
-    groups = state.ledger.sealed(step)
-    if not groups and _may_seal(state):
-        groups = state.ledger.seal(step)
-        if groups:
-            write_sealed(state, step, groups)
-    return groups
+def _frozen_groups(state: ControllerState, step: int) -> list[Group]:
+    """Return the groups of a step, which are frozen now if they have to be and can be."""
+    groups = state.buffer.frozen_groups(step)
+    return freeze_next(state, step) if not groups and _may_freeze(state) else groups
 
 
-def _deal_examples(state: ControllerState, policies: list[Member], step: int) -> None:
-    state.step = ActiveStep(step)
+def _dispatch_examples(state: ControllerState, policies: list[Member], step: int) -> None:
+    active = state.training.step = ActiveStep(step)
     examples = _examples(state, step)
     for index, member in enumerate(policies):
         command = msgspec.structs.replace(
             _command(state, step),
-            examples=examples[share_of(len(examples), index, len(policies))],
+            examples=examples[example_share(len(examples), index, len(policies))],
             replica=index,
             num_replicas=len(policies),
             num_groups=len(examples) if len(policies) > 1 else 0,
         )
-        state.step.shares[member.name] = _deal(state, member, command, ())
+        active.shares[member.name] = _grant(state, member, command, ())
 
 
-def _deal_groups(state: ControllerState, policies: list[Member], step: int, groups: list[Group]) -> None:
-    state.step = ActiveStep(step)
-    shares = shares_of(groups, len(policies))
+def _dispatch_groups(state: ControllerState, policies: list[Member], step: int, groups: list[Group]) -> None:
+    active = state.training.step = ActiveStep(step)
+    shares = group_shares(groups, len(policies))
     for index, (member, share) in enumerate(zip(policies, shares, strict=True)):
-        # Only who was asked for a snapshot of this version must take it before the step changes the weights.
-        asked = state.rounds.asked == state.version and state.leases.num(member.name, "publish") > 0
+        # Only a policy that was asked to publish this version must take its snapshot before the step changes it.
+        requested = state.weights.requested == state.version and state.replicas.leases.num(member.name, "publish") > 0
         command = msgspec.structs.replace(
             _command(state, step),
-            groups=tuple(train_group(group) for group in share),
-            published=state.version if asked else -1,
+            groups=tuple(to_train_group(group) for group in share),
+            published=state.version if requested else -1,
             replica=index,
             num_replicas=len(policies),
             num_groups=len(groups) if len(policies) > 1 else 0,
             next_prompt=_next_prompt(groups),
         )
-        state.step.shares[member.name] = _deal(state, member, command, buffers_of(share))
+        active.shares[member.name] = _grant(state, member, command, buffers_of(share))
 
 
-def _deal(state: ControllerState, member: Member, command: wire.TrainStep, buffers: Buffers) -> str:
-    return state.grant(
-        member, "train", command.step, lambda lease: msgspec.structs.replace(command, lease=lease), buffers
+def _grant(state: ControllerState, member: Member, command: wire.TrainStep, buffers: Buffers) -> str:
+    return grant(
+        state, member, "train", command.step, lambda lease: msgspec.structs.replace(command, lease=lease), buffers
     )
 
 
 def _examples(state: ControllerState, step: int) -> tuple[wire.Prompt, ...]:
     num = state.plan.examples_per_step
-    return tuple(state.examples.prompt((step - 1) * num + i) for i in range(num))
+    return tuple(state.data.examples.prompt((step - 1) * num + i) for i in range(num))
 
 
 def _next_prompt(groups: list[Group]) -> int:
-    """Return the position after the last prompt of a step: steps take groups in order, so none before it is left."""
+    """Return the position after the last prompt of a step. Steps take groups in order, so none before it is left."""
     return max(group.ordinal for group in groups) + 1
 
 
 def _command(state: ControllerState, step: int) -> wire.TrainStep:
-    """Return what all replicas are told alike of a step."""
-    plan = state.plan
+    """Return the part of the command that is the same for all policies."""
+    plan, changes = state.plan, state.training.changes
     supervised = step <= plan.num_supervised_steps
+    max_tokens = 0 if supervised else int(changes.as_of(step).get("sampling.max_tokens", plan.sampling.max_tokens))
     return wire.TrainStep(
         lease="",
         step=step,
-        temperature=1.0 if supervised else plan.sampling.temperature or 1.0,  # each group says its own
-        max_tokens=0
-        if supervised
-        else int(state.changes.as_of(step).get("sampling.max_tokens", plan.sampling.max_tokens)),
+        temperature=1.0 if supervised else plan.sampling.temperature or 1.0,  # each group carries its own
+        max_tokens=max_tokens,
         num_steps=plan.num_supervised_steps if supervised else plan.num_steps,
         ordinal=step if supervised else step - plan.num_supervised_steps,
-        settings={} if supervised else state.changes.of_policy(step),
-        objective=plan.objective if supervised and plan.objective != "sft" else "",
+        settings={} if supervised else changes.for_policies(step),
+        objective=plan.kind.objective if supervised and plan.kind.objective != "sft" else "",
     )
 
 
-def _mean(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of what the policies measured, by name."""
-    if len(metrics) == 1:
-        return metrics[0]
-    names = dict.fromkeys(name for one in metrics for name in one)
-    values = {name: [one[name] for one in metrics if name in one] for name in names}
-    return {name: sum(found) / len(found) for name, found in values.items()}
+# --- saved states -----------------------------------------------------------------------------------------------------
+
+
+def save(state: ControllerState) -> None:
+    """Have a policy save a state to resume from, every so many steps, before it gets the next one.
+
+    It copies the state when the command comes, and writes it while it makes further steps.
+    """
+    plan, saved, replicas = state.plan, state.training.saved, state.replicas
+    every = int(state.training.changes.now("controller.save_every", plan.save_every))
+    due = every and state.version // every * every > saved.newest and state.version < plan.last_step
+    due = due and state.now >= saved.saved_at + plan.save_rest_s
+    if (
+        not due
+        or not replicas.policies_have_devices()
+        or state.training.step is not None
+        or replicas.leases.has("save")
+        or state.lifecycle.stopping
+    ):
+        return
+    grant_save(state)
+
+
+def grant_save(state: ControllerState) -> None:
+    """Have a policy save a state of the newest version, unless that has failed just now."""
+    version, policies = state.version, state.replicas.current_policies(state.version)
+    if policies and state.now >= state.training.saved.not_before:
+        metrics = state.training.metrics.all()
+        command = functools.partial(wire.SaveCheckpoint, step=version, state=True, metrics=metrics)
+        grant(state, policies[0], "save", version, lambda lease: command(lease=lease))

@@ -1,6 +1,6 @@
-"""Settings that may change in a running job, and what they are as of which step.
+"""Settings that may change in a running job, and their values from each step on.
 
-A change is in force from a step on: the policies get it with that step, all together; rollouts with the next group.
+A change takes effect with a step: all policies get it with that step, and rollouts with their next group.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Value = float | int | bool | str
 
 @dataclass(frozen=True)
 class DynamicSetting:
-    """One setting: its range, in words and as a test, and who applies it."""
+    """One setting: its range, as a test and in words, and where it is applied."""
 
     key: str
-    holds: Callable[[float], bool]
-    wanted: str
+    is_valid: Callable[[float], bool]
+    valid_range: str
     of_policy: bool = False
-    """It travels with each step; others are the controller's own, or travel with each group."""
+    """Sent to the policies with each step. Others are of the controller, or sent to the rollouts with each group."""
     is_whole: bool = False
 
 
@@ -53,14 +53,14 @@ FIXED = {
     "run.seed": "it decided what was sampled already",
     "model.path": "the replicas have loaded it",
 }
-"""Why some that users ask for may not change."""
+"""Settings that users ask to change, and why they may not."""
 
 
 def check(key: str, value: Value) -> float:
     """Return `value` as a number that `key` may have.
 
     Raises:
-        ValueError: one sentence: it may not change, is unknown, or has no such value.
+        ValueError: `key` is unknown or may not change, or `value` is out of range; one sentence.
     """
     setting = DYNAMIC.get(key)
     if setting is None:
@@ -70,24 +70,24 @@ def check(key: str, value: Value) -> float:
         hint = f"did you mean {near[0]}?" if near else f"these may: {', '.join(DYNAMIC)}"
         raise ValueError(f"{key} may not change in a running job; {hint}")
     if isinstance(value, bool | str):
-        raise ValueError(f"{key} = {value!r} is no number; it must be {setting.wanted}")
+        raise ValueError(f"{key} = {value!r} is no number; it must be {setting.valid_range}")
     number = float(value)
-    if not math.isfinite(number) or (setting.is_whole and number != int(number)) or not setting.holds(number):
-        raise ValueError(f"{key} = {value} is out of range; it must be {setting.wanted}")
+    if not math.isfinite(number) or (setting.is_whole and number != int(number)) or not setting.is_valid(number):
+        raise ValueError(f"{key} = {value} is out of range; it must be {setting.valid_range}")
     return number
 
 
 @dataclass
 class SettingChanges:
-    """What operators changed, in order."""
+    """The changes of operators, in order."""
 
     _changes: list[tuple[str, float, int]] = field(default_factory=list)
     _now: dict[str, float] = field(default_factory=dict)
     requests: dict[str, int] = field(default_factory=dict)
-    """Requests that were granted, and from which step on: each counts once, however often it arrives."""
+    """Granted requests, and the step of each: a request that arrives again changes nothing."""
 
     def add(self, key: str, value: float, step: int, request: str) -> None:
-        """Note that from `step` on `key` has `value`."""
+        """Set `key` to `value` from `step` on."""
         # Of several changes from the same step on, the last one counts.
         if self._changes and self._changes[-1][::2] == (key, step):
             self._changes.pop()
@@ -96,17 +96,17 @@ class SettingChanges:
         self.requests.setdefault(request, step)
 
     def as_of(self, step: int) -> dict[str, float]:
-        """Return everything that was changed for `step` or an earlier one."""
+        """Return all changed settings with their values in `step`."""
         return {key: value for key, value, first in self._changes if first <= step}
 
-    def of_policy(self, step: int) -> dict[str, float]:
-        """Return what the policies must know for `step`."""
+    def for_policies(self, step: int) -> dict[str, float]:
+        """Return the changed settings of the policies with their values in `step`."""
         return {key: value for key, value in self.as_of(step).items() if DYNAMIC[key].of_policy}
 
     def all(self) -> dict[str, float]:
-        """Return everything that was changed, as it is now."""
+        """Return all changed settings with their present values."""
         return dict(self._now)
 
-    def now(self, key: str, otherwise: float) -> float:
-        """Return what `key` is now, or `otherwise` when nobody changed it."""
-        return self._now.get(key, otherwise)
+    def now(self, key: str, default: float) -> float:
+        """Return the present value of `key`, or `default` when it was not changed."""
+        return self._now.get(key, default)

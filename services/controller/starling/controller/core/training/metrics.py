@@ -1,4 +1,4 @@
-"""What is measured: by the policies, in evaluations, and what the groups of a step say of themselves."""
+"""Metrics of steps and evaluations: from the policies, and derived from the groups of a step or of a file."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from starling.controller.core.groups.group import Group
 
 @dataclass
 class LatestMetrics:
-    """What was measured of the newest step, and in the newest evaluation that is over."""
+    """The metrics of the newest step, and of the newest evaluation that is over."""
 
     _of_step: dict[str, float] = field(default_factory=dict)
     _of_evaluation: dict[str, float] = field(default_factory=dict)
 
-    def step(self, told: Mapping[str, Any]) -> None:
-        """Keep the numbers of what was told of a step."""
-        self._of_step = _numbers(told)
+    def note_step(self, metrics: Mapping[str, Any]) -> None:
+        """Keep the numbers among the metrics of a step."""
+        self._of_step = _numbers(metrics)
 
-    def evaluation(self, told: Mapping[str, Any]) -> None:
-        """Keep the numbers of what was told of an evaluation."""
-        self._of_evaluation = {f"eval/{name}": value for name, value in _numbers(told).items()}
+    def note_evaluation(self, summary: Mapping[str, Any]) -> None:
+        """Keep the numbers among the results of an evaluation."""
+        self._of_evaluation = {f"eval/{name}": value for name, value in _numbers(summary).items()}
 
-    def metrics(self) -> dict[str, float]:
-        """Return what is known of the newest version."""
+    def all(self) -> dict[str, float]:
+        """Return all metrics of the newest version."""
         return {**self._of_step, **self._of_evaluation}
 
 
-def _numbers(told: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in told.items() if type(value) in (int, float)}
+def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in fields.items() if type(value) in (int, float)}
 
 
-def filtered_metrics(ledger: TrainBuffer, step: int) -> dict[str, float]:
-    """Return how many groups were passed over for those of a step in training, their share, and the reward of both.
+def filtered_metrics(buffer: TrainBuffer, step: int) -> dict[str, float]:
+    """Return the number and share of the groups that were filtered out for a step, and the reward of all its groups.
 
-    The reward of what is trained says little of the model: the groups that it always solves are not among them.
+    The reward of the trained groups says little of the model: groups that it always solves are not among them.
     """
-    passed, sealed = ledger.passed(step), ledger.sealed(step)
-    if not sealed:
+    filtered, frozen = buffer.filtered_rewards(step), buffer.frozen_groups(step)
+    if not frozen:
         return {}
-    num = len(passed) + len(sealed)
-    kept = [sum(r for r in group.rewards if r is not None) / len(group.rewards) for group in sealed]
+    num = len(filtered) + len(frozen)
+    kept = [sum(r for r in group.rewards if r is not None) / len(group.rewards) for group in frozen]
     return {
-        "num_filtered": len(passed),
-        "filtered_share": len(passed) / num,
-        "sampled_reward_mean": (sum(passed) + sum(kept)) / num,
+        "num_filtered": len(filtered),
+        "filtered_share": len(filtered) / num,
+        "sampled_reward_mean": (sum(filtered) + sum(kept)) / num,
     }
 
 
-def sealed_metrics(ledger: TrainBuffer, step: int) -> dict[str, float]:
-    """Return what the groups of a step in training say of themselves; nothing for a supervised step."""
-    sealed = ledger.sealed(step)
-    if not sealed:
+def step_metrics(buffer: TrainBuffer, step: int) -> dict[str, float]:
+    """Return the metrics of the groups of a step; nothing for a step of examples."""
+    groups = buffer.frozen_groups(step)
+    if not groups:
         return {}
-    rewards = [r for group in sealed for r in group.rewards if r is not None]
-    trajectories = [t for group in sealed for t in group.trajectories]
+    rewards = [r for group in groups for r in group.rewards if r is not None]
+    trajectories = [t for group in groups for t in group.trajectories]
     stale = [staleness(step, t.oldest_version) for t in trajectories]
     metrics = {
         "reward_mean": sum(rewards) / len(rewards),
@@ -70,15 +70,15 @@ def sealed_metrics(ledger: TrainBuffer, step: int) -> dict[str, float]:
         "truncated_share": sum(t.status is Status.TRUNCATED for t in trajectories) / len(trajectories),
         "staleness_mean": sum(stale) / len(stale),
         "staleness_max": max(stale),
-        "num_discarded": ledger.num_discarded,
-        "num_env_errors": ledger.num_env_errors,
+        "num_discarded": buffer.num_discarded,
+        "num_env_errors": buffer.num_env_errors,
         "turns_mean": sum(t.num_turns for t in trajectories) / len(trajectories),
     }
-    return metrics | _judged(sealed)
+    return metrics | _score_means(groups)
 
 
-def answered_metrics(groups: list[Group], *, is_scored: bool) -> dict[str, float]:
-    """Return what the groups of a file say of themselves; what no group tells is left out."""
+def file_metrics(groups: list[Group], *, is_scored: bool) -> dict[str, float]:
+    """Return the metrics of the groups of a file; a metric that no group has is left out."""
     trajectories = [t for group in groups for t in group.trajectories]
     metrics: dict[str, float] = {
         "num_prompts": len(groups),
@@ -90,12 +90,21 @@ def answered_metrics(groups: list[Group], *, is_scored: bool) -> dict[str, float
         metrics["truncated_share"] = sum(t.status is Status.TRUNCATED for t in trajectories) / len(trajectories)
     rewards = [r for group in groups for r in group.rewards if r is not None]
     if is_scored and rewards:
-        metrics |= {"reward_mean": sum(rewards) / len(rewards), **_judged(groups)}
+        metrics |= {"reward_mean": sum(rewards) / len(rewards), **_score_means(groups)}
     return metrics
 
 
-def _judged(groups: list[Group]) -> dict[str, float]:
-    """Return the means of what scorers and environments found."""
+def mean_by_name(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the policies that report it."""
+    if len(metrics) == 1:
+        return metrics[0]
+    names = dict.fromkeys(name for one in metrics for name in one)
+    values = {name: [one[name] for one in metrics if name in one] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _score_means(groups: list[Group]) -> dict[str, float]:
+    """Return the means of the scores and of the environments' metrics."""
     metrics = {}
     trajectories = [t for group in groups for t in group.trajectories]
     for name in sorted({name for group in groups for name in group.components}):

@@ -1,4 +1,4 @@
-"""A few completions of a step for people to read, chosen by the run's seed and the step: the same ones every time."""
+"""Samples: a few completions of a step for people to read, chosen by the seed of the run and the step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Final
 from starling.common.wire.messages import Prompt
 from starling.controller.core.groups.group import Group
 
-MOST_CHARACTERS: Final = 4000
+MAX_CHARACTERS: Final = 4000
 """Of a prompt, and of a completion; the middle of a longer one is left out."""
 DRAWS_PER_SAMPLE: Final = 8
-"""So often a completion is drawn before it is given up that all drawn ones were there already."""
+"""Draws for each wanted sample, some of which may repeat an earlier one."""
 
 
 def choose(groups: Sequence[Group], num: int, *, seed: int, step: int) -> list[tuple[Group, int]]:
@@ -31,8 +31,8 @@ def choose(groups: Sequence[Group], num: int, *, seed: int, step: int) -> list[t
     return [(groups[place], index) for place, index in sorted(chosen)]
 
 
-def row(group: Group, index: int) -> dict[str, Any]:
-    """Return one completion as it is told: JSON values, texts of bounded length."""
+def to_row(group: Group, index: int) -> dict[str, Any]:
+    """Return one completion as JSON values, with texts of bounded length."""
     trajectory = group.trajectories[index]
     components = {f"score/{name}": values[index] for name, values in group.components.items() if index < len(values)}
     return {
@@ -51,7 +51,7 @@ def row(group: Group, index: int) -> dict[str, Any]:
 
 
 def text_of(prompt: Prompt) -> str:
-    """Return a prompt as people read it: its text, or its conversation with the speakers' roles."""
+    """Return the text of a prompt, or its conversation with the roles of the speakers."""
     if not prompt.messages:
         return prompt.text
     return "\n".join(f"{message.role}: {message.content}" for message in prompt.messages)
@@ -59,7 +59,7 @@ def text_of(prompt: Prompt) -> str:
 
 def shortened(text: str) -> str:
     """Return `text` without its middle when it is long."""
-    if len(text) <= MOST_CHARACTERS:
+    if len(text) <= MAX_CHARACTERS:
         return text
-    half = MOST_CHARACTERS // 2
+    half = MAX_CHARACTERS // 2
     return f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"

@@ -1,80 +1,116 @@
-"""Stop 8 as the controller sees it: one step at a time, dealt to the policies that are members at its start.
+"""State of training: the active step, saved states, alarms, changed settings and metrics.
 
-    dealt -> made -> committed
-      ^  |
-      +--+ (a replica died before any had made it: dealt again, with the same groups)
+There is one step at a time. It is dispatched to the policies that are members at its start:
 
-A step is *made* once one policy has it: it can only have got there with every replica's share. Policies that made no
-more of it than their share are behind, and take the weights from one that has them.
+    dispatched -> made -> committed
+      ^     |
+      +-----+ (a replica died before any policy had made it: dispatched again, with the same groups)
+
+A step is *made* once one policy holds its version: it can only have got there with the share of every replica. Policies
+that have done only their share are then outdated, and pull the weights from a policy that holds them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from starling.algo.packing import balance
-from starling.common.wire import messages as wire
-from starling.controller.core.events import Buffers
-from starling.controller.core.groups.group import Group
+import msgspec
+
+from starling.common.wire.messages import Alarm, Sampling
+from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.records import JournalEntry
+from starling.controller.core.training.dynamic_settings import DYNAMIC, SettingChanges
+from starling.controller.core.training.metrics import LatestMetrics
 
 
 @dataclass
 class ActiveStep:
-    """The step in hand."""
+    """The step that is being trained, or the file that is being written."""
 
     number: int
     shares: dict[str, str] = field(default_factory=dict)
-    """Lease by policy, of those that still work on it."""
-    done: set[str] = field(default_factory=set)
-    """Policies that have made it."""
+    """Lease by policy, of the policies that still work on it."""
+    made_by: set[str] = field(default_factory=set)
+    """Policies that hold its version."""
     broken: bool = False
-    """A replica is gone that had a share: whoever waits for it waits in vain."""
+    """A replica with a share is gone, so the others cannot make the step together."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    alarms: dict[str, wire.Alarm] = field(default_factory=dict)
-    """Those that are on, by name, as the policies say that made it."""
+    """By policy."""
+    alarms: dict[str, Alarm] = field(default_factory=dict)
+    """Alarms that are on, by name, as reported by the policies that made it."""
 
     @property
     def is_made(self) -> bool:
-        """Say whether some policy holds its version, and no other can be expected to."""
-        return bool(self.done) and (self.broken or not self.shares)
+        """Whether some policy holds its version, and no other policy can be expected to."""
+        return bool(self.made_by) and (self.broken or not self.shares)
 
     @property
-    def must_be_dealt_again(self) -> bool:
-        """Say whether nobody can make it as it was dealt."""
-        return not self.done and (self.broken or not self.shares)
+    def has_failed(self) -> bool:
+        """Whether no policy can make it as it was dispatched."""
+        return not self.made_by and (self.broken or not self.shares)
+
+    def drop_share(self, policy: str) -> bool:
+        """Take the share of a policy that cannot finish it out of the step. Returns False when it had none."""
+        if self.shares.pop(policy, None) is None:
+            return False
+        self.broken = True
+        return True
 
 
-def share_of(items: int, index: int, num: int) -> slice:
-    """Return the part of `items` examples that replica `index` of `num` gets: in order, as even as can be."""
-    return slice(items * index // num, items * (index + 1) // num)
+@dataclass
+class SavedStates:
+    """States of the policy that a run can resume from."""
+
+    newest: int
+    """The newest version that has a saved state."""
+    previous: int
+    """The one before. The journal keeps the groups of all later steps, so that a policy that finds the newest state
+    damaged can begin from this one."""
+    saved_at: float = float("-inf")
+    """When this incarnation of the controller saw the last one saved."""
+    not_before: float = 0.0
+    """When a failed save may be tried again."""
+
+    def add(self, version: int) -> None:
+        """Note that `version` has a saved state."""
+        if version > self.newest:
+            self.previous, self.newest = self.newest, version
 
 
-def shares_of(groups: Sequence[Group], num: int) -> list[list[Group]]:
-    """Return which groups each of `num` replicas trains: whole ones, in order, of about equally many tokens.
+class Training:
+    """The active step, and what carries over from one step to the next."""
 
-    Replicas wait for one another at every update, so the longest share decides how long a step takes. Where there are
-    as many groups as replicas, nobody goes without.
-    """
-    # The first two tensors are the token ids of prompt and completions. A cost of 0 could leave a share empty.
-    costs = [1 + sum(math.prod(meta.shape) for meta in group.tensors[:2]) for group in groups]
-    return [[groups[index] for index in part] for part in balance(costs, num)]
+    def __init__(self, begin_version: int, sampling: Sampling) -> None:
+        """`begin_version`: the version that the run begins with, which has a saved state."""
+        self.step: ActiveStep | None = None
+        """The step that makes the next version."""
+        self.num_failed_together = 0
+        """How often policies failed to make a step together since the last one that was made."""
+        self.fetching = -1
+        """The step whose records are being read from the journal; -1 for none."""
+        self.fetched: tuple[int, tuple[JournalEntry, ...]] | None = None
+        self.saved = SavedStates(begin_version, begin_version)
+        self.alarms: dict[str, Alarm] = {}
+        """Alarms that are on as of the last step that was made, by name."""
+        self.changes = SettingChanges()
+        self.sampling = sampling
+        """How tokens of training groups are sampled now, with the changes of operators."""
+        self.metrics = LatestMetrics()
 
+    def change_setting(self, buffer: TrainBuffer, key: str, value: float, step: int, request: str) -> None:
+        """Change a setting from `step` on; settings of samples and slots change at once."""
+        self.changes.add(key, value, step, request)
+        if key == "rl.max_staleness":
+            buffer.max_staleness = int(value)
+        elif key == "rl.max_tries":
+            buffer.max_tries = int(value)
+        elif key.startswith("sampling."):
+            name = key.removeprefix("sampling.")
+            number = int(value) if DYNAMIC[key].is_whole else value
+            self.sampling = msgspec.structs.replace(self.sampling, **{name: number})
 
-def train_group(group: Group) -> wire.TrainGroup:
-    """Return a scored group as a policy gets it."""
-    trajectories = tuple(
-        wire.ScoredTrajectory(num_tokens=t.num_tokens, oldest_version=t.oldest_version, reward=reward, status=t.status)
-        for t, reward in zip(group.trajectories, group.rewards, strict=True)
-        if reward is not None
-    )
-    return wire.TrainGroup(
-        prompt_id=group.prompt.id, trajectories=trajectories, tensors=group.tensors, temperature=group.temperature
-    )
-
-
-def buffers_of(groups: list[Group]) -> Buffers:
-    """Return the groups' buffers, in order."""
-    return tuple(buffer for group in groups for buffer in group.buffers)
+    def drop_share(self, policy: str) -> None:
+        """Take the share of a policy that is gone out of the active step."""
+        if self.step is not None:
+            self.step.drop_share(policy)

@@ -1,4 +1,7 @@
-"""Stops 9 and 10: versions are published, rollouts adopt them, and policies that are behind catch up."""
+"""Distribution of weights: versions are published, rollouts adopt them, and outdated policies catch up.
+
+Stops 9 and 10 of the walk.
+"""
 
 from __future__ import annotations
 
@@ -6,158 +9,238 @@ import functools
 
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
-from starling.controller.core.groups.files import groups_of
+from starling.controller.core.dirty import Dirty
+from starling.controller.core.events import Received
+from starling.controller.core.groups.files import fetch_step, take_fetched
+from starling.controller.core.records import VersionAdopted, VersionPublished
+from starling.controller.core.replicas.assignments import grant, take_back_groups
+from starling.controller.core.replicas.departure import evict
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
-from starling.controller.core.training.dispatch import deal_again
+from starling.controller.core.training.dispatch import redispatch
+from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
+
+# --- publication ------------------------------------------------------------------------------------------------------
 
 
 def publish(state: ControllerState) -> None:
     """Have a policy offer a version that rollouts need."""
-    version = state.version
-    due = state.plan.publishes and version >= state.plan.num_supervised_steps and version > state.rounds.version
-    if not due or state.is_publishing() or not state.may_policies_work():
+    plan, version, replicas = state.plan, state.version, state.replicas
+    due = plan.kind.publishes(plan) and version >= plan.num_supervised_steps and version > state.weights.version
+    if not due or replicas.is_policy_publishing() or not replicas.policies_have_devices():
         return
-    for member in state.current_policies():
-        if not state.leases.num(member.name, "train"):
-            state.rounds.asked = version
-            ask_for_offer(state, member, version)
+    for member in replicas.current_policies(version):
+        if not replicas.leases.num(member.name, "train"):
+            state.weights.requested = version
+            _request_offer(state, member, version)
             return
 
 
-def ask_for_offer(state: ControllerState, member: Member, version: int) -> None:
-    """Have a replica put the version that it holds on offer."""
-    state.grant(member, "publish", version, lambda lease: wire.PublishWeights(lease=lease, version=version))
+def _request_offer(state: ControllerState, member: Member, version: int) -> None:
+    """Have a replica offer the version that it holds."""
+    grant(state, member, "publish", version, lambda lease: wire.PublishWeights(lease=lease, version=version))
+
+
+def on_published(state: ControllerState, member: Member, message: wire.WeightsPublished, event: Received) -> None:
+    """Add an offer; one of a new version frees the slots of the steps that made it."""
+    state.dirty = Dirty.ALL
+    before = state.weights.version
+    try:
+        root, is_new = state.weights.publish(member, message.version, event.buffers[0])
+    except WeightsError as error:
+        reason = f"the offer of version {message.version} by {member.name} is not usable: {error}"
+        state.lifecycle.fail(reason, state.now)
+        return
+    if is_new:
+        state.outbox.write(VersionPublished(version=message.version, root=root))
+    if message.version <= before:
+        state.outbox.note("offered", replica=member.name, version=message.version)
+        return
+    for step in range(before + 1, message.version + 1):
+        state.buffer.retire(step)
+    for rollout in state.replicas.membership.of("rollout"):
+        check_outdated(state, rollout)
+    state.outbox.note("published", version=message.version, publish_s=message.publish_s, offer_s=message.offer_s)
+
+
+# --- adoption ---------------------------------------------------------------------------------------------------------
 
 
 def adopt(state: ControllerState) -> None:
-    """Have every rollout that is behind pull the version that it is to have."""
-    in_vain = set[int]()
-    for name in list(state.behind):
-        member = state.membership.members[name]
-        version = state.target(member)
-        if version in in_vain or not state.rounds.may_try(name, state.now):
+    """Have every outdated rollout pull the version that it should hold."""
+    unavailable = set[int]()
+    for name in list(state.weights.outdated):
+        member = state.replicas.membership.members[name]
+        version = target_version(state, member)
+        if version in unavailable or not state.weights.may_try(name, state.now):
             continue
-        if not state.turns.may_work(member):  # it sleeps, and pulls when it wakes: from whom is seen to now
-            if not state.rounds.is_offered(version):
+        if not state.replicas.sharing.has_devices(member):  # it pulls when it wakes; an offer is arranged now
+            if not state.weights.is_offered(version):
                 _find_holder(state, version)
-                in_vain.add(version)
+                unavailable.add(version)
             continue
         nearer = _holder_on_host(state, member, version)
         if nearer is not None:
-            if not state.leases.num(nearer.name, "publish"):
-                ask_for_offer(state, nearer, version)
+            if not state.replicas.leases.num(nearer.name, "publish"):
+                _request_offer(state, nearer, version)
             continue
         if not _pull(state, member, version):
             _find_holder(state, version)
-            if not state.rounds.is_offered(version):
-                in_vain.add(version)  # for all who wait for it
+            if not state.weights.is_offered(version):
+                unavailable.add(version)  # for all rollouts that wait for it
 
 
 def _pull(state: ControllerState, member: Member, version: int, *, with_state: bool = False) -> bool:
-    """Have `member` pull `version` from who is nearest. Returns False when nobody has it on offer."""
-    offered = state.rounds.source(member, version, with_state=with_state)
-    if offered is None:
+    """Have `member` pull `version` from the nearest offer. Returns False when no replica offers it."""
+    offer = state.weights.source(member, version, with_state=with_state)
+    if offer is None:
         return False
-    source = state.membership.members[offered.holder]
-    assert source.layout is not None, "who offers weights joined with its layout"
-    assert member.layout is not None, "who holds weights joined with its layout"
+    source = state.replicas.membership.members[offer.holder]
+    assert source.layout is not None, "a replica that offers weights joined with its layout"
+    assert member.layout is not None, "a replica that holds weights joined with its layout"
     try:
-        plan = state.rounds.plan(source.layout, member.layout)
+        plan = state.weights.plan(source.layout, member.layout)
     except WeightsError as error:
-        state.evict(member, str(error))
+        evict(state, member, str(error))
         return True
     command = functools.partial(wire.AdoptWeights, version=version, source=source.name, with_state=with_state)
-    state.grant(member, "adopt", version, lambda lease: command(lease=lease), (offered.offer, plan))
-    state.behind.pop(member.name, None)
+    grant(state, member, "adopt", version, lambda lease: command(lease=lease), (offer.offer, plan))
+    state.weights.outdated.pop(member.name, None)
     return True
 
 
 def _holder_on_host(state: ControllerState, member: Member, version: int) -> Member | None:
-    """Return a rollout on the host of `member` that should offer `version` to it, or None when nobody should.
+    """Return a rollout on the host of `member` that should offer `version` to it, or None when none should.
 
-    It takes a copy in memory there, and spares the network what would otherwise come from another host.
+    It takes a copy in the memory of that host, and spares the network a transfer from another host.
     """
-    offered = state.rounds.source(member, version)
-    if offered is not None and offered.host == member.host:
+    offer = state.weights.source(member, version)
+    if offer is not None and offer.host == member.host:
         return None
-    return _serving(state, state.holders.get((version, member.host), {}))
+    return _able_to_offer(state, state.weights.holders.get((version, member.host), {}))
 
 
 def _find_holder(state: ControllerState, version: int) -> None:
-    """Have anybody offer `version` again, when nobody does."""
-    if state.leases.has("publish"):
+    """Have any holder of `version` offer it again, when no replica does."""
+    replicas = state.replicas
+    if replicas.leases.has("publish"):
         return
-    if version == state.version and state.may_policies_work():
-        for member in state.current_policies():
-            if member.serves and not state.leases.num(member.name, "train"):
-                ask_for_offer(state, member, version)
+    if version == state.version and replicas.policies_have_devices():
+        for member in replicas.current_policies(version):
+            if member.can_offer and not replicas.leases.num(member.name, "train"):
+                _request_offer(state, member, version)
                 return
-    for host in sorted(host for held, host in state.holders if held == version):
-        holder = _serving(state, state.holders[version, host])
+    for host in sorted(host for held, host in state.weights.holders if held == version):
+        holder = _able_to_offer(state, state.weights.holders[version, host])
         if holder is not None:
-            ask_for_offer(state, holder, version)
+            _request_offer(state, holder, version)
             return
 
 
-def _serving(state: ControllerState, names: dict[str, None]) -> Member | None:
+def _able_to_offer(state: ControllerState, names: dict[str, None]) -> Member | None:
+    replicas = state.replicas
     for name in names:
-        member = state.membership.members[name]
-        may_work = state.turns.may_work(member)
-        if may_work and member.serves and state.rounds.may_try(name, state.now) and not state.leases.num(name, "adopt"):
+        member = replicas.membership.members[name]
+        can_offer = replicas.sharing.has_devices(member) and member.can_offer
+        if can_offer and state.weights.may_try(name, state.now) and not replicas.leases.num(name, "adopt"):
             return member
     return None
 
 
+def on_adopted(state: ControllerState, member: Member, message: wire.WeightsAdopted) -> None:
+    """Note that a replica switched. It holds the version only if it has proven the root of an offer."""
+    # An older version than the newest was proven by the rollout against its own offer, and checked here when newest.
+    proven = state.weights.is_root(message.version, message.root)
+    state.outbox.note(
+        "adopted",
+        replica=member.name,
+        version=message.version,
+        attested=proven,
+        root=message.root,
+        pull_s=message.pull_s,
+        pause_s=message.pause_s,
+        size_bytes=message.size_bytes,
+        sent_bytes=message.sent_bytes,
+        transport=message.transport,
+        lanes=message.lanes,
+        split=message.split,
+        mode=message.mode,
+        recomputed_tokens=message.recomputed_tokens,
+        drain_s=message.drain_s,
+    )
+    if proven:
+        state.weights.failing_since.pop(member.name, None)
+    if proven and member.role == "policy":
+        member.version = message.version
+        state.dirty = Dirty.ALL
+    elif proven:
+        state.replicas.membership.prove(member, message.version)
+        record = VersionAdopted(name=member.name, epoch=member.incarnation, version=message.version)
+        state.outbox.write(record)
+        set_held_version(state, member, message.version)
+        if state.weights.outdated and member.can_offer:
+            state.dirty |= Dirty.ADOPT  # for rollouts that wait for an offer
+    elif member.role == "policy":
+        evict(state, member, f"{member.name} does not hold version {message.version} bit for bit after adopting it")
+    else:
+        # It generates with weights that were never published: it gets no work until it has adopted a version properly.
+        take_back_groups(state, member)
+        state.weights.back_off(member.name, state.now)
+        set_held_version(state, member, -1)
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
 def catch_up(state: ControllerState) -> None:
-    """Bring policies that are behind to the newest version: from another policy, or step by step from the journal."""
-    behind = [member for member in state.membership.of("policy") if member.version < state.version]
-    if not behind or not state.may_policies_work():
+    """Bring outdated policies to the newest version: from another policy, or step by step from the journal."""
+    replicas = state.replicas
+    outdated = replicas.outdated_policies(state.version)
+    if not outdated or not replicas.policies_have_devices():
         return
-    current = state.current_policies()
-    for member in behind:
-        if state.leases.num(member.name, "adopt") or state.leases.num(member.name, "train"):
+    current = replicas.current_policies(state.version)
+    for member in outdated:
+        if replicas.leases.num(member.name, "adopt") or replicas.leases.num(member.name, "train"):
             continue
-        may_try = bool(current) and state.rounds.may_try(member.name, state.now)
+        may_try = bool(current) and state.weights.may_try(member.name, state.now)
         if may_try and not _pull(state, member, state.version, with_state=True):
             _offer_to_policies(state, current)
     if not current:
-        leader = max(behind, key=lambda member: (member.version, member.name))
-        if not state.leases.num(leader.name, "train") and not state.leases.num(leader.name, "adopt"):
+        leader = max(outdated, key=lambda member: (member.version, member.name))
+        if not replicas.leases.num(leader.name, "train") and not replicas.leases.num(leader.name, "adopt"):
             _replay(state, leader, leader.version + 1)
 
 
 def _offer_to_policies(state: ControllerState, current: list[Member]) -> None:
-    if not any(state.leases.num(member.name, "publish") for member in current):
-        idle = [member for member in current if not state.leases.num(member.name, "train")]
+    leases = state.replicas.leases
+    if not any(leases.num(member.name, "publish") for member in current):
+        idle = [member for member in current if not leases.num(member.name, "train")]
         if idle:
-            ask_for_offer(state, idle[0], state.version)
+            _request_offer(state, idle[0], state.version)
 
 
 def _replay(state: ControllerState, policy: Member, step: int) -> None:
-    """Have a policy make `step` again, of the groups that the journal has of it."""
-    if step <= state.kept_from:
-        state.evict(policy, too_old(state, policy.name, policy.version))
+    """Have a policy make `step` again, from the groups that the journal has of it."""
+    if step <= state.training.saved.previous:
+        evict(state, policy, _too_old(state, policy))
     elif step <= state.plan.num_supervised_steps:
-        deal_again(state, policy, step, [])
-    elif state.fetched is not None and state.fetched[0] == step:
-        groups = groups_of(state, state.fetched[1])
-        state.fetched = None
-        if len(groups) != state.plan.prompts_per_step:
-            state.ending.fail(
-                f"{policy.name} begins at version {policy.version}, and the journal has no longer what step {step} was "
-                "made of; start the policy from the newest saved state of this run",
-                state.now,
-            )
+        redispatch(state, policy, step, [])
+    elif (groups := take_fetched(state, step)) is not None:
+        if len(groups) == state.plan.prompts_per_step:
+            redispatch(state, policy, step, groups)
             return
-        deal_again(state, policy, step, groups)
-    elif state.fetching != step:
-        state.fetch(step)
+        state.lifecycle.fail(
+            f"{policy.name} begins at version {policy.version}, and the journal no longer has the groups of step "
+            f"{step}; start the policy from the newest saved state of this run",
+            state.now,
+        )
+    else:
+        fetch_step(state, step)
 
 
-def too_old(state: ControllerState, name: str, version: int) -> str:
-    """Say why a policy of this version cannot be brought up to date from the journal."""
+def _too_old(state: ControllerState, policy: Member) -> str:
+    """Return why a policy of this version cannot be brought up to date from the journal."""
     return (
-        f"{name} is at version {version}, and the journal keeps only what came after version {state.kept_from}, of "
-        "which there is a saved state; start it again where it finds that state"
+        f"{policy.name} is at version {policy.version}, and the journal keeps only the steps after version "
+        f"{state.training.saved.previous}, which has a saved state; start it again where it finds that state"
     )

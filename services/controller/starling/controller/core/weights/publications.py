@@ -1,7 +1,8 @@
-"""Stops 9 and 10: publications of versions, who has one on offer, who pulls it from whom, and who has proven it.
+"""Publications of weight versions: the newest, the replicas that offer, hold or still need a version, and the plans.
 
-A policy offers a version; each rollout gets a plan and pulls for itself; only a replica whose attested root equals that
-of an offer counts as holding the version. A rollout that holds a version can put it on offer to others, too.
+Stops 9 and 10 of the walk. A policy offers a version. Each rollout gets a plan and pulls for itself. Only a replica
+whose attested root digest equals the root of an offer counts as holding the version. A rollout that holds a version can
+offer it to others, too.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from starling.weightsync.plan.planner import PlanCache
 
 RETRY_S = 1.0
 """A failed adoption, or one without a source, is tried again after so long."""
-KEPT_VERSIONS = 1000
-"""A rollout that adopts a version older than this many publications is not believed."""
+MAX_VERSIONS = 1000
+"""Publications whose roots are known: a rollout that adopts an older version is not believed."""
 
 
 @dataclass(frozen=True)
 class PublishedOffer:
-    """What one replica has on offer."""
+    """The offer of one replica."""
 
     holder: str
     host: str
@@ -33,57 +34,131 @@ class PublishedOffer:
 
 @dataclass
 class Publications:
-    """The newest publication, who offers what, and the plans by which replicas pull it."""
+    """The newest publication, the offers, the versions that rollouts hold and need, and the plans to pull by."""
 
     version: int = -1
     """The newest version that was ever on offer."""
-    asked: int = -1
+    requested: int = -1
     """The newest version that a policy was told to publish."""
     roots: dict[int, set[str]] = field(default_factory=dict)
-    """The root digests under which each version that may still be adopted was on offer. Holders that cut the boxes
-    otherwise have another one, and so may have a policy that made the version again."""
-    not_before: dict[str, float] = field(default_factory=dict)
+    """The root digests under which each version that may still be adopted was on offer. There may be several: of
+    holders that split tensors otherwise, and of a policy that made the version again."""
     offers: dict[str, PublishedOffer] = field(default_factory=dict)
     """By holder."""
+    holders: dict[tuple[int, str], dict[str, None]] = field(default_factory=dict)
+    """Rollouts by the version that they hold and their host."""
+    outdated: dict[str, None] = field(default_factory=dict)
+    """Rollouts that need another version and do not pull it yet."""
+    failing_since: dict[str, float] = field(default_factory=dict)
+    """Since when a replica has failed, again and again, to adopt or to offer weights."""
+    _retry_at: dict[str, float] = field(default_factory=dict)
     _places: dict[int, dict[str, dict[str, PublishedOffer]]] = field(default_factory=dict)
-    """The same by version, host and holder: to find the nearest must not take longer the more there are."""
+    """The offers by version, host and holder: the time to find the nearest must not grow with their number."""
     _of_policies: dict[str, PublishedOffer] = field(default_factory=dict)
     _plans: PlanCache = field(default_factory=PlanCache)
     _encoded: dict[int, dict[int, tuple[Layout, Layout, bytes]]] = field(default_factory=dict)
-    """By the identities of the destination's layout and of the source's, which the entry keeps alive."""
+    """Plans by the identities of the destination's layout and of the source's, which the entry keeps alive."""
+
+    # --- offers -----------------------------------------------------------------------------------------------------
 
     def publish(self, member: Member, version: int, offer: bytes) -> tuple[str, bool]:
-        """Note what a replica has on offer; a new version begins a round. Returns its root, and whether that is new.
+        """Add the offer of a replica; one of a new version is a new publication.
+
+        Returns its root, and whether that root is new.
 
         Raises:
-            WeightsError: `offer` is none, or one of another version.
+            WeightsError: `offer` cannot be decoded, or is of another version.
         """
         offered = decode_offer(offer)
         if offered.version != version:
             raise WeightsError(f"An offer of version {offered.version} came in the publication of version {version}.")
         self._withdraw(member.name)
-        found = PublishedOffer(member.name, member.host, member.role == "policy", version, offer)
-        self.offers[member.name] = found
-        self._places.setdefault(version, {}).setdefault(member.host, {})[member.name] = found
-        if found.is_policy:
-            self._of_policies[member.name] = found
-        is_new = not self.proves(version, offered.root)
-        self.note(version, offered.root)
+        published = PublishedOffer(member.name, member.host, member.role == "policy", version, offer)
+        self.offers[member.name] = published
+        self._places.setdefault(version, {}).setdefault(member.host, {})[member.name] = published
+        if published.is_policy:
+            self._of_policies[member.name] = published
+        is_new = not self.is_root(version, offered.root)
+        self.add_root(version, offered.root)
         return offered.root, is_new
 
-    def note(self, version: int, root: str) -> None:
-        """Note that a version was on offer."""
+    def add_root(self, version: int, root: str) -> None:
+        """Note that a version was on offer under this root."""
         self.roots.setdefault(version, set()).add(root)
         if version > self.version:
-            self.version, self.asked = version, max(self.asked, version)
-            while (oldest := next(iter(self.roots))) <= version - KEPT_VERSIONS:
+            self.version, self.requested = version, max(self.requested, version)
+            while (oldest := next(iter(self.roots))) <= version - MAX_VERSIONS:
                 del self.roots[oldest]
-            self.not_before.clear()
+            self._retry_at.clear()
+
+    def is_root(self, version: int, root: str) -> bool:
+        """Say whether `root` is the root of an offer of `version`: a replica that attests it holds that version."""
+        return root in self.roots.get(version, ())
+
+    def is_offered(self, version: int) -> bool:
+        """Say whether any replica has `version` on offer."""
+        return version in self._places
+
+    def source(self, destination: Member, version: int, *, with_state: bool = False) -> PublishedOffer | None:
+        """Return the offer of `version` that is nearest to `destination`: of its host, else of a policy, else any.
+
+        `with_state`: of policies only, because rollouts have no optimizer state.
+        """
+        hosts = self._places.get(version, {})
+        of_policies = [offer for offer in self._of_policies.values() if offer.version == version]
+        near = hosts.get(destination.host, {}).values()
+        for offers in (near, of_policies):
+            fit = [
+                offer for offer in offers if offer.holder != destination.name and (offer.is_policy or not with_state)
+            ]
+            if fit:
+                return min(fit, key=lambda offer: (not offer.is_policy, offer.holder))
+        if with_state:
+            return None
+        everywhere = (offer for at_host in hosts.values() for offer in at_host.values())
+        return next((offer for offer in everywhere if offer.holder != destination.name), None)
+
+    def plan(self, source: Layout, destination: Layout) -> bytes:
+        """Return the encoded plan between two replicas; it is made once, while neither layout changes.
+
+        Raises:
+            WeightsError: as `make_plan`.
+        """
+        plans = self._encoded.setdefault(id(destination), {})
+        found = plans.get(id(source))
+        if found is None or found[0] is not source or found[1] is not destination:
+            found = plans[id(source)] = (source, destination, encode(self._plans.plan(source, destination)))
+        return found[2]
+
+    # --- holders ----------------------------------------------------------------------------------------------------
+
+    def add_holder(self, member: Member) -> None:
+        """Note the version that a rollout holds."""
+        if member.version >= 0:
+            self.holders.setdefault((member.version, member.host), {})[member.name] = None
+
+    def remove_holder(self, member: Member) -> None:
+        """Note that a rollout does not hold its version any more."""
+        held = self.holders.get((member.version, member.host))
+        if held is not None:
+            held.pop(member.name, None)
+            if not held:
+                del self.holders[member.version, member.host]
+
+    def back_off(self, peer: str, now: float) -> None:
+        """Let `peer` wait for a while before it tries again, after a failure."""
+        self._retry_at[peer] = now + RETRY_S
+
+    def may_try(self, peer: str, now: float) -> bool:
+        """Say whether `peer` has not failed just now."""
+        return now >= self._retry_at.get(peer, 0.0)
 
     def forget(self, name: str, layout: Layout | None) -> None:
-        """A replica is gone, and with it what it had on offer, and the plans from and to its layout."""
+        """Remove a replica that left: its offer, and the plans from and to its layout."""
+        self.outdated.pop(name, None)
+        self.failing_since.pop(name, None)
         offered = self._withdraw(name)
-        self.not_before.pop(name, None)
+        self._retry_at.pop(name, None)
         self._encoded.pop(id(layout), None)
         if offered is not None:
             for plans in self._encoded.values():
@@ -100,48 +175,3 @@ class Publications:
             if not hosts:
                 del self._places[offered.version]
         return offered
-
-    def is_offered(self, version: int) -> bool:
-        """Say whether anybody has `version` on offer."""
-        return version in self._places
-
-    def source(self, destination: Member, version: int, *, with_state: bool = False) -> PublishedOffer | None:
-        """Return the offer of `version` that is nearest to `destination`: of its host, else a policy's, else any.
-
-        `with_state`: of policies alone; a rollout has no state of an optimizer to give.
-        """
-        hosts = self._places.get(version, {})
-        of_policies = [offered for offered in self._of_policies.values() if offered.version == version]
-        near = hosts.get(destination.host, {}).values()
-        for among in (near, of_policies):
-            fit = [one for one in among if one.holder != destination.name and (one.is_policy or not with_state)]
-            if fit:
-                return min(fit, key=lambda one: (not one.is_policy, one.holder))
-        if with_state:
-            return None
-        others = (one for at_host in hosts.values() for one in at_host.values())
-        return next((one for one in others if one.holder != destination.name), None)
-
-    def plan(self, source: Layout, destination: Layout) -> bytes:
-        """Return the encoded plan between two replicas; while neither changes, it is made once.
-
-        Raises:
-            WeightsError: as `make_plan`.
-        """
-        plans = self._encoded.setdefault(id(destination), {})
-        found = plans.get(id(source))
-        if found is None or found[0] is not source or found[1] is not destination:
-            found = plans[id(source)] = (source, destination, encode(self._plans.plan(source, destination)))
-        return found[2]
-
-    def failed(self, peer: str, now: float) -> None:
-        """Let a while pass before `peer` tries again."""
-        self.not_before[peer] = now + RETRY_S
-
-    def may_try(self, peer: str, now: float) -> bool:
-        """Say whether `peer` need not wait after a failure."""
-        return now >= self.not_before.get(peer, 0.0)
-
-    def proves(self, version: int, root: str) -> bool:
-        """Say whether `root` is that of an offer of `version`."""
-        return root in self.roots.get(version, ())

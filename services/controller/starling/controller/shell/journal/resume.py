@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from starling.common.errors import ConfigError
-from starling.controller.core.plan import RESUMED_WITH, TRAINING, RunPlan
+from starling.controller.core.kinds import TRAINED_PHASES
+from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,
     GroupsOpened,
@@ -40,7 +41,7 @@ def start_incarnation(journal: Journal, run: str, plan: RunPlan) -> Incarnation:
     """
     entries = list(journal.read())
     begun = next((entry.record for entry in entries if isinstance(entry.record, RunBegun)), None)
-    present: dict[str, object] = {name: getattr(plan, name) for name in RESUMED_WITH}
+    present = plan.journaled()
     if begun is None:
         journal.append(RunBegun(run=run, plan=present))
     else:
@@ -64,14 +65,14 @@ def missing_lines(entries: Iterable[JournalEntry], written: Set[int]) -> Iterato
             case StepCommitted(step=step, metrics=metrics) if step not in written:
                 yield {"kind": "step", "step": step, **metrics}
                 if step in prompts:
-                    kind = "trained" if metrics.get("phase") in TRAINING else "answered"
+                    kind = "trained" if metrics.get("phase") in TRAINED_PHASES else "answered"
                     yield {"kind": kind, "step": step, "prompts": prompts[step]}
 
 
 def check_num_prompts(entries: Iterable[JournalEntry], plan: RunPlan) -> None:
     """Raise ConfigError when a run that answers each prompt once now has fewer prompts than it has worked on."""
     num = sum(entry.record.num for entry in entries if isinstance(entry.record, GroupsOpened))
-    if not plan.has_policy and num > plan.num_prompts:
+    if not plan.kind.trains and num > plan.num_prompts:
         raise ConfigError(
             f"this run has worked on {num} prompts, and its data has only {plan.num_prompts} now; restore the data, or "
             "begin a new run"

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from starling.common.errors import StarlingError
-from starling.controller.core.groups.stored import StoredGroup
+from starling.controller.core.records import StoredGroup
 from starling.controller.data.trajectories import FOLDER, INDEX, IndexEntry, encode_file, index_entry, read_index
 
 

@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -34,7 +34,6 @@ from starling.controller.core.events import (
     Stored,
     Ticked,
 )
-from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import JournalEntry, Record
 
 MAGIC: Final = b"starling-recording "
@@ -55,7 +54,8 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     incarnation: int
-    plan: RunPlan
+    plan: dict[str, Any]
+    """The fields of its `RunPlan`."""
     held_out: tuple[Prompt, ...] = ()
     num_before: int = 0
     """Number of `JournalFrame`s that follow."""
@@ -144,7 +144,7 @@ _headers: Final = msgspec.msgpack.Decoder(RecordingHeader)
 def event_frame(event: Event) -> EventFrame:
     """Return the frame of an event."""
     match event:
-        case Received(now=now, sender=sender, epoch=incarnation, message=message, buffers=buffers):
+        case Received(now=now, sender=sender, incarnation=incarnation, message=message, buffers=buffers):
             if buffers and isinstance(message, DECODED):
                 return MessageFrame(now, sender, incarnation, message, tuple(bytes(buffer) for buffer in buffers))
             return MessageFrame(now, sender, incarnation, message, (), _sizes(buffers))

@@ -62,7 +62,7 @@ class Recorder:
         self._written = 0
         self._file: io.FileIO | None = None
         header = RecordingHeader(
-            run=run, incarnation=incarnation, plan=plan, held_out=tuple(held_out), num_before=len(past)
+            run=run, incarnation=incarnation, plan=plan.to_fields(), held_out=tuple(held_out), num_before=len(past)
         )
         try:
             self._file = path.open("wb", buffering=0)

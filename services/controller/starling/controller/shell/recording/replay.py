@@ -13,6 +13,7 @@ from starling.common.errors import ConfigError, StarlingError
 from starling.common.wire.messages import Prompt
 from starling.controller.core.events import Command, Event
 from starling.controller.core.machine import Controller
+from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import JournalEntry
 from starling.controller.shell.recording.format import (
     Entry,
@@ -125,11 +126,11 @@ def _make_controller(
     header: RecordingHeader, past: list[JournalEntry], streams: dict[Stream, RecordedPrompts]
 ) -> Controller:
     return Controller(
-        header.plan,
+        RunPlan.from_fields(header.plan),
         streams["prompts"],
         streams["examples"],
         header.held_out,
-        past=past,
+        journal=past,
         incarnation=header.incarnation,
     )
 

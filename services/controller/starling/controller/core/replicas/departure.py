@@ -1,0 +1,59 @@
+"""Departure of replicas: one that leaves, is lost, is evicted, or did not return after a restart of the controller."""
+
+from __future__ import annotations
+
+from starling.common.wire import messages as wire
+from starling.controller.core.dirty import Dirty
+from starling.controller.core.records import MemberLeft
+from starling.controller.core.replicas.assignments import requeue
+from starling.controller.core.replicas.membership import Member
+from starling.controller.core.state import ControllerState
+
+
+def remove(state: ControllerState, name: str, reason: str, *, ended: bool = False) -> None:
+    """Remove a replica and free all its work. Results that it sends later change nothing.
+
+    `ended`: its process has ended for certain.
+    """
+    replicas = state.replicas
+    dropped = replicas.leases.drop(name)
+    requeue(state, dropped)
+    replicas.membership.awaited.discard(name)
+    member = replicas.membership.remove(name)
+    state.weights.forget(name, member.layout if member is not None else None)
+    if member is None:
+        return
+    if member.role == "rollout":
+        state.weights.remove_holder(member)
+    replicas.slots.forget(member, state.evaluations.current)
+    replicas.sharing.remove(member, state.now, ended=ended)
+    if state.evaluations.current is not None:
+        state.evaluations.current.pinned.discard(name)
+    state.training.drop_share(name)
+    state.outbox.write(MemberLeft(name=name))
+    state.outbox.note("left", replica=name, reason=reason, num_leases=len(dropped))
+    state.dirty = Dirty.ALL
+
+
+def evict(state: ControllerState, member: Member, reason: str) -> None:
+    """Remove a replica that hangs or cannot be used, and do not admit this incarnation of it again."""
+    remove(state, member.name, reason)
+    state.replicas.membership.ban(member.name, member.incarnation, reason)
+    refuse(state, member.name, reason)
+
+
+def refuse(state: ControllerState, name: str, reason: str) -> None:
+    """Tell a replica that it is not a member, and why."""
+    state.outbox.note("refused", replica=name, reason=reason)
+    state.outbox.send(name, wire.Refused(reason=reason))
+
+
+def stop_awaiting(state: ControllerState) -> None:
+    """Stop waiting for replicas that have not returned since the controller's restart, and record that they left."""
+    membership = state.replicas.membership
+    for name in sorted(membership.awaited):
+        membership.note_gone(name)
+        state.outbox.write(MemberLeft(name=name))
+        reason = "it was not heard after the controller's restart"
+        state.outbox.note("left", replica=name, reason=reason, num_leases=0)
+    membership.awaited.clear()

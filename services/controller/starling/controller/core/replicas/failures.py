@@ -1,0 +1,75 @@
+"""Failed leases: a replica reports that it could not do a piece of work."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from starling.common.wire import messages as wire
+from starling.controller.core.dirty import Dirty
+from starling.controller.core.groups.results import retry
+from starling.controller.core.replicas.departure import evict
+from starling.controller.core.replicas.membership import Member
+from starling.controller.core.state import ControllerState
+from starling.controller.core.training.results import on_policy_version
+from starling.controller.core.weights.versions import check_outdated
+
+MAX_FAILED_TOGETHER: Final = 16
+"""So many failures to make a step together, without a step in between that was made, fail the run."""
+SAVE_RETRY_S: Final = 15.0
+"""A state that could not be saved is saved again after so long."""
+MAX_FAILING_LEASES: Final = 3
+"""For so many times as long as a lease may a policy fail to adopt the weights of another, before it is evicted."""
+
+
+def on_failed(state: ControllerState, member: Member, message: wire.LeaseFailed) -> None:
+    """Retry failed work, or fail the run, by the kind of the work."""
+    kind, subject = message.lease.split(":")[:2]
+    state.outbox.note("failed", replica=member.name, lease=message.lease, reason=message.reason)
+    state.dirty = Dirty.ALL
+    if member.role == "policy":
+        on_policy_version(state, member, message.version)  # it may have made the very step that it reports as failed
+    found = state.group_of_lease(message.lease)
+    if found is not None:
+        retry(state, *found, message.reason, retryable=not message.fatal)
+    elif kind == "adopt" or (kind == "publish" and member.role == "rollout"):
+        _transfer_failed(state, member, subject, message.reason)
+    elif kind in ("sleep", "wake"):
+        state.replicas.sharing.note_failure(member, state.now)  # it is sent the command again
+    elif member.role == "policy":
+        _policy_failed(state, member, kind, int(subject), message.reason)
+
+
+def _transfer_failed(state: ControllerState, member: Member, version: str, reason: str) -> None:
+    weights = state.weights
+    weights.back_off(member.name, state.now)
+    since = weights.failing_since.setdefault(member.name, state.now)
+    if member.role == "policy" and state.now - since > MAX_FAILING_LEASES * state.plan.lease_s:
+        evict(state, member, f"{member.name} could not adopt version {version}: {reason}")
+    elif member.role == "rollout":
+        check_outdated(state, member)
+
+
+def _policy_failed(state: ControllerState, member: Member, kind: str, number: int, reason: str) -> None:
+    """Handle the failure of a policy with a step, a publication, a state or a checkpoint; `number`: its version."""
+    training, can_work = state.training, state.replicas.sharing.has_devices(member)
+    match kind:
+        case "save":
+            # The run can go on without it for a while: the journal keeps the steps since the last saved state.
+            training.saved.not_before = state.now + SAVE_RETRY_S
+        case "train" if not can_work:
+            # It was asleep, having lost this controller meanwhile. The step is dispatched again.
+            training.drop_share(member.name)
+        case _ if not can_work:
+            pass  # as above
+        case "publish" if member.version != number:
+            pass  # it went on to the next step: that version will be published instead
+        case "train" if member.shares_steps and training.step is not None:
+            training.step.shares.pop(member.name, None)
+            training.step.broken = True  # a replica that it needed is gone; the others may have made the step
+            training.num_failed_together += 1
+            if training.num_failed_together >= MAX_FAILED_TOGETHER:
+                state.lifecycle.fail(f"{member.name} could not train: {reason}", state.now)
+        case "train" if member.version >= number:
+            pass  # it has made that step already
+        case "train" | "publish" | "checkpoint":
+            state.lifecycle.fail(f"{member.name} could not {kind}: {reason}", state.now)

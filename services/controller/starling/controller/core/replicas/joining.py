@@ -1,0 +1,70 @@
+"""Joining of replicas: a hello is admitted or refused."""
+
+from __future__ import annotations
+
+from starling.common.errors import WeightsError
+from starling.common.wire import messages as wire
+from starling.controller.core.dirty import Dirty
+from starling.controller.core.events import Received
+from starling.controller.core.records import MemberJoined
+from starling.controller.core.replicas.departure import refuse, remove
+from starling.controller.core.replicas.membership import Member
+from starling.controller.core.state import ControllerState
+from starling.controller.core.training.results import on_policy_version, version_problem
+from starling.controller.core.weights.versions import set_held_version
+from starling.weightsync.plan.layout import Layout, decode_layout
+
+
+def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> None:
+    """Admit a replica, or tell it why not."""
+    replicas, name, incarnation = state.replicas, event.sender, event.incarnation
+    known = replicas.membership.members.get(name)
+    refusal, layout = _check(state, event, message)
+    if refusal is not None:
+        refuse(state, name, refusal)
+        return
+    if known is not None and known.incarnation == incarnation:
+        replicas.membership.note_heard(known, event.now)  # its welcome was lost
+        replicas.sharing.reset(known)
+        replicas.slots.mark(known)
+        state.dirty = Dirty.ALL
+        welcome(state, known)
+        return
+    if known is not None:
+        remove(state, name, "it was started again", ended=True)
+    member = replicas.membership.join(name, incarnation, message, layout, event.now)
+    replicas.sharing.reset(member)
+    state.outbox.write(MemberJoined(name=name, role=member.role, epoch=incarnation))
+    state.outbox.note("joined", replica=name, role=member.role, host=message.host, pid=message.pid)
+    welcome(state, member)
+    if member.role == "rollout":
+        set_held_version(state, member, member.version)
+    elif member.role in ("reward", "teacher"):
+        replicas.slots.mark(member)
+    else:
+        version, member.version = member.version, min(member.version, state.version)
+        on_policy_version(state, member, version)
+    state.dirty = Dirty.ALL
+
+
+def welcome(state: ControllerState, member: Member) -> None:
+    """Tell a replica that it is a member."""
+    state.outbox.send(member.name, state.plan.welcome(member.role))
+
+
+def _check(state: ControllerState, event: Received, message: wire.Hello) -> tuple[str | None, Layout | None]:
+    """Return why a replica may not join, or None, and the layout of its weights."""
+    membership, name, incarnation = state.replicas.membership, event.sender, event.incarnation
+    refusal, layout = membership.refusal(name, incarnation, message), None
+    if refusal is None and message.has_layout:
+        try:
+            layout = decode_layout(event.buffers[0])
+        except WeightsError as error:
+            refusal = str(error)
+    if refusal is None and message.role == "policy":
+        refusal = version_problem(state, message.version)
+    has_no_weights = message.role == "rollout" and message.version < membership.initial_version
+    # A rollout that was a member had weights: its engine is being made again.
+    if refusal is None and has_no_weights and not membership.was_member(name, incarnation):
+        refusal = f"this run has no policy, and {name} holds no weights; set rollout.load_weights = true"
+    return refusal, layout

@@ -1,0 +1,40 @@
+"""State of the replicas: members, their leases and free slots, time sharing, and expected lengths."""
+
+from __future__ import annotations
+
+from starling.controller.core.plan import RunPlan
+from starling.controller.core.replicas.estimates import LengthEstimates
+from starling.controller.core.replicas.leases import Leases
+from starling.controller.core.replicas.membership import Member, Membership
+from starling.controller.core.replicas.slots import SlotIndex
+from starling.controller.core.replicas.time_sharing import TimeSharing
+
+
+class Replicas:
+    """The replicas of a run and their work."""
+
+    def __init__(self, plan: RunPlan, initial_version: int) -> None:
+        """`initial_version`: see `Membership`."""
+        self.membership = Membership(plan.lease_s, initial_version)
+        self.leases = Leases()
+        self.sharing = TimeSharing(plan.colocate, plan.lease_s)
+        self.slots = SlotIndex(self.leases, self.membership, self.sharing)
+        self.lengths = LengthEstimates()
+        self.had_quorum = False
+        """All first replicas were members at once: from then on the run needs only one of each role."""
+
+    def current_policies(self, version: int) -> list[Member]:
+        """Return the policies that hold `version`, the newest one, and so can make the next step."""
+        return [member for member in self.membership.of("policy") if member.version == version]
+
+    def outdated_policies(self, version: int) -> list[Member]:
+        """Return the policies that hold an older version than `version`."""
+        return [member for member in self.membership.of("policy") if member.version < version]
+
+    def policies_have_devices(self) -> bool:
+        """Say whether every policy has its devices."""
+        return not self.sharing.shared or all(map(self.sharing.has_devices, self.membership.of("policy")))
+
+    def is_policy_publishing(self) -> bool:
+        """Say whether a policy is putting a version on offer. Offers of rollouts do not count."""
+        return any(self.leases.num(member.name, "publish") for member in self.membership.of("policy"))
