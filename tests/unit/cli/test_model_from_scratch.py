@@ -1,4 +1,4 @@
-"""A model folder from nothing loads by the ordinary classes, and its tokenizer loses no character."""
+"""Model folders with random weights: transformers loads them, and the tokenizer loses no character."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def unicode_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @given(text=st.text(string.ascii_letters + string.digits + string.punctuation + " \n"))
-def test_decoding_undoes_encoding(tokenizer: Any, text: str) -> None:
+def test_tokenizer_round_trips_text(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(text=st.text(UNICODE))
-def test_decoding_undoes_encoding_of_any_alphabet(unicode_tokenizer: Any, text: str) -> None:
+def test_tokenizer_round_trips_any_alphabet(unicode_tokenizer: Any, text: str) -> None:
     ids = unicode_tokenizer.encode(text)
     assert len(ids) == len(text)
     assert unicode_tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_tokens(tokenizer: Any) -> None:
+def test_tokenizer_has_the_special_tokens(tokenizer: Any) -> None:
     assert len(tokenizer) == 3 + 26 + 26 + 10 + 32 + 2
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
     assert tokenizer.bos_token_id is None
@@ -75,13 +75,13 @@ def test_tokens(tokenizer: Any) -> None:
     assert padded == [[0, 0, 3], [3, 4, 5]]
 
 
-def test_chat_template(tokenizer: Any, unicode_tokenizer: Any) -> None:
-    talk = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(talk, tokenize=False) == "user: hi\na:"
+def test_chat_template_is_written(tokenizer: Any, unicode_tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "user: hi\na:"
     assert unicode_tokenizer.chat_template is None
 
 
-def test_a_model_starts_from_the_folder(folder: Path, tokenizer: Any) -> None:
+def test_model_loads_from_the_folder(folder: Path, tokenizer: Any) -> None:
     config = AutoConfig.from_pretrained(folder)
     assert {name: getattr(config, name) for name in SMALL} == SMALL
     assert config.architectures == ["Qwen3ForCausalLM"]
@@ -103,7 +103,7 @@ def test_a_model_starts_from_the_folder(folder: Path, tokenizer: Any) -> None:
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 1}),
     ],
 )
-def test_other_architectures(tmp_path: Path, model_type: str, config: dict[str, Any]) -> None:
+def test_model_type_selects_the_architecture(tmp_path: Path, model_type: str, config: dict[str, Any]) -> None:
     make_model_folder(ScratchSettings(model_type=model_type, config=config, alphabet="ab"), tmp_path / "model")
     loaded = AutoConfig.from_pretrained(tmp_path / "model")
     assert (loaded.model_type, loaded.vocab_size, loaded.hidden_size) == (model_type, 5, 32)
@@ -113,7 +113,7 @@ def read_all(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_the_same_settings_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_same_settings_write_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     make_model_folder(
         ScratchSettings(config=dict(reversed(SMALL.items())), chat_template=TEMPLATE, max_length=77),
         tmp_path / "deep" / "other",
@@ -123,7 +123,7 @@ def test_the_same_settings_give_the_same_bytes(folder: Path, tmp_path: Path) -> 
     assert not any(name.endswith((".safetensors", ".bin")) for name in read_all(folder))
 
 
-def test_a_finished_folder_is_left_alone_and_another_refused(tmp_path: Path) -> None:
+def test_existing_folder_is_kept_and_one_of_other_settings_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     settings = ScratchSettings(config=SMALL, alphabet="ab")
@@ -147,7 +147,7 @@ def test_a_finished_folder_is_left_alone_and_another_refused(tmp_path: Path) -> 
         ({"config": {"vocab_size": 9}}, "config.vocab_size follows from the alphabet"),
     ],
 )
-def test_refuses_and_leaves_nothing(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+def test_invalid_config_is_refused_and_writes_nothing(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         make_model_folder(ScratchSettings(**changes), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
@@ -162,12 +162,12 @@ def test_refuses_and_leaves_nothing(tmp_path: Path, changes: dict[str, Any], com
         ({"alphabeth": "abc"}, "alphabeth"),
     ],
 )
-def test_settings_refuse(changes: dict[str, Any], complaint: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         ScratchSettings(**changes)
 
 
-def test_importing_needs_neither_torch_nor_transformers() -> None:
+def test_import_loads_neither_torch_nor_transformers() -> None:
     program = (
         "import sys, starling.cli.model.scratch; "
         "print(*sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"

@@ -36,7 +36,7 @@ class Stream:
         self.plan = make_plan(source, destination)
         self.publisher, self.puller = Publisher(source, transport="tcp"), Puller(destination)
 
-    def bring(self, version: int, trained: Tensors) -> int:
+    def adopt(self, version: int, trained: Tensors) -> int:
         """Adopt a version; return how many bytes travelled."""
         offer = self.publisher.publish(version, trained)
         report = self.puller.pull(offer, self.plan, deadline_s=DEADLINE_S)
@@ -51,16 +51,16 @@ class Stream:
 
 def test_adapters_and_base_model_are_published_separately() -> None:
     whole, first = base(), adapter()
-    below, above = Stream(whole), Stream(first)
-    assert below.bring(0, whole) == WIDTH * WIDTH * 4
+    base_stream, adapter_stream = Stream(whole), Stream(first)
+    assert base_stream.adopt(0, whole) == WIDTH * WIDTH * 4
     for version in range(1, 4):
         newest = adapter()
-        assert above.bring(version, newest) == 2 * RANK * WIDTH * 4, "only the adapter travels"
-    assert (below.puller.version, above.puller.version) == (0, 3)
-    assert all(torch.equal(above.live[key], tensor) for key, tensor in newest.items())
-    assert all(torch.equal(below.live[key], tensor) for key, tensor in whole.items())
-    below.close()
-    above.close()
+        assert adapter_stream.adopt(version, newest) == 2 * RANK * WIDTH * 4, "only the adapter travels"
+    assert (base_stream.puller.version, adapter_stream.puller.version) == (0, 3)
+    assert all(torch.equal(adapter_stream.live[key], tensor) for key, tensor in newest.items())
+    assert all(torch.equal(base_stream.live[key], tensor) for key, tensor in whole.items())
+    base_stream.close()
+    adapter_stream.close()
 
 
 def test_plan_between_different_base_models_is_refused() -> None:
