@@ -159,10 +159,10 @@ def sent_bytes() -> int:
 
     The link's limiter counts them; the device itself counts the headers of many packets once, before they are cut.
     """
-    told = subprocess.run(
+    output = subprocess.run(
         ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True, timeout=30
     ).stdout
-    return next(int(limiter["bytes"]) for limiter in json.loads(told) if limiter["kind"] == "tbf")
+    return next(int(limiter["bytes"]) for limiter in json.loads(output) if limiter["kind"] == "tbf")
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
@@ -221,14 +221,14 @@ def workers(num: int, mbit: int) -> Iterator[list[Worker]]:
         yield made
 
 
-HERE: dict[Any, Any] = {}
+OBJECTS: dict[Any, Any] = {}
 """Objects of a worker."""
 
 
 def _work(namespace: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    HERE["pipe"] = pipe
+    OBJECTS["pipe"] = pipe
     try:
         enter(namespace)
         torch.set_num_threads(1)
@@ -264,18 +264,18 @@ def open_publisher(transport: Transport, host: str) -> None:
     """Make the model and its publisher."""
     layout = model_layout("trainer", range(NUM_TENSORS))
     generator = torch.Generator().manual_seed(0)
-    HERE["weights"] = {
+    OBJECTS["weights"] = {
         spec.name: torch.randint(-30000, 30000, spec.shape, dtype=torch.int16, generator=generator).view(torch.bfloat16)
         for spec in layout.tensors
     }
-    HERE["publisher"] = Publisher(layout, transport=transport, host=host)
+    OBJECTS["publisher"] = Publisher(layout, transport=transport, host=host)
 
 
 def publish(version: int) -> tuple[bytes, str, int]:
     """Change every tensor and publish; return the offer, the transport, and the bytes sent so far."""
-    for tensor in HERE["weights"].values():
+    for tensor in OBJECTS["weights"].values():
         tensor.view(torch.int16).add_(1)
-    offer = HERE["publisher"].publish(version, HERE["weights"])
+    offer = OBJECTS["publisher"].publish(version, OBJECTS["weights"])
     return encode(offer), offer.ranks[0].transport, sent_bytes()
 
 
@@ -287,7 +287,7 @@ def open_pullers(key: str, layouts: list[bytes], plans: list[bytes], transport: 
         live = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in described.tensors}
         puller = Puller(described, relay=transport, host=host, stall_s=DEADLINE_S)
         made.append((puller, live, decode_plan(plan)))
-    HERE[key] = made
+    OBJECTS[key] = made
 
 
 def pull_parts(key: str, offer: bytes, sources: Sequence[int]) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -296,13 +296,13 @@ def pull_parts(key: str, offer: bytes, sources: Sequence[int]) -> tuple[dict[str
     The offers of this replica are sent as ``("offer", (part, offer))`` before their bytes arrive; those of others come
     as a pair of the same form. Returns the payload by source, and the lanes.
     """
-    pipe: Connection = HERE["pipe"]
+    pipe: Connection = OBJECTS["pipe"]
     version = decode(Offer, offer)
     results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
     sending = threading.Lock()
 
     def pull(part: int, relays: list[Offer]) -> None:
-        puller, _, plan = HERE[key][part]
+        puller, _, plan = OBJECTS[key][part]
 
         def announce(own: Offer) -> None:
             with sending:
@@ -345,7 +345,7 @@ def pull_parts(key: str, offer: bytes, sources: Sequence[int]) -> tuple[dict[str
 def prove(key: str, offer: bytes) -> None:
     """Switch to the pulled version, and raise unless it equals the published one."""
     version = decode(Offer, offer)
-    for puller, live, _ in HERE[key]:
+    for puller, live, _ in OBJECTS[key]:
         puller.switch(live)
         if puller.attest(live, version) != version.root:
             raise AssertionError("a replica holds other weights than were published")
@@ -410,8 +410,8 @@ def measure_fan_out(transport: Transport, rounds: int) -> list[Side]:
                     side.egress.append(egress)
                     side.payload.append(sum(by.get(publisher.host.address, 0) for by, _ in results))
                     side.lanes.update(lane for _, lanes in results for lane in lanes)
-                    told = f"{seconds:.2f} s, {egress / MODEL_BYTES:.3f} models sent"
-                    progress(f"{transport}, {side.name}, round {number} of {rounds}: {told}")
+                    summary = f"{seconds:.2f} s, {egress / MODEL_BYTES:.3f} models sent"
+                    progress(f"{transport}, {side.name}, round {number} of {rounds}: {summary}")
     return sides
 
 
@@ -428,7 +428,7 @@ def spread(replicas: Sequence[Worker], key: str, offer: bytes, sources: Sources)
     while len(results) < len(sources):
         ready = wait(list(pulling), DEADLINE_S)
         if not ready:
-            raise RuntimeError("No replica has said anything for too long.")
+            raise RuntimeError("No replica has sent a message in time.")
         for pipe in ready:
             number = pulling[pipe]  # type: ignore[index]
             kind, value = replicas[number].take()
@@ -474,19 +474,19 @@ Piece = npt.NDArray[np.uint16]
 
 def open_receiver(host: str) -> int:
     """Listen, and make the base; return the port."""
-    HERE["server"] = socket.create_server((host, 0))
-    HERE["base"], HERE["new"] = pieces()
-    HERE["held"] = HERE["base"].copy()
-    HERE["room"] = np.zeros(PIECE_BYTES + 64, np.uint8)
-    port: int = HERE["server"].getsockname()[1]
+    OBJECTS["server"] = socket.create_server((host, 0))
+    OBJECTS["base"], OBJECTS["new"] = pieces()
+    OBJECTS["received"] = OBJECTS["base"].copy()
+    OBJECTS["buffer"] = np.zeros(PIECE_BYTES + 64, np.uint8)
+    port: int = OBJECTS["server"].getsockname()[1]
     return port
 
 
 def open_sender(host: str, port: int) -> None:
     """Connect, and make both versions of the piece."""
-    HERE["socket"] = socket.create_connection((host, port))
-    HERE["base"], HERE["new"] = pieces()
-    HERE["room"] = np.zeros(PIECE_BYTES + 64, np.uint8)
+    OBJECTS["socket"] = socket.create_connection((host, port))
+    OBJECTS["base"], OBJECTS["new"] = pieces()
+    OBJECTS["buffer"] = np.zeros(PIECE_BYTES + 64, np.uint8)
 
 
 def pieces() -> tuple[Piece, Piece]:
@@ -506,11 +506,11 @@ def windows(piece: Piece, window_bytes: int) -> Iterator[Piece]:
 
 def receive(how: Literal["dense", "delta"], window_bytes: int) -> None:
     """Receive what `send` sends, in place; confirm and check it."""
-    if "peer" not in HERE:
-        HERE["peer"], _ = HERE["server"].accept()
-    peer, held, room = HERE["peer"], HERE["held"], HERE["room"]
-    np.copyto(held, HERE["base"])
-    room.fill(0)
+    if "peer" not in OBJECTS:
+        OBJECTS["peer"], _ = OBJECTS["server"].accept()
+    peer, received, buffer = OBJECTS["peer"], OBJECTS["received"], OBJECTS["buffer"]
+    np.copyto(received, OBJECTS["base"])
+    buffer.fill(0)
     peer.sendall(b"r")
 
     def fill(memory: memoryview) -> None:
@@ -521,22 +521,22 @@ def receive(how: Literal["dense", "delta"], window_bytes: int) -> None:
             memory = memory[num:]
 
     if how == "dense":
-        fill(memoryview(held).cast("B"))
+        fill(memoryview(received).cast("B"))
     else:
         head = bytearray(8)
-        for window in windows(held, window_bytes):
+        for window in windows(received, window_bytes):
             fill(memoryview(head))
             size = int.from_bytes(head, "little")
-            fill(memoryview(room)[:size])
-            apply(room[:size], window)
+            fill(memoryview(buffer)[:size])
+            apply(buffer[:size], window)
     peer.sendall(b"d")
-    if not np.array_equal(held, HERE["new"]):
+    if not np.array_equal(received, OBJECTS["new"]):
         raise AssertionError("the receiver holds another piece than was sent")
 
 
 def send(how: Literal["dense", "delta"], window_bytes: int) -> tuple[float, float, int]:
     """Bring the new piece to the other side; return the seconds, those of encoding, and the bytes sent."""
-    connection, base, new, room = (HERE[name] for name in ("socket", "base", "new", "room"))
+    connection, base, new, buffer = (OBJECTS[name] for name in ("socket", "base", "new", "buffer"))
     if connection.recv(1) != b"r":
         raise ConnectionError("the receiver is gone")
     encode_s = 0.0
@@ -547,7 +547,7 @@ def send(how: Literal["dense", "delta"], window_bytes: int) -> tuple[float, floa
     else:
         for window, old in zip(windows(new, window_bytes), windows(base, window_bytes), strict=True):
             start = time.perf_counter()
-            encoded = encode_delta(window, old, 2, out=room)
+            encoded = encode_delta(window, old, 2, out=buffer)
             encode_s += time.perf_counter() - start
             connection.sendall(len(encoded.data).to_bytes(8, "little"))
             connection.sendall(encoded.data)
@@ -558,8 +558,8 @@ def send(how: Literal["dense", "delta"], window_bytes: int) -> tuple[float, floa
 
 def open_changing(key: str, transport: Transport, host: str, delta_versions: int) -> None:
     """Make a publisher of one tensor."""
-    HERE["tensor", key] = torch.from_numpy(pieces()[0].view(np.int16)).view(torch.bfloat16).view(SIDE, SIDE)
-    HERE[key] = Publisher(square("trainer"), transport=transport, host=host, delta_versions=delta_versions)
+    OBJECTS["tensor", key] = torch.from_numpy(pieces()[0].view(np.int16)).view(torch.bfloat16).view(SIDE, SIDE)
+    OBJECTS[key] = Publisher(square("trainer"), transport=transport, host=host, delta_versions=delta_versions)
 
 
 def square(replica: str) -> Layout:
@@ -573,23 +573,23 @@ def square(replica: str) -> Layout:
 
 def open_following(key: str) -> None:
     """Make a puller of that tensor."""
-    HERE["plan"] = make_plan(square("trainer"), square("engine"), bucket_bytes=WINDOW_BYTES)
-    HERE[key] = Puller(square("engine"))
+    OBJECTS["plan"] = make_plan(square("trainer"), square("engine"), bucket_bytes=WINDOW_BYTES)
+    OBJECTS[key] = Puller(square("engine"))
 
 
 def change_and_publish(key: str, version: int) -> tuple[float, float, bytes]:
     """Change a share of the elements and publish; return when that began, when the offer was there, and the offer."""
-    items = HERE["tensor", key].view(torch.int16).view(-1)
+    items = OBJECTS["tensor", key].view(torch.int16).view(-1)
     rng = np.random.default_rng(version)
     items[torch.from_numpy(rng.choice(len(items), round(CHANGED_SHARE * len(items)), replace=False))] ^= 1
     begin = time.perf_counter()
-    offer = HERE[key].publish(version, {"weight": HERE["tensor", key]})
+    offer = OBJECTS[key].publish(version, {"weight": OBJECTS["tensor", key]})
     return begin, time.perf_counter(), encode(offer)
 
 
 def follow(key: str, offer: bytes) -> tuple[float, int]:
     """Pull; return when it was done, and the bytes that travelled."""
-    report = HERE[key].pull(decode(Offer, offer), HERE["plan"], deadline_s=DEADLINE_S)
+    report = OBJECTS[key].pull(decode(Offer, offer), OBJECTS["plan"], deadline_s=DEADLINE_S)
     return time.perf_counter(), sum(report.bytes_by_source.values())
 
 
@@ -683,22 +683,22 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of the fan-out and three of the delta")
     parser.add_argument("--transport", choices=("tcp", "ucx"), action="append", help="of the fan-out; both by default")
     parser.add_argument("--only", choices=("fan-out", "delta"), help="one of the two")
-    known = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
     os.environ.setdefault("UCX_TLS", "tcp")  # shared memory would bypass the links
     os.environ.setdefault("UCX_NET_DEVICES", "eth0")
     jobs: list[tuple[list[str], Callable[[], None]]] = []
-    if known.only != "delta":
-        for transport in known.transport or ("tcp", "ucx"):
+    if arguments.only != "delta":
+        for transport in arguments.transport or ("tcp", "ucx"):
             ways = [f"{transport}_{side}" for side in ("direct", "chain", "fan_out")]
             figures = [f"{way}_{what}" for way in ways for what in ("egress_over_model", "seconds_over_one")]
-            jobs.append((figures, partial(bench_fan_out, transport, 1 if known.quick else 3)))
-    if known.only != "fan-out":
+            jobs.append((figures, partial(bench_fan_out, transport, 1 if arguments.quick else 3)))
+    if arguments.only != "fan-out":
         figures = ["delta_over_dense_on_1_gbit_s", "pipelined_over_dense_on_1_gbit_s"]
-        jobs.append((figures, partial(bench_delta, 3 if known.quick else 9)))
-        for transport in known.transport or ("tcp", "ucx"):
+        jobs.append((figures, partial(bench_delta, 3 if arguments.quick else 9)))
+        for transport in arguments.transport or ("tcp", "ucx"):
             figures = [f"{transport}_{name}_over_dense_on_1_gbit_s" for name in ("published", "pulled")]
-            jobs.append((figures, partial(bench_publication, transport, 3 if known.quick else 9)))
+            jobs.append((figures, partial(bench_publication, transport, 3 if arguments.quick else 9)))
     lacking, status = missing(), 0
     for figures, job in jobs:
         problem = lacking
