@@ -364,7 +364,7 @@ def rows(first: int, num: int) -> Box:
 
 
 @pytest.mark.parametrize(
-    ("wished", "expected"),
+    ("requested", "expected"),
     [
         ([], [ROWS.box]),
         ([ROWS.box], [ROWS.box]),
@@ -374,8 +374,8 @@ def rows(first: int, num: int) -> Box:
         ([Box(offset=(2, 3), size=(8, 10))], [ROWS.box]),  # columns
     ],
 )
-def test_piece_is_compared_in_the_requested_runs_of_rows(wished: list[Box], expected: list[Box]) -> None:
-    assert parts_of(ROWS, wished) == tuple(expected)
+def test_piece_is_compared_in_the_requested_runs_of_rows(requested: list[Box], expected: list[Box]) -> None:
+    assert parts_of(ROWS, requested) == tuple(expected)
 
 
 def test_small_pieces_and_scalars_are_compared_whole() -> None:

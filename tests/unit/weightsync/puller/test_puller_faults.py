@@ -198,16 +198,16 @@ def test_too_small_buffer_pool_is_refused() -> None:
 
 def chain(pullers: list[Puller], offer: Offer, plan: Plan, announced: list[list[Offer]]) -> dict[int, PullReport]:
     """Pull with all pullers at once, each from the previous one; the last one begins first."""
-    said = [threading.Event() for _ in pullers]
+    was_announced = [threading.Event() for _ in pullers]
     reports: dict[int, PullReport] = {}
 
     def run(number: int) -> None:
         def announce(mine: Offer) -> None:
             announced[number].append(mine)
-            said[number].set()
+            was_announced[number].set()
 
         if number:
-            said[number - 1].wait(DEADLINE_S)
+            was_announced[number - 1].wait(DEADLINE_S)
         reports[number] = pullers[number].pull(
             offer,
             plan,

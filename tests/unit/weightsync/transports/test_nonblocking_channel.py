@@ -18,23 +18,23 @@ LONGEST = 1 << 20
 WAIT_MS = 20_000
 
 
-def messages_of(line: NonBlockingChannel, num: int) -> list[tuple[int, bytes]]:
+def messages_of(channel: NonBlockingChannel, num: int) -> list[tuple[int, bytes]]:
     """Receive `num` messages."""
     found: list[tuple[int, bytes]] = []
     poller = select.poll()
-    poller.register(line, select.POLLIN)
+    poller.register(channel, select.POLLIN)
     while len(found) < num:
         assert poller.poll(WAIT_MS), "nothing arrives"
-        found += line.receive()
+        found += channel.receive()
     return found
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[NonBlockingChannel, socket.socket]]:
     ours, theirs = tcp_pair()
-    line = NonBlockingChannel(ours, LONGEST)
-    yield line, theirs
-    line.close()
+    channel = NonBlockingChannel(ours, LONGEST)
+    yield channel, theirs
+    channel.close()
     theirs.close()
 
 
@@ -54,7 +54,7 @@ def framed(kind: int, body: bytes) -> bytes:
 )
 def test_messages_arrive_whole_and_in_order(messages: list[tuple[int, bytes]], cuts: list[int]) -> None:
     ours, theirs = tcp_pair()
-    line = NonBlockingChannel(ours, LONGEST)
+    channel = NonBlockingChannel(ours, LONGEST)
     stream = b"".join(framed(kind, body) for kind, body in messages)
     found: list[tuple[int, bytes]] = []
     with theirs:
@@ -62,69 +62,69 @@ def test_messages_arrive_whole_and_in_order(messages: list[tuple[int, bytes]], c
         while begin < len(stream):
             cut = cuts[begin % len(cuts)]
             theirs.sendall(stream[begin : begin + cut])
-            found += line.receive()
+            found += channel.receive()
             begin += cut
-        found += messages_of(line, len(messages) - len(found))
-    line.close()
+        found += messages_of(channel, len(messages) - len(found))
+    channel.close()
     assert found == messages
 
 
 def test_unsent_bytes_are_sent_by_later_flushes(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
-    line, theirs = pair
+    channel, theirs = pair
     bodies = [bytes([number]) * LONGEST for number in range(16)]
     for body in bodies:
-        line.send(7, body)
-    assert line.events & select.POLLOUT, "the socket has taken 16 MiB that nobody has read"
+        channel.send(7, body)
+    assert channel.events & select.POLLOUT, "the socket has accepted 16 MiB that were not read"
     other = NonBlockingChannel(theirs, LONGEST)
     found: list[tuple[int, bytes]] = []
     while len(found) < len(bodies):
-        line.flush()
+        channel.flush()
         found += messages_of(other, 1)
     assert found == [(7, body) for body in bodies]
-    assert line.events == select.POLLIN
+    assert channel.events == select.POLLIN
 
 
 def test_messages_before_a_close_are_returned_first(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
-    line, theirs = pair
+    channel, theirs = pair
     theirs.sendall(framed(1, b"last words") + b"\0")
     theirs.close()
-    assert messages_of(line, 1) == [(1, b"last words")]
+    assert messages_of(channel, 1) == [(1, b"last words")]
     with pytest.raises(ConnectionError):
-        line.receive()
+        channel.receive()
 
 
 def test_too_long_message_is_refused_by_its_receiver(pair: tuple[NonBlockingChannel, socket.socket]) -> None:
-    line, theirs = pair
+    channel, theirs = pair
     theirs.sendall(struct.pack("<IB", LONGEST + 1, 0))
     with pytest.raises(WeightsError, match=rf"{LONGEST + 1} bytes; at most {LONGEST}"):
-        messages_of(line, 1)
+        messages_of(channel, 1)
 
 
 def test_messages_sent_while_connecting_are_delivered() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        line = NonBlockingChannel.dial(listener.getsockname(), LONGEST)
-        line.send(3, b"early")
+        channel = NonBlockingChannel.dial(listener.getsockname(), LONGEST)
+        channel.send(3, b"early")
         theirs, _ = listener.accept()
         with theirs:
             poller = select.poll()
-            poller.register(line, select.POLLOUT)
+            poller.register(channel, select.POLLOUT)
             assert poller.poll(WAIT_MS)
-            line.flush()
+            channel.flush()
             assert theirs.recv(10, socket.MSG_WAITALL) == framed(3, b"early")
-        line.close()
+        channel.close()
 
 
 def test_refused_connection_is_raised_by_the_next_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-    line = NonBlockingChannel.dial(address, LONGEST)
+    channel = NonBlockingChannel.dial(address, LONGEST)
     poller = select.poll()
-    poller.register(line, select.POLLIN)
+    poller.register(channel, select.POLLIN)
     assert poller.poll(WAIT_MS)
     with pytest.raises(OSError):
-        line.receive()
-    line.close()
-    line.close()
+        channel.receive()
+    channel.close()
+    channel.close()
 
 
 def test_unknown_host_is_refused() -> None:

@@ -234,17 +234,17 @@ def test_ucx_reader_with_a_malformed_request_is_disconnected(size: int) -> None:
     with serving("ucx", [PIECE]) as made:
         with reader("ucx") as peer:
             assert not peer.connect(made.offer).reason
-            talk_nonsense(peer, size)
+            send_garbage(peer, size)
             assert isinstance(peer.event(), ConnectionLost)
         assert works(made)
 
 
-def talk_nonsense(peer: Reader, size: int) -> None:
+def send_garbage(peer: Reader, size: int) -> None:
     """Send bytes in place of a request, and wait for the answer to a valid one."""
-    wire = peer.client
-    known = wire._connections["source"]  # type: ignore[attr-defined]
+    client = peer.client
+    connection = client._connections["source"]  # type: ignore[attr-defined]
     garbage = np.full(size, 0xC1, np.uint8)
-    known.sends.append(wire._worker.send(known.endpoint, garbage, known.tag))  # type: ignore[attr-defined]
+    connection.sends.append(client._worker.send(connection.endpoint, garbage, connection.tag))  # type: ignore[attr-defined]
 
 
 @contextmanager

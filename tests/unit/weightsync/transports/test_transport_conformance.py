@@ -284,7 +284,7 @@ def test_source_killed_or_stopped_at_any_stage_is_handled(
             assert isinstance(event, ConnectionLost)
         begin = time.monotonic()
         made.client.drop("source")
-        assert time.monotonic() - begin < 5.0, "a stopped source holds up who drops it"
+        assert time.monotonic() - begin < 5.0, "dropping a stopped source takes too long"
         before = array.copy()
         if number == signal.SIGSTOP:
             other.signal(signal.SIGCONT)

@@ -152,14 +152,14 @@ def two() -> Iterator[AgentPair]:
 
 @needs_nixl
 def test_own_mapping_is_registered_once_until_freed(two: AgentPair) -> None:
-    scratch = allocate(SIZE)
-    two.read(scratch[:1000])
+    memory = allocate(SIZE)
+    two.read(memory[:1000])
     first = two.near.generation
-    two.read(scratch[5000:9000], 70)
-    two.read(scratch)
+    two.read(memory[5000:9000], 70)
+    two.read(memory)
     assert two.near.generation == first
     assert len(two.near._regions) == 1
-    del scratch
+    del memory
     gc.collect()
     two.read(allocate(4096))
     assert len(two.near._regions) == 1

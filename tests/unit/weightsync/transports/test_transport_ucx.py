@@ -178,7 +178,7 @@ class _Failing(NoDeltas):
         raise RuntimeError("no more of this")
 
 
-def _end_while_somebody_calls() -> None:
+def _close_while_a_reader_connects() -> None:
     wanted = piece("a", "uint8", (0, 1000))
     with serving("ucx", [wanted]) as made, reader("ucx") as known, reader("ucx") as asking, reader("ucx") as calling:
         assert not known.connect(made.offer).reason
@@ -201,7 +201,7 @@ def _end_while_somebody_calls() -> None:
 
 def test_connecting_to_a_closing_source_fails_and_aborts_no_process() -> None:
     """UCX listens for as long as a connection is not freed, and then calls the listener back, freed or not."""
-    process = mp.get_context("spawn").Process(target=_end_while_somebody_calls)
+    process = mp.get_context("spawn").Process(target=_close_while_a_reader_connects)
     process.start()
     process.join(5 * WAIT_S)
     code = process.exitcode
