@@ -1,1 +1,1 @@
-"""Moves tensors peer to peer: layouts, plans, snapshots, transports and digests."""
+"""Peer-to-peer synchronisation of weights: layouts, plans, snapshots, transports and digests."""

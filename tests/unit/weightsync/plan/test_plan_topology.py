@@ -92,7 +92,7 @@ def test_a_topology_places_its_gpus_and_their_cards() -> None:
         ("= 3", "not a topology"),
         ("[[hosts]]\nname='a'\nspeed=3", "unknown field `speed`"),
         ("nic_gb_per_s = 0", "> 0"),
-        ("[[hosts]]\nname='a'\ncount=2", r"2 of the topology are called 'a'"),
+        ("[[hosts]]\nname='a'\ncount=2", r"The topology has 2 entries 'a'"),
         ("[[hosts]]\nname='a'\n[[hosts]]\nname='a'", "lists host a twice"),
         ("[[hosts]]\nname='a{}'\ncount=60000\ngpus=1000", "more than"),
         ("switches=[{name='s',uplink_gb_per_s=1}]\nhosts=[{name='a'}]", "No host of the topology is on switch s"),
@@ -306,7 +306,7 @@ def test_a_narrow_uplink_is_a_link() -> None:
     ("change", "sentence"),
     [
         ({"split_of": np.array([5])}, "has split 5 of 1"),
-        ({"split_of": np.array([0, 0])}, "1 tensors but says of 2"),
+        ({"split_of": np.array([0, 0])}, "1 tensors but 2 entries in split_of"),
         ({"splits": (make_tensor_split((4,), [0], [[2]], [[3]]),)}, r"rank 0 of p: box \[2:5\] leaves shape"),
         ({"splits": (make_tensor_split((4,), [1], [[0]], [[4]]),)}, "do not ascend below 1"),
         ({"splits": (make_tensor_split((5,), [0], [[0]], [[4]]),)}, r"has shape \(4,\), its split \(5,\)"),

@@ -67,7 +67,7 @@ def test_the_split_of_several_rounds() -> None:
     ]
     split = time_split(rounds)
     assert split is not None
-    assert (split.num_rounds, split.num_adoptions, split.num_unproven) == (2, 3, 1)
+    assert (split.num_publications, split.num_adoptions, split.num_unproven) == (2, 3, 1)
     assert split.parts["read"] == 0.5
     assert split.publish_s == pytest.approx(0.02)
     assert split.offer_s == pytest.approx(0.25)

@@ -18,8 +18,8 @@ from starling.weightsync.plan.boxes import (
     cut,
     first_gap,
     first_overlap,
+    intersecting_pairs,
     intersection,
-    meeting_pairs,
 )
 from starling.weightsync.plan.layout import (
     ITEM_BYTES,
@@ -358,12 +358,12 @@ def corners(boxes: list[Box]) -> tuple[np.ndarray, np.ndarray]:
 @given(st.lists(small_boxes(), min_size=1, max_size=12, unique=True), small_boxes())
 def test_the_sweep_finds_what_all_pairs_find(boxes: list[Box], box: Box) -> None:
     index = BoxIndex(boxes)
-    assert {index.boxes[i]: shared for i, shared in index.meeting(box)} == {
+    assert {index.boxes[i]: shared for i, shared in index.intersecting(box)} == {
         other: shared for other in boxes if (shared := intersection(other, box))
     }
     begin, end = corners(boxes)
     pairs = [(i, j) for i, j in itertools.product(range(len(boxes)), repeat=2) if cells(boxes[i]) & cells(boxes[j])]
-    assert list(zip(*(found.tolist() for found in meeting_pairs(begin, end, begin, end)), strict=True)) == pairs
+    assert list(zip(*(found.tolist() for found in intersecting_pairs(begin, end, begin, end)), strict=True)) == pairs
     overlap = first_overlap(begin, end)
     assert overlap in pairs if overlap else all(i == j for i, j in pairs)
     apart = np.arange(len(boxes))

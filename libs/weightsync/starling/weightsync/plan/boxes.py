@@ -1,8 +1,8 @@
-"""Geometry of boxes: intersection, disjointness and cutting. Pure numbers; the planner's arithmetic.
+"""Geometry of boxes: intersection, disjointness and cutting. Pure.
 
-Many boxes at once are two arrays of shape (number of boxes, number of dims): the first element, and the first element
-behind the end. Which of them meet is found by a sweep along one dim: sorted by their offsets, each box has a short run
-of neighbours to look at, and never all pairs.
+Many boxes are two arrays of shape (number of boxes, number of dims): their first elements, and the first elements after
+their ends. Intersecting pairs are found by a sweep along one dim: sorted by offset, each box is compared with a short
+run of neighbours, never with all boxes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _CHUNK: Final = 1 << 22
-"""Most pairs of neighbours that are looked at in one go, which bounds the memory of a sweep."""
+"""Most pairs of neighbours that are compared at once, which bounds the memory of a sweep."""
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the box common to `a` and `b`, or None when they share no element."""
+    """Return the box common to `a` and `b`, or None if they share no element."""
     offset: list[int] = []
     size: list[int] = []
     for a0, an, b0, bn in zip(a.offset, a.size, b.offset, b.size, strict=True):
@@ -68,14 +68,14 @@ def cut(box: Box, max_volume: int) -> Iterator[Box]:
 
 
 def first_gap(box: Box, covers: Sequence[Box]) -> Box | None:
-    """Return a part of `box` that none of `covers` meets, or None when they cover it wholly."""
+    """Return a part of `box` that no box of `covers` intersects, or None if they cover it."""
     begin = np.array([cover.offset for cover in covers], np.int64).reshape(len(covers), len(box.offset))
     end = begin + np.array([cover.size for cover in covers], np.int64).reshape(begin.shape)
     return gap_in(box, begin, end)
 
 
 def gap_in(box: Box, begin: Ints, end: Ints) -> Box | None:
-    """Return the first part of `box`, in row-major order, that no box of `begin` and `end` meets, or None."""
+    """Return the first part of `box`, in row-major order, that no box of `begin` and `end` intersects, or None."""
     if not box.volume:
         return None
     if not box.offset:
@@ -91,10 +91,10 @@ def gap_in(box: Box, begin: Ints, end: Ints) -> Box | None:
     return None
 
 
-def meeting_pairs(begin: Ints, end: Ints, other_begin: Ints, other_end: Ints) -> tuple[Ints, Ints]:
-    """Return which boxes share an element with which others: the indices of each pair, by the first, then the second.
+def intersecting_pairs(begin: Ints, end: Ints, other_begin: Ints, other_end: Ints) -> tuple[Ints, Ints]:
+    """Return the pairs of boxes that share an element, as two index arrays, sorted by the first, then the second.
 
-    Empty boxes meet nothing. Scalars (no dims) all meet.
+    Empty boxes intersect nothing. Scalars (no dims) all intersect.
     """
     if not begin.shape[1]:
         first, second = np.indices((len(begin), len(other_begin))).reshape(2, -1)
@@ -104,13 +104,13 @@ def meeting_pairs(begin: Ints, end: Ints, other_begin: Ints, other_end: Ints) ->
     for i, j in _neighbours(begin[:, dim], end[:, dim], other_begin[:, dim], other_end[:, dim]):
         shared = (np.maximum(begin[i], other_begin[j]) < np.minimum(end[i], other_end[j])).all(axis=1)
         found.append((i[shared], j[shared]))
-    i, j = _joined(found)
+    i, j = _concatenated(found)
     order = np.lexsort((j, i))
     return i[order], j[order]
 
 
 def first_overlap(begin: Ints, end: Ints, group: Ints | None = None) -> tuple[int, int] | None:
-    """Return two boxes that share an element, as indices in ascending order, or None when all are disjoint.
+    """Return two boxes that share an element, as indices in ascending order, or None if all are disjoint.
 
     With `group`, only boxes of equal group (numbers from 0) are compared.
     """
@@ -121,7 +121,7 @@ def first_overlap(begin: Ints, end: Ints, group: Ints | None = None) -> tuple[in
         begin, end, num_dims = group[:, None], group[:, None] + 1, 1
     dim = _sweep_dims(begin, group)
     rows = np.arange(num_boxes)
-    # One axis for all groups: the coordinates, made dense, of one group lie behind those of the group before.
+    # One axis for all groups: the dense coordinates of each group follow those of the group before.
     edges, dense = np.unique(np.concatenate([begin[rows, dim], end[rows, dim]]), return_inverse=True)
     low = group * (len(edges) + 1) + dense[:num_boxes]
     high = group * (len(edges) + 1) + dense[num_boxes:]
@@ -136,7 +136,7 @@ def first_overlap(begin: Ints, end: Ints, group: Ints | None = None) -> tuple[in
 
 
 def _sweep_dim(begin: Ints) -> int:
-    """Return the dim that tells the boxes apart best: the one with the most distinct offsets."""
+    """Return the dim with the most distinct offsets."""
     return int(np.argmax([len(np.unique(begin[:, dim])) for dim in range(begin.shape[1])]))
 
 
@@ -155,9 +155,9 @@ def _sweep_dims(begin: Ints, group: Ints) -> Ints:
 
 
 def _neighbours(low: Ints, high: Ints, other_low: Ints, other_high: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield, in chunks, the pairs of intervals that may meet; all that do are among them."""
+    """Yield, in chunks, the pairs of intervals that may intersect; all that do are among them."""
     order = np.argsort(other_low, kind="stable")
-    # The furthest end so far: intervals before the first one that passes `low` cannot meet it.
+    # The furthest end so far: intervals before the first one that passes `low` cannot intersect it.
     reach = np.maximum.accumulate(other_high[order])
     first = np.searchsorted(reach, low, side="right")
     count = np.maximum(np.searchsorted(other_low[order], high, side="left") - first, 0)
@@ -171,7 +171,7 @@ def _neighbours(low: Ints, high: Ints, other_low: Ints, other_high: Ints) -> Ite
         start = stop
 
 
-def _joined(parts: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+def _concatenated(parts: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     none = np.zeros(0, np.int64)
     return (
         np.concatenate([none, *(first for first, _ in parts)]),
@@ -180,7 +180,7 @@ def _joined(parts: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
 
 
 class BoxIndex:
-    """Distinct, non-empty boxes of one tensor, ready to be asked which of them meet another box."""
+    """Index of distinct, non-empty boxes of one tensor, for queries of the boxes that intersect another box."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         num_dims = len(boxes[0].offset) if boxes else 0
@@ -192,13 +192,13 @@ class BoxIndex:
         begins: npt.NDArray[np.int64] = np.array([box.offset for box in self.boxes], np.int64).reshape(shape)
         ends = begins + np.array([box.size for box in self.boxes], np.int64).reshape(shape)
         self._begins, self._ends = begins, ends
-        # The furthest end so far: boxes before the first one that passes a query's begin cannot meet the query.
+        # The furthest end so far: boxes before the first one that passes a query's begin cannot intersect the query.
         self._reach = np.maximum.accumulate(ends[:, self._dim]) if num_dims and boxes else None
 
     def _position(self, box: Box) -> tuple[int, ...]:
         return (box.offset[self._dim] if box.offset else 0, *box.offset, *box.size)
 
-    def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
+    def intersecting(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield the index into `boxes` of each box that shares elements with `box`, and the shared box."""
         if self._reach is None:  # scalars: every box is the same single element
             yield from ((index, box) for index in range(len(self.boxes)))

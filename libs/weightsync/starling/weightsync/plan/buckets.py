@@ -1,8 +1,11 @@
-"""Segments: which boxes of a bucket travel as they lie, and which are packed together on the way. Pure.
+"""Buckets: the transfers of one destination rank in order, and the segments in which a bucket is sent. Pure.
 
-The reader cuts a bucket into segments, runs of its boxes in order. A box that is large and lies in one piece where it
-belongs is a segment of its own, received there; all between two such boxes is one segment, received beside and brought
-home from there. The source sends a segment from where it lies if it is one box in one piece, else it packs it.
+A plan stores the moves once per class of tensors; `expand` makes one row per transfer of them, in arrays, and buckets
+are ranges of rows. `Buckets` makes the objects only on access.
+
+The reader cuts a bucket into segments, runs of its boxes in order. A large box that is contiguous at its destination is
+a segment of its own, received in place; all boxes between two such boxes are one segment, received in a buffer and
+copied from there. The source sends a segment without copying if it is one contiguous box, else it packs it.
 """
 
 from __future__ import annotations
@@ -19,13 +22,17 @@ from starling.weightsync.plan.layout import ALIGNMENT, Box, aligned
 from starling.weightsync.plan.moves import MAX_TRANSFERS, Bucket, Moves, PieceIndex, Transfer, column
 
 DIRECT_BYTES: Final = 64 << 10
-"""Smaller boxes are packed together: a message of its own would cost more than the copy."""
+"""Smaller boxes are packed together: a separate message would cost more than the copy."""
 BUCKETS_PER_SOURCE: Final = 4
-"""Most buckets that one destination rank has under way from one source."""
+"""Most buckets in flight from one source to one destination rank."""
+MAX_ROWS: Final = 1 << 26
+"""Most transfers into one rank."""
+MAX_BOXES: Final = 1 << 20
+"""Most distinct boxes among them."""
 
 
 def row_major(size: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a box that is packed."""
+    """Return the strides, in elements, of a packed box."""
     strides = [1] * len(size)
     for dim in range(len(size) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * size[dim + 1]
@@ -33,20 +40,20 @@ def row_major(size: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_contiguous(size: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a box with these strides, in elements, lies row-major without gaps."""
+    """Whether a box with these strides, in elements, is row-major without gaps."""
     expected = 1
     for n, stride in zip(reversed(size), reversed(strides), strict=True):
         if n != 1 and stride != expected:
-            return 0 in size  # of nothing, everything may be said
+            return 0 in size  # an empty box is contiguous
         expected *= n
     return True
 
 
 def cut_segments(direct: Iterable[bool]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Cut a bucket, given which of its boxes are received where they belong.
+    """Cut a bucket into segments, given which of its boxes are received in place.
 
     Returns:
-        How many boxes each segment has, and which segments are received where they belong.
+        Number of boxes of each segment, and which segments are received in place.
     """
     counts: list[int] = []
     kinds: list[bool] = []
@@ -60,17 +67,17 @@ def cut_segments(direct: Iterable[bool]) -> tuple[tuple[int, ...], tuple[bool, .
 
 
 def payload_bytes(sizes: Sequence[int]) -> int:
-    """Return the length of a payload of blocks of these sizes: no padding after the last."""
+    """Return the length of a payload of blocks of these sizes, without padding after the last."""
     return sum(map(aligned, sizes[:-1])) + sizes[-1] if sizes else 0
 
 
 def packed_bytes(sizes: Sequence[int], counts: Sequence[int], direct: Sequence[bool]) -> int:
-    """Return the room for all segments but the direct ones.
+    """Return the buffer size for all segments except the direct ones.
 
     Args:
         sizes: of each box, in bytes.
-        counts: how many boxes each segment has.
-        direct: the segments that need no room.
+        counts: number of boxes of each segment.
+        direct: the segments that need no buffer.
     """
     total = first = 0
     for count, one in zip(counts, direct, strict=True):
@@ -80,20 +87,9 @@ def packed_bytes(sizes: Sequence[int], counts: Sequence[int], direct: Sequence[b
     return total
 
 
-def most_at_once(rooms: Iterable[int], num_buckets: int) -> int:
-    """Return the most that buckets with these `rooms` take while `num_buckets` of them are under way."""
-    return sum(sorted(rooms, reverse=True)[:num_buckets])
-
-
-# JOINED from starling.weightsync.expand: From a plan to what one destination rank reads: every transfer, in
-# buckets, in order.  A plan says once what moves for each class of tensors; here it becomes one row per
-# transfer, in arrays, and the buckets are ranges of rows. `Buckets` makes the objects only when they are
-# looked at.
-
-MAX_ROWS: Final = 1 << 26
-"""Most transfers into one rank."""
-MAX_BOXES: Final = 1 << 20
-"""Most distinct boxes among them."""
+def most_at_once(sizes: Iterable[int], num_buckets: int) -> int:
+    """Return the most memory that buckets of these `sizes` take while `num_buckets` of them are in flight."""
+    return sum(sorted(sizes, reverse=True)[:num_buckets])
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +103,7 @@ class Rows:
     """Index into `boxes`."""
     size_bytes: Ints
     alone: Bools
-    """Parts of a box that is larger than a bucket travel alone: then they lie as aligned as their tensor does."""
+    """Whether the transfer has its own bucket: parts of a box larger than a bucket do, to keep their alignment."""
     boxes: tuple[Box, ...]
 
 
@@ -168,7 +164,7 @@ def aligned_sizes(sizes: Ints) -> Ints:
 def expand(classes: Sequence[Moves], source: PieceIndex, destination: PieceIndex, rank: int, limit: int) -> Buckets:
     """Return the buckets of destination rank `rank`, each of at most `limit` bytes.
 
-    Sources take turns, and each destination rank begins with another one.
+    Buckets are ordered round-robin over the sources, and each destination rank begins with another source.
 
     Raises:
         WeightsError: more transfers than `MAX_ROWS`.
@@ -234,7 +230,7 @@ def _rows(classes: Sequence[Moves], source: PieceIndex, destination: PieceIndex,
 
 
 def _cut_parts(moves: Moves, indices: Ints, limit: int, boxes: list[Box]) -> tuple[Ints, Bools]:
-    """Append what each move brings to `boxes`, cut to `limit` bytes; return each one's move, and if it is whole."""
+    """Append the boxes of each move to `boxes`, cut to `limit` bytes; return the move of each, and if it is uncut."""
     origin: list[int] = []
     whole: list[bool] = []
     parts = column(moves.move_parts)[indices]
@@ -252,7 +248,7 @@ def _bucket_begins(rows: Rows, limit: int) -> Ints:
     if not len(rows.part):
         return np.zeros(0, np.int64)
     ends = np.cumsum(aligned_sizes(rows.size_bytes))
-    # A bucket cannot reach beyond the next change of source, nor into or out of a part that travels alone.
+    # A bucket ends at the next change of source, and before and after a transfer that has its own bucket.
     barrier = np.zeros(len(ends) + 1, bool)
     barrier[1:-1] = np.diff(rows.source_rank) != 0
     barrier[:-1] |= rows.alone

@@ -1,9 +1,9 @@
-"""Layouts in columns: what the planner computes with.
+"""Compact layouts: the columnar form that the planner computes with.
 
-A model has many tensors but few ways in which one is split among the ranks: a *split* is one such way, as arrays, and
-each tensor of a `CompactLayout` refers to one. A layout of shards (`layout.Layout`) becomes one by `splits_of`; one
-that follows from a model and a parallelism alone is made in this form directly, so that its size depends on the
-number of patterns and not on the number of shards.
+A model has many tensors but few ways in which they are split among the ranks: a *split* is one such way, as arrays, and
+each tensor of a `CompactLayout` refers to one. A layout of shards (`layout.Layout`) is converted by `splits_of`; one
+that follows from a model and a parallelism alone is made in this form directly, so that its size depends on the number
+of patterns and not on the number of shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starling.weightsync.plan.layout import ALIGNMENT, Box, Layout, Place, Tenso
 
 @dataclass(frozen=True, eq=False)
 class TensorSplit:
-    """Which boxes of a tensor of one shape each rank holds. Rows are in the order of the ranks' shards."""
+    """The boxes of a tensor that each rank holds. Rows are in the order of the ranks' shards."""
 
     shape: tuple[int, ...]
     rank: Ints
@@ -34,7 +34,7 @@ class TensorSplit:
 
     @cached_property
     def key(self) -> bytes:
-        """Equal for equal splits, and only for them."""
+        """Key that is equal for equal splits only."""
         columns = (np.array(self.shape, np.int64), self.rank, self.offset, self.size)
         return b"".join(column.astype("<i8").tobytes() for column in (np.array([len(self.shape)]), *columns))
 
@@ -46,12 +46,12 @@ class TensorSplit:
 
     @cached_property
     def piece(self) -> Ints:
-        """Which of its rank's boxes of this tensor each box is, from 0."""
+        """Number of each box among its rank's boxes of this tensor, from 0."""
         piece: Ints = np.arange(len(self.rank)) - np.searchsorted(self.rank, self.rank, side="left")
         return piece
 
     def counts(self, num_ranks: int) -> Ints:
-        """Return how many boxes each rank holds."""
+        """Return the number of boxes of each rank."""
         return np.bincount(self.rank, minlength=num_ranks)
 
     def box(self, row: int) -> Box:
@@ -63,18 +63,18 @@ class TensorSplit:
 class CompactLayout:
     """All shards of a replica: a rank's shards are its boxes of the first tensor, then those of the second, and so on.
 
-    Where a rank keeps them in another order, `orders` says in which.
+    If a rank keeps them in another order, `orders` has it.
     """
 
     replica: str
     tensors: tuple[TensorSpec, ...]
     places: tuple[Place, ...]
-    """Where each rank runs."""
+    """Location of each rank."""
     splits: tuple[TensorSplit, ...]
     split_of: Ints
     """Index into `splits` of each tensor; a tied tensor that owns no memory has a split without boxes."""
     orders: Mapping[int, Ints] = field(default_factory=dict)
-    """For some ranks, the index of the shard that comes n-th in the order above."""
+    """For some ranks, the shard index of each box in the order above."""
     base: str = ""
     """As in `Layout`."""
 
@@ -85,7 +85,7 @@ class CompactLayout:
 
     @cached_property
     def counts(self) -> Ints:
-        """How many boxes each rank holds of a tensor of each split; shape (splits, ranks)."""
+        """Number of boxes that each rank holds of a tensor of each split; shape (splits, ranks)."""
         counts = np.zeros((len(self.splits), len(self.places)), np.int64)
         for index, split in enumerate(self.splits):
             counts[index] = split.counts(len(self.places))
@@ -93,7 +93,7 @@ class CompactLayout:
 
     @cached_property
     def piece_bytes(self) -> Ints:
-        """Room that all pieces of each rank take, each at a multiple of `ALIGNMENT`; shape (ranks,)."""
+        """Size of all pieces of each rank, each padded to a multiple of `ALIGNMENT`; shape (ranks,)."""
         kinds, members = np.unique(np.stack([self.split_of, self.item_bytes]), axis=1, return_counts=True)
         total = np.zeros(len(self.places), np.int64)
         for (index, size), count in zip(kinds.T.tolist(), members.tolist(), strict=True):
@@ -103,7 +103,7 @@ class CompactLayout:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for layouts that hold the same boxes of the same tensors at the same places, in the same order."""
+        """Digest, equal for layouts with the same boxes of the same tensors at the same places in the same order."""
         state = xxhash.xxh3_128(self.base.encode())
         for spec in self.tensors:
             state.update(repr((spec.name, spec.shape, spec.dtype, spec.same_as)).encode())
@@ -118,7 +118,7 @@ class CompactLayout:
 
 
 def to_compact(layout: Layout) -> CompactLayout:
-    """Write `layout`, which `check_layout` finds in order, in columns."""
+    """Convert `layout`, which must pass `check_layout`, to columnar form."""
     entries: list[tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]]]] = [
         ([], [], []) for _ in layout.tensors
     ]
@@ -147,14 +147,14 @@ def to_compact(layout: Layout) -> CompactLayout:
 
 
 def make_tensor_split(shape: tuple[int, ...], ranks: object, offsets: object, sizes: object) -> TensorSplit:
-    """Make a split from anything that numpy takes; `ranks` ascend."""
+    """Make a split from any array-likes; `ranks` ascend."""
     rank: Ints = np.array(ranks, np.int64).reshape(-1)
     dims = (len(rank), len(shape))
     return TensorSplit(shape, rank, np.array(offsets, np.int64).reshape(dims), np.array(sizes, np.int64).reshape(dims))
 
 
 def check_compact(layout: CompactLayout) -> None:
-    """Check what `check_layout` checks of a layout of shards.
+    """Check a compact layout as `check_layout` checks a layout of shards.
 
     Raises:
         WeightsError: naming the replica and the tensor.
@@ -162,7 +162,7 @@ def check_compact(layout: CompactLayout) -> None:
     check_specs(layout.replica, layout.tensors)
     if len(layout.split_of) != len(layout.tensors):
         raise WeightsError(
-            f"{layout.replica} has {len(layout.tensors)} tensors but says of {len(layout.split_of)} how they are split."
+            f"{layout.replica} has {len(layout.tensors)} tensors but {len(layout.split_of)} entries in split_of."
         )
     sound: set[int] = set()
     for spec, index in zip(layout.tensors, layout.split_of.tolist(), strict=True):

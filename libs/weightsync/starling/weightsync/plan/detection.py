@@ -1,4 +1,4 @@
-"""The topology of this machine, as its operating system tells it. The only part of planning that does IO."""
+"""Detection of this machine's topology from the operating system. The only part of planning that does I/O."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from starling.weightsync.plan.topology import HostSpec, Nic, Topology
 def detect_topology(root: Path = Path("/")) -> Topology:
     """Return this host: its NUMA nodes, NVIDIA GPUs and network cards with their line rates.
 
-    InfiniBand and RoCE ports are taken where there are any, else Ethernet cards that are up. What the system does not
-    tell (the rate of a virtual card) is left at the topology's default.
+    InfiniBand and RoCE ports if there are any, else Ethernet cards that are up. A rate that the system does not report
+    (of a virtual card) is left at the topology's default.
 
     Args:
         root: where the system's files are; another folder in tests.
@@ -31,7 +31,7 @@ def _hostname(root: Path) -> str:
 
 
 def _infiniband(sys: Path) -> tuple[Nic, ...]:
-    """Return each active port; its rate reads like `400 Gb/sec (4X NDR)`."""
+    """Return each active port; a rate has the form `400 Gb/sec (4X NDR)`."""
     nics: list[Nic] = []
     for port in sorted((sys / "class/infiniband").glob("*/ports/*")):
         rate = re.match(r"([\d.]+) Gb", _text(port / "rate"))
@@ -42,7 +42,7 @@ def _infiniband(sys: Path) -> tuple[Nic, ...]:
 
 
 def _ethernet(sys: Path) -> tuple[Nic, ...]:
-    """Return each real card that is up; its speed is in megabits per second, or -1 or unreadable."""
+    """Return each physical card that is up; its speed is in Mbit/s, or -1, or unreadable."""
     nics: list[Nic] = []
     for card in sorted((sys / "class/net").glob("*")):
         speed = _text(card / "speed")
@@ -52,7 +52,7 @@ def _ethernet(sys: Path) -> tuple[Nic, ...]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text, empty if it cannot be read: a card that is down refuses to tell its speed."""
+    """Return a file's text, empty if it cannot be read, as the speed of a card that is down."""
     try:
         return os.fsdecode(path.read_bytes()).strip()
     except OSError:

@@ -1,8 +1,20 @@
-"""How long a plan takes, before anything moves: bytes over bandwidth on the busiest link, and what cannot be hidden.
+"""Estimates of a plan before it is executed: the time of a transfer, and peak memory. Pure.
 
-The parts have the names of what a round reports, and sum to the whole: `pack_s`, `wire_s`, `unpack_s` and `wait_s`.
-Packing and unpacking run beside the wire, so only what is left of them counts: the first and the last buckets, and as
-much as they are slower than the wire.
+**Time**: bytes over bandwidth on the busiest link, and the parts that do not overlap with it. They have the names of
+the measured ones, and sum to the total: `pack_s`, `wire_s`, `unpack_s` and `wait_s`. Packing and unpacking overlap with
+the wire, so only the first and the last buckets count, and the time by which they are slower than the wire.
+
+**Memory** in addition to the tensors: a publisher has two snapshots, and buffers that it packs for its readers; a
+destination has staging, unless it pulls in place, and buffers for boxes that are not received in place. The executor
+uses these functions, so the two cannot disagree. Without layouts, `Plan.peak_bytes` is a bound. A relay is a
+destination that packs for its own readers too, as a publisher does.
+
+Deltas come on top, and are as large as the changes: at the publisher at most one snapshot, for the versions that it
+keeps; at the destination at most `Plan.peak_bytes` of a pull in place, only during the transfer, except for a relay,
+which keeps them until the next version.
+
+Not counted is memory that grows neither with the model nor with the buckets: code, thread stacks, the transport's own
+buffers (of sockets, in the kernel; of UCX, a few MiB), and about a kilobyte of objects per box of a plan.
 """
 
 from __future__ import annotations
@@ -30,9 +42,15 @@ from starling.weightsync.plan.offer import DIGEST_BYTES, Transport
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.plan.topology import DEVICE, LINKS, RAIL, Topology, distances
 
+NUM_SNAPSHOTS: Final = 2
+"""One is read while the next is written."""
+PAGE_BYTES: Final = 4096
+MAX_PACKING_BYTES: Final = 256 << 20
+"""Most that a UCX source packs at once for all its readers; a single larger request is served alone."""
+
 
 class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What one link carries one way."""
+    """Traffic of one link in one direction."""
 
     link: str
     num_bytes: int
@@ -40,11 +58,11 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a round is expected to cost."""
+    """Expected cost of one weight synchronisation."""
 
     total_bytes: int
     link_bytes: dict[str, int]
-    """Payload by how far it goes: keys of `LINKS`."""
+    """Payload by distance: keys of `LINKS`."""
     publisher_bytes: int
     """Payload that leaves the publisher's ranks."""
     pack_s: float
@@ -54,9 +72,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """From the offer to the last byte in staging: the sum of the four."""
     switch_s: float
-    """Pause of an engine that then switches from staging: one copy of what its busiest rank took."""
+    """Pause of an engine that switches from staging: one copy of the payload of its busiest rank."""
     peak_staging_bytes: int
-    """Bound on the memory that a destination rank takes beside its tensors."""
+    """Bound on the memory of a destination rank in addition to its tensors."""
     links: tuple[LinkLoad, ...]
     """The slowest first."""
 
@@ -64,13 +82,13 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(
     plan: Plan, sources: Sequence[Place], destinations: Sequence[Place], topology: Topology | None = None
 ) -> Estimate:
-    """Predict a round of `plan` to one replica.
+    """Estimate a transfer by `plan` to one replica.
 
     Args:
-        plan: a whole plan, not one rank's part.
-        sources: where each source rank runs.
-        destinations: where each destination rank runs.
-        topology: the machines; by default, ranks that all have a card of their own.
+        plan: a plan for all ranks.
+        sources: place of each source rank.
+        destinations: place of each destination rank.
+        topology: by default, every rank has a card of its own.
     """
     return _estimate(plan, plan.pair_bytes, sources, destinations, topology or Topology(), num_hops=1)
 
@@ -82,13 +100,13 @@ def estimate_fan_out(
     replicas: Sequence[Sequence[Place]],
     topology: Topology | None = None,
 ) -> Estimate:
-    """Predict a round in which replicas pass on what they got; `plan` leads to one of them.
+    """Estimate a transfer in which replicas relay to each other.
 
     Args:
-        plan: a whole plan to one replica.
-        fan_out: who passes what to whom.
-        sources: where each source rank runs.
-        replicas: where each rank of each replica runs.
+        plan: a plan for all ranks of one replica.
+        fan_out: the relay tree.
+        sources: place of each source rank.
+        replicas: place of each rank of each replica.
         topology: as in `estimate`.
     """
     num_sources, num_ranks = plan.pair_bytes.shape
@@ -106,7 +124,7 @@ def estimate_fan_out(
                 flow[rows, replica * num_ranks + ranks] += _share(arriving, part, count)
     places = [place for replica_places in replicas for place in replica_places]
     hops = max((fan_out.depth(k, part) for k in range(count) for part in range(count)), default=1)
-    num_hops = 1 + (hops - 1) * count  # each further link holds one bucket of every part back
+    num_hops = 1 + (hops - 1) * count  # each further link delays one bucket of every part
     return _estimate(plan, flow, [*sources, *places], places, topology or Topology(), num_hops=num_hops)
 
 
@@ -124,7 +142,7 @@ def _estimate(
     *,
     num_hops: int,
 ) -> Estimate:
-    """Predict from the bytes between ranks; `num_hops` buckets lie one after the other between first and last byte."""
+    """Estimate from the bytes between ranks; `num_hops` buckets are sent in sequence between first and last byte."""
     far = distances(sources, destinations, topology)
     links = sorted(_loads(flow, far, sources, destinations, topology), key=lambda load: (-load.seconds, load.link))
     device = topology.device_gb_per_s * 1e9
@@ -156,7 +174,7 @@ def _estimate(
 def _loads(
     flow: Ints, far: Ints, sources: Sequence[Place], destinations: Sequence[Place], topology: Topology
 ) -> Iterator[LinkLoad]:
-    """Yield every link that carries something."""
+    """Yield every link with traffic."""
     on_device = np.where(far == DEVICE, flow, 0)
     inside = np.where((far > DEVICE) & (far < RAIL), flow, 0)
     outside = np.where(far >= RAIL, flow, 0)
@@ -188,32 +206,13 @@ def _loads(
         yield LinkLoad(link=link, num_bytes=num_bytes, seconds=num_bytes / (gb_per_s * 1e9))
 
 
-# JOINED from starling.weightsync.peaks: Peaks: the memory that a publisher and a destination take beside
-# their tensors, known before anything moves. Pure.  A publisher has two snapshots, and at their side what it
-# packs for its readers; a destination has staging, unless it pulls in place, and scratch for what is on its
-# way to another place than where it arrived. The executor takes what these functions say, so the two cannot
-# disagree. Whoever has no layouts but only a plan finds a bound in `Plan.peak_bytes`. A relay is a
-# destination that packs for its own readers besides, as a publisher does.  Deltas come on top, as large as
-# what changed: at the publisher at most one snapshot, for the versions that it remembers; at the destination
-# at most what `Plan.peak_bytes` states for a pull in place, and only while they are on their way, but for a
-# relay, which keeps what it passes on until the next version.  Not counted is what grows neither with the
-# model nor with the buckets: code, the stacks of threads, the transport's own buffers (of sockets, in the
-# kernel; of UCX, a few MiB), and about a kilobyte of objects for each box of a plan.
-
-NUM_SNAPSHOTS: Final = 2
-"""One to be read while the next is written."""
-PAGE_BYTES: Final = 4096
-MAX_PACKING_BYTES: Final = 256 << 20
-"""Most that a source over UCX packs at once, for all its readers; a single request may need more, and then is alone."""
-
-
 class PublisherPeak(msgspec.Struct, frozen=True, kw_only=True):
-    """Most memory of one source rank beside its tensors."""
+    """Peak memory of one source rank in addition to its tensors."""
 
     snapshots_bytes: int
-    """Shared with readers on the same host; it counts here and not there."""
+    """Shared with readers on the same host, where it is not counted again."""
     packing_bytes: int
-    """What is packed for readers."""
+    """Buffers packed for readers."""
 
     @property
     def total_bytes(self) -> int:
@@ -222,7 +221,7 @@ class PublisherPeak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DestinationPeak(msgspec.Struct, frozen=True, kw_only=True):
-    """Most memory of one destination rank beside its tensors."""
+    """Peak memory of one destination rank in addition to its tensors."""
 
     staging_bytes: int
     scratch_bytes: int
@@ -234,7 +233,7 @@ class DestinationPeak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def slot_bytes(pieces: Sequence[ShardPiece]) -> int:
-    """Return the room of one snapshot: the pieces, then their digests, in whole pages."""
+    """Return the size of one snapshot: the pieces, then their digests, in whole pages."""
     _, extent_bytes = packed_offsets(piece.size_bytes for piece in pieces)
     return -(-(extent_bytes + DIGEST_BYTES * len(pieces)) // PAGE_BYTES) * PAGE_BYTES
 
@@ -250,18 +249,18 @@ def publisher_peak(
     on_device: bool = False,
     num_replicas: int = 1,
 ) -> PublisherPeak:
-    """Return what source rank `rank` takes while all ranks of its destinations read from it at one time.
+    """Return the peak memory of source rank `rank` when all ranks of its destinations read from it at once.
 
     Args:
-        source: what the publisher's replica holds.
-        rank: which of its ranks.
+        source: layout of the publisher.
+        rank: its rank.
         plan: made from `source` and `destination`.
         destination: the layout of one destination replica.
-        transport: ``tcp`` packs one bucket for each reader at a time, ``ucx`` all that are under way, each in a room
-            that holds the largest; nothing is packed for readers over ``local``.
+        transport: ``tcp`` packs one bucket for each reader at a time, ``ucx`` all that are in flight, each in a buffer
+            for the largest; ``local`` packs nothing.
         in_place: whether the destinations pull into their live tensors.
-        on_device: whether these are where only torch can write, such as on a GPU.
-        num_replicas: how many such replicas there are.
+        on_device: whether these are on a device that only torch can write to, such as a GPU.
+        num_replicas: number of such replicas.
     """
     pieces = pieces_of(source, rank)
     at_once = min(BUCKETS_PER_SOURCE, plan.buckets_in_flight) if transport == "ucx" else 1
@@ -288,16 +287,16 @@ def destination_peak(
     in_place: bool = False,
     on_device: bool = False,
 ) -> DestinationPeak:
-    """Return what destination rank `rank` takes while it pulls.
+    """Return the peak memory of destination rank `rank` while it pulls.
 
     Args:
-        plan: the whole plan or this rank's part.
-        destination: the layout that the plan is for.
-        rank: which of its ranks.
-        transport: ``local`` copies from the publisher's memory to where a box belongs; the others need scratch for
-            what does not lie there in one piece.
+        plan: the plan for all ranks, or for this one.
+        destination: layout of the destination.
+        rank: its rank.
+        transport: ``local`` copies from the publisher's memory to the destination; the others need a buffer for boxes
+            that are not contiguous there.
         in_place: whether it pulls into its live tensors.
-        on_device: whether these are where only torch can write, such as on a GPU.
+        on_device: whether these are on a device that only torch can write to, such as a GPU.
     """
     rooms = []
     for bucket in plan.of_destination(rank):
@@ -332,7 +331,7 @@ def _received(
 def _packing_bytes(
     bucket: Bucket, pieces: Sequence[ShardPiece], destination: Layout, *, in_place: bool, on_device: bool
 ) -> int:
-    """Return the room that a source needs to pack a bucket from a snapshot of `pieces`."""
+    """Return the buffer size that a source needs to pack a bucket from a snapshot of `pieces`."""
     sizes, counts, _ = _received(bucket, destination, in_place=in_place, on_device=on_device)
     whole: list[bool] = []
     first = 0

@@ -1,12 +1,12 @@
-"""Fan-out: how several replicas of one layout get a version while the publisher sends about one model.
+"""Fan-out: pipelined relays by which several replicas of one layout get a version while the publisher sends one model.
 
-The buckets of each rank are dealt into as many parts as there are replicas. Each replica pulls another part from the
-publisher, and the rest from the others as they get it, bucket by bucket: all links work at once, so that R replicas
-take about as long as one, and R buckets more. Where replicas come in groups with a longer way between them (hosts,
-switches, sites), a part crosses to another group once; the member that fetched it passes it on inside.
+The buckets of each rank are divided into as many parts as there are replicas. Each replica pulls a different part from
+the publisher, and the others from the replicas that have them, bucket by bucket: all links work at once, so R replicas
+take the time of one plus R buckets. If replicas form groups with slower links between them (hosts, switches, sites), a
+part crosses to another group once; the member that fetched it relays it inside the group.
 
-All of it is data that follows from where the replicas are. When one joins or leaves, the others plan again; whoever
-waits for a replica that is gone takes the publisher instead, because a bucket holds the same boxes from either.
+The fan-out is data that follows from the places of the replicas. When one joins or leaves, it is planned again; a
+replica that waits for one that is gone reads from the publisher instead: a bucket has the same boxes from either.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from starling.weightsync.plan.moves import Bucket
 from starling.weightsync.plan.topology import Topology, distances
 
 PUBLISHER: Final = -1
-"""Instead of a replica's number: the source of the version."""
+"""In place of a replica's number: the publisher of the version."""
 
 
 class RelayPull(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One bucket of a replica's rank, and from whom it comes."""
+    """One bucket of a replica's rank, and its source."""
 
     bucket: int
     """Index into the buckets of the rank in the plan from the publisher."""
     replica: int
-    """Who serves it; `PUBLISHER`, or a replica that has pulled it before."""
+    """Source: `PUBLISHER`, or a replica that has pulled it before."""
 
 
 class FanOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Who passes what to whom: for each replica, from where it takes each part."""
+    """The relay tree: for each replica, the source of each part."""
 
     sources: tuple[tuple[int, ...], ...]
     """Row: a replica. Column: a part. Entry: a replica, or `PUBLISHER`."""
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are, and how many parts."""
+        """Number of replicas, and of parts."""
         return len(self.sources)
 
     def depth(self, replica: int, part: int) -> int:
-        """Return over how many links a part comes to a replica: 1 from the publisher."""
+        """Return the number of links over which a part reaches a replica: 1 from the publisher."""
         depth = 1
         while self.sources[replica][part] != PUBLISHER:
             replica, depth = self.sources[replica][part], depth + 1
@@ -57,11 +57,11 @@ class FanOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_fan_out(replicas: Sequence[Sequence[Place]], topology: Topology | None = None) -> FanOut:
-    """Decide who passes what to whom.
+    """Assign a source to each part of each replica.
 
     Args:
         replicas: the place of each rank of each replica. All have equal layouts.
-        topology: the machines, for distances.
+        topology: for distances.
 
     Raises:
         WeightsError: replicas of different numbers of ranks.
@@ -88,7 +88,7 @@ def make_fan_out(replicas: Sequence[Sequence[Place]], topology: Topology | None 
 
 
 def parts_of(sizes: Ints, num_parts: int) -> Ints:
-    """Deal buckets of `sizes` bytes to parts: each to the one with the fewest bytes, so that none is a bucket ahead."""
+    """Assign buckets of `sizes` bytes to parts: each to the one with the fewest bytes, so that they stay balanced."""
     heap = [(0, part) for part in range(num_parts)]
     parts = np.zeros(len(sizes), np.int64)
     for index, size in enumerate(sizes.tolist()):
@@ -101,13 +101,13 @@ def parts_of(sizes: Ints, num_parts: int) -> Ints:
 def relay_pulls(fan_out: FanOut, sizes: Ints, replica: int) -> tuple[RelayPull, ...]:
     """Return what one rank of `replica` pulls, in order.
 
-    A bucket comes no earlier in the order than at least one bucket of every other part after whoever serves it has it,
-    so who follows the order does not wait for long, and never in a circle.
+    A bucket comes after its source has it, and at least one bucket of every other part later: a replica that follows
+    the order waits only briefly, and never in a cycle.
 
     Args:
-        fan_out: who passes what to whom.
+        fan_out: the relay tree.
         sizes: bytes of each bucket of the rank in the plan from the publisher.
-        replica: for whom.
+        replica: number of the replica.
     """
     parts = parts_of(sizes, fan_out.num_replicas)
     order = np.argsort(parts, kind="stable")
@@ -123,7 +123,7 @@ def relay_pulls(fan_out: FanOut, sizes: Ints, replica: int) -> tuple[RelayPull, 
 
 
 def relayed(bucket: Bucket) -> Bucket:
-    """Return `bucket` as a replica of the same layout serves it: the same boxes, from the shards that it filled."""
+    """Return `bucket` as a relay of the same layout serves it: the same boxes, from the shards that it filled."""
     transfers = tuple(
         msgspec.structs.replace(transfer, source_shard=transfer.destination_shard) for transfer in bucket.transfers
     )
@@ -131,7 +131,7 @@ def relayed(bucket: Bucket) -> Bucket:
 
 
 def _groups(replicas: Sequence[Sequence[Place]], topology: Topology | None) -> list[list[int]]:
-    """Return replicas that are nearer to each other than the farthest are; all in one group if none are."""
+    """Return groups of replicas that are nearer to each other than the farthest pair; one group if there are none."""
     count = len(replicas)
     if not count or not replicas[0]:
         return [list(range(count))] if count else []

@@ -1,9 +1,10 @@
-"""Layouts: which box of which tensor each rank of a replica holds, and where in its memory.
+"""Layouts: the boxes of tensors that each rank of a replica holds, and their positions in its memory.
 
-Pure data, MessagePack-able. Offsets and sizes of boxes, shapes and strides count elements; `*_bytes` count bytes.
+Pure data, serialisable as MessagePack. Offsets and sizes of boxes, shapes and strides count elements; `*_bytes` count
+bytes.
 
 Tied tensors (two names for one memory) have one owner: the owner's name has the shards, every further name is a
-`TensorSpec` with `same_as` set to the owner and no shards. Either name can be asked for by a destination.
+`TensorSpec` with `same_as` set to the owner and no shards. A destination can request either name.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "float64": 8,
     "complex64": 8,
 }
-"""The element types that travel, by torch's name without its prefix, and their sizes in bytes."""
+"""Supported element types, by torch's name without its prefix, and their sizes in bytes."""
 
 ALIGNMENT: Final = 64
 """Pieces start at multiples of this many bytes, in snapshots, in staging and on the wire alike."""
@@ -71,7 +72,7 @@ class Box(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where one rank keeps one box of a tensor."""
+    """One box of a tensor, and its position in the memory of one rank."""
 
     tensor: int
     """Index into the layout's `tensors`."""
@@ -79,16 +80,16 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     storage: str
     """Name of the allocation that holds the box; fused parameters are several shards of one storage."""
     offset_bytes: int
-    """From the first element of the storage to the first element of the box."""
+    """Offset of the box's first element from the storage's first element."""
     strides: tuple[int, ...]
-    """Elements of memory from one index to the next, per dim of the box."""
+    """Distance in memory from one index to the next, in elements, per dim of the box."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank runs; the planner reads distances from it."""
+    """Location of a rank, from which the planner derives distances."""
 
     host: str = ""
-    """Empty when unknown: then far from everything."""
+    """Empty if unknown: then far from every other rank."""
     device: str = "cpu"
     numa: int = -1
     """NUMA node, -1 when unknown."""
@@ -97,7 +98,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds, and where it runs."""
+    """The shards of one rank, and its location."""
 
     place: Place
     shards: tuple[Shard, ...]
@@ -110,12 +111,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
     ranks: tuple[RankLayout, ...]
     base: str = ""
-    """Digest of what the tensors are meaningless without and what does not travel: the weights below adapters. Weights
-    go only between replicas where it is the same; empty where all that there is travels."""
+    """Digest of the weights below adapters, which are not transferred. Adapters are transferred only between replicas
+    with the same base; empty without adapters."""
 
 
 class ShardPiece(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one shard is, wherever it lies: the unit that is snapshot, digested and proven."""
+    """Content of one shard, wherever it is stored: the unit of snapshots and digests."""
 
     names: tuple[str, ...]
     """The tensor's name, then the names tied to it."""
@@ -160,7 +161,7 @@ def item_bytes(spec: TensorSpec) -> int:
     """Size in bytes of one element of `spec`.
 
     Raises:
-        WeightsError: an element type that does not travel.
+        WeightsError: an unsupported element type.
     """
     size = ITEM_BYTES.get(spec.dtype)
     if size is None:
@@ -176,7 +177,7 @@ def aligned(size_bytes: int) -> int:
 
 
 def packed_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return the aligned offset of each block of `sizes` bytes laid one after the other, and their total extent."""
+    """Return the aligned offsets of blocks of `sizes` bytes packed one after another, and their total extent."""
     offsets: list[int] = []
     end = 0
     for size in sizes:
@@ -186,7 +187,7 @@ def packed_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
 
 
 def pieces_of(layout: Layout, rank: int) -> tuple[ShardPiece, ...]:
-    """Return the piece of each shard of `rank`, in the order of the shards."""
+    """Return the pieces of `rank`, in the order of its shards."""
     tied: dict[str, tuple[str, ...]] = {}
     for spec in layout.tensors:
         if spec.same_as:
@@ -199,7 +200,7 @@ def pieces_of(layout: Layout, rank: int) -> tuple[ShardPiece, ...]:
 
 
 def check_layout(layout: Layout) -> None:
-    """Check that names are unique, ties lead to an owner, and every shard lies inside its tensor.
+    """Check that names are unique, ties name an owner, and every shard lies inside its tensor.
 
     Raises:
         WeightsError: naming the replica and the tensor.
@@ -211,7 +212,7 @@ def check_layout(layout: Layout) -> None:
 
 
 def check_specs(replica: str, tensors: Iterable[TensorSpec]) -> None:
-    """Check that names are unique, element types travel, and ties lead to an owner that is alike.
+    """Check that names are unique, element types supported, and ties name an owner of the same shape and type.
 
     Raises:
         WeightsError: naming the replica and the tensor.
@@ -229,7 +230,9 @@ def check_specs(replica: str, tensors: Iterable[TensorSpec]) -> None:
         if owner is None or (owner is not spec and owner.same_as):
             raise WeightsError(f"Tensor {spec.name} of {replica} is tied to {spec.same_as}, which owns no memory.")
         if (owner.shape, owner.dtype) != (spec.shape, spec.dtype):
-            raise WeightsError(f"Tensors {spec.name} and {owner.name} of {replica} are tied but not alike.")
+            raise WeightsError(
+                f"Tensors {spec.name} and {owner.name} of {replica} are tied but differ in shape or element type."
+            )
 
 
 def _check_shard(layout: Layout, rank: int, shard: Shard) -> None:
@@ -249,17 +252,14 @@ def _check_shard(layout: Layout, rank: int, shard: Shard) -> None:
         raise WeightsError(f"Tensor {spec.name} of {where}: box {box} has a negative or broken offset or stride.")
 
 
-# JOINED from starling.weightsync.layouts.join: One layout of a replica from what its ranks say of themselves.
-
-
 def join_ranks(replica: str, layouts: Sequence[Layout]) -> Layout:
-    """Join the layouts of a replica's ranks, each of which may know only its own tensors.
+    """Join the layouts of a replica's ranks, each of which may list only its own tensors.
 
-    A rank that holds nothing of a tensor cannot see that it is tied, so a tie that one rank sees holds for all.
+    A rank that holds no part of a tensor cannot detect that it is tied, so a tie that one rank reports holds for all.
 
     Args:
         replica: name of the replica.
-        layouts: in the order of the ranks; ranks of a layout of several stay together.
+        layouts: in the order of the ranks; a layout may have several ranks.
 
     Raises:
         WeightsError: ranks that contradict each other, naming the tensor.
@@ -289,7 +289,9 @@ def join_ranks(replica: str, layouts: Sequence[Layout]) -> Layout:
             ranks.append(RankLayout(place=held.place, shards=tuple(shards)))
     bases = {layout.base for layout in layouts}
     if len(bases) > 1:
-        raise WeightsError(f"The ranks of {replica} have their adapters on different weights: give all the same files.")
+        raise WeightsError(
+            f"The ranks of {replica} have adapters on different base weights: give all of them the same files."
+        )
     joined = Layout(replica=replica, tensors=tuple(specs.values()), ranks=tuple(ranks), base="".join(bases))
     check_layout(joined)
     return joined

@@ -1,8 +1,8 @@
-"""From two splits of one tensor to the moves between them: what meets, and which of several copies serves.
+"""Matching of source and destination splits: intersections of boxes, and the choice among several copies.
 
-All members of a class move alike, so this is worked out once per class: the distinct source boxes and the distinct
+All members of a class move alike, so this is computed once per class: the distinct source boxes and the distinct
 destination boxes are intersected by a sweep, and each destination rank gets the parts of its boxes. A source box that
-several ranks hold is served by the nearest of them; among equally near ones the tensors of the class take turns.
+several ranks hold is served by the nearest of them; among equally near ones the tensors of the class alternate.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.boxes import Ints, first_overlap, gap_in, meeting_pairs
+from starling.weightsync.plan.boxes import Ints, first_overlap, gap_in, intersecting_pairs
 from starling.weightsync.plan.compact import TensorSplit
 from starling.weightsync.plan.layout import Box
 from starling.weightsync.plan.moves import Moves, packed
 
 
 @dataclass(frozen=True)
-class Names:
-    """For messages: the tensor, and the two replicas."""
+class MoveNames:
+    """Names for error messages: the tensor, and the two replicas."""
 
     tensor: str
     source: str
     destination: str
 
 
-class Loads:
-    """How near each source rank is to each destination rank, and how many bytes each source sends so far."""
+class SourceLoads:
+    """Distances of the source ranks from the destination ranks, and the bytes that each source sends so far."""
 
     def __init__(self, distance: Ints, cards: Ints) -> None:
-        """Begin with nothing to send.
+        """Begin without load.
 
         Args:
             distance: of each source rank from each destination rank, in any measure.
             cards: which network card each source rank sends through, by number.
         """
-        # Destination ranks that are equally far from every source choose alike.
+        # Destination ranks that are equally far from every source choose the same copies.
         self.distance, alike = np.unique(distance, axis=1, return_inverse=True)
         self.alike: Ints = alike.reshape(-1)
         self.cards = cards
@@ -45,12 +45,12 @@ class Loads:
         self.of_card = np.zeros(int(cards.max(initial=-1)) + 1, np.int64)
 
     def add(self, ranks: Ints, num_bytes: Ints) -> None:
-        """Let `ranks` send so much more."""
+        """Add bytes to the load of `ranks`."""
         np.add.at(self.of_rank, ranks, num_bytes)
         np.add.at(self.of_card, self.cards[ranks], num_bytes)
 
     def least_first(self, ranks: Ints) -> Ints:
-        """Return the order of `ranks` in which they should be asked: idle cards first, and each card once by turns."""
+        """Return the order in which to use `ranks`: idle cards first, and round-robin over the cards."""
         order = np.lexsort((ranks, self.of_rank[ranks], self.cards[ranks]))
         cards = self.cards[ranks[order]]
         turn = np.empty(len(ranks), np.int64)
@@ -64,25 +64,25 @@ def make_moves(
     destination: TensorSplit,
     item_bytes: int,
     tensors: tuple[Ints, Ints],
-    loads: Loads,
-    names: Names,
+    loads: SourceLoads,
+    names: MoveNames,
 ) -> Moves:
-    """Return how the tensors of a class move.
+    """Return the moves of a class of tensors.
 
     Args:
-        source: how the source splits them.
-        destination: how the destination does.
+        source: split at the source.
+        destination: split at the destination.
         item_bytes: size of one element.
         tensors: the members of the class: their indices in the source's layout and in the destination's.
-        loads: of the source ranks; what these tensors add to them is added.
-        names: the first tensor, for messages.
+        loads: of the source ranks; the load of these tensors is added.
+        names: of the first tensor and the replicas, for messages.
 
     Raises:
         WeightsError: a box without a source, or source boxes that overlap.
     """
     held_rows, held = _distinct(source)
     wanted_rows, wanted = _distinct(destination)
-    of_wanted, of_held, parts = _meetings(wanted, held, names)
+    of_wanted, of_held, parts = _matches(wanted, held, names)
 
     holder_order = np.argsort(held_rows, kind="stable")
     holder_order = holder_order[held_rows[holder_order] >= 0]
@@ -123,18 +123,18 @@ def make_moves(
 
 
 class _Choices:
-    """Which holder serves which move: sets of equally near holders, and each move's turn in its set.
+    """Choice of a holder for each move: sets of equally near holders, and the position of each move in its set.
 
-    Moves that choose among the same ranks are served largest first, by turns, beginning with the rank that has the
-    least to send. So the ranks of such a set never end further apart than by the largest move.
+    Moves that choose among the same ranks are assigned largest first, round-robin, beginning with the least loaded
+    rank. So the loads of the ranks of a set differ by the largest move at most.
     """
 
-    def __init__(self, holder_begins: Ints, holder_ranks: Ints, loads: Loads, num_members: int) -> None:
+    def __init__(self, holder_begins: Ints, holder_ranks: Ints, loads: SourceLoads, num_members: int) -> None:
         self._begins, self._ranks, self._loads, self._num_members = holder_begins, holder_ranks, loads, num_members
         self.sets = self.phases = self.set_begins = self.set_positions = np.zeros(0, np.int64)
 
     def choose(self, boxes: Ints, ranks: Ints, num_bytes: Ints) -> None:
-        """Choose for moves of these source boxes, into these destination ranks, of so many bytes."""
+        """Choose holders for moves of source `boxes` into destination `ranks`, of `num_bytes` each."""
         num_holders = np.diff(self._begins)
         if num_holders.max(initial=1) == 1:
             self._loads.add(self._ranks[self._begins[boxes]], num_bytes * self._num_members)
@@ -158,11 +158,11 @@ class _Choices:
             group_of[members] = number
         order = np.lexsort((np.arange(len(boxes)), -num_bytes, group_of[self.sets]))
         bounds = np.searchsorted(group_of[self.sets][order], np.arange(len(alike) + 1))
-        # Who has no choice goes first: what they must send counts when the others choose.
+        # Moves with little choice go first: their load counts when the others choose.
         numbered = sorted(enumerate(alike.items()), key=lambda entry: len(entry[1][0]) > 8)
         for number, (key, members) in numbered:
             moves = order[bounds[number] : bounds[number + 1]]
-            by_load = self._by_turns(np.frombuffer(key, np.int64), moves, num_bytes[moves])
+            by_load = self._round_robin(np.frombuffer(key, np.int64), moves, num_bytes[moves])
             for index in members:
                 positions[index] = positions[index][by_load]
         self.set_begins = np.concatenate([[0], np.cumsum([len(some) for some in positions])])
@@ -174,8 +174,8 @@ class _Choices:
         keys = [self._ranks[a:b].tobytes() for a, b in zip(self._begins[:-1], self._begins[1:], strict=True)]
         return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
-    def _by_turns(self, ranks: Ints, moves: Ints, num_bytes: Ints) -> Ints:
-        """Deal `moves`, largest first, to `ranks`; return the order in which the ranks take turns."""
+    def _round_robin(self, ranks: Ints, moves: Ints, num_bytes: Ints) -> Ints:
+        """Assign `moves`, largest first, to `ranks`; return the order of the ranks."""
         by_load = self._loads.least_first(ranks)
         size = len(ranks)
         phases = np.arange(len(moves)) * self._num_members % size
@@ -206,8 +206,8 @@ def _distinct(split: TensorSplit) -> tuple[Ints, Ints]:
     return numbers, boxes.reshape(len(boxes), 2, num_dims)
 
 
-def _meetings(wanted: Ints, held: Ints, names: Names) -> tuple[Ints, Ints, Ints]:
-    """Return which wanted boxes meet which held ones, and what they share, which makes up every wanted box.
+def _matches(wanted: Ints, held: Ints, names: MoveNames) -> tuple[Ints, Ints, Ints]:
+    """Return the intersecting pairs of wanted and held boxes, and their shared parts, which cover every wanted box.
 
     Raises:
         WeightsError: as `make_moves`.
@@ -217,21 +217,21 @@ def _meetings(wanted: Ints, held: Ints, names: Names) -> tuple[Ints, Ints, Ints]
         shared = _box(*_intersections(held[[overlap[0]]], held[[overlap[1]]])[0])
         raise WeightsError(
             f"Tensor {names.tensor}: box {shared} lies in two different shards of {names.source}; planning needs boxes "
-            "of one tensor to be equal or apart."
+            "of one tensor to be equal or disjoint."
         )
-    of_wanted, of_held = meeting_pairs(wanted[:, 0], wanted[:, 1], held[:, 0], held[:, 1])
+    of_wanted, of_held = intersecting_pairs(wanted[:, 0], wanted[:, 1], held[:, 0], held[:, 1])
     parts = _intersections(wanted[of_wanted], held[of_held])
     _check_covered(wanted, of_wanted, held[of_held], parts, names)
     return of_wanted, of_held, parts
 
 
 def _intersections(some: Ints, others: Ints) -> Ints:
-    """Return begin and end of what pairs of boxes share."""
+    """Return begin and end of the intersections of pairs of boxes."""
     return np.stack([np.maximum(some[:, 0], others[:, 0]), np.minimum(some[:, 1], others[:, 1])], axis=1)
 
 
-def _check_covered(wanted: Ints, of_wanted: Ints, held: Ints, parts: Ints, names: Names) -> None:
-    """Raise unless the parts, which are disjoint, make up every wanted box."""
+def _check_covered(wanted: Ints, of_wanted: Ints, held: Ints, parts: Ints, names: MoveNames) -> None:
+    """Raise unless the parts, which are disjoint, cover every wanted box."""
     volume = (wanted[:, 1] - wanted[:, 0]).prod(axis=1, dtype=np.int64)
     np.subtract.at(volume, of_wanted, (parts[:, 1] - parts[:, 0]).prod(axis=1, dtype=np.int64))
     if volume.any():

@@ -1,8 +1,8 @@
-"""What a plan is made of: moves shared by tensors that are alike, and the transfers and buckets that follow from them.
+"""Moves: what a plan consists of, once per class of tensors, and the transfers and buckets that follow from them.
 
-Tensors that have one shape, one element size, one split at the source and one at the destination form a class: what
-moves for one of them moves for all. A class is written once, as `Moves`, in columns: raw little-endian integers, so
-that a plan is small, compares and travels as it is, and becomes arrays without copying.
+Tensors of one shape and element size, with one split at the source and one at the destination, form a class: all of
+them move alike. A class is stored once, as `Moves`, in columns of raw little-endian integers, so that a plan is small,
+is compared and sent as it is, and becomes arrays without copying.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TRANSFERS: Final = 1024
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One box that moves from a source shard into a destination shard."""
+    """One box that is copied from a source shard into a destination shard."""
 
     source_shard: int
     """Index into the source rank's shards."""
@@ -41,11 +41,11 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     size_bytes: int
     """Payload, without padding."""
     extent_bytes: int
-    """Room that the bucket takes in a buffer: each transfer starts at a multiple of `ALIGNMENT`."""
+    """Size of the bucket in a buffer, where each transfer starts at a multiple of `ALIGNMENT`."""
 
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=True):
-    """What moves for every tensor of one class. Each field of bytes is a column of integers of 4 bytes."""
+    """The moves of every tensor of one class. Each bytes field is a column of 4-byte integers."""
 
     item_bytes: int
     """Size of one element."""
@@ -57,31 +57,31 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=Tru
     part_boxes: bytes
     """Offset and size of each distinct box that moves: `num_dims` integers of 8 bytes each."""
     part_sources: bytes
-    """Which source box each part lies in."""
+    """Index of the source box that contains each part."""
     holder_begins: bytes
     """First holder of each source box, and the number of holders."""
     holder_ranks: bytes
     """Source ranks that hold a box, ascending within it."""
     holder_pieces: bytes
-    """Which of the rank's boxes of the tensor it is."""
+    """Number of the box among the rank's boxes of the tensor."""
     move_begins: bytes
     """First move into each destination rank, and the number of moves."""
     move_parts: bytes
-    """What moves, ordered by destination rank and piece, and by offset within a piece."""
+    """Part of each move, ordered by destination rank and piece, and by offset within a piece."""
     move_pieces: bytes
-    """Into which of the destination rank's boxes of the tensor."""
+    """Number of the filled box among the destination rank's boxes of the tensor."""
     choice_sets: bytes
-    """Among which copies each move chooses: an index of a set. Empty when each source box has one holder."""
+    """Set of copies that each move chooses from. Empty if each source box has one holder."""
     choice_phases: bytes
-    """With which member of its set each move begins; the n-th tensor of the class takes the n-th after it."""
+    """Member of its set that serves each move of the first tensor; tensor n of the class takes the n-th after it."""
     set_begins: bytes
-    """First member of each set, and the number of all members."""
+    """First member of each set, and the total number of members."""
     set_positions: bytes
-    """The copies to choose among in turn, as positions among the holders of the box."""
+    """The copies of each set, as positions among the holders of the box."""
 
     @cached_property
     def num_members(self) -> int:
-        """How many tensors the class has."""
+        """Number of tensors of the class."""
         return len(self.destination_tensors) // 4
 
     @cached_property
@@ -96,11 +96,11 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=Tru
         return sizes
 
     def holders(self, moves: Ints, members: Ints) -> Ints:
-        """Return which holder serves each move of each member of the class.
+        """Return the holder that serves each move of each member of the class.
 
         Args:
             moves: indices of moves; any shape.
-            members: which tensors of the class, by their place in it; broadcast against `moves`.
+            members: positions of tensors in the class; broadcast against `moves`.
         """
         parts = column(self.move_parts)[moves]
         first = column(self.holder_begins)[column(self.part_sources)[parts]]
@@ -118,7 +118,7 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=Tru
         return np.repeat(np.arange(len(counts)), counts)
 
     def filled(self) -> tuple[Ints, Ints]:
-        """Return rank and bytes of each box that the moves of one tensor fill."""
+        """Return rank and size in bytes of each box that the moves of one tensor fill."""
         ranks, pieces = self.destination_ranks, column(self.move_pieces)
         first = np.ones(len(ranks), bool)
         first[1:] = (np.diff(ranks) != 0) | (np.diff(pieces) != 0)
@@ -127,7 +127,7 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=Tru
         return ranks[begins], np.add.reduceat(sizes, begins) if len(begins) else sizes
 
     def sent(self) -> Iterator[tuple[Ints, Ints]]:
-        """Yield source rank and bytes of every move, for one copy of the boxes after the other; over all members."""
+        """Yield source rank and bytes of every move over all members, for each position in the sets of copies."""
         sizes = self.part_bytes[column(self.move_parts)]
         first = column(self.holder_begins)[column(self.part_sources)[column(self.move_parts)]]
         ranks = column(self.holder_ranks)
@@ -144,7 +144,7 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=Tru
             yield ranks[first + at], sizes * counts
 
     def into(self, rank: int) -> Moves:
-        """Return only what moves into one destination rank, renumbered; without members where that is nothing."""
+        """Return the moves into one destination rank, renumbered."""
         begins = column(self.move_begins)
         some = slice(*begins[rank : rank + 2].tolist())
         parts, move_parts = np.unique(column(self.move_parts)[some], return_inverse=True)
@@ -170,44 +170,44 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=Tru
 
 
 class PieceIndex(msgspec.Struct, frozen=True, kw_only=True, array_like=True, dict=True):
-    """Where the boxes of each tensor are among the shards of each rank of one replica."""
+    """Positions of the boxes of each tensor among the shards of each rank of one replica."""
 
     num_ranks: int
     split_of: bytes
-    """For each tensor, how it is split."""
+    """Split of each tensor."""
     counts: bytes
-    """How many boxes a rank holds of a tensor that is split so: a row per split, a column per rank."""
+    """Number of boxes that a rank holds of a tensor with this split: a row per split, a column per rank."""
     orders: dict[int, bytes]
-    """For some ranks, the index of the shard that comes n-th by tensor; the others keep their shards by tensor."""
+    """For some ranks, the shard index of each box in the order of the tensors; the others keep that order."""
 
     @cached_property
     def num_tensors(self) -> int:
-        """How many tensors the layout lists."""
+        """Number of tensors of the layout."""
         return len(self.split_of) // 4
 
     def first_pieces(self, rank: int) -> Ints:
-        """Return for each tensor how many boxes of the tensors before it `rank` holds, and the number of all."""
+        """Return the number of boxes that `rank` holds of the tensors before each tensor, and last of all tensors."""
         held = column(self.counts).reshape(-1, self.num_ranks)[:, rank]
         return np.concatenate([[0], np.cumsum(held[column(self.split_of)], dtype=np.int64)])
 
     def shards(self, rank: int, pieces: Ints) -> Ints:
-        """Return the shard indices of boxes of `rank` that are counted by tensor."""
+        """Return the shard indices of boxes of `rank`, numbered in the order of the tensors."""
         order = self.orders.get(rank)
         return pieces if order is None else column(order)[pieces]
 
 
-def _ranges(begins: Ints, some: Ints) -> tuple[Ints, Ints]:
-    """Return the indices that some of the ranges between `begins` hold, and where each begins among them."""
-    if not len(some):
+def _ranges(begins: Ints, selected: Ints) -> tuple[Ints, Ints]:
+    """Return the indices in the selected ranges between `begins`, and the new begin of each range."""
+    if not len(selected):
         return np.zeros(0, np.int64), np.zeros(1, np.int64)
-    counts = begins[some + 1] - begins[some]
+    counts = begins[selected + 1] - begins[selected]
     ends = np.cumsum(counts)
-    indices = np.arange(ends[-1]) + np.repeat(begins[some] - (ends - counts), counts)
+    indices = np.arange(ends[-1]) + np.repeat(begins[selected] - (ends - counts), counts)
     return indices, np.concatenate([[0], ends])
 
 
 def column(data: bytes, width: Literal[4, 8] = 4) -> Ints:
-    """Return a column as an array (copied to 8 bytes where it has 4)."""
+    """Return a column as an array of 8-byte integers."""
     return np.frombuffer(data, f"<i{width}").astype(np.int64, copy=False)
 
 

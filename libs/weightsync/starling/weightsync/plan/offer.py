@@ -1,14 +1,15 @@
-"""The offer: where one version of the weights can be read, and how it is proven.
+"""Offers: addresses from which one weight version can be read, and the digests that prove it.
 
 A digest is xxh3-128 over the bytes of one box, row-major and contiguous, little-endian. The root of a rank is xxh3-128
-over its pieces' names, boxes and digests; the root of a version is that over its ranks: equal roots mean equal bits.
+over its pieces' names, boxes and digests; the root of a version is over the roots of its ranks: equal roots mean equal
+bits.
 
-The digests themselves do not travel with the offer, of which every destination gets one: there may be millions. A
-source sends the digests of just those boxes that it is asked for, together with them. What a destination attests is
-the version's root combined with two further ones over the boxes that it took, one by the sources' digests and one by
-digests of what its engine really holds (`attested_root`): it is the version's root exactly when these two are equal.
+The digests are not part of the offer, which every destination gets: there may be millions. A source sends the digests
+of the requested boxes together with the boxes. A destination attests the version's root combined with two roots over
+the boxes that it read, one from the sources' digests and one from digests of the weights that its engine holds
+(`attested_root`): it equals the version's root exactly when these two are equal.
 
-All this guards against mistakes, not against an adversary; who may read is the token's affair.
+This guards against errors, not against an adversary; tokens control read access.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from starling.weightsync.plan.layout import Box, ShardPiece, decode
 
 Transport = Literal["ucx", "local", "tcp", "nccl", "gloo", "nixl"]
 DIGEST_BYTES: Final = 16
-"""Of a box."""
+"""Size of the digest of a box."""
 ROOT_CHARACTERS: Final = 2 * DIGEST_BYTES
 
 
 class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """How to read the snapshot of one rank."""
+    """Address and identity of the snapshot of one rank."""
 
     rank: int
     transport: Transport
     address: str
     """``host:port`` of the rank's listener, or the path of its arena (local)."""
     token: str
-    """Whoever presents it may read this snapshot."""
+    """Grants read access to this snapshot."""
     snapshot: int
     holds: str
-    """Stands for the boxes that the rank holds: ranks where it is equal can stand in for one another."""
+    """Digest of the names and boxes that the rank holds: ranks with equal ones can replace each other as sources."""
     root: str
     """Root of the rank's pieces."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of the weights, ready to be read."""
+    """One weight version that is ready to be read."""
 
     version: int
     ranks: tuple[RankOffer, ...]
     root: str
-    """Root of the version: follows from the roots of the ranks."""
+    """Root of the version, derived from the roots of the ranks."""
 
 
 def decode_offer(data: bytes | bytearray | memoryview) -> Offer:
@@ -65,7 +66,7 @@ def decode_offer(data: bytes | bytearray | memoryview) -> Offer:
 
 
 def check_offer(offer: Offer) -> None:
-    """Check that ranks are unique, alike where they hold the same boxes, and that the root follows from theirs.
+    """Check that ranks are unique, equal if they hold the same boxes, and that the root follows from theirs.
 
     Raises:
         WeightsError: naming the version.
@@ -82,7 +83,7 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 def holds_of(pieces: Sequence[ShardPiece]) -> str:
-    """Return what stands for the boxes of a rank."""
+    """Return the digest of the names and boxes of a rank."""
     boxes = sorted((piece.names, piece.dtype, (piece.box.offset, piece.box.size)) for piece in pieces)
     return digest_of(msgspec.msgpack.encode(boxes))
 
@@ -104,7 +105,7 @@ def root_of(proofs: Iterable[tuple[str, Box, bytes]]) -> str:
 
 
 def make_offer(version: int, ranks: Sequence[RankOffer]) -> Offer:
-    """Put the ranks of one replica together.
+    """Combine the ranks of one replica.
 
     Raises:
         WeightsError: two ranks hold different bits of the same boxes.
@@ -114,22 +115,22 @@ def make_offer(version: int, ranks: Sequence[RankOffer]) -> Offer:
 
 
 def attested_root(offer: Offer, sent: str, held: str) -> str:
-    """Return what a destination attests, from the roots of the boxes that it took.
+    """Return the root that a destination attests, from the roots of the boxes that it read.
 
     Args:
         offer: the version that was pulled.
-        sent: `root_of` the boxes by the digests that their sources sent.
-        held: `root_of` the same boxes by digests of what the destination holds.
+        sent: `root_of` the boxes with the digests that their sources sent.
+        held: `root_of` the same boxes with digests of the weights that the destination holds.
     """
     difference = int(offer.root, 16) ^ int(sent, 16) ^ int(held, 16)
     return f"{difference:0{ROOT_CHARACTERS}x}"
 
 
 def joined_root(offer: Offer, roots: Sequence[str]) -> str:
-    """Return what a destination of several ranks attests, from what each of them does.
+    """Return the root that a destination of several ranks attests, from the roots of the ranks.
 
-    It is the version's root exactly when each of `roots` is. They are not simply combined bit by bit: ranks that hold
-    copies of one box may be wrong in the same way, and would cancel each other out.
+    It is the version's root exactly when each of `roots` is. They are not combined by XOR: ranks that hold copies of
+    one box may be wrong in the same way, and would cancel each other out.
 
     Args:
         offer: the version that was pulled.

@@ -1,13 +1,16 @@
-"""The plan: which box of which source shard each destination shard takes, in which order. Pure and deterministic.
+"""Planner: assigns a source box to every destination box, and caches plans. Pure and deterministic.
 
-The controller makes it from two layouts; the destination executes it. Every destination element is delivered exactly
-once. Equal boxes at several source ranks are copies to choose from: the nearest (see `topology.LINKS`), then by turns,
-so that cards and ranks have near-equal bytes to send. Boxes of one tensor that overlap without being equal are an
-error, because then two ranks could disagree about an element.
+The controller makes a plan from two layouts; the destination executes it. Every destination element is delivered
+exactly once. Equal boxes at several source ranks are copies to choose from: the nearest (see `topology.LINKS`), then
+round-robin, so that cards and ranks send near-equal numbers of bytes. Boxes of one tensor that overlap without being
+equal are an error, because then two ranks could disagree about an element.
 
-A plan says once what tensors that are split alike have in common (see `moves`), so its size does not grow with the
-number of transfers. What one destination rank reads follows from it by `of_destination`; everything else that a plan
-is asked for (bytes, memory) is computed from the moves too, so that no two statements of it can disagree.
+A plan stores the moves of equally split tensors once (see `moves`), so its size does not grow with the number of
+transfers. `of_destination` derives the transfers of one destination rank; bytes and memory are computed from the moves
+too, so that they cannot disagree.
+
+`PlanCache` keeps plans: replicas with the same layout, equally far from the source, share one plan except for their
+names, so a thousand rollouts are planned for once.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from starling.weightsync.plan.layout import (
     decode,
     encode,
 )
-from starling.weightsync.plan.matching import Loads, Names, make_moves
+from starling.weightsync.plan.matching import MoveNames, SourceLoads, make_moves
 from starling.weightsync.plan.moves import MAX_TRANSFERS, Bucket, Moves, PieceIndex, Transfer, column, packed
 from starling.weightsync.plan.topology import Topology, card_numbers, distances
 from starling.weightsync.plan.validation import check_buckets, check_index, check_moves
@@ -54,32 +57,38 @@ __all__ = [
 ]
 
 MAX_BUCKET_BYTES: Final = 1 << 30
-"""Largest bucket that can be asked for, and the most that a source sends at once."""
+"""Largest bucket that can be requested, and the most that a source sends at once."""
 MAX_IN_FLIGHT: Final = 1024
-"""Most buckets that one destination rank may have under way."""
+"""Most buckets in flight of one destination rank."""
+MAX_PLANS: Final = 1024
+"""Plans that a `PlanCache` keeps; the least recently used ones are dropped."""
+MAX_LAYOUT_DIGESTS: Final = 65_536
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """All that moves from one replica to another."""
+    """The transfers from one replica to another."""
 
     source: str
     destination: str
     bucket_bytes: int
-    """No bucket takes more room than this."""
+    """Largest size of a bucket, with padding."""
     buckets_in_flight: int
-    """How many buckets a destination rank has under way at most, over all its sources."""
+    """Most buckets in flight of one destination rank, over all its sources."""
     source_pieces: PieceIndex
     destination_pieces: PieceIndex
     moves: tuple[Moves, ...]
-    """One for each class of tensors."""
+    """One per class of tensors."""
     only_rank: int = -1
-    """The one destination rank that this part of a plan is for; -1 for all."""
+    """Destination rank of a partial plan; -1 for a plan for all ranks."""
 
     def of_destination(self, rank: int) -> Sequence[Bucket]:
-        """Return the buckets that destination rank `rank` reads, in its order. They are made when they are looked at.
+        """Return the buckets that destination rank `rank` reads, in order. They are made on access.
 
         Raises:
-            WeightsError: a rank that this plan is not for, or more transfers than can be held.
+            WeightsError: a rank that this plan is not for, or more transfers than `buckets.MAX_ROWS`.
         """
         return self.expanded(rank)
 
@@ -87,7 +96,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """As `of_destination`, with the arrays behind the buckets."""
         if not 0 <= rank < self.destination_pieces.num_ranks or self.only_rank not in (-1, rank):
             raise WeightsError(f"This plan from {self.source} to {self.destination} is not for rank {rank}.")
-        kept = self.__dict__.get("_expanded")  # asked for several times in a row by who executes it
+        kept = self.__dict__.get("_expanded")  # the executor calls this several times in a row
         if kept is None or kept.rank != rank:
             limit = self.bucket_bytes // ALIGNMENT * ALIGNMENT
             kept = expand(self.moves, self.source_pieces, self.destination_pieces, rank, limit)
@@ -114,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def ranks(self) -> range:
-        """The destination ranks that the plan is for."""
+        """Destination ranks of the plan."""
         return (
             range(self.destination_pieces.num_ranks)
             if self.only_rank < 0
@@ -137,7 +146,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def staging_bytes(self) -> Ints:
-        """Room that all pieces of each destination rank take, each at a multiple of `ALIGNMENT`."""
+        """Size of all pieces of each destination rank, each padded to a multiple of `ALIGNMENT`."""
         total = np.zeros(self.destination_pieces.num_ranks, np.int64)
         for moves in self.moves:
             ranks, sizes = moves.filled()
@@ -146,37 +155,37 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def in_flight_bytes(self) -> Ints:
-        """Room that the buckets of each destination rank take that are under way at one time."""
+        """Size of the buckets in flight of each destination rank."""
         limit = self.bucket_bytes // ALIGNMENT * ALIGNMENT
         total = np.zeros(self.destination_pieces.num_ranks, np.int64)
         most = self.buckets_in_flight * limit
         for moves in self.moves:
             sizes = moves.part_bytes[column(moves.move_parts)]
-            # A part that is cut fills buckets of its own, each a little larger than its share.
+            # A part that is cut has buckets of its own, each a little larger than its share.
             sizes = aligned_sizes(sizes) + ALIGNMENT * (sizes // limit) * 2
             np.add.at(total, moves.destination_ranks, np.minimum(sizes * moves.num_members, most))
         return np.minimum(total, most)
 
     def peak_bytes(self, rank: int, *, in_place: bool = False) -> int:
-        """Return a bound on the memory that `rank` takes beside its tensors: staging, unless in place, and buckets.
+        """Return a bound on the memory of `rank` in addition to its tensors: staging, unless in place, and buckets.
 
-        With the layouts too, `peaks.destination_peak` has the figure itself: most boxes arrive where they belong.
+        With the layouts, `estimate.destination_peak` gives the exact figure: most boxes are received in place.
         """
         return int(self.in_flight_bytes[rank]) + (0 if in_place else int(self.staging_bytes[rank]))
 
     @property
     def peak_staging_bytes(self) -> int:
-        """The bound for the destination rank that needs most while it pulls into staging."""
+        """The bound for the destination rank that needs most memory when it pulls into staging."""
         return max((self.peak_bytes(rank) for rank in self.ranks), default=0)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """All buckets, by destination rank: to look at small plans."""
+        """All buckets, by destination rank, for inspecting small plans."""
         return tuple(bucket for rank in self.ranks for bucket in self.expanded(rank))
 
 
 def decode_plan(data: bytes | bytearray | memoryview) -> Plan:
-    """Read a plan from MessagePack, and check that it is well formed: no number in it leads out of another's range.
+    """Read a plan from MessagePack, and check that it is well formed: every index in it is in range.
 
     Raises:
         WeightsError: `data` is not a plan.
@@ -203,28 +212,28 @@ def make_plan(
     """Plan how every shard of `destination` is filled from `source`.
 
     Args:
-        source: what the source holds.
-        destination: what the destination needs.
-        topology: the machines, for distances between ranks; without it, hosts and devices alone are compared.
-        bucket_bytes: room that one bucket takes at most.
-        buckets_in_flight: how many buckets a destination rank may have under way.
+        source: layout of the source.
+        destination: layout of the destination.
+        topology: for distances between ranks; without it, only hosts and devices are compared.
+        bucket_bytes: largest size of a bucket, with padding.
+        buckets_in_flight: most buckets in flight of one destination rank.
 
     Raises:
-        WeightsError: a tensor that the source lacks, holds in another shape or element type, or does not hold wholly,
-            or in overlapping boxes; the tensor and the box are named. Or adapters for another base.
+        WeightsError: a tensor that the source lacks, or has in another shape or element type, incomplete, or in
+            overlapping boxes; the tensor and the box are named. Or adapters for another base.
     """
     _check_limits(bucket_bytes, buckets_in_flight)
     held, wanted = _compact(source), _compact(destination)
     if held.base != wanted.base:
         raise WeightsError(
-            f"{wanted.replica} has its adapters on other weights than {held.replica}, or scales them otherwise: give "
-            "both the same files in model.path, the same model.dtype and the same [model.lora]."
+            f"{wanted.replica} has its adapters on other weights than {held.replica}, or scales them differently: "
+            "give both the same files in model.path, the same model.dtype and the same [model.lora]."
         )
-    loads = Loads(distances(held.places, wanted.places, topology), card_numbers(held.places, topology))
+    loads = SourceLoads(distances(held.places, wanted.places, topology), card_numbers(held.places, topology))
     classes = []
     for sources, destinations in _classes(held, wanted):
         first, into = sources[0], destinations[0]
-        names = Names(wanted.tensors[into].name, held.replica, wanted.replica)
+        names = MoveNames(wanted.tensors[into].name, held.replica, wanted.replica)
         splits = held.splits[held.split_of[first]], wanted.splits[wanted.split_of[into]]
         classes.append(make_moves(*splits, int(wanted.item_bytes[into]), (sources, destinations), loads, names))
     return Plan(
@@ -243,9 +252,9 @@ def check_plan(plan: Plan, pieces: Mapping[int, Sequence[ShardPiece]], destinati
 
     Args:
         plan: the plan to check.
-        pieces: what each source rank holds, in the order of its shards.
-        destination: the layout that the plan is for.
-        rank: the destination rank whose part of the plan is checked.
+        pieces: pieces of each source rank, in the order of its shards.
+        destination: layout of the destination.
+        rank: destination rank whose transfers are checked.
 
     Raises:
         WeightsError: naming the tensor and the box at fault.
@@ -291,7 +300,7 @@ def _classes(held: CompactLayout, wanted: CompactLayout) -> list[tuple[Ints, Int
 
 
 def _owners(held: CompactLayout, wanted: CompactLayout, into: Ints) -> Ints:
-    """Return the source tensor that fills each wanted one and every name that the destination ties to it."""
+    """Return, for each wanted tensor, the source tensor that fills it and the names tied to it."""
     index = {spec.name: number for number, spec in enumerate(held.tensors)}
     tied: dict[str, list[str]] = {}
     for spec in wanted.tensors:
@@ -329,27 +338,14 @@ def _owner(
     return number
 
 
-# JOINED from starling.weightsync.replan: Plans that are kept: a replica that did not change has its plan,
-# whoever joins or leaves.  Replicas that lay out their weights alike, and are equally far from the source,
-# have one plan but for their names: a thousand rollouts are planned for once.
-
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-KEPT_PLANS: Final = 1024
-"""The plans used longest ago are forgotten beyond these."""
-KEPT_SHAPES: Final = 65_536
-
-
 class PlanCache:
-    """Makes each plan once: by what the layouts say, not by who said it or when."""
+    """Cache of plans, keyed by the contents of the layouts and not by the replicas' names."""
 
     def __init__(self, topology: Topology | None = None, *, bucket_bytes: int = 32 << 20) -> None:
         self._topology, self._bucket_bytes = topology, bucket_bytes
-        self._kept: OrderedDict[tuple[str, str, bytes], Plan] = OrderedDict()
-        self._named: OrderedDict[tuple[int, str, str], tuple[Plan, Plan]] = OrderedDict()
-        self._shapes: OrderedDict[int, tuple[Layout | CompactLayout, str]] = OrderedDict()
+        self._plans: OrderedDict[tuple[str, str, bytes], Plan] = OrderedDict()
+        self._renamed: OrderedDict[tuple[int, str, str], tuple[Plan, Plan]] = OrderedDict()
+        self._digests: OrderedDict[int, tuple[Layout | CompactLayout, str]] = OrderedDict()
 
     def plan(self, source: Layout | CompactLayout, destination: Layout | CompactLayout) -> Plan:
         """Return the plan from `source` to `destination`; the same object as before if neither changed.
@@ -357,36 +353,36 @@ class PlanCache:
         Raises:
             WeightsError: as `make_plan`.
         """
-        away = distances(_places(source), _places(destination), self._topology).tobytes()
-        key = (self._shape(source), self._shape(destination), away)
-        plan = self._kept.pop(key, None)
+        distance = distances(_places(source), _places(destination), self._topology).tobytes()
+        key = (self._digest(source), self._digest(destination), distance)
+        plan = self._plans.pop(key, None)
         if plan is None:
             plan = make_plan(source, destination, topology=self._topology, bucket_bytes=self._bucket_bytes)
-        _keep(self._kept, key, plan)
+        _store(self._plans, key, plan)
         if (plan.source, plan.destination) == (source.replica, destination.replica):
             return plan
         name = (id(plan), source.replica, destination.replica)
-        found = self._named.pop(name, None)
+        found = self._renamed.pop(name, None)
         if found is None or found[0] is not plan:
             renamed = msgspec.structs.replace(plan, source=source.replica, destination=destination.replica)
             found = (plan, renamed)
-        _keep(self._named, name, found)
+        _store(self._renamed, name, found)
         return found[1]
 
-    def _shape(self, layout: Layout | CompactLayout) -> str:
-        """Return a digest of all that a layout says but for its name, and where its ranks run."""
+    def _digest(self, layout: Layout | CompactLayout) -> str:
+        """Return a digest of a layout without its name and the places of its ranks."""
         if isinstance(layout, CompactLayout):
             return f"{layout.replica} {layout.digest}"
-        known = self._shapes.pop(id(layout), None)
+        known = self._digests.pop(id(layout), None)
         if known is None or known[0] is not layout:
             ranks = tuple(msgspec.structs.replace(rank, place=Place()) for rank in layout.ranks)
             known = (
                 layout,
                 xxhash.xxh3_128_hexdigest(encode(msgspec.structs.replace(layout, replica="", ranks=ranks))),
             )
-        self._shapes[id(layout)] = known
-        while len(self._shapes) > KEPT_SHAPES:
-            self._shapes.popitem(last=False)
+        self._digests[id(layout)] = known
+        while len(self._digests) > MAX_LAYOUT_DIGESTS:
+            self._digests.popitem(last=False)
         return known[1]
 
 
@@ -394,7 +390,7 @@ def _places(layout: Layout | CompactLayout) -> tuple[Place, ...]:
     return layout.places if isinstance(layout, CompactLayout) else tuple(rank.place for rank in layout.ranks)
 
 
-def _keep(kept: OrderedDict[K, V], key: K, value: V) -> None:
-    kept[key] = value
-    while len(kept) > KEPT_PLANS:
-        kept.popitem(last=False)
+def _store(cache: OrderedDict[K, V], key: K, value: V) -> None:
+    cache[key] = value
+    while len(cache) > MAX_PLANS:
+        cache.popitem(last=False)

@@ -1,10 +1,10 @@
-"""What a round of weight synchronisation took: its split, its bottleneck, and a picture of it. Pure.
+"""Measured timeline of weight synchronisation: its parts, its bottleneck, and a trace. Pure.
 
-A round is one publication and the adoptions of it. Clocks of different machines are not compared: an adoption is
-placed by when its end became known to the controller, and by the durations that the replica measured itself.
+A timeline is one publication and its adoptions. Clocks of different machines are not compared: an adoption is placed by
+the time at which the controller received its end, and by the durations that the replica measured itself.
 
-The picture is in the Trace Event Format (Google, "Trace Event Format", duration events `ph: "X"`, times in
-microseconds), which ui.perfetto.dev and chrome://tracing open.
+The trace is in the Trace Event Format (Google, "Trace Event Format", duration events `ph: "X"`, times in microseconds),
+which ui.perfetto.dev and chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Any, Final
 import msgspec
 
 PARTS: Final = ("prepare", "read", "confirm", "switch", "wait")
-"""What the wall clock of an adoption consists of, in the order in which it happens but for `wait`."""
+"""Parts of the wall-clock time of an adoption, in order, except `wait`."""
 
 PART_MEANINGS: Final = {
-    "prepare": "checking plan and offer, making memory ready",
+    "prepare": "checking plan and offer, preparing memory",
     "read": "connecting, reading, unpacking and digesting, while generation goes on",
-    "confirm": "making sure that the snapshots stood still",
-    "switch": "the pause of generation: live tensors written, digests of what the engine holds",
-    "wait": "messages on their way, an earlier pull, the next token boundary",
+    "confirm": "checking that the snapshots did not change",
+    "switch": "the pause of generation: writing live tensors, digests of the weights that the engine holds",
+    "wait": "messages in flight, an earlier pull, the next token boundary",
 }
 
 PART_REMEDIES: Final = {
-    "prepare": "a new plan or a first connection; it should be rare: see whether replicas come and go",
-    "network": "the links are full or slow: relays, delta, or a faster transport (see the lanes that were used)",
-    "unpack": "strided pieces are copied twice: choose a destination layout nearer to the source's, or more threads",
-    "digest": "digests take most of the time: set weights.digests to sampled, or give the puller more threads",
+    "prepare": "a new plan or a first connection; it should be rare: check whether replicas join and leave often",
+    "network": "the links are full or slow: relays, delta, or a faster transport (check the lanes that were used)",
+    "unpack": "strided pieces are copied twice: choose a destination layout more like the source's, or more threads",
+    "digest": "digests take most of the time: set weights.digests to sampled, or use more puller threads",
     "confirm": "sources answer late: they are busy; give the policy's process a core for its progress thread",
     "switch": "generation pauses for copying: pull in place at a pause, or use fewer, larger tensors",
-    "wait": "replicas learn of a version late, or switch late: shorter decode steps, fewer messages at the controller",
+    "wait": "replicas get a version late, or switch late: shorten decode steps, or reduce messages at the controller",
 }
 
 
 class Adoption(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank of one replica came to a version. Seconds; `unpack_s`, `digest_s` lie within `read_s`."""
+    """Adoption of a version by one rank of one replica. Seconds; `unpack_s` and `digest_s` are part of `read_s`."""
 
     replica: str
     end_s: float
-    """From the publication until the controller knew of the adoption."""
+    """From the publication until the controller received the adoption."""
     prepare_s: float = 0.0
     read_s: float = 0.0
     unpack_s: float = 0.0
@@ -50,16 +50,16 @@ class Adoption(msgspec.Struct, frozen=True, kw_only=True):
     confirm_s: float = 0.0
     switch_s: float = 0.0
     size_bytes: int = 0
-    """Of what it holds."""
+    """Size of the weights that it holds."""
     sent_bytes: int = 0
-    """What travelled for it."""
+    """Bytes that were transferred."""
     transport: str = ""
     lanes: tuple[str, ...] = ()
     attested: bool = True
 
     @property
     def parts(self) -> dict[str, float]:
-        """The split by `PARTS`; it sums to the wall clock, which is never shorter than what was measured within."""
+        """Seconds by `PARTS`, which sum to the wall-clock time."""
         known = {
             "prepare": self.prepare_s,
             "read": self.read_s,
@@ -70,19 +70,19 @@ class Adoption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublicationTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """One version: how long training stood still for it, and its adoptions."""
+    """One version: how long training waited for it, and its adoptions."""
 
     version: int
     publish_s: float
     offer_s: float = 0.0
-    """From the snapshot to the offer, for which training need not wait: the digests."""
+    """From the snapshot to the offer (digests), during which training continues."""
     adoptions: tuple[Adoption, ...] = ()
 
 
 class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the adoptions of some rounds, in seconds, so that `parts` sum to `total_s`."""
+    """Means over the adoptions of some publications, in seconds; `parts` sum to `total_s`."""
 
-    num_rounds: int
+    num_publications: int = msgspec.field(name="num_rounds")
     num_adoptions: int
     num_unproven: int
     publish_s: float
@@ -90,22 +90,22 @@ class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float]
     total_s: float
     rate_bytes_per_s: float
-    """What travelled over `read`; 0 when nothing was read."""
+    """Transferred bytes over `read` time; 0 if nothing was read."""
     sent_share: float
-    """What travelled over what was brought up to date: less than 1 where only what changed was sent."""
+    """Transferred bytes over the size of the weights: less than 1 with deltas."""
     lanes: tuple[str, ...]
     bottleneck: str
     """A key of `PART_REMEDIES`."""
 
 
 def publication_timelines(lines: Iterable[Mapping[str, Any]]) -> list[PublicationTimeline]:
-    """Return the rounds that a run's metrics tell of, oldest first.
+    """Return the publications in a run's metrics, oldest first.
 
     Args:
         lines: objects with ``kind``, of which ``published`` (``time``, ``version``, ``publish_s``, ``offer_s``) and
             ``adopted`` (``time``, ``version``, ``replica``, ``attested``, ``pull_s``, ``pause_s``, ``size_bytes``,
-            ``sent_bytes``, ``transport``, ``lanes``, ``split``) are read. Adoptions of versions whose publication
-            is not among them are left out.
+            ``sent_bytes``, ``transport``, ``lanes``, ``split``) are read. Adoptions of versions without a
+            ``published`` line are left out.
     """
     published: dict[int, Mapping[str, Any]] = {}
     adoptions: dict[int, list[Adoption]] = {}
@@ -145,20 +145,20 @@ def _adoption(line: Mapping[str, Any], published_at: float) -> Adoption:
     )
 
 
-def time_split(rounds: Sequence[PublicationTimeline]) -> TimeSplit | None:
-    """Return where the time of `rounds` went, or None when nobody has adopted anything."""
-    adoptions = [adoption for each in rounds for adoption in each.adoptions]
+def time_split(timelines: Sequence[PublicationTimeline]) -> TimeSplit | None:
+    """Return the mean times of `timelines`, or None if there are no adoptions."""
+    adoptions = [adoption for each in timelines for adoption in each.adoptions]
     if not adoptions:
         return None
     parts = {name: fmean(adoption.parts[name] for adoption in adoptions) for name in PARTS}
     reading = sum(adoption.read_s for adoption in adoptions)
     sent, size = (sum(getattr(adoption, name) for adoption in adoptions) for name in ("sent_bytes", "size_bytes"))
     return TimeSplit(
-        num_rounds=len(rounds),
+        num_publications=len(timelines),
         num_adoptions=len(adoptions),
         num_unproven=sum(not adoption.attested for adoption in adoptions),
-        publish_s=fmean(each.publish_s for each in rounds),
-        offer_s=fmean(each.offer_s for each in rounds),
+        publish_s=fmean(each.publish_s for each in timelines),
+        offer_s=fmean(each.offer_s for each in timelines),
         parts=parts,
         total_s=fmean(sum(adoption.parts.values()) for adoption in adoptions),
         rate_bytes_per_s=sent / reading if reading else 0.0,
@@ -172,7 +172,7 @@ def _bottleneck(adoptions: Sequence[Adoption], parts: dict[str, float]) -> str:
     largest = max(PARTS, key=lambda name: parts[name])
     if largest != "read":
         return largest
-    # Threads overlap, so the parts within reading are compared with it and not summed.
+    # Threads overlap, so the parts of reading are compared with it and not summed.
     for name, inner in (("digest", "digest_s"), ("unpack", "unpack_s")):
         if fmean(getattr(adoption, inner) for adoption in adoptions) > 0.5 * parts["read"]:
             return name
@@ -180,12 +180,12 @@ def _bottleneck(adoptions: Sequence[Adoption], parts: dict[str, float]) -> str:
 
 
 def chrome_trace(measured: PublicationTimeline) -> dict[str, Any]:
-    """Return the picture of a round, ready for `json.dumps`."""
+    """Return the trace of a publication, ready for `json.dumps`."""
     stall_s, offer_s = measured.publish_s, measured.offer_s
     events = [
         *_named(0, "publisher"),
         _slice("publish (training waits)", 0, -stall_s - offer_s, stall_s),
-        _slice("digest (training may go on)", 0, -offer_s, offer_s),
+        _slice("digest (training continues)", 0, -offer_s, offer_s),
     ]
     for number, adoption in enumerate(sorted(measured.adoptions, key=lambda adoption: adoption.replica), start=1):
         events += _named(number, adoption.replica)

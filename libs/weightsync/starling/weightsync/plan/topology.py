@@ -1,7 +1,7 @@
-"""The machines: hosts, NUMA nodes, GPUs, network cards, rails and switches, with their bandwidths. Pure data.
+"""Topology of a cluster: hosts, NUMA nodes, GPUs, network cards, rails and switches, with their bandwidths. Pure data.
 
-The planner reads distances from it, the estimate reads bandwidths. Where a rank runs is said by its `Place`; a place
-whose host is not in the topology is as far from everything as hosts are, over a card of its own.
+The planner reads distances from it, the estimate reads bandwidths. The location of a rank is its `Place`; a host that
+is not in the topology is far from every other, and has a network card of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starling.weightsync.plan.boxes import Bools, Ints
 from starling.weightsync.plan.layout import Place
 
 LINKS: Final = ("device", "numa", "host", "rail", "switch", "far")
-"""How far two ranks are apart, nearest first: on one device, NUMA node, host, rail, switch, or none of these."""
+"""Classes of distance, nearest first: same device, NUMA node, host, rail, switch, or none of these."""
 DEVICE, NUMA, HOST, RAIL, SWITCH, FAR = range(len(LINKS))
 
 Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -29,7 +29,7 @@ MAX_RANKS: Final = 1 << 20
 
 
 class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One network card, or `count` alike: then `{}` in its name and its rail stands for 0, 1, ..."""
+    """One network card, or `count` equal ones: then `{}` in its name and its rail stands for 0, 1, ..."""
 
     name: str
     gb_per_s: Rate
@@ -39,7 +39,7 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine, or `count` alike: then `{}` in its name stands for 0, 1, ..."""
+    """One machine, or `count` equal ones: then `{}` in its name stands for 0, 1, ..."""
 
     name: str
     count: Count = 1
@@ -48,33 +48,33 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """NUMA nodes; GPUs and cards are spread over them, and cards over GPUs, in order."""
     nics: tuple[Nic, ...] = ()
     switch: str = ""
-    """The switch that its cards are on, if one is nearer to it than others."""
+    """Switch of its cards, if the cluster has several."""
 
 
 class SwitchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A switch whose way to all others is narrower than what hangs on it."""
+    """A switch whose uplink is slower than its ports together."""
 
     name: str
     uplink_gb_per_s: Rate
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unknown_fields=True):
-    """All machines of a cluster, and how fast bytes move where no card is involved."""
+    """All machines of a cluster, and the bandwidths inside them."""
 
     hosts: tuple[HostSpec, ...] = ()
     switches: tuple[SwitchSpec, ...] = ()
     nic_gb_per_s: Rate = 50.0
-    """Card of a rank whose host is not listed, or lists none."""
+    """Bandwidth of the card of a rank whose host is not listed, or lists no card."""
     device_gb_per_s: Rate = 1000.0
-    """Copies on one device; packing and unpacking strided pieces run at this rate too."""
+    """Bandwidth of copies on one device, also for packing and unpacking strided pieces."""
     host_gb_per_s: Rate = 100.0
-    """One device's traffic with the others of its host (NVLink, or shared memory), each way."""
+    """Bandwidth between devices of one host (NVLink, or shared memory), each way."""
     latency_us: Annotated[float, msgspec.Meta(ge=0)] = 20.0
-    """From asking for a bucket to its first byte."""
+    """From the request for a bucket to its first byte."""
 
     @cached_property
     def machines(self) -> dict[str, HostSpec]:
-        """Every single host by name, cards counted out."""
+        """Every host by name, with groups of hosts and cards expanded."""
         machines: dict[str, HostSpec] = {}
         for group in self.hosts:
             for name in _names(group.name, group.count):
@@ -104,7 +104,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unkn
         )
 
     def nic_of(self, place: Place) -> Nic | None:
-        """Return the card through which `place` reaches other hosts; None for one of its own, of `nic_gb_per_s`."""
+        """Return the card through which `place` reaches other hosts; None if it has an own card of `nic_gb_per_s`."""
         host = self.machines.get(place.host)
         if host is None or not host.nics:
             return None
@@ -120,7 +120,7 @@ def decode_topology(text: str) -> Topology:
     """Read a topology from TOML.
 
     Raises:
-        WeightsError: it is no TOML, or says something that a topology does not have.
+        WeightsError: malformed TOML, or an invalid field.
     """
     try:
         topology = msgspec.convert(tomllib.loads(text), Topology)
@@ -137,12 +137,12 @@ def decode_topology(text: str) -> Topology:
 
 
 def distances(sources: Sequence[Place], destinations: Sequence[Place], topology: Topology | None = None) -> Ints:
-    """Return how far each source is from each destination, as an index into `LINKS`; shape (sources, destinations)."""
+    """Return the distance of each source from each destination, as an index into `LINKS`; (sources, destinations)."""
     machines = topology.machines if topology else {}
     both = [*sources, *destinations]
 
     def equal(labels: Sequence[object]) -> Bools:
-        """Which pairs have the same label; None equals nothing."""
+        """Return the pairs with equal labels; None equals nothing."""
         numbers: dict[object, int] = {}
         codes = np.array([-1 if label is None else numbers.setdefault(label, len(numbers)) for label in labels])
         one, other = codes[: len(sources)], codes[len(sources) :]
@@ -153,7 +153,7 @@ def distances(sources: Sequence[Place], destinations: Sequence[Place], topology:
     switches = [(machines[place.host].switch or None) if place.host in machines else None for place in both]
     result = np.full((len(sources), len(destinations)), FAR, np.int64)
     result[equal(switches)] = SWITCH
-    result[_on_a_rail(sources, destinations)] = RAIL
+    result[_share_a_rail(sources, destinations)] = RAIL
     same_host = equal(hosts)
     result[same_host] = HOST
     result[same_host & equal([place.numa if place.numa >= 0 else None for place in both])] = NUMA
@@ -162,7 +162,7 @@ def distances(sources: Sequence[Place], destinations: Sequence[Place], topology:
 
 
 def card_numbers(places: Sequence[Place], topology: Topology | None = None) -> Ints:
-    """Return which network card each rank sends through, by number; a rank whose card is unknown has its own."""
+    """Return the number of each rank's network card; a rank whose card is unknown has its own."""
     numbers: dict[object, int] = {}
     cards: list[int] = []
     for rank, place in enumerate(places):
@@ -172,8 +172,8 @@ def card_numbers(places: Sequence[Place], topology: Topology | None = None) -> I
     return np.array(cards, np.int64)
 
 
-def _on_a_rail(sources: Sequence[Place], destinations: Sequence[Place]) -> Bools:
-    """Return which pairs have a rail in common."""
+def _share_a_rail(sources: Sequence[Place], destinations: Sequence[Place]) -> Bools:
+    """Return the pairs that have a rail in common."""
     rails = {
         rail: number for number, rail in enumerate(sorted({r for p in (*sources, *destinations) for r in p.rails}))
     }
@@ -194,10 +194,10 @@ def _on_a_rail(sources: Sequence[Place], destinations: Sequence[Place]) -> Bools
 
 def _names(pattern: str, count: int, *, unique: bool = True) -> Iterator[str]:
     if unique and count > 1 and "{}" not in pattern:
-        raise WeightsError(f"{count} of the topology are called {pattern!r}; write {{}} where their number goes.")
+        raise WeightsError(f"The topology has {count} entries {pattern!r}; write {{}} for their number.")
     return (pattern.replace("{}", str(number)) for number in range(count))
 
 
 def _spread(number: int, count: int, among: int) -> int:
-    """Return which of `among` serves the `number`-th of `count`, in order."""
+    """Return the index, below `among`, that item `number` of `count` is assigned to, in order."""
     return min(number * among // count, among - 1)

@@ -1,6 +1,7 @@
-"""Whether columns that came from somebody else are well formed: lengths that fit, numbers in their range.
+"""Validation of received plans: the form of their columns, and the coverage of a destination by their buckets.
 
-A plan that passes can be expanded without leaving an array. Whether it brings the right bytes is `check`'s question.
+`check_index` and `check_moves` check lengths and ranges: a plan that passes can be expanded without an index error.
+`check_buckets` checks that every element of every shard of a rank is delivered once, from the right piece.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def check_index(index: PieceIndex, replica: str) -> None:
         raise WeightsError(f"The plan's index of {replica} is malformed.")
     counts = np.frombuffer(index.counts, "<i4").reshape(-1, index.num_ranks or 1)
     _check_range(column(index.split_of), len(counts) if width else MAX_RANKS, f"split of {replica}")
-    # A count is a number of boxes; the sum over all tensors stays far from the end of 8 bytes.
+    # A count is a number of boxes; the sum over all tensors cannot overflow 8 bytes.
     if counts.min(initial=0) < 0:
         raise WeightsError(f"The plan's index of {replica} has a negative number of shards.")
     for rank, order in index.orders.items():
@@ -80,7 +81,7 @@ def check_moves(moves: Moves, source: PieceIndex, destination: PieceIndex) -> No
     _check_begins(arrays["holder_begins"], num_holders, "holder_begins")
     _check_begins(arrays["move_begins"], num_moves, "move_begins")
     if np.diff(arrays["holder_begins"]).min(initial=1) < 1:
-        raise WeightsError("The plan reads a box that nobody holds.")
+        raise WeightsError("The plan reads a box that no rank holds.")
     num_sets = 0
     if num_choices:
         _check_begins(arrays["set_begins"], len(arrays["set_positions"]), "set_begins")
@@ -118,7 +119,7 @@ def _check_parts(moves: Moves) -> None:
 
 
 def _check_choices(arrays: dict[str, Ints]) -> None:
-    """Check that every member of a set is a holder of each box that chooses by it."""
+    """Check that every member of a set is a holder of each box that chooses from it."""
     begins = arrays["set_begins"]
     sizes = np.diff(begins)
     if (sizes[arrays["choice_sets"]] < 1).any():
@@ -130,7 +131,7 @@ def _check_choices(arrays: dict[str, Ints]) -> None:
 
 
 def _check_pieces(pieces: Ints, ranks: Ints, tensors: Ints, index: PieceIndex) -> None:
-    """Check that each rank has so many boxes of each of the tensors."""
+    """Check that each rank has the named box of each of the tensors."""
     counts = np.frombuffer(index.counts, "<i4").reshape(-1, index.num_ranks or 1)
     least = counts[np.unique(column(index.split_of)[tensors])].min(axis=0, initial=(1 << 31) - 1)
     if len(tensors) and ((pieces < 0) | (pieces >= least[ranks])).any():
@@ -147,16 +148,13 @@ def _check_range(values: Ints, end: int, name: str) -> None:
         raise WeightsError(f"The plan's column {name} has {values.min()} to {values.max()}, expected 0 to {end - 1}.")
 
 
-# JOINED from starling.weightsync.check: Whether buckets bring what a destination rank needs: every element of
-# every shard, once, from the right piece.
-
 _SEVERAL = -2
-"""Instead of a number: the names of a source piece lead to several tensors of the destination."""
+"""In place of a tensor number: the names of a source piece belong to several tensors of the destination."""
 
 
 @dataclass(frozen=True)
 class _Corners:
-    """Boxes as arrays; those with fewer dims than others have further ones of length 1."""
+    """Boxes as arrays; those with fewer dims than others are padded with dims of length 1."""
 
     begin: Ints
     end: Ints
@@ -190,9 +188,9 @@ def check_buckets(
     """Check that `buckets` fill every shard of `rank` of `destination` exactly once.
 
     Args:
-        buckets: what the rank reads.
-        pieces: what each source rank holds, in the order of its shards.
-        destination: the layout that they are for.
+        buckets: those that the rank reads.
+        pieces: pieces of each source rank, in the order of its shards.
+        destination: layout of the destination.
         rank: the destination rank.
         names: of source and destination, for messages.
 
@@ -239,7 +237,7 @@ def _rows(buckets: Sequence[Bucket]) -> tuple[Ints, Ints, Ints, Ints, Sequence[B
 
 
 def _unlike(held: Sequence[ShardPiece], wanted: Sequence[ShardPiece], taken: Ints, into: Ints) -> Ints:
-    """Return the rows that move from one tensor into another, or between element types."""
+    """Return the rows that copy one tensor into another, or between element types."""
     numbers: dict[tuple[str, ...], int] = {}
     of_wanted = np.array([numbers.setdefault((*p.names, p.dtype), len(numbers)) for p in wanted], np.int64)
     by_name = {(name, key[-1]): number for key, number in numbers.items() for name in key[:-1]}
@@ -259,7 +257,7 @@ def _unlike(held: Sequence[ShardPiece], wanted: Sequence[ShardPiece], taken: Int
 
 
 def _check_cover(wanted: Sequence[ShardPiece], into: Ints, moved: _Corners) -> None:
-    """Raise unless the boxes, all inside their shards, are disjoint and make up every shard."""
+    """Raise unless the boxes, all inside their shards, are disjoint and cover every shard."""
     overlap = first_overlap(moved.begin, moved.end, into)
     if overlap is not None:
         one, other = (_box(moved, row) for row in overlap)

@@ -199,7 +199,7 @@ class QuantSpec(msgspec.Struct, frozen=True, kw_only=True):
             for cut in self.cut_groups(box):
                 found.extend(
                     Exchange(rank, source, groups)
-                    for position, groups in index.meeting(cut)
+                    for position, groups in index.intersecting(cut)
                     for source in grid[index.boxes[position]]
                     if boxes[source] != box
                 )
