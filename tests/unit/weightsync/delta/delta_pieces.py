@@ -1,4 +1,4 @@
-"""Pieces for the tests of deltas: bits, and ways to change some of them."""
+"""Pieces for the tests of deltas: random bits, and ways to change some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deltas of boxes: what is cut out of a whole delta turns the same part of the base into the same part of the new."""
+"""Deltas of boxes: a part that is cut out of a delta changes the base of the part into its new version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def index_of(box: Box) -> tuple[slice, ...]:
     share=st.sampled_from((0.0, 0.001, 0.03, 0.3)),
     run=st.sampled_from((1, 300)),
 )
-def test_a_part_of_the_delta_is_the_delta_of_the_part(
+def test_cut_of_a_delta_equals_the_delta_of_the_part(
     shape_and_part: tuple[tuple[int, ...], Box], seed: int, item_bytes: int, share: float, run: int
 ) -> None:
     shape, part = shape_and_part
@@ -66,7 +66,7 @@ def test_a_part_of_the_delta_is_the_delta_of_the_part(
         assert alone.form == "dense" or len(encoded.data) == len(alone.data)
 
 
-def test_boxes_that_reach_over_windows_are_cut_exactly() -> None:
+def test_cut_of_boxes_across_windows() -> None:
     rng = np.random.default_rng(5)
     shape = (3, WINDOW // 2 + 5)
     base = random_piece(rng, shape[0] * shape[1], 2)
@@ -80,7 +80,7 @@ def test_boxes_that_reach_over_windows_are_cut_exactly() -> None:
         np.testing.assert_array_equal(held, wanted)
 
 
-def test_dense_data_fills_a_strided_box() -> None:
+def test_dense_piece_fills_a_strided_box() -> None:
     rng = np.random.default_rng(1)
     new, base = random_piece(rng, 12, 2), random_piece(rng, 12, 2)
     held = np.zeros((3, 8), np.uint16)
@@ -90,7 +90,7 @@ def test_dense_data_fills_a_strided_box() -> None:
     assert not held[:, 6:].any()
 
 
-def test_what_does_not_fit_is_refused_and_nothing_written() -> None:
+def test_unfit_delta_is_refused_and_nothing_written() -> None:
     rng = np.random.default_rng(2)
     base = random_piece(rng, 100, 2)
     data = encode(changed(rng, base, 0.1), base, 2).data

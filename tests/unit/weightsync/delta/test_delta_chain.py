@@ -1,4 +1,4 @@
-"""Chains: two deltas made one change what both changed, and a chain is applied as a whole or not at all."""
+"""Chains of deltas: composing two, and applying a chain as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def links(pieces: list[Piece]) -> list[Encoded]:
 
 @given(versions(count=4))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_composing_is_applying_one_after_the_other(pieces: list[Piece]) -> None:
+def test_compose_equals_applying_both(pieces: list[Piece]) -> None:
     first, second, third = (encoded.data for encoded in links(pieces))
     together = compose(first, second)
     assert len(together.data) == together.metrics.encoded_bytes
@@ -51,13 +51,13 @@ def test_composing_is_applying_one_after_the_other(pieces: list[Piece]) -> None:
 
 @given(versions(count=4))
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_a_chain_is_its_links(pieces: list[Piece]) -> None:
+def test_chain_equals_applying_its_deltas(pieces: list[Piece]) -> None:
     held = pieces[0].copy()
     apply_chain([encoded.data for encoded in links(pieces)], held, base_digest=digest_of(held.tobytes()))
     assert held.tobytes() == pieces[-1].tobytes()
 
 
-def test_what_both_changed_counts_once_and_the_later_stays() -> None:
+def test_element_changed_twice_counts_once_with_the_later_value() -> None:
     base = np.zeros(3 * BLOCK, np.uint16)
     second = base.copy()
     second[[1, 2, BLOCK]] = 5
@@ -72,7 +72,7 @@ def test_what_both_changed_counts_once_and_the_later_stays() -> None:
     assert second.tobytes() == third.tobytes()
 
 
-def test_windows_in_which_one_or_both_changed() -> None:
+def test_compose_windows_with_changes_in_one_or_both() -> None:
     rng = np.random.default_rng(0)
     pieces = [random_piece(rng, 2 * WINDOW + 777, 1)]
     for region in (slice(100, WINDOW), slice(WINDOW - 5, WINDOW + 9 * BLOCK)):
@@ -84,7 +84,7 @@ def test_windows_in_which_one_or_both_changed() -> None:
     assert pieces[0].tobytes() == pieces[2].tobytes()
 
 
-def test_deltas_that_change_all_of_a_piece_in_turn_stay_a_delta() -> None:
+def test_composed_deltas_stay_a_delta_even_if_everything_changed() -> None:
     rng = np.random.default_rng(0)
     base = random_piece(rng, 4 * BLOCK, 2)
     pieces = [base, changed(rng, base, 0.85)]
@@ -99,7 +99,7 @@ def test_deltas_that_change_all_of_a_piece_in_turn_stay_a_delta() -> None:
     assert base.tobytes() == pieces[2].tobytes()
 
 
-def test_a_dense_link_starts_the_chain_anew() -> None:
+def test_dense_piece_restarts_the_chain() -> None:
     rng = np.random.default_rng(0)
     pieces = [random_piece(rng, 5000, 4)]
     for share in (0.01, 0.99, 0.01):
@@ -111,7 +111,7 @@ def test_a_dense_link_starts_the_chain_anew() -> None:
     assert held.tobytes() == pieces[3].tobytes()
 
 
-def test_links_that_do_not_follow_each_other() -> None:
+def test_deltas_that_do_not_follow_each_other_are_refused() -> None:
     rng = np.random.default_rng(0)
     pieces = [random_piece(rng, 5000, 2)]
     for _ in range(3):
@@ -135,7 +135,7 @@ def test_links_that_do_not_follow_each_other() -> None:
         compose(buffer[: len(first)], second, out=buffer)
 
 
-def test_no_links_change_nothing() -> None:
+def test_empty_chain_changes_nothing() -> None:
     held = np.arange(10, dtype=np.uint16)
     apply_chain([], held)
     assert held.tolist() == list(range(10))
@@ -143,7 +143,7 @@ def test_no_links_change_nothing() -> None:
 
 @given(st.booleans(), st.booleans())
 @settings(deadline=None, derandomize=True)
-def test_what_did_not_change_passes_digests_on(first_known: bool, second_known: bool) -> None:
+def test_unchanged_piece_passes_digests_on(first_known: bool, second_known: bool) -> None:
     base = random_piece(np.random.default_rng(0), 5000, 2)
     new = changed(np.random.default_rng(1), base, 0.01)
     digest = digest_of(base.tobytes())

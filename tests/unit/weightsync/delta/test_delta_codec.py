@@ -1,4 +1,4 @@
-"""Deltas with numpy: whatever changed, and however it is written, the base becomes the new piece, bit for bit."""
+"""Deltas with numpy: for any change and any block kind the base becomes the new piece, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 @given(versions())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_the_base_becomes_the_new_piece(pieces: list[Piece]) -> None:
+def test_apply_turns_the_base_into_the_new_piece(pieces: list[Piece]) -> None:
     base, new = pieces
     encoded = encode(new, base, new.itemsize)
     held = base.copy()
@@ -42,7 +42,7 @@ def test_the_base_becomes_the_new_piece(pieces: list[Piece]) -> None:
 
 @given(versions())
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_scan_foretells_what_write_writes_and_encode_writes_the_same(pieces: list[Piece]) -> None:
+def test_scan_predicts_write_and_encode_writes_the_same(pieces: list[Piece]) -> None:
     base, new = pieces
     scanned = scan(new, base, new.itemsize)
     buffer = np.full(scanned.metrics.encoded_bytes + 5, 0xAB, np.uint8)
@@ -54,7 +54,7 @@ def test_scan_foretells_what_write_writes_and_encode_writes_the_same(pieces: lis
 
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
 @pytest.mark.parametrize("tail", [1, 300, BLOCK - 1])
-def test_blocks_of_all_kinds_side_by_side(item_bytes: int, tail: int) -> None:
+def test_piece_with_blocks_of_all_kinds(item_bytes: int, tail: int) -> None:
     base, new = patchwork(rng(tail), item_bytes, (0.001, 0.0, 0.3, 0.02, 0.0003, 0.05), tail)
     new[5 * BLOCK + 17 : 6 * BLOCK] = base[5 * BLOCK + 17 : 6 * BLOCK] ^ 1
     scanned = scan(new, base, item_bytes)
@@ -68,7 +68,7 @@ def test_blocks_of_all_kinds_side_by_side(item_bytes: int, tail: int) -> None:
 
 @pytest.mark.parametrize("tail", [1, 7, 300, 4099])
 @pytest.mark.parametrize(("share", "kind"), [(0.002, Kind.WIDE), (0.03, Kind.NARROW), (0.4, Kind.BITMAP)])
-def test_a_short_last_block(tail: int, share: float, kind: Kind) -> None:
+def test_short_last_block(tail: int, share: float, kind: Kind) -> None:
     base = random_piece(rng(), BLOCK + tail, 4)
     new = changed(rng(1), base, share)
     new[-1] ^= 1
@@ -90,7 +90,7 @@ def test_runs_end_at_the_end_of_their_block() -> None:
     assert held.tobytes() == new.tobytes()
 
 
-def test_several_windows_with_changes_in_some() -> None:
+def test_changes_in_some_of_several_windows() -> None:
     base = random_piece(rng(), 2 * WINDOW + 12345, 1)
     new = base.copy()
     new[WINDOW - 1 : WINDOW + 1] ^= 1
@@ -103,7 +103,7 @@ def test_several_windows_with_changes_in_some() -> None:
     assert held.tobytes() == new.tobytes()
 
 
-def test_numbers_that_are_equal_but_not_the_same_bits_have_changed() -> None:
+def test_equal_numbers_with_different_bits_have_changed() -> None:
     base = np.array([0.0, 1.0, np.nan, 2.0] * 100, np.float32)
     new = base.copy()
     new[0] = -0.0
@@ -115,7 +115,7 @@ def test_numbers_that_are_equal_but_not_the_same_bits_have_changed() -> None:
     assert encode(base, base.copy(), 4).form == "same", "a NaN is equal to itself"
 
 
-def test_the_bytes_of_a_delta() -> None:
+def test_bytes_of_a_delta() -> None:
     base, new = np.zeros(1000, np.uint16), np.zeros(1000, np.uint16)
     new[[3, 999]] = 0x0102, 0xFFFF
     encoded = encode(new, base, 2, base_digest="11" * 16, digest="22" * 16)
@@ -138,7 +138,7 @@ def test_pieces_too_small_for_a_delta_are_dense(num_elements: int) -> None:
 
 
 @pytest.mark.parametrize(("share", "least"), [(0.0, 10_000), (0.001, 400), (0.01, 57), (0.03, 21)])
-def test_how_much_smaller_a_delta_of_bf16_is(share: float, least: float) -> None:
+def test_compression_of_a_bf16_delta(share: float, least: float) -> None:
     base = random_piece(rng(), 16 * BLOCK, 2)
     encoded = encode(changed(rng(1), base, share), base, 2)
     assert base.nbytes / len(encoded.data) > least
@@ -152,7 +152,7 @@ def test_changed_rows_cost_little_more_than_their_values() -> None:
     assert len(encoded.data) < 1.02 * 40 * 1024 * 2
 
 
-def test_much_changed_is_dense_and_the_comparison_stops_early() -> None:
+def test_dense_when_much_changed_and_comparison_stops_early() -> None:
     base = random_piece(rng(), 4 * WINDOW, 1)
     new = changed(rng(1), base, 0.3)
     assert scan(new, base, 1).form == "delta"
@@ -168,7 +168,7 @@ def test_much_changed_is_dense_and_the_comparison_stops_early() -> None:
 @pytest.mark.parametrize("shift", [0, 1, 3])
 @given(seed=st.integers(0, 1000))
 @settings(max_examples=5, deadline=None, derandomize=True)
-def test_memory_may_lie_anywhere(shift: int, seed: int) -> None:
+def test_unaligned_memory(shift: int, seed: int) -> None:
     base = random_piece(rng(seed), BLOCK + 99, 4)
     new = changed(rng(seed + 1), base, 0.02)
 
@@ -183,7 +183,7 @@ def test_memory_may_lie_anywhere(shift: int, seed: int) -> None:
     assert held.tobytes() == new.tobytes()
 
 
-def test_a_delta_of_another_base_is_refused() -> None:
+def test_delta_of_another_base_is_refused() -> None:
     base = random_piece(rng(), 5000, 2)
     new = changed(rng(1), base, 0.01)
     first, second = digest_of(base.tobytes()), digest_of(new.tobytes())
@@ -199,7 +199,7 @@ def test_a_delta_of_another_base_is_refused() -> None:
     assert held.tobytes() == new.tobytes(), "a dense piece fits every base"
 
 
-def test_what_cannot_be_encoded() -> None:
+def test_encode_refuses_invalid_arguments() -> None:
     piece = np.zeros(1000, np.uint16)
     with pytest.raises(WeightsError, match="1000 elements, its base 999"):
         encode(piece, piece[:999], 2)
@@ -225,7 +225,7 @@ def test_what_cannot_be_encoded() -> None:
         max_encoded_bytes(-1, 2)
 
 
-def test_what_cannot_be_applied() -> None:
+def test_apply_refuses_invalid_arguments() -> None:
     piece = np.zeros(1000, np.uint16)
     data = encode(piece + 1, piece, 2, max_share=0).data
     with pytest.raises(WeightsError, match="1000 elements of 2 bytes and the base 999"):
@@ -234,7 +234,7 @@ def test_what_cannot_be_applied() -> None:
         apply(data, bytes(2000))
 
 
-def test_the_metrics_of_many_pieces() -> None:
+def test_total_of_many_pieces() -> None:
     base = random_piece(rng(), 5000, 2)
     pieces = [encode(changed(rng(1), base, share), base, 2).metrics for share in (0.0, 0.01, 1.0)]
     total = total_of(pieces)

@@ -1,4 +1,4 @@
-"""Deltas with torch: the same bytes as with numpy, and the same result. On a GPU too, where there is one."""
+"""Deltas with torch: the same bytes as with numpy, and the same result; on a GPU too, if there is one."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def check(base: Piece, new: Piece) -> None:
 
 @given(versions())
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_the_bytes_are_those_of_numpy(pieces: list[Piece]) -> None:
+def test_bytes_equal_those_of_numpy(pieces: list[Piece]) -> None:
     check(*pieces)
 
 
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
-def test_blocks_of_all_kinds_side_by_side(item_bytes: int) -> None:
+def test_tensor_with_blocks_of_all_kinds(item_bytes: int) -> None:
     base, new = patchwork(np.random.default_rng(0), item_bytes, (0.001, 0.02, 0.3, 0.0, 0.05, 0.2), 999)
     new[3 * BLOCK + 17 : 3 * BLOCK + 5000] ^= 1
     new[2 * BLOCK - 200 : 2 * BLOCK] ^= 1
@@ -85,7 +85,7 @@ def test_shapes_and_buffers() -> None:
     assert scalar == 2.0
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     base = tensor_of(random_piece(np.random.default_rng(0), 6000, 2))
     new = base.clone()
     new.view(torch.int16)[5] ^= 1
@@ -115,7 +115,7 @@ def test_what_is_refused() -> None:
     assert bytes_of(held) == bytes_of(base)
 
 
-def test_numpy_reads_what_torch_wrote() -> None:
+def test_numpy_applies_deltas_of_torch() -> None:
     rng = np.random.default_rng(0)
     base = random_piece(rng, 5 * BLOCK + 3, 1)
     new = changed(rng, base, 0.04)

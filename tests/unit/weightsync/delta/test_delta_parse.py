@@ -1,4 +1,4 @@
-"""Deltas that something broke: they are refused and nothing is written, or what is written stays inside the piece."""
+"""Corrupted deltas: they are refused and nothing is written, or all writes stay inside the piece."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def with_number(offset: int, form: str, value: int) -> bytes:
     return bytes(data)
 
 
-def test_the_delta_itself_is_in_order() -> None:
+def test_intact_delta_is_accepted() -> None:
     held = BASE.copy()
     apply(DATA, held)
     assert held.tobytes() == NEW.tobytes()
@@ -66,26 +66,26 @@ def test_the_delta_itself_is_in_order() -> None:
 
 @given(st.integers(0, len(DATA) - 1))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_truncated(size: int) -> None:
+def test_truncated_delta_is_refused(size: int) -> None:
     assert refused_or_inside(DATA[:size], BASE)
 
 
 @given(st.binary(min_size=1, max_size=20))
 @settings(deadline=None, derandomize=True)
-def test_something_behind_it(more: bytes) -> None:
+def test_trailing_bytes_are_refused(more: bytes) -> None:
     assert refused_or_inside(DATA + more, BASE)
 
 
 @given(st.binary(max_size=300))
 @settings(deadline=None, derandomize=True)
-def test_anything_else(data: bytes) -> None:
+def test_garbage_is_refused(data: bytes) -> None:
     assert refused_or_inside(data, BASE)
     assert refused_or_inside(DATA[: HEADER.size] + data, BASE)
 
 
 @given(st.data())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_some_bytes_of_it_are_others(data: st.DataObject) -> None:
+def test_changed_bytes_never_write_outside_the_piece(data: st.DataObject) -> None:
     broken = bytearray(DATA)
     section = data.draw(st.sampled_from([(0, HEADER.size), *SECTIONS[:-1]]))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -128,14 +128,14 @@ BREAKS: list[tuple[str, Callable[[], bytes], str]] = [
 
 
 @pytest.mark.parametrize(("break_it", "says"), [rest for _, *rest in BREAKS], ids=[name for name, *_ in BREAKS])
-def test_each_rule_has_a_sentence(break_it: Callable[[], bytes], says: str) -> None:
+def test_each_rule_has_an_error_sentence(break_it: Callable[[], bytes], says: str) -> None:
     with pytest.raises(WeightsError, match=says):
         parse(break_it())
     assert refused_or_inside(break_it(), BASE)
 
 
 @pytest.mark.parametrize(("share", "kind"), [(0.002, Kind.WIDE), (0.4, Kind.BITMAP)])
-def test_a_position_beyond_a_short_last_block(share: float, kind: Kind) -> None:
+def test_position_beyond_a_short_last_block_is_refused(share: float, kind: Kind) -> None:
     base = random_piece(np.random.default_rng(0), BLOCK + 1001, 4)
     new = changed(np.random.default_rng(1), base, share)
     new[-1] ^= 1

@@ -1,4 +1,4 @@
-"""Checkpoint folders: read as sources, made as destinations, with safetensors and transformers as the judges."""
+"""Checkpoint folders as sources and destinations, compared with safetensors and transformers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def fill(folder: Any, tensors: dict[str, torch.Tensor]) -> None:
         folder.memories[shard.storage][shard.offset_bytes : shard.offset_bytes + len(data)] = data
 
 
-def test_a_checkpoint_is_a_source(tmp_path: Path) -> None:
+def test_checkpoint_is_a_source(tmp_path: Path) -> None:
     tensors = every_type()
     save_file(tensors, tmp_path / SINGLE)
     with open_folder(tmp_path) as folder:
@@ -98,7 +98,7 @@ def test_a_checkpoint_is_a_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_file_bytes", [1, 64, 10**9])
-def test_a_checkpoint_is_a_destination(tmp_path: Path, max_file_bytes: int) -> None:
+def test_checkpoint_is_a_destination(tmp_path: Path, max_file_bytes: int) -> None:
     tensors = every_type()
     with create_folder(tmp_path / "out", specs_of(tensors), max_file_bytes=max_file_bytes) as folder:
         fill(folder, tensors)
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_a_destination(tmp_path: Path, max_file_bytes: int) -> N
         assert all(same_bits(view, tensors[name]) for name, view in folder_tensors(folder).items())
 
 
-def test_transformers_loads_what_was_made_and_makes_what_is_opened(tmp_path: Path) -> None:
+def test_transformers_loads_created_folders_and_its_folders_open(tmp_path: Path) -> None:
     """First load and export: the same names in both directions, tied names left out."""
     torch.manual_seed(2)
     config = transformers.Qwen3Config(**TEXT, head_dim=6, tie_word_embeddings=True)
@@ -150,7 +150,7 @@ def test_transformers_loads_what_was_made_and_makes_what_is_opened(tmp_path: Pat
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
 
 
-def test_names_of_other_libraries(tmp_path: Path) -> None:
+def test_file_names_of_other_libraries(tmp_path: Path) -> None:
     """What diffusers looks for, in one file and in several; two checkpoints in one folder are ambiguous."""
     tensors = {"a": torch.ones(4), "b": torch.zeros(2)}
     for index, max_file_bytes in enumerate((1, 100)):
@@ -167,7 +167,7 @@ def test_names_of_other_libraries(tmp_path: Path) -> None:
         open_folder(tmp_path / "1")
 
 
-def test_what_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
+def test_unfinished_folder_leaves_no_files(tmp_path: Path) -> None:
     specs = specs_of({"a": torch.zeros(4)})
     with create_folder(tmp_path / "deep" / "out", specs) as folder:
         fill(folder, {"a": torch.ones(4)})
@@ -190,7 +190,7 @@ def test_what_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["deep", "raced", "taken"]
 
 
-def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+def test_full_disk_is_refused(tmp_path: Path) -> None:
     huge = TensorSpec(name="huge", shape=(1 << 60,), dtype="uint8")
     with pytest.raises(
         WeightsError, match=r"out of 11529215\d+ bytes cannot be made: the disk has \d+ bytes left; free"
@@ -248,7 +248,7 @@ def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
          + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]} }' + bytes(4), "which no float32 may"),
     ],
 )  # fmt: skip
-def test_broken_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(WeightsError, match=message):
         open_folder(tmp_path)
@@ -256,7 +256,7 @@ def test_broken_files_are_refused(tmp_path: Path, content: bytes, message: str) 
 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_changed_headers_never_reach_outside_the_file(tmp_path: Path, data: st.DataObject) -> None:
+def test_corrupted_headers_never_read_outside_the_file(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever stands in the header, a file is refused or its tensors lie inside it."""
     header, _ = make_header(specs_of({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.bfloat16)}), {})
     content = bytearray(header + bytes(16))
@@ -272,7 +272,7 @@ def test_changed_headers_never_reach_outside_the_file(tmp_path: Path, data: st.D
         assert 8 <= held.offset_bytes <= held.offset_bytes + held.size_bytes <= len(content)
 
 
-def test_broken_folders_are_refused(tmp_path: Path) -> None:
+def test_invalid_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"has 0 indices .* and 0 files"):
         open_folder(tmp_path)
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
@@ -292,7 +292,7 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
         folder.layout("checkpoint")
 
 
-def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
+def test_headers_agree_with_safetensors(tmp_path: Path) -> None:
     tensors = every_type()
     save_file(tensors, tmp_path / SINGLE)
     theirs = {held.spec.name: held.spec for held in read_header(tmp_path / SINGLE)}

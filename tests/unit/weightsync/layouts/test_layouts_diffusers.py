@@ -1,4 +1,4 @@
-"""Transformers of diffusers: their layout is name for name what diffusers itself writes and reads."""
+"""Diffusers transformers: their layouts have the tensor names that diffusers itself writes and reads."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def make(request: pytest.FixtureRequest) -> Callable[[], ModelMixin]:
     return request.param
 
 
-def test_names_are_those_that_diffusers_writes(make: Callable[[], ModelMixin], tmp_path: Path) -> None:
+def test_names_agree_with_diffusers(make: Callable[[], ModelMixin], tmp_path: Path) -> None:
     model = filled(make, 0)
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / f"{STEM}.safetensors", "pt") as written:
@@ -122,14 +122,14 @@ def test_names_are_those_that_diffusers_writes(make: Callable[[], ModelMixin], t
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
-def test_a_version_reaches_another_instance_bit_for_bit(make: Callable[[], ModelMixin], in_place: bool) -> None:
+def test_version_reaches_another_instance_bit_for_bit(make: Callable[[], ModelMixin], in_place: bool) -> None:
     source, destination = filled(make, 1), filled(make, 2)
     assert not same(source.state_dict(), destination.state_dict())
     pull(source.state_dict(), destination.state_dict(), in_place=in_place)
     assert same(source.state_dict(), destination.state_dict())
 
 
-def test_buffers_that_are_not_saved_stay_where_they_are() -> None:
+def test_non_persistent_buffers_are_not_transferred() -> None:
     source, destination = filled(wan, 1), filled(wan, 2)
     kept = {name for name, _ in destination.named_buffers()} - destination.state_dict().keys()
     assert kept == {"rope.freqs_cos", "rope.freqs_sin"}
@@ -140,7 +140,7 @@ def test_buffers_that_are_not_saved_stay_where_they_are() -> None:
     assert {name: buffer.data_ptr() for name, buffer in destination.named_buffers()} == addresses
 
 
-def test_what_was_pulled_computes_what_its_source_does() -> None:
+def test_pulled_model_computes_the_same_output() -> None:
     source, destination = filled(flux, 1), filled(flux, 2)
     draw = torch.Generator().manual_seed(3)
 
@@ -162,7 +162,7 @@ def test_what_was_pulled_computes_what_its_source_does() -> None:
         assert destination(**inputs).sample.equal(expected)
 
 
-def test_a_folder_of_diffusers_is_a_source(make: Callable[[], ModelMixin], tmp_path: Path) -> None:
+def test_diffusers_folder_is_a_source(make: Callable[[], ModelMixin], tmp_path: Path) -> None:
     """In several files with an index, as large models are."""
     model, live = filled(make, 1), filled(make, 2)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -173,7 +173,7 @@ def test_a_folder_of_diffusers_is_a_source(make: Callable[[], ModelMixin], tmp_p
 
 
 @pytest.mark.parametrize("make", [flux, sd3], ids=["flux", "sd3"])  # what keeps float32 loads with `accelerate` only
-def test_an_export_is_what_diffusers_loads(make: Callable[[], ModelMixin], tmp_path: Path) -> None:
+def test_diffusers_loads_an_export(make: Callable[[], ModelMixin], tmp_path: Path) -> None:
     model = filled(make, 1)
     model.save_config(tmp_path / "config")
     tensors = model.state_dict()

@@ -1,4 +1,4 @@
-"""The tables of model families against the real classes of transformers, in memory and on the disk."""
+"""Tables of model families, compared with the classes of transformers in memory and on disk."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def each_expert(disk: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_parameter_of_the_class_is_made_of_the_tensors_on_the_disk(case: str, tmp_path: Path) -> None:
+def test_parameters_consist_of_the_tensors_on_disk(case: str, tmp_path: Path) -> None:
     """Names, shapes and values: what each parameter's parts say is what the checkpoint's tensors hold, exactly once."""
     name, config = CASES[case]
     torch.manual_seed(3)
@@ -151,7 +151,7 @@ def test_every_parameter_of_the_class_is_made_of_the_tensors_on_the_disk(case: s
 
 @pytest.mark.parametrize("case", ["qwen3 tied", "qwen3_moe", "qwen2_5_vl", "qwen3_vl_moe", "deepseek_v3"])
 @pytest.mark.parametrize(("tp", "whole_experts"), [(1, False), (2, False), (2, True)])
-def test_what_a_worker_holds_in_terms_of_the_trainers_parameters(case: str, tp: int, whole_experts: bool) -> None:
+def test_worker_table_in_terms_of_the_trainers_parameters(case: str, tp: int, whole_experts: bool) -> None:
     """A worker takes the same elements, whether the source names published tensors or its module's parameters."""
     name, config = CASES[case]
     written = json.loads(config.to_json_string())
@@ -197,7 +197,7 @@ def test_parts_of_a_parameter_are_disjoint() -> None:
         assert all(intersection(box, inside) == box for box in regions)
 
 
-def test_a_stack_goes_into_a_stack_only() -> None:
+def test_stacked_parameter_fills_stacked_parameters_only() -> None:
     stack = whole("stack", (3, 4), "float32")
     rows = tuple(
         ParameterPart(tensor=f"row {n}", box=Box(offset=(0,), size=(4,)), offset=(n, 0), dims=(1,)) for n in range(3)
@@ -210,7 +210,7 @@ def test_a_stack_goes_into_a_stack_only() -> None:
     assert in_terms_of(made, made).parameters == (stack,)
 
 
-def test_parameters_that_are_not_in_the_table_are_named() -> None:
+def test_parameters_missing_from_the_table_are_named() -> None:
     written = json.loads(CASES["llama"][1].to_json_string())
     table = transformers_table(written, "float32")
     with pytest.raises(WeightsError, match=r"Parameter model.extra.weight of policy is not in the table"):
@@ -224,7 +224,7 @@ def test_parameters_that_are_not_in_the_table_are_named() -> None:
     assert (compiled.tensors[shard.tensor].name, shard.storage) == ("model.norm.weight", "_orig_mod.model.norm.weight")
 
 
-def test_a_copy_of_a_tied_tensor_is_its_owner() -> None:
+def test_copy_of_a_tied_tensor_belongs_to_its_owner() -> None:
     """The last stage of a pipeline has a head of its own, which equals the embedding of the first."""
     written = {**json.loads(CASES["qwen3 tied"][1].to_json_string())}
     layout = layout_of({"lm_head.weight": torch.zeros(20, 16)}, "policy", table=transformers_table(written, "float32"))
@@ -251,7 +251,7 @@ def test_presets_have_the_published_sizes(preset: str, billions: float) -> None:
     assert round(model_of(PRESETS[preset]).num_parameters / 1e9, 2) == billions
 
 
-def test_configurations_that_cannot_be_used() -> None:
+def test_invalid_configurations_are_refused() -> None:
     with pytest.raises(WeightsError, match="no table of tensors for model type 'gpt2'"):
         model_of({"model_type": "gpt2"})
     with pytest.raises(WeightsError, match="needs a number in 'vocab_size', it has None"):

@@ -1,4 +1,4 @@
-"""Placements: exact tables, and DTensor itself as the oracle."""
+"""Placements: exact tables, and DTensor as the oracle."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_boxes_of_ranks(
         ((4,), (2,), (0,), (Sharded(dim=0, chunk=2, factor=2),), "both a chunk and a factor"),
     ],
 )
-def test_what_does_not_fit_is_said(
+def test_unfit_placements_are_refused(
     shape: tuple[int, ...],
     mesh: tuple[int, ...],
     coordinate: tuple[int, ...],
@@ -118,7 +118,7 @@ def sharded(dims: int) -> st.SearchStrategy[Placement]:
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=100)
-def test_splits_as_dtensor_does(data: st.DataObject) -> None:
+def test_placements_agree_with_dtensor(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dim = st.integers(0, len(shape) - 1)
@@ -140,7 +140,7 @@ def test_splits_as_dtensor_does(data: st.DataObject) -> None:
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=100)
-def test_a_mesh_holds_each_element_equally_often(data: st.DataObject) -> None:
+def test_mesh_holds_each_element_equally_often(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     mesh = tuple(data.draw(st.lists(st.sampled_from((2, 4)), min_size=1, max_size=2)))
     placements = tuple(data.draw(sharded(len(shape))) for _ in mesh)
@@ -197,7 +197,7 @@ TP = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "fsdp dim 1", "hsdp", "tp", "fsdp tp", "hsdp tp"])
-def test_modules_as_torch_shards_them(kind: str) -> None:
+def test_layouts_of_sharded_torch_modules(kind: str) -> None:
     full = {name: tensor.detach().clone() for name, tensor in block().state_dict().items()}
     layouts = []
     sizes = {"fsdp": (4,), "fsdp dim 1": (2,), "hsdp": (2, 4), "tp": (2,), "fsdp tp": (2, 2), "hsdp tp": (2, 3, 2)}[
@@ -262,7 +262,7 @@ def test_partial_sums_and_ranks_outside_the_mesh() -> None:
             layout_of({"w": uneven}, "policy")
 
 
-def test_ranks_that_contradict_each_other() -> None:
+def test_contradicting_ranks_are_refused() -> None:
     mine, other = torch.zeros(2), torch.zeros(3)
     with pytest.raises(WeightsError, match=r"Tensor a of p is float32 of shape \(3,\) on rank 1"):
         join_ranks("p", [layout_of({"a": mine}, "p"), layout_of({"a": other}, "p")])

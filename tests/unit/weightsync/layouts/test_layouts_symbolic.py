@@ -1,4 +1,4 @@
-"""Layouts from a configuration and a few words; vLLM's workers from a configuration and sizes."""
+"""Layouts from a configuration and a parallelism in words, and of vLLM workers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CONFIGS = {"dense": DENSE, "tied": {**DENSE, "tie_word_embeddings": True}, "expe
         ("", (("dp", 1),), 1),
     ],
 )
-def test_words(text: str, axes: tuple[tuple[Any, int], ...], replicas: int) -> None:
+def test_parse_parallelism(text: str, axes: tuple[tuple[Any, int], ...], replicas: int) -> None:
     assert parse_parallelism(text) == Parallelism(axes=axes, num_replicas=replicas)
 
 
@@ -81,7 +81,7 @@ def test_words(text: str, axes: tuple[tuple[Any, int], ...], replicas: int) -> N
         ("x0", "size of zero"),
     ],
 )
-def test_words_that_say_nothing(text: str, message: str) -> None:
+def test_invalid_parallelism_is_refused(text: str, message: str) -> None:
     with pytest.raises(WeightsError, match=message):
         parse_parallelism(text)
 
@@ -117,7 +117,7 @@ def held(layout: Layout, name: str) -> list[str]:
         ("latent", "tp2", "model.layers.1.self_attn.kv_a_proj_with_mqa.weight", ["[0:6, 0:8]", "[0:6, 0:8]"]),
     ],
 )  # fmt: skip
-def test_boxes(config: str, parallelism: str, name: str, expected: list[str]) -> None:
+def test_boxes_of_a_parallelism(config: str, parallelism: str, name: str, expected: list[str]) -> None:
     assert held(shard_layout(model_layout(CONFIGS[config], parallelism), "r"), name) == expected
 
 
@@ -138,7 +138,7 @@ PARALLELISMS = [
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("parallelism", PARALLELISMS)
-def test_columns_and_shards_say_the_same_and_cover_the_model(config: str, parallelism: str) -> None:
+def test_compact_and_shard_layouts_agree_and_cover_the_model(config: str, parallelism: str) -> None:
     symbolic = model_layout(CONFIGS[config], parallelism)
     places = [Place(host=f"h{rank}") for rank in range(symbolic.parallelism.num_ranks)]
     layout, compact = shard_layout(symbolic, "r", places), compact_layout(symbolic, "r", places)
@@ -148,7 +148,7 @@ def test_columns_and_shards_say_the_same_and_cover_the_model(config: str, parall
     make_plan(layout, shard_layout(model_layout(CONFIGS[config], ""), "all"))  # raises where an element is missing
 
 
-def test_a_trillion_parameters_are_a_few_patterns() -> None:
+def test_trillion_parameter_layout_has_few_splits() -> None:
     for parallelism, num_boxes in (("fsdp256", 69_975 * 256), ("ep64 fsdp4", 60 * 384 * 3 * 4 + 855 * 256)):
         symbolic = model_layout(PRESETS["kimi-k2"], parallelism)
         compact = compact_layout(symbolic, "policy")
@@ -171,12 +171,12 @@ def test_a_trillion_parameters_are_a_few_patterns() -> None:
         (EXPERTS, "ep2 tp2 fsdp2", "ep and fsdp stand apart"),
     ],
 )
-def test_what_does_not_fit_the_model(config: dict[str, Any], parallelism: str, message: str) -> None:
+def test_unfit_parallelism_is_refused(config: dict[str, Any], parallelism: str, message: str) -> None:
     with pytest.raises(WeightsError, match=message):
         model_layout(config, parallelism)
 
 
-def test_stages() -> None:
+def test_even_stages() -> None:
     table = {(8, 4): (2, 2, 2, 2), (5, 2): (3, 2), (6, 4): (1, 2, 2, 1), (7, 4): (2, 2, 2, 1), (9, 4): (2, 2, 3, 2)}
     assert {key: even_stages(*key) for key in table} == table
     layout = shard_layout(model_layout(DENSE, "pp2", layers_of_stages=(1, 2)), "r")
@@ -252,7 +252,7 @@ def test_stacked_experts_of_workers(whole_experts: bool) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 3)])
-def test_an_engine_takes_all_of_a_trainer(config: str, tp: int, pp: int) -> None:
+def test_engine_layout_covers_the_trainer(config: str, tp: int, pp: int) -> None:
     engine = worker_layout(CONFIGS[config], "engine", tp=tp, pp=pp)
     check_layout(engine)
     trainer = shard_layout(model_layout(CONFIGS[config], "fsdp3"), "trainer")
@@ -268,7 +268,7 @@ def view(layout: Layout, rank: int, index: int, memory: dict[str, Any]) -> Any:
     return np.ndarray(shard.box.size, np.float64, flat, shard.offset_bytes * 8 // 2, strides)
 
 
-def test_a_plan_fills_fused_parameters() -> None:
+def test_plan_fills_fused_parameters() -> None:
     """From FSDP within tensor parallelism, strided, to fused, padded and replicated: bit for bit."""
     full = tensors_of(EXPERTS)
     trainer = shard_layout(model_layout(EXPERTS, "fsdp3 tp2"), "trainer")
@@ -308,7 +308,7 @@ def test_a_plan_fills_fused_parameters() -> None:
             assert np.array_equal(memory[name].reshape(array.shape), array), name
 
 
-def test_workers_that_cannot_be() -> None:
+def test_invalid_worker_layouts_are_refused() -> None:
     with pytest.raises(WeightsError, match="no worker 2 among 1 x 2"):
         worker_table(DENSE, 2, tp=2)
     with pytest.raises(WeightsError, match=r"vLLM cannot share .*gate_proj.weight"):

@@ -1,4 +1,4 @@
-"""Random models, layouts and topologies for the planner's tests, and what a plan must do to them."""
+"""Random models, layouts and topologies for the planner's tests, and an executor of plans on arrays."""
 
 from __future__ import annotations
 

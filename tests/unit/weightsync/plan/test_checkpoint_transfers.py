@@ -1,4 +1,4 @@
-"""A checkpoint is a source and a destination like any other: first load and export go through the same plan."""
+"""Checkpoints as sources and destinations: first load and export use ordinary plans."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def memories(folder: Folder) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(memory) for name, memory in folder.memories.items()}
 
 
-def test_an_export_is_a_pull_into_files(tmp_path: Path) -> None:
+def test_export_pulls_into_checkpoint_files(tmp_path: Path) -> None:
     full, source = model(), rows_layout("trainer")
     with create_folder(tmp_path / "out", specs(), max_file_bytes=100) as folder:
         layout = folder.layout("export")
@@ -83,7 +83,7 @@ def test_an_export_is_a_pull_into_files(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], full[name]) for name in full)
 
 
-def test_a_first_load_is_a_pull_from_files(tmp_path: Path) -> None:
+def test_first_load_pulls_from_checkpoint_files(tmp_path: Path) -> None:
     full, destination = model(), rows_layout("engine")
     save_file(full, tmp_path / "model.safetensors")
     with open_folder(tmp_path) as folder:
@@ -102,7 +102,7 @@ def test_a_first_load_is_a_pull_from_files(tmp_path: Path) -> None:
                 puller.close()
 
 
-def test_a_transposed_square_is_not_taken_for_what_it_looks_like() -> None:
+def test_transposed_square_tensor_keeps_its_strides() -> None:
     spec = TensorSpec(name="w", shape=(3, 3), dtype="float32")
     box = Box(offset=(0, 0), size=(3, 3))
     shard = Shard(tensor=0, box=box, storage="w", offset_bytes=0, strides=(1, 3))
@@ -112,7 +112,7 @@ def test_a_transposed_square_is_not_taken_for_what_it_looks_like() -> None:
     assert torch.equal(view, tensor.T)
 
 
-def test_bytes_at_an_odd_place_are_one_sentence() -> None:
+def test_misaligned_tensor_is_refused_with_one_sentence() -> None:
     spec = TensorSpec(name="w", shape=(2,), dtype="float32")
     shard = Shard(tensor=0, box=Box(offset=(0,), size=(2,)), storage="file", offset_bytes=4, strides=(1,))
     layout = Layout(replica="r", tensors=(spec,), ranks=(RankLayout(place=Place(), shards=(shard,)),))

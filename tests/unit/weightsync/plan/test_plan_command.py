@@ -1,4 +1,4 @@
-"""`starling plan`: from words or files to a page, a picture or JSON."""
+"""`starling plan`: from words or files to a page, a chart or JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_words_become_numbers(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_numbers_for_a_parallelism(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "fsdp4", "tp2", "--model", config, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     norms = 2 * 5 * 64  # each rank of the destination has them all
@@ -44,7 +44,7 @@ def test_words_become_numbers(config: str, capsys: pytest.CaptureFixture[str]) -
     assert found["estimate"]["seconds"] == pytest.approx(sum(parts))
 
 
-def test_replicas_do_not_make_the_publisher_send_more(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_publisher_bytes_do_not_grow_with_replicas(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "fsdp4", "tp1 x8", "--model", config, "--json", "--bucket-mib", "0.01"])
     found = json.loads(capsys.readouterr().out)
     assert found["replicas"] == 8
@@ -52,7 +52,7 @@ def test_replicas_do_not_make_the_publisher_send_more(config: str, capsys: pytes
     assert found["estimate"]["publisher_bytes"] == NUM_BYTES == found["one_replica"]["total_bytes"]
 
 
-def test_quantised_weights_are_fewer_bytes(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantised_plan_has_fewer_bytes(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, words in (("policy", "fsdp4"), ("rollout", "tp1")):
         (tmp_path / name).write_bytes(encode(shard_layout(model_layout(TINY, words), f"{name}-0")))
     kept = 2 * (2 * 256 * 64 + 64 + 2 * 2 * 64)
@@ -73,7 +73,7 @@ def test_quantised_weights_are_fewer_bytes(config: str, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("ending", [".svg", ".png"])
 @pytest.mark.parametrize("destination", ["tp2", "tp2 x3"])
-def test_a_picture_is_drawn(
+def test_plan_draws_a_chart(
     ending: str, destination: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / f"plan{ending}"
@@ -86,7 +86,7 @@ def test_a_picture_is_drawn(
     assert path.read_bytes().startswith(b"<?xml" if ending == ".svg" else b"\x89PNG")
 
 
-def test_files_and_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_layout_files_and_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rows in (("policy", (2, 4)), ("rollout", (3, 3))):
         (tmp_path / name).write_bytes(encode(whole(f"{name}-0", (6, 3), rows=rows)))
     topology = tmp_path / "two.toml"
@@ -117,7 +117,7 @@ def test_files_and_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["fsdp4", "tp2", "--model", "qwen3-0.6b", "--bucket-mib", "0"], "bucket_bytes is 0"),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_plan_errors_are_one_sentence(
     arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = tmp_path / "small.toml"

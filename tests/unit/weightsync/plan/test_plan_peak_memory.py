@@ -1,4 +1,4 @@
-"""What is said of memory beforehand, beside what the executor works out from the arrays themselves."""
+"""Estimated peak memory, compared with what the executor allocates."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check_peaks(source: Layout, destination: Layout, bucket_bytes: int, *, in_pl
     bucket_bytes=st.sampled_from((256, 4096, 1 << 17, 1 << 20)),
     in_place=st.booleans(),
 )
-def test_peaks_are_those_of_random_models(
+def test_peaks_match_the_executor_on_random_models(
     seed: int, num_sources: int, num_destinations: int, bucket_bytes: int, in_place: bool
 ) -> None:
     draw = random.Random(seed)
@@ -96,12 +96,12 @@ def test_peaks_are_those_of_random_models(
     check_peaks(source, destination, bucket_bytes, in_place=in_place)
 
 
-def test_peaks_are_those_of_fused_and_strided_tensors() -> None:
+def test_peaks_match_the_executor_on_fused_and_strided_tensors() -> None:
     for in_place in (False, True):
         check_peaks(*layouts(3), 8 << 20, in_place=in_place)
 
 
-def test_only_what_torch_alone_can_write_needs_scratch_over_shared_memory() -> None:
+def test_local_transport_needs_buffers_for_device_tensors_only() -> None:
     source, destination = layouts(2)
     plan = make_plan(source, destination, bucket_bytes=8 << 20)
     on_device = {
@@ -114,7 +114,7 @@ def test_only_what_torch_alone_can_write_needs_scratch_over_shared_memory() -> N
     assert staged == destination_peak(plan, destination, 0, "local")
 
 
-def test_each_reader_has_its_own_packing_until_ucx_has_enough() -> None:
+def test_packing_grows_with_readers_up_to_the_ucx_limit() -> None:
     source, destination = layouts(8)
     plan = make_plan(source, destination, bucket_bytes=32 << 20)
     one, many, most = (
@@ -133,7 +133,7 @@ def test_each_reader_has_its_own_packing_until_ucx_has_enough() -> None:
     assert len({peak.snapshots_bytes for peaks in (one, many, most) for peak in peaks.values()}) == 1
 
 
-def test_an_arena_is_as_large_as_its_peak_says() -> None:
+def test_arena_size_equals_its_estimate() -> None:
     source, destination = layouts(1)
     peak = publisher_peak(source, 0, make_plan(source, destination), destination, "local")
     arena = Arena(pieces_of(source, 0))
@@ -148,9 +148,7 @@ def test_an_arena_is_as_large_as_its_peak_says() -> None:
     cuts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 2)), min_size=4, max_size=4),
     order=st.permutations(range(4)),
 )
-def test_contiguous_is_what_numpy_calls_so(
-    shape: list[int], cuts: list[tuple[int, int, int]], order: list[int]
-) -> None:
+def test_is_contiguous_agrees_with_numpy(shape: list[int], cuts: list[tuple[int, int, int]], order: list[int]) -> None:
     whole = np.zeros(shape, np.uint16)
     assert is_contiguous(shape, row_major(shape))
     part = whole[tuple(slice(*cut) for cut in cuts[: len(shape)])]
@@ -165,9 +163,7 @@ def test_contiguous_is_what_numpy_calls_so(
     salt=st.integers(0, 40),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_sampled_digest_does_not_depend_on_how_a_box_lies(
-    rows: int, columns: int, item_bytes: int, salt: int
-) -> None:
+def test_sampled_digest_is_independent_of_strides(rows: int, columns: int, item_bytes: int, salt: int) -> None:
     draw = np.random.default_rng(rows * columns + salt)
     wide = draw.integers(0, 256, rows * (columns + 7) * item_bytes, np.uint8).view(f"u{item_bytes}")
     box = wide.reshape(rows, columns + 7)[:, 3 : columns + 3]
@@ -181,7 +177,9 @@ def test_a_sampled_digest_does_not_depend_on_how_a_box_lies(
     item_bytes=st.sampled_from([1, 4]),
 )
 @settings(max_examples=30, deadline=None)
-def test_a_digest_taken_on_the_way_is_that_of_the_box(shape: tuple[int, ...], columns: int, item_bytes: int) -> None:
+def test_digest_during_the_copy_equals_the_digest_of_the_box(
+    shape: tuple[int, ...], columns: int, item_bytes: int
+) -> None:
     shape = (*shape[:1], columns) if columns else shape
     draw = np.random.default_rng(columns)
     wide = draw.integers(0, 256, tuple(2 * n for n in shape), np.uint8).astype(f"u{item_bytes}")

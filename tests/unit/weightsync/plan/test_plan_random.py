@@ -1,4 +1,4 @@
-"""Plans between random layouts: what is delivered is what is needed, and what the plan says of itself is true."""
+"""Plans between random layouts: they deliver what the destination needs, and their figures are right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def held_pieces(layout: Layout) -> dict[int, tuple[object, ...]]:
 
 @given(pairs(), topologies(), bucket_sizes)
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_a_destination_holds_what_slicing_the_model_gives(
+def test_executed_plan_equals_slicing_the_model(
     pair: tuple[Layout, Layout], topology: Topology | None, bucket_bytes: int
 ) -> None:
     source, destination = pair
@@ -45,7 +45,7 @@ def test_a_destination_holds_what_slicing_the_model_gives(
 
 @given(pairs(), topologies(), bucket_sizes, st.integers(1, 3))
 @settings(max_examples=50, deadline=None, derandomize=True)
-def test_the_bytes_of_a_plan_are_those_that_move(
+def test_plan_bytes_equal_the_bytes_of_its_transfers(
     pair: tuple[Layout, Layout], topology: Topology | None, bucket_bytes: int, in_flight: int
 ) -> None:
     source, destination = pair
@@ -68,7 +68,7 @@ def test_the_bytes_of_a_plan_are_those_that_move(
 
 @given(pairs(), topologies())
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_the_part_for_one_rank_says_the_same(pair: tuple[Layout, Layout], topology: Topology | None) -> None:
+def test_plan_of_one_rank_equals_its_part_of_the_whole(pair: tuple[Layout, Layout], topology: Topology | None) -> None:
     source, destination = pair
     plan = make_plan(source, destination, topology=topology, bucket_bytes=256)
     for rank in range(len(destination.ranks)):
@@ -99,7 +99,7 @@ def test_only_the_nearest_copies_serve(pair: tuple[Layout, Layout], topology: To
 
 @given(pairs(), topologies())
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_layouts_in_columns_give_the_same_plan(pair: tuple[Layout, Layout], topology: Topology | None) -> None:
+def test_compact_layouts_give_the_same_plan(pair: tuple[Layout, Layout], topology: Topology | None) -> None:
     source, destination = pair
     plan = make_plan(source, destination, topology=topology)
     again = make_plan(to_compact(source), to_compact(destination), topology=topology)
@@ -133,9 +133,7 @@ def brings_everything(plan: Plan, source: Layout, destination: Layout) -> bool:
 @pytest.mark.parametrize("name", [*COLUMNS, "part_boxes"])
 @given(pairs(), st.data())
 @settings(max_examples=15, deadline=None, derandomize=True)
-def test_a_plan_with_one_number_changed_is_harmless_or_found(
-    name: str, pair: tuple[Layout, Layout], data: st.DataObject
-) -> None:
+def test_corrupted_plan_is_harmless_or_refused(name: str, pair: tuple[Layout, Layout], data: st.DataObject) -> None:
     source, destination = pair
     plan = make_plan(source, destination, bucket_bytes=256)
     width = 8 if name == "part_boxes" else 4
@@ -159,7 +157,7 @@ def test_a_plan_with_one_number_changed_is_harmless_or_found(
 
 @given(pairs(), st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_garbage_is_refused_with_a_sentence(pair: tuple[Layout, Layout], data: st.DataObject) -> None:
+def test_garbage_is_refused_with_one_sentence(pair: tuple[Layout, Layout], data: st.DataObject) -> None:
     plan = make_plan(*pair, bucket_bytes=256)
     wire = bytearray(encode(plan))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -175,7 +173,7 @@ def test_garbage_is_refused_with_a_sentence(pair: tuple[Layout, Layout], data: s
         pass
 
 
-def test_an_unchanged_replica_keeps_its_plan() -> None:
+def test_plan_cache_keeps_the_plan_of_an_unchanged_replica() -> None:
     plans = PlanCache()
     source, one, other = whole("policy-0", (6, 3)), whole("rollout-0", (6, 3)), whole("rollout-1", (6, 3), rows=(2, 4))
     first, second = plans.plan(source, one), plans.plan(source, other)
@@ -189,7 +187,7 @@ def test_an_unchanged_replica_keeps_its_plan() -> None:
     assert plans.plan(whole("policy-0", (6, 3), rows=(1, 5)), one) is not first
 
 
-def test_replicas_that_are_alike_are_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_cache_plans_once_for_equal_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
     def counting(source: Layout, destination: Layout, **others: Any) -> Plan:

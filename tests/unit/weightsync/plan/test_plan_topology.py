@@ -1,4 +1,4 @@
-"""Distances, topologies from TOML and from a system's files, balance, relays and estimates."""
+"""Distances, topologies from TOML and from the operating system, load balance, relays and estimates."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_distances(one: Place, other: Place, link: str) -> None:
     assert LINKS[distances([other], [one], topology)[0, 0]] == link
 
 
-def test_a_topology_places_its_gpus_and_their_cards() -> None:
+def test_topology_places_gpus_and_cards() -> None:
     topology = decode_topology(CLUSTER)
     places = topology.places()
     assert len(places) == 17
@@ -99,12 +99,12 @@ def test_a_topology_places_its_gpus_and_their_cards() -> None:
         ("switches=[{name='s',uplink_gb_per_s=1},{name='s',uplink_gb_per_s=1}]", "switch twice"),
     ],
 )
-def test_a_broken_topology_is_refused(text: str, sentence: str) -> None:
+def test_invalid_topology_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(WeightsError, match=sentence):
         decode_topology(text).places()
 
 
-def test_this_machine_is_found(tmp_path: Path) -> None:
+def test_detect_topology_of_this_machine(tmp_path: Path) -> None:
     files = {
         "sys/devices/system/node/node0/x": "",
         "sys/devices/system/node/node1/x": "",
@@ -139,7 +139,7 @@ def test_this_machine_is_found(tmp_path: Path) -> None:
     st.integers(1, 4),
 )
 @settings(max_examples=80, deadline=None, derandomize=True)
-def test_copies_share_the_work_to_within_one_piece(
+def test_copies_are_balanced_to_within_one_piece(
     tensors: list[tuple[int, int]], num_copies: int, num_destinations: int
 ) -> None:
     """Whatever the sizes and however many tensors are alike: no copy sends more than one piece more than another."""
@@ -151,7 +151,7 @@ def test_copies_share_the_work_to_within_one_piece(
     assert sent.max() - sent.min() <= max(rows * width for rows, width in shapes) * 4
 
 
-def test_cards_share_the_work_before_ranks_do() -> None:
+def test_cards_are_balanced_before_ranks() -> None:
     topology = decode_topology(CLUSTER)
     places = [*topology.places()[:3], topology.places()[4]]  # three ranks on two cards of one host, one on another host
     shapes = [(8, 3)] * 12
@@ -220,11 +220,11 @@ def ticks(num_replicas: int, num_buckets: int) -> int:
 
 
 @pytest.mark.parametrize(("num_replicas", "num_buckets"), [(1, 64), (2, 64), (4, 64), (8, 64), (8, 256), (16, 256)])
-def test_many_replicas_take_about_as_long_as_one(num_replicas: int, num_buckets: int) -> None:
+def test_fan_out_to_many_replicas_takes_about_the_time_of_one(num_replicas: int, num_buckets: int) -> None:
     assert num_buckets <= ticks(num_replicas, num_buckets) <= num_buckets + 3 * num_replicas
 
 
-def test_a_part_crosses_between_hosts_once() -> None:
+def test_part_crosses_between_hosts_once() -> None:
     replicas = [[Place(host=host, device=f"cuda:{i}")] for i, host in enumerate(["a", "a", "b", "b", "b"])]
     fan_out = make_fan_out(replicas)
     for part in range(5):
@@ -235,7 +235,7 @@ def test_a_part_crosses_between_hosts_once() -> None:
         make_fan_out([[Place()], [Place(), Place()]])
 
 
-def test_a_relayed_bucket_comes_from_the_shards_that_it_filled() -> None:
+def test_relayed_bucket_is_read_from_the_shards_that_it_filled() -> None:
     source = columns("p", [(8, 2)], [[(0, 0, 3), (1, 3, 5)]], [Place()] * 2)
     destination = columns("r", [(8, 2)], [[(0, 0, 4), (0, 4, 4)]], [Place()])
     for bucket in make_plan(source, destination).of_destination(0):
@@ -246,7 +246,7 @@ def test_a_relayed_bucket_comes_from_the_shards_that_it_filled() -> None:
         assert (again.size_bytes, again.extent_bytes) == (bucket.size_bytes, bucket.extent_bytes)
 
 
-def test_an_estimate_is_the_busiest_link_and_what_cannot_be_hidden() -> None:
+def test_estimate_is_the_busiest_link_plus_the_exposed_parts() -> None:
     """2 GB leave two GPUs that share a card of 50 GB/s, into two GPUs of one host with a card each."""
     topology = decode_topology(CLUSTER)
     places = topology.places()
@@ -266,7 +266,7 @@ def test_an_estimate_is_the_busiest_link_and_what_cannot_be_hidden() -> None:
     assert found.switch_s == pytest.approx(0.001)
 
 
-def test_relays_leave_the_publisher_one_model_to_send() -> None:
+def test_relays_reduce_the_publisher_to_one_model() -> None:
     """A publisher on a slow card: eight replicas take eight times as long each by itself, and little longer relayed."""
     topology = decode_topology("latency_us=0\n[[hosts]]\nname='h{}'\ncount=9\nnics=[{name='eth',gb_per_s=1}]")
     places = topology.places()
@@ -286,7 +286,7 @@ def test_relays_leave_the_publisher_one_model_to_send() -> None:
     assert alone.wire_s < relay.wire_s < 1.1 * alone.wire_s
 
 
-def test_a_narrow_uplink_is_a_link() -> None:
+def test_slow_uplink_is_a_link_of_the_estimate() -> None:
     topology = decode_topology(
         "hosts=[{name='a',switch='s'},{name='b',switch='s'},{name='c'}]\n"
         "switches=[{name='s',uplink_gb_per_s=0.5}]\nnic_gb_per_s=10"
@@ -312,7 +312,7 @@ def test_a_narrow_uplink_is_a_link() -> None:
         ({"splits": (make_tensor_split((5,), [0], [[0]], [[4]]),)}, r"has shape \(4,\), its split \(5,\)"),
     ],
 )
-def test_broken_columns_are_refused(change: dict[str, object], sentence: str) -> None:
+def test_invalid_compact_layout_is_refused(change: dict[str, object], sentence: str) -> None:
     spec = TensorSpec(name="t0", shape=(4,), dtype="float32")
     good = {"splits": (make_tensor_split((4,), [0], [[0]], [[4]]),), "split_of": np.array([0])}
     layout = CompactLayout("p", (spec,), (Place(),), **{**good, **change})

@@ -1,4 +1,4 @@
-"""The split of a round sums to its wall clock, its bottleneck is named, and its picture is a valid trace."""
+"""The parts of a timeline sum to its wall-clock time, its bottleneck is named, and its trace is valid."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def adoption(**changes: float | str | bool) -> Adoption:
 
 
 @given(seconds, seconds, seconds, seconds, seconds)
-def test_the_split_sums_to_the_wall_clock(
-    end: float, prepare: float, read: float, confirm: float, switch: float
-) -> None:
+def test_parts_sum_to_the_wall_clock(end: float, prepare: float, read: float, confirm: float, switch: float) -> None:
     parts = Adoption(replica="r", end_s=end, prepare_s=prepare, read_s=read, confirm_s=confirm, switch_s=switch).parts
     assert sum(parts.values()) == pytest.approx(max(end, prepare + read + confirm + switch))
     assert min(parts.values()) >= 0.0
@@ -49,7 +47,7 @@ def test_the_split_sums_to_the_wall_clock(
         ({"prepare_s": 0.9}, "prepare"),
     ],
 )
-def test_the_bottleneck_is_named(changes: dict[str, float], bottleneck: str) -> None:
+def test_bottleneck_is_named(changes: dict[str, float], bottleneck: str) -> None:
     split = time_split(
         [PublicationTimeline(version=1, publish_s=0.01, adoptions=(adoption(**changes), adoption(**changes)))]
     )
@@ -58,7 +56,7 @@ def test_the_bottleneck_is_named(changes: dict[str, float], bottleneck: str) -> 
     assert bottleneck in PART_REMEDIES
 
 
-def test_the_split_of_several_rounds() -> None:
+def test_time_split_of_several_publications() -> None:
     rounds = [
         PublicationTimeline(
             version=1, publish_s=0.01, offer_s=0.5, adoptions=(adoption(), adoption(read_s=0.3, attested=False))
@@ -75,7 +73,7 @@ def test_the_split_of_several_rounds() -> None:
     assert time_split([PublicationTimeline(version=3, publish_s=0.1)]) is None
 
 
-def test_the_picture_is_a_trace_in_order() -> None:
+def test_chrome_trace_is_ordered() -> None:
     measured = PublicationTimeline(
         version=7, publish_s=0.02, offer_s=0.3, adoptions=(adoption(replica="rollout-1"), adoption())
     )
@@ -92,7 +90,7 @@ def test_the_picture_is_a_trace_in_order() -> None:
     assert slices[-1]["ts"] + slices[-1]["dur"] == pytest.approx(1e6), "it ends when the controller knew of it"
 
 
-def test_rounds_are_read_from_the_metrics_of_a_run() -> None:
+def test_timelines_are_read_from_the_metrics_of_a_run() -> None:
     adopted = {
         "kind": "adopted",
         "replica": "rollout-0",

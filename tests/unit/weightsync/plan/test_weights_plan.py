@@ -1,4 +1,4 @@
-"""The planner: whatever the splits, every destination element arrives exactly once, and the right one."""
+"""The planner: every destination element is delivered exactly once, from the right source, for any splits."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_every_destination_element_arrives_once(pair: tuple[Layout, Layout], buc
 
 @given(pairs())
 @settings(max_examples=50, deadline=None)
-def test_plans_are_deterministic_and_travel(pair: tuple[Layout, Layout]) -> None:
+def test_plans_are_deterministic_and_serialisable(pair: tuple[Layout, Layout]) -> None:
     source, destination = pair
     plan = make_plan(source, destination, bucket_bytes=256)
     again = make_plan(decode_layout(encode(source)), decode_layout(encode(destination)), bucket_bytes=256)
@@ -162,7 +162,7 @@ MUTATIONS: dict[str, Callable[[Transfer], tuple[Transfer, ...]]] = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @given(pairs(), st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_mutated_plan_is_detected(mutation: str, pair: tuple[Layout, Layout], data: st.DataObject) -> None:
+def test_mutated_plan_is_detected(mutation: str, pair: tuple[Layout, Layout], data: st.DataObject) -> None:
     source, destination = pair
     plan = make_plan(source, destination, bucket_bytes=128)
     spots = [
@@ -212,12 +212,12 @@ def test_overlapping_source_boxes_are_named() -> None:
         (whole("rollout-0", (6, 3), dtype="bfloat16"), "w is bfloat16 .* but float32"),
     ],
 )
-def test_unlike_tensors_are_named(other: Layout, sentence: str) -> None:
+def test_tensors_of_different_shape_or_type_are_named(other: Layout, sentence: str) -> None:
     with pytest.raises(WeightsError, match=sentence):
         make_plan(whole("policy-0", (6, 3)), other)
 
 
-def test_an_unknown_tensor_is_named() -> None:
+def test_unknown_tensor_is_named() -> None:
     source = msgspec.structs.replace(
         whole("policy-0", (6, 3)), tensors=(TensorSpec(name="v", shape=(6, 3), dtype="float32"),)
     )
@@ -269,7 +269,7 @@ def test_either_name_of_tied_tensors_is_delivered(source: Layout, destination: L
     assert plan.total_bytes == num_bytes
 
 
-def test_two_tensors_cannot_fill_one_memory() -> None:
+def test_two_source_tensors_cannot_fill_one_memory() -> None:
     with pytest.raises(WeightsError, match="embed and head in one memory"):
         make_plan(tied("p", "embed", "head", same=False), tied("r", "embed", "head", same=True))
 
@@ -304,13 +304,13 @@ def with_shard(**changes: object) -> Layout:
         (with_shard(strides=(-3, 1)), "negative or broken offset"),
     ],
 )
-def test_a_broken_layout_is_refused(layout: Layout, sentence: str) -> None:
+def test_invalid_layout_is_refused(layout: Layout, sentence: str) -> None:
     with pytest.raises(WeightsError, match=sentence):
         decode_layout(encode(layout))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", encode(HOSTS[0])])
-def test_garbage_is_no_layout(data: bytes) -> None:
+def test_garbage_is_not_a_layout(data: bytes) -> None:
     with pytest.raises(WeightsError, match="not a Layout"):
         decode_layout(data)
 
@@ -329,21 +329,21 @@ def cells(box: Box) -> set[tuple[int, ...]]:
 
 
 @given(small_boxes(), small_boxes())
-def test_intersection_is_that_of_the_elements(a: Box, b: Box) -> None:
+def test_intersection_agrees_with_element_sets(a: Box, b: Box) -> None:
     shared = intersection(a, b)
     assert (cells(shared) if shared else set()) == cells(a) & cells(b)
     assert contains(a, b) == (cells(b) <= cells(a))
 
 
 @given(small_boxes(), st.integers(1, 20))
-def test_cut_parts_make_up_the_box(box: Box, limit: int) -> None:
+def test_cut_parts_cover_the_box(box: Box, limit: int) -> None:
     parts = list(cut(box, limit))
     assert sorted(cell for part in parts for cell in cells(part)) == sorted(cells(box))
     assert max(part.volume for part in parts) <= limit
 
 
 @given(small_boxes(), st.lists(small_boxes(), max_size=6))
-def test_a_gap_is_uncovered_and_found(box: Box, covers: list[Box]) -> None:
+def test_first_gap_is_uncovered(box: Box, covers: list[Box]) -> None:
     open_cells = cells(box).difference(*map(cells, covers))
     gap = first_gap(box, covers)
     assert (gap is None) == (not open_cells)
@@ -356,7 +356,7 @@ def corners(boxes: list[Box]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(st.lists(small_boxes(), min_size=1, max_size=12, unique=True), small_boxes())
-def test_the_sweep_finds_what_all_pairs_find(boxes: list[Box], box: Box) -> None:
+def test_sweep_agrees_with_comparing_all_pairs(boxes: list[Box], box: Box) -> None:
     index = BoxIndex(boxes)
     assert {index.boxes[i]: shared for i, shared in index.intersecting(box)} == {
         other: shared for other in boxes if (shared := intersection(other, box))
@@ -370,6 +370,6 @@ def test_the_sweep_finds_what_all_pairs_find(boxes: list[Box], box: Box) -> None
     assert first_overlap(begin, end, apart) is None
 
 
-def test_item_sizes_are_those_of_torch() -> None:
+def test_item_sizes_agree_with_torch() -> None:
     torch = pytest.importorskip("torch")
     assert {name: getattr(torch, name).itemsize for name in ITEM_BYTES} == ITEM_BYTES

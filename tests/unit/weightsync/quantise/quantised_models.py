@@ -1,4 +1,4 @@
-"""Models of which some tensors are quantised, spread over ranks at random; ranks that are threads of one process."""
+"""Models with some quantised tensors, spread over ranks at random; ranks are threads of one process."""
 
 from __future__ import annotations
 

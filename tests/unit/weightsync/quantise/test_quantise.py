@@ -1,4 +1,4 @@
-"""Quantising shards: any split gives the bits of the whole tensor, and the numbers are what the formats say."""
+"""Quantised shards: any split gives the bits of the whole tensor, and the numbers follow the formats."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_uneven_shards_of_a_large_tensor(
         assert torch.equal(raw(part.scales), raw(full.scales[region(spec.scale_box(box))]))
 
 
-def test_without_the_exchange_the_bits_differ() -> None:
+def test_bits_differ_without_the_exchange() -> None:
     tensor = torch.tensor([[1.0, 2.0, 3.0, 40.0]])
     spec = spec_of(tensor, FP8_ROW)
     left = Box(offset=(0, 0), size=(1, 2))
@@ -176,7 +176,7 @@ def test_without_the_exchange_the_bits_differ() -> None:
     ],
     ids=lambda value: value.name if isinstance(value, QuantFormat) else str(value),
 )
-def test_values_come_back(form: QuantFormat, bound: float, dtype: torch.dtype) -> None:
+def test_dequantised_values_are_close(form: QuantFormat, bound: float, dtype: torch.dtype) -> None:
     tensor = weights((130, 200), dtype)
     spec = spec_of(tensor, form)
     quantised = quantise(tensor, spec)
@@ -206,7 +206,7 @@ def test_zeros(form: QuantFormat, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_the_least_and_the_largest_numbers(form: QuantFormat, dtype: torch.dtype) -> None:
+def test_smallest_and_largest_numbers(form: QuantFormat, dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     largest = 0.75 * info.max  # a little more may be rounded up beyond float32
     for value in (info.smallest_normal, info.smallest_normal * info.eps, largest):
@@ -238,7 +238,7 @@ def test_infinity_and_nan_are_refused(value: float, dtype: torch.dtype) -> None:
         partial_amax(tensor[region(part)], part, spec)
 
 
-def test_four_bit_codes_are_the_nearest() -> None:
+def test_four_bit_codes_are_nearest() -> None:
     """Every bfloat16 up to 6, and the float32 beside every threshold: the nearest code, at a tie the even one."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     numbers = numbers[numbers.abs() <= 6]
@@ -268,7 +268,7 @@ def test_ceiling_exponents_are_exact(amax: float) -> None:
 
 
 @pytest.mark.parametrize("form", [FP8_BLOCK_UE8M0, FP8_GROUP_UE8M0], ids=lambda form: form.name)
-def test_powers_of_two_as_float32_are_the_same_numbers(form: QuantFormat) -> None:
+def test_power_of_two_scales_as_float32_give_the_same_numbers(form: QuantFormat) -> None:
     tensor = weights((256, 300), torch.bfloat16)
     short, long = spec_of(tensor, form), spec_of(tensor, msgspec.structs.replace(form, scale_dtype="float32"))
     one, other = quantise(tensor, short), quantise(tensor, long)
@@ -304,7 +304,7 @@ def test_empty_tensors(form: QuantFormat, shape: tuple[int, ...]) -> None:
     assert tuple(dequantise(quantised, spec).shape) == shape
 
 
-def test_an_empty_shard_still_takes_part() -> None:
+def test_empty_shard_takes_part() -> None:
     """A rank without rows has no groups, but the tensor's scale all the same."""
     tensor = weights((4, 32), torch.bfloat16)
     spec = spec_of(tensor, NVFP4)
@@ -316,7 +316,7 @@ def test_an_empty_shard_still_takes_part() -> None:
     assert torch.equal(full.global_scale, nothing.global_scale)
 
 
-def test_into_memory_that_is_there() -> None:
+def test_quantise_into_given_memory() -> None:
     tensor = weights((64, 48), torch.bfloat16)
     for form in (FP8_ROW, NVFP4):
         spec = spec_of(tensor, form)
@@ -343,7 +343,7 @@ def test_tensors_fused_under_one_scale() -> None:
     assert torch.allclose(dequantise(quantised, spec), small, rtol=0.07)
 
 
-def test_combining_takes_the_largest_in_any_order() -> None:
+def test_combine_takes_the_largest_in_any_order() -> None:
     tensor = weights((6, 9), torch.float32)
     spec = spec_of(tensor, SMALL_BLOCK)
     boxes = [Box(offset=(0, c), size=(6, 3)) for c in (0, 3, 6)]
@@ -355,7 +355,7 @@ def test_combining_takes_the_largest_in_any_order() -> None:
     assert torch.equal(combine(parts[0], []).groups, parts[0].groups)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unfit_arguments_are_refused() -> None:
     tensor = weights((8, 32), torch.bfloat16)
     spec, pairs = spec_of(tensor, FP8_ROW), spec_of(tensor, NVFP4)
     box = whole(spec)
@@ -380,7 +380,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
-def test_the_default_element_type_of_a_process_is_nothing_to_it(form: QuantFormat) -> None:
+def test_default_dtype_of_torch_has_no_effect(form: QuantFormat) -> None:
     """Engines set it to that of their model while they make and load it."""
     tensor = weights((128, 128), torch.bfloat16)
     spec = spec_of(tensor, form)

@@ -1,4 +1,4 @@
-"""Recipes, and the layouts of what is published and received by them."""
+"""Quantisation recipes, and the layouts that are published and received by them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def every(form: QuantFormat) -> QuantRecipe:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_linear_weights_are_quantised_and_nothing_else(preset: str) -> None:
+def test_only_linear_weights_are_quantised(preset: str) -> None:
     recipe = linear_weights("fp8_block")
     quantised = {
         weight.spec.name.split(".")[-2] for weight in model_of(PRESETS[preset]).weights if recipe.format_of(weight.spec)
@@ -95,7 +95,7 @@ def test_linear_weights_are_quantised_and_nothing_else(preset: str) -> None:
         ("scalar.weight", (), False),
     ],
 )
-def test_what_the_preset_quantises(name: str, shape: tuple[int, ...], quantised: bool) -> None:
+def test_tensors_quantised_by_the_preset(name: str, shape: tuple[int, ...], quantised: bool) -> None:
     assert (linear_weights(FP8_ROW).format_of(spec_of(name, *shape)) is FP8_ROW) == quantised
 
 
@@ -110,7 +110,7 @@ def test_the_first_rule_that_matches_wins() -> None:
     assert [recipe.format_of(spec_of(name, 8, 8)) for name in names] == [None, MXFP4, FP8_ROW, None]
 
 
-def test_recipes_that_make_no_sense_are_refused() -> None:
+def test_invalid_recipes_are_refused() -> None:
     with pytest.raises(WeightsError, match=r"The pattern '\(proj' is no regular expression"):
         QuantRecipe(rules=(QuantRule(pattern="(proj", format=None),))
     for pattern in ("q_proj", "(q|k)_(proj)"):
@@ -122,7 +122,7 @@ def test_recipes_that_make_no_sense_are_refused() -> None:
         quantisation_of([TensorSpec(name="w", shape=(8, 8), dtype="int8")], every(FP8_ROW))
 
 
-def test_what_vllm_fuses_has_one_scale() -> None:
+def test_tensors_fused_by_vllm_have_one_scale() -> None:
     names = [
         *(f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qkvo"),
         *(f"experts.{i}.{name}_proj.weight" for i in range(2) for name in ("gate", "up", "down")),
@@ -168,7 +168,7 @@ def test_every_code_and_scale_is_published(seed: int, num_ranks: int, form: Quan
 
 @given(seed=st.integers(0, 1 << 30), num_ranks=st.integers(1, 4), form=st.sampled_from(SMALL_FORMATS))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_what_one_rank_tells_the_other_hears(seed: int, num_ranks: int, form: QuantFormat) -> None:
+def test_schedules_of_ranks_match(seed: int, num_ranks: int, form: QuantFormat) -> None:
     draw = random.Random(seed)
     specs = [spec_of(name, *draw.choice(((13, 22), (8, 24), (3, 7, 10)))) for name in ("a", "b")]
     source = source_layout(draw, specs, num_ranks)
@@ -229,7 +229,7 @@ def test_fused_parameters_have_fused_scales() -> None:
     }
 
 
-def test_a_share_of_a_block_has_its_scale_too() -> None:
+def test_part_of_a_block_has_the_scale_of_the_block() -> None:
     box = Box(offset=(100, 0), size=(100, 384))
     received = received_layout(fused((box, 0, (256, 384)), (box, 100 * 384, (256, 384))), every(FP8_BLOCK))
     scales = [shard for shard in received.ranks[0].shards if shard.storage == "fused_scale_inv"]
@@ -238,7 +238,7 @@ def test_a_share_of_a_block_has_its_scale_too() -> None:
 
 
 @pytest.mark.parametrize("form", ["fp8_row", "fp8_block", "nvfp4", "mxfp4"])
-def test_an_engines_fused_and_stacked_parameters_are_filled(form: str) -> None:
+def test_fused_and_stacked_parameters_of_an_engine_are_filled(form: str) -> None:
     engine = worker_layout(TINY, "rollout-0", tp=2)
     received = received_layout(engine, linear_weights(form))
     for rank, held in enumerate(received.ranks):
@@ -255,7 +255,7 @@ def test_an_engines_fused_and_stacked_parameters_are_filled(form: str) -> None:
         assert {f"{at}{parameters[2]}_weight{suffix}" for at in layers} <= fused
 
 
-def test_memory_that_is_turned_keeps_its_turn() -> None:
+def test_transposed_memory_stays_transposed() -> None:
     shard = Shard(tensor=0, box=whole(6, 64), storage="w", offset_bytes=0, strides=(1, 6))
     received = received_layout(layout("rollout-0", [spec_of("w", 6, 64)], [[shard]]), every(MXFP4))
     assert [shard.strides for shard in received.ranks[0].shards] == [(1, 6), (1, 6)]
@@ -284,7 +284,7 @@ def test_storages_that_cannot_be_arranged_are_refused() -> None:
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(("source", "destination"), [("fsdp4", "tp2"), ("ep2 fsdp3", "tep2"), ("hsdp2x3", "pp2 tp2")])
-def test_predicted_plans_are_those_of_the_layouts(form: QuantFormat, source: str, destination: str) -> None:
+def test_compact_quantised_plans_equal_those_of_the_layouts(form: QuantFormat, source: str, destination: str) -> None:
     recipe = linear_weights(form)
     held, wanted = (model_layout(TINY, words) for words in (source, destination))
     predicted = (
@@ -310,7 +310,7 @@ def test_predicted_plans_are_those_of_the_layouts(form: QuantFormat, source: str
     )
 
 
-def test_layouts_of_quantised_tensors_need_no_torch() -> None:
+def test_quantised_layouts_need_no_torch() -> None:
     code = (
         "import sys, starling.weightsync.quantise.layouts, starling.weightsync.quantise.schedule;"
         "assert 'torch' not in sys.modules"

@@ -1,4 +1,4 @@
-"""Quantised versions through real publishers and pullers: what arrives are the bits of the quantised full tensors."""
+"""Quantised versions through real publishers and pullers: the bits of the quantised full tensors arrive."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def torchaos(form: str, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("form", ["fp8_block", "nvfp4"])
-def test_uneven_ranks_give_what_torchao_makes_of_the_full_tensor(form: str) -> None:
+def test_uneven_ranks_agree_with_torchao_on_the_full_tensor(form: str) -> None:
     recipe = linear_weights(form)
     source = rows([WEIGHT], [0, 100, 101, 256])
     wanted = received_layout(rows([WEIGHT], [0, 256], "rollout-0"), recipe)
@@ -176,7 +176,7 @@ def test_cut_groups_and_tensors_with_one_scale_need_an_exchange(form: object) ->
         Publisher(rows([WEIGHT], [0, 100, 256]), transport="local", quantise=linear_weights(form))  # type: ignore[arg-type]
 
 
-def test_an_exchange_between_other_ranks_is_refused() -> None:
+def test_exchange_between_other_ranks_is_refused() -> None:
     source, recipe, threads = rows([WEIGHT], [0, 100, 256]), linear_weights("fp8_block"), Threads(3)
     with pytest.raises(
         WeightsError, match=r"between 3 ranks, of which this is 0, but policy-0 has 2, of which this is 1"
@@ -185,14 +185,14 @@ def test_an_exchange_between_other_ranks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("form", ["fp8_block", "nvfp4"])
-def test_the_layout_of_one_rank_alone_is_refused(form: str) -> None:
+def test_layout_of_a_single_rank_is_refused(form: str) -> None:
     source = rows([WEIGHT], [0, 100, 256])
     alone = msgspec.structs.replace(source, ranks=source.ranks[:1])
     with pytest.raises(WeightsError, match=r"No rank of policy-0 holds \[100:.*layer.weight.*the layout of all ranks"):
         Publisher(alone, transport="local", quantise=linear_weights(form))
 
 
-def test_a_box_that_cuts_a_byte_is_refused() -> None:
+def test_published_box_that_cuts_a_byte_is_refused() -> None:
     spec = TensorSpec(name="layer.weight", shape=(4, 32), dtype="bfloat16")
     boxes = [Box(offset=(0, 0), size=(4, 15)), Box(offset=(0, 15), size=(4, 17))]
     held = [[Shard(tensor=0, box=b, storage="w", offset_bytes=0, strides=contiguous(b.size))] for b in boxes]
@@ -201,7 +201,7 @@ def test_a_box_that_cuts_a_byte_is_refused() -> None:
 
 
 @pytest.mark.parametrize("form", [FP8_ROW, FP8_BLOCK, NVFP4], ids=lambda form: form.name)
-def test_a_nan_stops_its_rank_and_those_that_share_its_scales_and_the_next_version_goes_on(form: object) -> None:
+def test_nan_fails_ranks_that_share_its_scales_and_not_the_next_version(form: object) -> None:
     recipe = linear_weights(form)  # type: ignore[arg-type]
     source = rows([WEIGHT], [0, 100, 200, 256])
     full = {WEIGHT.name: weights(WEIGHT.shape, torch.bfloat16)}
@@ -229,7 +229,7 @@ def test_a_nan_stops_its_rank_and_those_that_share_its_scales_and_the_next_versi
         assert [rank.root for rank in again.ranks] == [rank.root for rank in offer.ranks]
 
 
-def test_a_rank_whose_snapshots_are_busy_keeps_no_other_waiting() -> None:
+def test_rank_with_busy_snapshots_does_not_block_others() -> None:
     source = rows([WEIGHT], [0, 100, 256])
     full = {WEIGHT.name: weights(WEIGHT.shape, torch.bfloat16)}
     threads = Threads(2)
@@ -323,7 +323,7 @@ def test_processes_exchange_over_gloo(form: str, tmp_path: Path) -> None:
                 assert list(differing(wanted, rank, live, expected)) == []
 
 
-def test_a_rank_that_does_not_come_is_noticed_at_the_deadline(tmp_path: Path) -> None:
+def test_missing_rank_fails_at_the_deadline(tmp_path: Path) -> None:
     with Ranks(tmp_path / "store", "fp8_block", deadline_s=1.0) as ranks:
         for rank in range(2):
             ranks.answer(rank)

@@ -1,4 +1,4 @@
-"""Geometry of quantised tensors: which packed box and which scales follow from a box of the original."""
+"""Geometry of quantised tensors: packed boxes and scales of a box of the original."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_shapes(
     assert (spec.group, spec.grid, spec.packed_shape, spec.packed_dtype) == (group, grid, packed_shape, packed_dtype)
 
 
-def test_tensors_that_travel() -> None:
+def test_tensors_of_each_format() -> None:
     codes, scales = spec_of((256, 300), FP8_BLOCK).tensors()
     assert (codes.name, codes.shape, codes.dtype) == ("layer.weight", (256, 300), "float8_e4m3fn")
     assert (scales.name, scales.shape, scales.dtype) == ("layer.weight_scale_inv", (2, 3), "float32")
@@ -88,7 +88,7 @@ def test_tensors_that_travel() -> None:
         check_layout(Layout(replica="policy", tensors=spec_of((256, 256), form).tensors(), ranks=()))
 
 
-def test_scales_of_a_power_of_two_may_travel_as_float32() -> None:
+def test_power_of_two_scales_may_be_float32() -> None:
     form = msgspec.structs.replace(FP8_BLOCK_UE8M0, scale_dtype="float32")
     assert spec_of((256, 256), form).tensors()[1].dtype == "float32"
 
@@ -142,20 +142,20 @@ def test_packed_box(form: QuantFormat, shape: tuple[int, int], part: Box, packed
 
 
 @pytest.mark.parametrize("part", [box((0, 3), (1, 4)), box((0, 3), (0, 3)), box((0, 3), (31, 33))])
-def test_a_box_that_cuts_a_byte_is_refused(part: Box) -> None:
+def test_box_that_cuts_a_byte_is_refused(part: Box) -> None:
     with pytest.raises(WeightsError, match=r"layer\.weight cuts through a byte of nvfp4 codes; split its last dim"):
         spec_of((3, 33), NVFP4).packed_box(part)
 
 
 @pytest.mark.parametrize("part", [box((0, 4), (0, 33)), box((-1, 2), (0, 2)), box((0, 1))])
-def test_a_box_outside_is_refused(part: Box) -> None:
+def test_box_outside_the_tensor_is_refused(part: Box) -> None:
     spec = spec_of((3, 33), NVFP4)
     for ask in (spec.packed_box, spec.scale_box, spec.owned_scale_box, spec.cut_groups):
         with pytest.raises(WeightsError, match=r"leaves tensor layer\.weight of shape \(3, 33\)"):
             ask(part)
 
 
-def test_what_cannot_be_quantised_is_refused() -> None:
+def test_unsupported_tensor_is_refused() -> None:
     with pytest.raises(WeightsError, match=r"layer\.weight is int8; to be quantised it must be one of bfloat16, flo"):
         spec_of((3, 4), FP8_ROW, dtype="int8")
     with pytest.raises(WeightsError, match=r"has shape \(3,\); format fp8_block needs at least 2 dims"):
@@ -171,13 +171,13 @@ def test_what_cannot_be_quantised_is_refused() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_specs_travel(form: QuantFormat) -> None:
+def test_specs_are_serialisable(form: QuantFormat) -> None:
     spec = spec_of((256, 300), form)
     assert decode(QuantSpec, encode(spec)) == spec
     assert FORMATS[form.name] is form
 
 
-def test_the_description_needs_no_torch() -> None:
+def test_spec_needs_no_torch() -> None:
     code = "import sys, starling.weightsync.quantise.spec; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
@@ -254,7 +254,7 @@ def test_exchanges_bring_every_part_of_every_cut_group_once(
 
 @given(tilings())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_runs_walk_the_groups_of_a_dim(case: tuple[QuantSpec, list[Box]]) -> None:
+def test_runs_cover_the_groups_of_a_dim(case: tuple[QuantSpec, list[Box]]) -> None:
     spec, boxes = case
     for part in boxes:
         for dim in (-1, -2):

@@ -1,4 +1,4 @@
-"""Equality, bit for bit, with what torchao makes of the full tensor."""
+"""Bit-for-bit equality with torchao on the full tensor."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_nvfp4(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("exponent", [-149, -140, -133, -126, -122, -118, -110, -100, 100, 118, 125])
-def test_numbers_at_the_ends_of_float32(exponent: int) -> None:
+def test_numbers_at_the_limits_of_float32(exponent: int) -> None:
     generator = torch.Generator().manual_seed(1)
     unit = torch.rand((32, 256), generator=generator, dtype=torch.float64).mul_(2).sub_(1)
     for dtype in (torch.bfloat16, torch.float32):
