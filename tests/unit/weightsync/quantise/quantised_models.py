@@ -153,10 +153,12 @@ def local(layout: Layout, rank: int, full: Mapping[str, torch.Tensor]) -> Storag
 
 
 def quantised(specs: Sequence[TensorSpec], recipe: QuantRecipe, full: Mapping[str, torch.Tensor]) -> Storages:
-    """All that travels, from the full tensors."""
+    """Return all sent tensors, computed from the full tensors."""
     made: Storages = {}
     largest: dict[str, float] = {}
     for spec in specs:
+        if recipe.format_of(spec) is None:
+            continue
         scale = recipe.scale_of(spec.name)
         largest[scale] = max(largest.get(scale, 0.0), float(full[spec.name].abs().max()))
     for spec, how in zip(specs, quantisation_of(specs, recipe).specs, strict=True):

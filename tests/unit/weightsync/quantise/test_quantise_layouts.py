@@ -111,7 +111,7 @@ def test_the_first_rule_that_matches_wins() -> None:
 
 
 def test_invalid_recipes_are_refused() -> None:
-    with pytest.raises(WeightsError, match=r"The pattern '\(proj' is no regular expression"):
+    with pytest.raises(WeightsError, match=r"The pattern '\(proj' is not a regular expression"):
         QuantRecipe(rules=(QuantRule(pattern="(proj", format=None),))
     for pattern in ("q_proj", "(q|k)_(proj)"):
         with pytest.raises(WeightsError, match=r"must have one group, of what differs between the names"):
@@ -177,12 +177,12 @@ def test_schedules_of_ranks_match(seed: int, num_ranks: int, form: QuantFormat) 
     assert len({schedule.num_rounds for schedule in schedules}) == 1
     for one, first in enumerate(schedules):
         for other, second in enumerate(schedules):
-            tells = [(source.ranks[one].shards[p.shard].tensor, p.groups) for p in first.tells[other]]
-            hears = [(source.ranks[other].shards[p.shard].tensor, p.groups) for p in second.hears[one]]
-            assert tells == hears
+            sends = [(source.ranks[one].shards[p.shard].tensor, p.groups) for p in first.sends[other]]
+            receives = [(source.ranks[other].shards[p.shard].tensor, p.groups) for p in second.receives[one]]
+            assert sends == receives
             assert first.reports[other] == second.collects[one]
     if not schedules[0].num_rounds:
-        apart = [(a, b) for a, s in enumerate(schedules) for b in range(num_ranks) if a != b and s.tells[b]]
+        apart = [(a, b) for a, s in enumerate(schedules) for b in range(num_ranks) if a != b and s.sends[b]]
         assert apart == []
 
 
@@ -268,14 +268,14 @@ def test_storages_that_cannot_be_arranged_are_refused() -> None:
         WeightsError, match=r"Storage fused of rollout-0 holds a.weight and b.weight.*different formats"
     ):
         received_layout(one, mixed)
-    with pytest.raises(WeightsError, match=r"\[0:4, 0:64\] of b.weight does not lie in rows of storage fused"):
+    with pytest.raises(WeightsError, match=r"\[0:4, 0:64\] of b.weight is not in rows of storage fused"):
         received_layout(fused((whole(4, 64), 0, (4, 64)), (whole(4, 64), 263, (4, 64))), every(MXFP4))
     shards = [
         Shard(tensor=i, box=whole(4, n), storage="flat", offset_bytes=1024 * i, strides=(n, 1))
         for i, n in enumerate((64, 32))
     ]
     two = layout("rollout-0", [spec_of("a", 4, 64), spec_of("b", 4, 32)], [shards])
-    with pytest.raises(WeightsError, match=r"\[0:4, 0:32\] of b does not lie in rows of storage flat"):
+    with pytest.raises(WeightsError, match=r"\[0:4, 0:32\] of b is not in rows of storage flat"):
         received_layout(two, every(MXFP4))
 
 

@@ -1,1 +1,1 @@
-"""Lossless deltas: what changed in one piece from one version to the next, as bytes that travel instead."""
+"""Lossless deltas: the changed elements of a piece from one version to the next, encoded as bytes. Pure numpy."""

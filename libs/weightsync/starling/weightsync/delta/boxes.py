@@ -1,7 +1,7 @@
-"""Deltas of boxes: cut out of the delta of a larger box, and applied to a box that lies anywhere with any strides.
+"""Deltas of boxes: cut out of the delta of a larger box, and applied to a box with any strides.
 
-A source compares whole pieces, once; each destination asks for boxes of its own. Row-major order within a part is the
-order within the whole, so what changed in a part is what changed in the whole, in the same order, under new numbers.
+A source compares whole pieces once; each destination requests its own boxes. Row-major order within a part is the order
+within the whole, so the changes of a part are a subset of those of the whole, in the same order, renumbered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.delta.changes import (
     WINDOW,
     ChangedElements,
-    Writer,
+    DeltaWriter,
     cells_of,
     changes,
     make_mask,
@@ -41,7 +41,7 @@ Array = npt.NDArray[Any]
 def cut(parsed: Parsed, box: Box, part: Box) -> Encoded:
     """Return the delta of `part` of a box, from the delta of the `box`.
 
-    Digests that the whole names do not hold for a part: it names none.
+    The digests of the whole do not apply to a part: it has none.
 
     Raises:
         WeightsError: the whole is dense, or not a delta of `box`.
@@ -64,7 +64,7 @@ def cut(parsed: Parsed, box: Box, part: Box) -> Encoded:
     directory = found.directory()
     size = directory.sections.size_bytes
     memory = np.empty(size, np.uint8)
-    writer = Writer(directory, DeltaHeader("delta", num, item_bytes, len(positions), None, None), memory)
+    writer = DeltaWriter(directory, DeltaHeader("delta", num, item_bytes, len(positions), None, None), memory)
     items = np.empty(len(mask), ITEM_TYPES[item_bytes])
     for index, (start, window) in enumerate(zip(window_starts(num), found.windows, strict=True)):
         first, last = edges[index], edges[index + 1]
@@ -74,14 +74,14 @@ def cut(parsed: Parsed, box: Box, part: Box) -> Encoded:
 
 
 def apply_box(data: Memory, array: Array) -> None:
-    """Turn an array that holds the base of a box into its new version. Nothing is written unless `data` is in order.
+    """Turn an array that holds the base of a box into its new version. Nothing is written unless `data` is valid.
 
     Args:
         data: the encoded box.
         array: its elements as unsigned integers, with any strides.
 
     Raises:
-        WeightsError: `data` is malformed, or of a box of another size.
+        WeightsError: `data` is malformed, or for a box of another size.
     """
     parsed = parse(data)
     if parsed.header.item_bytes != array.itemsize:
@@ -107,7 +107,7 @@ def _inside(delta: ParsedDelta, box: Box, part: Box) -> tuple[Numbers, Items]:
     begin = [inner - outer for inner, outer in zip(part.offset, box.offset, strict=True)]
     if not part.volume:
         return _nothing(delta.header.item_bytes)
-    # Only elements from the part's first to its last, by number, can be in it.
+    # Only elements numbered from the part's first to its last can be in it.
     end = [b + n - 1 for b, n in zip(begin, part.size, strict=True)]
     first, last = (int(np.ravel_multi_index(corner, box.size)) if corner else 0 for corner in (begin, end))
     contiguous = last - first + 1 == part.volume

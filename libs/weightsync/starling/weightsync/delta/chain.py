@@ -1,4 +1,4 @@
-"""Chains of deltas: several versions in one step, with the base or without it."""
+"""Chains of deltas: several versions composed into one delta, or applied in one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.delta.changes import (
     WINDOW,
     ChangedElements,
-    Writer,
+    DeltaWriter,
     cells_of,
     changes,
     make_mask,
@@ -33,24 +33,24 @@ from starling.weightsync.delta.parse import Dense, Parsed, ParsedDelta, Same, pa
 
 
 def compose(first: Data, second: Data, *, out: Data | None = None) -> Encoded:
-    """Make one encoded piece of two that follow each other; where both changed an element, the later value stays.
+    """Compose two encoded pieces that follow each other; if both changed an element, the later value stays.
 
-    Two deltas make a delta, even one that takes more bytes than the piece, because the piece is not at hand: the bound
-    is `max_encoded_bytes`. An element that went back to its first value still counts as changed. A dense piece on
-    either side makes a dense one.
+    Two deltas give a delta, even one larger than the piece, because the piece itself is not available: the bound is
+    `max_encoded_bytes`. An element that returned to its first value still counts as changed. A dense piece on either
+    side gives a dense one.
 
     Args:
         first: an encoded piece.
         second: encoded against the result of the first.
-        out: where to write, apart from both; else new memory.
+        out: output that overlaps neither; else new memory.
 
     Raises:
-        WeightsError: one of them is malformed, they do not follow each other, or `out` is too small or not apart.
+        WeightsError: one of them is malformed, they do not follow each other, or `out` is too small or overlaps.
     """
     earlier, later = parse(first), parse(second)
-    _check_link(earlier.header, later.header)
+    _check_successor(earlier.header, later.header)
     header = earlier.header._replace(digest=later.header.digest)
-    # What did not change has one digest before and after, whichever of the two is known.
+    # An unchanged piece has one digest before and after, whichever of the two is known.
     if isinstance(earlier, Same) and header.base_digest is None:
         header = header._replace(base_digest=earlier.header.digest or later.header.base_digest)
     if isinstance(later, Same) and header.digest is None:
@@ -61,10 +61,10 @@ def compose(first: Data, second: Data, *, out: Data | None = None) -> Encoded:
         return _whole(later, None, header, out, (first, second))
     if isinstance(earlier, Dense):
         return _whole(earlier, later, header, out, (first, second))
-    # One of the two changed nothing: the other says it all, under the digests of both.
-    said = earlier if isinstance(later, Same) else later
-    source = bytes_of(first if said is earlier else second, "an encoded piece")
-    header = header._replace(form=said.header.form, num_changed=said.header.num_changed)
+    # One of the two changed nothing: the other is the result, with the digests of both.
+    changed = earlier if isinstance(later, Same) else later
+    source = bytes_of(first if changed is earlier else second, "an encoded piece")
+    header = header._replace(form=changed.header.form, num_changed=changed.header.num_changed)
     memory = output(out, len(source), source)
     memory[HEADER.size :] = source[HEADER.size :]
     memory[: HEADER.size] = np.frombuffer(pack_header(header), np.uint8)
@@ -72,9 +72,9 @@ def compose(first: Data, second: Data, *, out: Data | None = None) -> Encoded:
 
 
 def apply_chain(pieces: Sequence[Data], base: Data, *, base_digest: str | None = None) -> None:
-    """Apply encoded pieces that follow each other, in place. Nothing is written unless all of them are in order.
+    """Apply encoded pieces that follow each other, in place. Nothing is written unless all of them are valid.
 
-    What comes before the last dense one is checked and skipped.
+    Pieces before the last dense one are checked and skipped.
 
     Raises:
         WeightsError: one of them is malformed, does not follow the one before, or is not for this base.
@@ -82,17 +82,17 @@ def apply_chain(pieces: Sequence[Data], base: Data, *, base_digest: str | None =
     parsed = [parse(piece) for piece in pieces]
     if not parsed:
         return
-    # The first is for this base even where a dense one makes it superfluous.
+    # The first must be for this base even if a later dense one makes it superfluous.
     header = parsed[0].header
     check_base(header, len(items_of(base, header.item_bytes, "the base")), digest_bytes(base_digest))
     for earlier, later in pairwise(parsed):
-        _check_link(earlier.header, later.header)
+        _check_successor(earlier.header, later.header)
     last_dense = max((index for index, piece in enumerate(parsed) if isinstance(piece, Dense)), default=0)
     for piece in parsed[last_dense:]:
         apply_parsed(piece, base)
 
 
-def _check_link(earlier: DeltaHeader, later: DeltaHeader) -> None:
+def _check_successor(earlier: DeltaHeader, later: DeltaHeader) -> None:
     if earlier.item_bytes != later.item_bytes:
         raise WeightsError(
             f"Elements of {earlier.item_bytes} bytes are followed by elements of {later.item_bytes}: "
@@ -104,7 +104,7 @@ def _check_link(earlier: DeltaHeader, later: DeltaHeader) -> None:
 def _whole(
     dense: Dense, later: Parsed | None, header: DeltaHeader, out: Data | None, sources: Sequence[Data]
 ) -> Encoded:
-    """Return a dense piece with what changed later."""
+    """Return a dense piece with the later changes applied."""
     header = header._replace(form="dense", num_changed=0)
     memory = output(out, HEADER.size + len(dense.payload), *sources)
     memory[: HEADER.size] = np.frombuffer(pack_header(header), np.uint8)
@@ -117,7 +117,7 @@ def _whole(
 def _merge(
     earlier: ParsedDelta, later: ParsedDelta, header: DeltaHeader, out: Data | None, sources: Sequence[Data]
 ) -> Encoded:
-    """Return what changed in either delta, with the later values."""
+    """Return the changes of both deltas, with the later values."""
     num_elements = header.num_elements
     found = ChangedElements(num_elements, header.item_bytes)
     mask = make_mask(num_elements)
@@ -130,9 +130,9 @@ def _merge(
     directory = found.directory()
     header = header._replace(num_changed=found.num_changed)
     memory = output(out, directory.sections.size_bytes, *sources)
-    writer = Writer(directory, header, memory)
+    writer = DeltaWriter(directory, header, memory)
     for start, window in zip(window_starts(num_elements), found.windows, strict=True):
-        # Only what changed is defined in these items, and only that is read.
+        # Only the changed items are defined, and only they are read.
         for positions, values in chain(changes(earlier, start), changes(later, start)):
             items[positions] = values
         writer.write(start, window, found.cells, items)
@@ -140,7 +140,7 @@ def _merge(
 
 
 def _metrics(header: DeltaHeader, encoded_bytes: int) -> DeltaMetrics:
-    """Of a dense piece nothing was compared."""
+    """Return the metrics of a composed piece; of a dense one nothing was compared."""
     return DeltaMetrics(
         form=header.form,
         num_elements=header.num_elements,

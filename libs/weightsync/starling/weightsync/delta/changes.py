@@ -1,7 +1,7 @@
-"""What changed in a piece, as it is found: one window of elements after the other.
+"""Changed elements of a piece, window by window: collected, written as the sections of a delta, and read back.
 
-A window is `WINDOW_BLOCKS` blocks. Positions in a window are counted from its first element. A window in which little
-changed keeps the place of each changed element within its block, one in which much changed a bit for every element.
+A window is `WINDOW_BLOCKS` blocks. Positions in a window are counted from its first element. A sparse window keeps the
+position of each changed element in its block, a dense one a bit for every element.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from starling.weightsync.delta.format import (
 from starling.weightsync.delta.parse import ParsedDelta
 
 Mask = npt.NDArray[np.bool_]
-Places = npt.NDArray[np.uint16]
+BlockPositions = npt.NDArray[np.uint16]
 Counts = npt.NDArray[np.uint16]
 
 WINDOW_BLOCKS: Final = 16
-"""So many that a window's mask stays in the processor's second cache, and the cost of a call does not matter."""
+"""A window's mask fits the L2 cache, and a window is large enough for call overhead not to matter."""
 WINDOW: Final = WINDOW_BLOCKS * BLOCK
 """Elements of a window."""
 RUN_CELL: Final = CELL // 2
-"""Runs are looked for only in blocks with a cell of which so many elements changed: others have none worth writing."""
+"""Runs are counted only in blocks with so many changes in one cell: others have no runs worth writing."""
 
 
 @dataclass(frozen=True)
-class Sparse:
-    """A window in which little changed."""
+class SparseWindow:
+    """A window with few changes."""
 
-    places: Places
-    """Of each changed element in its block."""
+    places: BlockPositions
+    """Position of each changed element in its block."""
     values: Items | None
-    """Of each changed element, if they were kept."""
+    """Value of each changed element, if they were kept."""
 
-    def gather(self, items: Items, counts: Numbers) -> tuple[Places, Items]:
-        """Return the place of each changed element in its block, and its value.
+    def gather(self, items: Items, counts: Numbers) -> tuple[BlockPositions, Items]:
+        """Return the position of each changed element in its block, and its value.
 
         Args:
             items: the window's elements.
@@ -78,13 +78,13 @@ class Sparse:
 
 
 @dataclass(frozen=True)
-class Crowded:
-    """A window in which much changed."""
+class DenseWindow:
+    """A window with many changes."""
 
     bits: Memory
 
-    def gather(self, items: Items, counts: Numbers) -> tuple[Places, Items]:
-        """As that of a sparse window."""
+    def gather(self, items: Items, counts: Numbers) -> tuple[BlockPositions, Items]:
+        """As `SparseWindow.gather`."""
         positions = np.unpackbits(self.bits, bitorder="little").view(np.bool_).nonzero()[0]
         return positions.astype(WIDE_TYPE), items.take(positions)
 
@@ -94,16 +94,16 @@ class Crowded:
 
 
 class ChangedElements:
-    """Collects what changed in one piece."""
+    """The changed elements of one piece, collected window by window."""
 
     def __init__(self, num_elements: int, item_bytes: int) -> None:
-        """Begin with a piece of so many elements of so many bytes."""
+        """Begin with a piece of `num_elements` elements of `item_bytes` bytes each."""
         self.num_elements = num_elements
         self.item_bytes = item_bytes
         self.num_changed = 0
         self.cells: Counts = np.zeros(num_blocks(num_elements) * CELLS, np.uint16)
-        """Changed elements of each cell, as if the last block were whole."""
-        self.windows: list[Sparse | Crowded] = []
+        """Number of changed elements of each cell; the last block is padded to a whole one."""
+        self.windows: list[SparseWindow | DenseWindow] = []
         self._runs: dict[int, int] = {}
 
     def add(self, mask: Mask, items: Items | None = None) -> None:
@@ -111,17 +111,17 @@ class ChangedElements:
 
         Args:
             mask: True where an element changed; padded with False to whole cells.
-            items: the elements of the window, if those that changed shall be kept now, while the processor has them at
-                hand. Where much changed they are not: the piece may yet turn out not to be worth a delta.
+            items: the elements of the window, to keep the changed ones now, while they are in the cache. In a dense
+                window they are not kept: the piece may turn out not to be worth a delta.
         """
         start = len(self.windows) * WINDOW
-        # Most of a mask is 0: find the words of 8 bytes that are not, then the bytes in those.
+        # Most of a mask is 0: find the nonzero words of 8 bytes, then the nonzero bytes in them.
         words = mask.view(np.uint64)
         touched = (words != 0).nonzero()[0]
         counts: Counts
         if 2 * len(touched) > len(words):
             bits = np.packbits(mask, bitorder="little")
-            self.windows.append(Crowded(bits))
+            self.windows.append(DenseWindow(bits))
             counts = _cell_counts(bits)
         else:
             inside = words.take(touched).view(np.bool_).nonzero()[0]
@@ -129,7 +129,9 @@ class ChangedElements:
             positions <<= 3
             inside &= 7
             positions += inside
-            self.windows.append(Sparse(positions.astype(WIDE_TYPE), None if items is None else items.take(positions)))
+            self.windows.append(
+                SparseWindow(positions.astype(WIDE_TYPE), None if items is None else items.take(positions))
+            )
             counts = np.bincount(positions >> 8, minlength=len(mask) // CELL).astype(np.uint16)
         self.cells[start // CELL : start // CELL + len(counts)] = counts
         self.num_changed += int(counts.sum(dtype=np.int64))
@@ -144,7 +146,7 @@ class ChangedElements:
                 self._runs[first_block + cell // CELLS] = runs
 
     def directory(self) -> Directory:
-        """Return the blocks with their kinds, once all windows were added."""
+        """Return the directory, after all windows were added."""
         by_block = self.cells.reshape(-1, CELLS)
         counts = by_block.sum(axis=1, dtype=np.int64)
         runs = counts.copy()
@@ -165,26 +167,22 @@ def make_mask(num_elements: int) -> Mask:
 
 
 def cells_of(mask: Mask, num_elements: int) -> Mask:
-    """Return the whole cells of a mask that hold its first `num_elements`, and clear what lies in them behind those."""
+    """Return the whole cells of a mask that contain its first `num_elements`, with the elements after these cleared."""
     part = mask[: -(-num_elements // CELL) * CELL]
     part[num_elements:] = False
     return part
 
 
 def _cell_counts(bits: Memory) -> Counts:
-    """Return how many bits each cell has."""
+    """Return the number of set bits of each cell."""
     words = np.bitwise_count(bits.view(np.uint64)).astype(np.uint16).reshape(-1, CELL // 64)
-    # Four strided sums: four times as fast as `sum` over so short a dim.
+    # Four strided sums: four times as fast as `sum` over a short dim.
     counts: Counts = words[:, 0] + words[:, 1] + words[:, 2] + words[:, 3]
     return counts
 
 
-# JOINED from starling.weightsync.delta.sections: The sections of a delta: written from what was found, and
-# read back one window at a time.
-
-
 def head_of(directory: Directory, header: DeltaHeader) -> Memory:
-    """Return the header, the directory and the run counts: all that comes before the runs."""
+    """Return the part of a delta before the runs: header, directory and run counts."""
     found = directory.sections
     head = np.zeros(found.runs.offset, np.uint8)
     head[: HEADER.size] = np.frombuffer(pack_header(header), np.uint8)
@@ -194,8 +192,8 @@ def head_of(directory: Directory, header: DeltaHeader) -> Memory:
     return head
 
 
-class Writer:
-    """Writes a delta, one window after the other."""
+class DeltaWriter:
+    """Writes a delta, window by window."""
 
     def __init__(self, directory: Directory, header: DeltaHeader, out: Memory) -> None:
         """Write the header and the directory.
@@ -223,12 +221,12 @@ class Writer:
         self._bitmaps = part(found.bitmaps)
         self._values = part(found.values).view(ITEM_TYPES[directory.item_bytes])
 
-    def write(self, start: int, window: Sparse | Crowded, cells: Counts, items: Items) -> None:
+    def write(self, start: int, window: SparseWindow | DenseWindow, cells: Counts, items: Items) -> None:
         """Write one window.
 
         Args:
             start: its first element.
-            window: what changed in it.
+            window: its changed elements.
             cells: changed elements of each cell of the piece.
             items: the window's elements, of which the changed ones are read.
         """
@@ -254,7 +252,7 @@ class Writer:
             else:
                 self._write_runs(blocks, of_kind)
 
-    def _of_kind(self, kind: int, places: Places, blocks: range, counts: Numbers) -> Places:
+    def _of_kind(self, kind: int, places: BlockPositions, blocks: range, counts: Numbers) -> BlockPositions:
         chosen = self._directory.kinds[blocks.start : blocks.stop] == kind
         return places if chosen.all() else places[np.repeat(chosen, counts)]
 
@@ -264,20 +262,20 @@ class Writer:
             begin, end = first[block : block + 2].tolist()
             self._cells[begin:end] = cells[block * CELLS : block * CELLS + end - begin]
 
-    def _write_bitmaps(self, blocks: range, window: Sparse | Crowded, counts: Numbers) -> None:
+    def _write_bitmaps(self, blocks: range, window: SparseWindow | DenseWindow, counts: Numbers) -> None:
         first = self._directory.first_bitmap_byte
         for block in blocks:
             begin, end = first[block : block + 2].tolist()
             if begin < end:
                 self._bitmaps[begin:end] = window.bitmap(block - blocks.start, counts)[: end - begin]
 
-    def _write_runs(self, blocks: range, places: Places) -> None:
+    def _write_runs(self, blocks: range, places: BlockPositions) -> None:
         directory = self._directory
         begin, end = directory.first_run[[blocks.start, blocks.stop]].tolist()
         first = directory.first[Kind.RUNS]
         starts_run = np.empty(len(places) + 1, np.bool_)
         starts_run[1:-1] = np.diff(places.astype(np.int64)) != 1
-        # No run goes on into the next block; and the last one ends.
+        # No run continues into the next block; and the last one ends.
         starts_run[first[blocks.start : blocks.stop + 1] - first[blocks.start]] = True
         starts = np.flatnonzero(starts_run)
         self._runs[begin:end, 0] = places[starts[:-1]]
@@ -333,7 +331,7 @@ def _bitmap_positions(delta: ParsedDelta, blocks: slice, chosen: Numbers, counts
     first = delta.directory.first_bitmap_byte
     bitmaps = delta.bitmaps[first[blocks.start] : first[blocks.stop]]
     positions: Numbers = np.unpackbits(bitmaps, bitorder="little").view(np.bool_).nonzero()[0]
-    # Blocks of this kind lie side by side in the section; each goes back to its place in the window.
+    # Blocks of this kind are adjacent in the section; each gets its offset in the window back.
     positions += np.repeat((chosen - np.arange(len(chosen))) * BLOCK, counts)
     return positions
 

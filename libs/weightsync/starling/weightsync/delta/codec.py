@@ -1,11 +1,11 @@
-"""Deltas with numpy, on one thread: find what changed, write it, apply it.
+"""Delta codec with numpy, single-threaded: scan for changes, write, apply.
 
-    scanned = scan(new, base, item_bytes=2)     # how much changed, and which form is the smallest
-    encoded = write(scanned, new, out=buffer)   # or serve the snapshot itself where scanned.form is "dense"
-    apply(encoded.data, held)                   # elsewhere: `held` was `base`, now it is `new`
+    scanned = scan(new, base, item_bytes=2)     # number of changes, and the smallest form
+    encoded = write(scanned, new, out=buffer)   # or serve the snapshot itself if scanned.form is "dense"
+    apply(encoded.data, held)                   # at the destination: `held` was `base`, now it is `new`
 
-Work goes window by window, so that what is read twice and all that is temporary stays in the processor's cache. Every
-step is one numpy call, and numpy lets other threads run meanwhile.
+Pieces are processed window by window, so that temporary data stays in the CPU cache. Every step is one numpy call,
+which releases the GIL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.delta.changes import (
     WINDOW,
     ChangedElements,
-    Writer,
+    DeltaWriter,
     cells_of,
     changes,
     make_mask,
@@ -50,16 +50,16 @@ class Encoded:
 
     @property
     def form(self) -> Form:
-        """Whether nothing, what changed, or everything is in `data`."""
+        """Form of `data`."""
         return self.metrics.form
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What changed in a piece, before any of it is gathered."""
+    """Result of comparing a piece with its base, before values are gathered."""
 
     metrics: DeltaMetrics
-    """With the size that `write` will write."""
+    """With the encoded size that `write` will produce."""
     directory: Directory | None
     """None unless the form is `delta`."""
     found: ChangedElements
@@ -81,7 +81,7 @@ def scan(
 ) -> Scan:
     """Compare a piece with its previous version, bit by bit.
 
-    The result keeps 2 bytes for each element that changed, or a bit for each element where many did.
+    The result takes 2 bytes per changed element, or a bit per element where many changed.
 
     Args:
         new: the bytes of the piece.
@@ -89,8 +89,8 @@ def scan(
         item_bytes: of one element: 1, 2, 4 or 8.
         max_share: a delta may take at most this share of the bytes of the piece, else the form is `dense`. The
             comparison stops as soon as the changed elements alone take more.
-        keep_values: also keep the elements that changed, which makes `write` faster.
-        stopped: asked after each window; True ends the comparison, with the form `dense`.
+        keep_values: also keep the changed elements, which makes `write` faster.
+        stopped: called after each window; True ends the comparison, with the form `dense`.
 
     Raises:
         WeightsError: the two differ in size, or are not whole elements.
@@ -129,17 +129,17 @@ def write(
     base_digest: str | None = None,
     digest: str | None = None,
 ) -> Encoded:
-    """Write the form that a scan chose.
+    """Write the form that `scan` chose.
 
     Args:
-        scanned: of `new` and its base.
+        scanned: scan of `new` and its base.
         new: the bytes of the piece, as they were scanned.
-        out: where to write, of at least `scanned.metrics.encoded_bytes` bytes and apart from `new`; else new memory.
-        base_digest: of the base, which `apply` and `compose` then compare with the digest of what they meet.
-        digest: of the piece, with which the base digest of the delta that follows must agree.
+        out: output of at least `scanned.metrics.encoded_bytes` bytes that does not overlap `new`; else new memory.
+        base_digest: digest of the base, which `apply` and `compose` then check.
+        digest: digest of the piece, which the base digest of the next delta must equal.
 
     Raises:
-        WeightsError: `new` has another size than what was scanned, or `out` is too small, not writable, or not apart.
+        WeightsError: `new` has another size than the scanned piece, or `out` is too small, not writable, or overlaps.
     """
     metrics = scanned.metrics
     items = items_of(new, metrics.item_bytes, "the new piece")
@@ -151,7 +151,7 @@ def write(
         metrics.form, len(items), metrics.item_bytes, changed, digest_bytes(base_digest), digest_bytes(digest)
     )
     if scanned.directory:
-        writer = Writer(scanned.directory, header, memory)
+        writer = DeltaWriter(scanned.directory, header, memory)
         for start, window in zip(window_starts(len(items)), scanned.found.windows, strict=True):
             writer.write(start, window, scanned.found.cells, items[start : start + WINDOW])
     else:
@@ -172,8 +172,8 @@ def encode(
 ) -> Encoded:
     """Encode a piece against its previous version in the smallest form.
 
-    This is `scan` and `write` in one, and faster: what changed is gathered while the processor has it at hand. `out`
-    needs 64 bytes more than the piece at most.
+    This is `scan` and `write` in one, and faster: values are gathered while they are in the cache. `out` needs at most
+    64 bytes more than the piece.
 
     Raises:
         WeightsError: as `scan` and `write`.
@@ -183,14 +183,14 @@ def encode(
 
 
 def apply(data: Data, base: Data, *, base_digest: str | None = None) -> None:
-    """Turn the base into the new piece, in place. Nothing is written unless all of `data` is in order.
+    """Turn the base into the new piece, in place. Nothing is written unless all of `data` is valid.
 
     Applying a delta again to its own result changes nothing.
 
     Args:
         data: an encoded piece.
-        base: the bytes of the piece in the version that the delta names; of any version where `data` is dense.
-        base_digest: of the base, where it is known: a delta of another base is refused.
+        base: the bytes of the piece in the base version of the delta; of any version if `data` is dense.
+        base_digest: digest of the base, if known: a delta of another base is refused.
 
     Raises:
         WeightsError: `data` is malformed, or not for this base.
@@ -199,12 +199,12 @@ def apply(data: Data, base: Data, *, base_digest: str | None = None) -> None:
 
 
 def apply_parsed(parsed: Parsed, base: Data, *, base_digest: str | None = None) -> None:
-    """As `apply`, of what `parse` returned."""
+    """As `apply`, for a parsed piece."""
     header = parsed.header
     items = items_of(base, header.item_bytes, "the base")
     check_base(header, len(items), digest_bytes(base_digest))
     if not items.flags.writeable:
-        raise WeightsError("The base cannot be written to: give memory of which the caller is the owner.")
+        raise WeightsError("The base is read-only: give writable memory.")
     if isinstance(parsed, Same):
         return
     if isinstance(parsed, Dense):
@@ -217,7 +217,7 @@ def apply_parsed(parsed: Parsed, base: Data, *, base_digest: str | None = None) 
 
 
 def check_base(header: DeltaHeader, num_elements: int, base_digest: bytes | None) -> None:
-    """Check that what was encoded is for a base of so many elements and, unless it is dense, of this digest.
+    """Check that an encoded piece is for a base of `num_elements` and, unless it is dense, of this digest.
 
     Raises:
         WeightsError: naming both sides.
@@ -237,10 +237,10 @@ def check_base(header: DeltaHeader, num_elements: int, base_digest: bytes | None
 
 
 def max_delta_bytes(dense_bytes: int, max_share: float) -> int:
-    """Return how many bytes a delta may take after its header to be worth it.
+    """Return the largest worthwhile size of a delta after its header.
 
     Raises:
-        WeightsError: `max_share` is not a share.
+        WeightsError: `max_share` is not in [0, 1].
     """
     if not 0 <= max_share <= 1:
         raise WeightsError(f"A delta cannot be limited to {max_share} of the piece: give a share from 0 to 1.")
@@ -259,5 +259,5 @@ def output(out: Data | None, size: int, *sources: Data) -> Memory:
     if len(memory) < size or not memory.flags.writeable:
         raise WeightsError(f"The encoded piece takes {size} bytes that can be written: {len(memory)} were given.")
     if any(np.may_share_memory(memory, bytes_of(source, "a source")) for source in sources):
-        raise WeightsError("The encoded piece would be written over what it is made of: give other memory.")
+        raise WeightsError("The output overlaps the input: give other memory.")
     return memory[:size]

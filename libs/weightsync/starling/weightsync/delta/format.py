@@ -1,4 +1,20 @@
-"""What every encoded piece begins with, and the memory that pieces and encoded pieces are given as."""
+"""Wire format of a delta: header, block kinds, sections, sizes and metrics.
+
+An encoded piece is a header of 64 bytes and, by its form, nothing (`same`: no element changed), the bytes of the piece
+(`dense`), or a `delta`: sections one after another, each padded with zeros to 8 bytes, all numbers little-endian:
+
+    directory   u32 per block of 65,536 elements: kind << 24 | number of changed elements
+    run counts  u32 per block of kind RUNS: number of its runs of changed elements
+    runs        u16 start, u16 length - 1, per run
+    wide        u16 per changed element of the blocks of kind WIDE: its position in the block
+    cells       u8 per cell of 256 elements of the blocks of kind NARROW: number of its changed elements
+    narrow      u8 per changed element of the blocks of kind NARROW: its position in the cell
+    bitmaps     1 bit per element of the blocks of kind BITMAP, the lowest bit first
+    values      the changed elements in order of position
+
+Within every section blocks are in order. The last block of a piece may be short: it has only the cells and the bitmap
+bytes that it needs. Elements are opaque bits: NaN and -0.0 are compared like all others.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +33,7 @@ from starling.common.errors import WeightsError
 Form = Literal["same", "delta", "dense"]
 Memory = npt.NDArray[np.uint8]
 Items = npt.NDArray[np.unsignedinteger[Any]]
+Numbers = npt.NDArray[np.int64]
 Data = bytes | bytearray | memoryview | npt.NDArray[Any]
 """Contiguous bytes, or an array whose bytes are meant."""
 
@@ -26,7 +43,15 @@ ITEM_TYPES: Final[dict[int, np.dtype[np.unsignedinteger[Any]]]] = {
     4: np.dtype("<u4"),
     8: np.dtype("<u8"),
 }
-"""How elements of so many bytes are compared and moved."""
+"""Integer types as which elements of each size are compared and copied."""
+
+BLOCK: Final = 65536
+"""Elements of a block."""
+CELL: Final = 256
+"""Elements of a cell."""
+CELLS: Final = BLOCK // CELL
+WIDE_TYPE: Final = np.dtype("<u2")
+COUNT_TYPE: Final = np.dtype("<u4")
 
 VERSION: Final = 1
 FORMS: Final[tuple[Form, ...]] = ("same", "delta", "dense")
@@ -39,7 +64,7 @@ _HAS_DIGEST: Final = 2
 
 
 class DeltaHeader(NamedTuple):
-    """What the first 64 bytes say."""
+    """Fields of the first 64 bytes."""
 
     form: Form
     num_elements: int
@@ -90,7 +115,7 @@ def unpack_header(memory: Memory) -> DeltaHeader:
         digest=digest if flags & _HAS_DIGEST else None,
     )
     if pack_header(header) != data:
-        raise WeightsError("The header of the encoded piece has bits that nobody wrote: fetch it again.")
+        raise WeightsError("The header of the encoded piece has unknown bits: fetch it again.")
     return header
 
 
@@ -98,7 +123,7 @@ def digest_bytes(digest: str | None) -> bytes | None:
     """Return a digest of 32 hex digits as bytes.
 
     Raises:
-        WeightsError: it is none.
+        WeightsError: it is not a digest.
     """
     if digest is None:
         return None
@@ -115,7 +140,7 @@ def bytes_of(data: Data, what: str) -> Memory:
     """Return the bytes of `data` as a flat view.
 
     Raises:
-        WeightsError: they are not contiguous; `what` names them.
+        WeightsError: they are not contiguous; `what` names them in the message.
     """
     array = data if isinstance(data, np.ndarray) else np.asarray(memoryview(data))
     if not array.flags.c_contiguous:
@@ -149,31 +174,8 @@ def check_items(num_elements: int, item_bytes: int) -> None:
         raise WeightsError(f"A piece of {num_elements} elements has no delta: give 0 or more.")
 
 
-# JOINED from starling.weightsync.delta.form: The wire form of a delta: what its bytes mean, how large they
-# are, and which form each block takes.  An encoded piece is a header of 64 bytes and, by its form, nothing
-# (`same`: no element changed), the bytes of the piece (`dense`), or a `delta`: sections one after the other,
-# each padded with zeros to 8 bytes, all numbers little-endian:      directory   u32 per block of 65,536
-# elements: kind << 24 | number of changed elements     run counts  u32 per block of kind RUNS: how many runs
-# of changed elements it has     runs        u16 start, u16 length - 1, per run     wide        u16 per
-# changed element of the blocks of kind WIDE: its place in the block     cells       u8 per cell of 256
-# elements of the blocks of kind NARROW: how many of them changed     narrow      u8 per changed element of
-# the blocks of kind NARROW: its place in the cell     bitmaps     1 bit per element of the blocks of kind
-# BITMAP, the lowest bit first     values      the changed elements in order of position  Within every section
-# blocks come in order. The last block of a piece may be short: it has only the cells and the bitmap bytes
-# that it needs. Elements are opaque bits: nothing here knows numbers, so NaN and -0.0 are bits like others.
-
-
-Numbers = npt.NDArray[np.int64]
-
-BLOCK: Final = 65536
-CELL: Final = 256
-CELLS: Final = BLOCK // CELL
-WIDE_TYPE: Final = np.dtype("<u2")
-COUNT_TYPE: Final = np.dtype("<u4")
-
-
 class Kind(IntEnum):
-    """How the positions of one block are written."""
+    """Encoding of the changed positions of one block."""
 
     SAME = 0
     RUNS = 1
@@ -183,18 +185,18 @@ class Kind(IntEnum):
 
 
 CHANGED_KINDS: Final = (Kind.RUNS, Kind.WIDE, Kind.NARROW, Kind.BITMAP)
-"""Of blocks in which something changed."""
+"""Kinds of blocks with changed elements."""
 
 
 class DeltaSection(NamedTuple):
-    """Where a section lies, in bytes from the start of the encoded form."""
+    """Position and size of a section, in bytes from the start of the encoded piece."""
 
     offset: int
     size: int
 
 
 class Sections(NamedTuple):
-    """Where everything lies in a delta, and where it ends."""
+    """All sections of a delta, and its size."""
 
     directory: DeltaSection
     run_counts: DeltaSection
@@ -209,7 +211,7 @@ class Sections(NamedTuple):
 
 @dataclass(frozen=True)
 class Directory:
-    """The blocks of one piece: their kinds and counts, from which every offset follows."""
+    """Kinds and counts of the blocks of one piece, from which all offsets follow."""
 
     num_elements: int
     item_bytes: int
@@ -248,7 +250,7 @@ class Directory:
 
     @cached_property
     def sections(self) -> Sections:
-        """Where everything lies."""
+        """All sections."""
         changed = self.first[:, -1].tolist()
         sizes = (
             COUNT_TYPE.itemsize * len(self.kinds),
@@ -271,7 +273,7 @@ class Directory:
 
 
 def sums_before(numbers: npt.NDArray[Any]) -> Numbers:
-    """Return, along the last dim, the sum of the numbers before each, and of all of them."""
+    """Return the exclusive prefix sums along the last dim, and the total last."""
     sums = np.zeros((*numbers.shape[:-1], numbers.shape[-1] + 1), np.int64)
     np.cumsum(numbers, axis=-1, out=sums[..., 1:])
     return sums
@@ -283,12 +285,12 @@ def padded(size: int) -> int:
 
 
 def num_blocks(num_elements: int) -> int:
-    """Return how many blocks a piece has."""
+    """Return the number of blocks of a piece."""
     return -(-num_elements // BLOCK)
 
 
 def block_sizes(num_elements: int) -> Numbers:
-    """Return the number of elements of each block: all are whole but perhaps the last."""
+    """Return the number of elements of each block; only the last one may be short."""
     sizes = np.full(num_blocks(num_elements), BLOCK, np.int64)
     if num_elements % BLOCK:
         sizes[-1] = num_elements % BLOCK
@@ -296,13 +298,13 @@ def block_sizes(num_elements: int) -> Numbers:
 
 
 def choose_kinds(num_elements: int, counts: Numbers, largest_cells: Numbers, runs: Numbers) -> Numbers:
-    """Return the kind of each block that takes the fewest bytes.
+    """Return the kind that takes the fewest bytes for each block.
 
     Args:
         num_elements: of the piece.
         counts: changed elements of each block.
         largest_cells: changed elements of the fullest cell of each block; 256 of them do not fit a NARROW count.
-        runs: runs of each block; at least `counts` where nobody looked for them.
+        runs: runs of each block; at least `counts` if they were not counted.
     """
     sizes = block_sizes(num_elements)
     costs = np.empty((len(Kind), len(counts)), np.int64)
@@ -316,7 +318,7 @@ def choose_kinds(num_elements: int, counts: Numbers, largest_cells: Numbers, run
 
 
 def max_encoded_bytes(num_elements: int, item_bytes: int) -> int:
-    """Return how many bytes any encoded form of a piece takes at most, composed ones included.
+    """Return the largest size of any encoded form of a piece, composed ones included.
 
     That is the piece, a bit per element, 4 bytes per block, the header and padding. `encode` never writes more than
     the header and the piece; only a composed delta, which has no piece to fall back to, can need the rest.
@@ -326,20 +328,17 @@ def max_encoded_bytes(num_elements: int, item_bytes: int) -> int:
     return HEADER.size + padded(num_elements * item_bytes) + padded(-(-num_elements // 8)) + 4 * blocks + 7 * 8
 
 
-# JOINED from starling.weightsync.delta.metrics: What encoding a piece saved.
-
-
 @dataclass(frozen=True)
 class DeltaMetrics:
-    """Of one piece."""
+    """Size and changes of one encoded piece."""
 
     form: Form
     num_elements: int
     item_bytes: int
     num_compared: int
-    """Fewer than all where the comparison stopped because too much had changed."""
+    """Fewer than all if the comparison stopped early because too much had changed."""
     num_changed: int
-    """Of those compared."""
+    """Changed elements among those compared."""
     encoded_bytes: int
 
     @property
@@ -349,7 +348,7 @@ class DeltaMetrics:
 
     @property
     def saved_bytes(self) -> int:
-        """How many fewer bytes travel than the piece has; below 0 by the header where it is dense."""
+        """Bytes saved by the encoding; negative by the header size for a dense piece."""
         return self.dense_bytes - self.encoded_bytes
 
     @property
@@ -360,10 +359,10 @@ class DeltaMetrics:
 
 @dataclass(frozen=True)
 class DeltaTotal:
-    """Of many pieces: what one publication or one pull saved."""
+    """Metrics of many pieces: of one publication or one pull."""
 
     num_pieces: dict[Form, int]
-    """How many took each form."""
+    """Number of pieces of each form."""
     dense_bytes: int
     encoded_bytes: int
     num_compared: int
@@ -371,7 +370,7 @@ class DeltaTotal:
 
     @property
     def saved_bytes(self) -> int:
-        """How many fewer bytes travel than the pieces have."""
+        """Bytes saved by the encoding."""
         return self.dense_bytes - self.encoded_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Reading an encoded piece without trusting it: whatever passes here writes inside the piece only."""
+"""Parser of untrusted encoded pieces: applying a parsed piece never writes outside the piece."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Same:
-    """A piece that did not change."""
+    """An unchanged piece."""
 
     header: DeltaHeader
 
@@ -66,7 +66,7 @@ Parsed = Same | ParsedDelta | Dense
 
 
 def parse(data: Data) -> Parsed:
-    """Read an encoded piece and check all of it, so that applying it cannot fail half way.
+    """Parse and check a whole encoded piece, so that applying it cannot fail half way.
 
     Raises:
         WeightsError: it is truncated, malformed, or names an element that the piece does not have.
@@ -91,7 +91,7 @@ def parse(data: Data) -> Parsed:
 
 def _parse_delta(memory: Memory, header: DeltaHeader) -> ParsedDelta:
     blocks = num_blocks(header.num_elements)
-    # Before anything is allocated by it, the number of elements must be one that these bytes can describe.
+    # Before anything is allocated, the number of elements must be one that these bytes can describe.
     after_directory = HEADER.size + padded(COUNT_TYPE.itemsize * blocks)
     if len(memory) < after_directory:
         raise _malformed(f"{len(memory)} bytes, too few for {header.num_elements} elements")
@@ -183,7 +183,7 @@ def _check_bitmaps(delta: ParsedDelta) -> None:
 
 
 def _ascending(steps: npt.NDArray[np.bool_], firsts: Numbers) -> bool:
-    """Whether every step ascends but those to an element that comes first in its block or cell."""
+    """Whether every step ascends except those to the first element of a block or cell."""
     allowed = np.empty(len(steps) + 2, np.bool_)
     allowed[1:-1] = steps
     allowed[firsts] = True
@@ -191,7 +191,7 @@ def _ascending(steps: npt.NDArray[np.bool_], firsts: Numbers) -> bool:
 
 
 def _size_of_last(num_elements: int, size: int) -> int:
-    """Return how many elements the last group of `size` holds."""
+    """Return the number of elements of the last group of `size`."""
     return (num_elements - 1) % size + 1
 
 

@@ -106,13 +106,6 @@ def _merger(read: Entries, make: Tensors, first: str, second: str, hidden: int, 
     yield from _pair(make, first, second, merged, merged, out)
 
 
-# JOINED from starling.weightsync.layouts.families: The tensors of a model, from its configuration alone:
-# names, shapes, and how parallelism may cut each of them.  One function per family lists the canonical
-# tensors, that is, those of the published checkpoints, by the names that they have there. `FAMILIES` adds
-# what differs by family in a module's own parameters: how transformers stacks and renames them, and what vLLM
-# fuses. No weights and no torch are needed, so a model can be planned before it exists.
-
-
 class Fusion(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter that holds several canonical tensors of one module, one after the other along dim 0.
 

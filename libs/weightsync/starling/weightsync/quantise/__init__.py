@@ -1,6 +1,6 @@
-"""Quantise at the source: only the quantised bytes and their scales travel, equal to quantising the full tensor.
+"""Quantisation at the source: only quantised bytes and scales are sent, equal to quantising the full tensor.
 
-`formats` and `spec` describe the formats and do the geometry; `recipe` says what is quantised, `layouts` (and
-`arrange`) what then travels, `schedule` which maxima ranks tell one another: all without torch. `amax`, `codes` and
-`tensors` compute with torch; `source` quantises what a rank publishes, `exchange` brings it the maxima of the others.
+`formats` and `spec` define the formats and their geometry, `recipe` selects the tensors, `layouts` describes what is
+then published and received, `schedule` which maxima the ranks exchange: all without torch. The computation is in
+`weightsync.tensors`: `codes`, `quantise` and `quantiser`.
 """

@@ -1,4 +1,4 @@
-"""The formats: how numbers become codes and scales."""
+"""Quantised formats: element type, group size, and the rule for scales."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import msgspec
 
 from starling.common.errors import WeightsError
 
-Rule = Literal["linear", "two_level", "exponent_floor", "exponent_ceil"]
+ScaleRule = Literal["linear", "two_level", "exponent_floor", "exponent_ceil"]
 
 
 class QuantFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How numbers become codes and scales.
+    """One quantised format.
 
     Raises:
-        WeightsError: parts that do not go together.
+        WeightsError: an inconsistent combination of fields.
     """
 
     name: str
     element: Literal["float8_e4m3fn", "float4_e2m1fn"]
     """The type of a code; its largest value is 448 or 6."""
     rows: int
-    """Size of a group along the last dim but one."""
+    """Size of a group along the second-to-last dim."""
     columns: int
     """Size of a group along the last dim; 0 for all of it."""
-    rule: Rule
+    rule: ScaleRule
     """From a group's largest magnitude `amax` to its scale:
 
     - `linear`: amax / largest code, rounded to bfloat16 if the original is bfloat16.
-    - `two_level`: amax / largest code / the tensor's scale, where that is the tensor's amax / (448 x 6), float32.
-    - `exponent_floor`: the power of two that lets amax's own power of two become the largest code's (OCP MX).
+    - `two_level`: amax / largest code / the tensor's scale, which is the tensor's amax / (448 x 6), float32.
+    - `exponent_floor`: the power of two that maps amax's power of two to the largest code's (OCP MX).
     - `exponent_ceil`: the smallest power of two that is not below amax / largest code.
     """
     scale_dtype: Literal["float32", "float8_e4m3fn", "float8_e8m0fnu"]
     scale_suffix: str = "_scale"
-    """What the name of the scales has after the tensor's own."""
+    """Suffix of the scales' name after the tensor's name."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 0 or (self.element == "float4_e2m1fn" and self.columns % 2):
@@ -58,7 +58,7 @@ class QuantFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def two_level(self) -> bool:
-        """Whether the tensor as a whole has a scale too."""
+        """Whether the whole tensor has a scale too."""
         return self.rule == "two_level"
 
 
@@ -87,7 +87,7 @@ FP8_BLOCK: Final = _fp8("fp8_block", 128, 128)
 FP8_GROUP: Final = _fp8("fp8_group", 1, 128)
 """Runs of 128 elements of a row, float32 scales."""
 FP8_BLOCK_UE8M0: Final = _fp8("fp8_block_ue8m0", 128, 128, power_of_two=True)
-"""As `FP8_BLOCK`, scales that are powers of two; with `scale_dtype="float32"` they travel as float32."""
+"""As `FP8_BLOCK`, scales that are powers of two; with `scale_dtype="float32"` they are sent as float32."""
 FP8_GROUP_UE8M0: Final = _fp8("fp8_group_ue8m0", 1, 128, power_of_two=True)
 """As `FP8_GROUP`, scales that are powers of two."""
 NVFP4: Final = QuantFormat(
@@ -95,7 +95,7 @@ NVFP4: Final = QuantFormat(
 )
 """Runs of 16 elements with e4m3 scales, and one float32 scale of the tensor: value = code x scale x tensor's scale."""
 MXFP4: Final = _microscaled("mxfp4", "float4_e2m1fn", "exponent_floor")
-"""Runs of 32 elements; the exponent is rounded down, as OCP's specification has it."""
+"""Runs of 32 elements; the exponent is rounded down, as in the OCP specification."""
 MXFP8: Final = _microscaled("mxfp8", "float8_e4m3fn", "exponent_floor")
 """Runs of 32 elements; the exponent is rounded down."""
 MXFP4_CEIL: Final = _microscaled("mxfp4_ceil", "float4_e2m1fn", "exponent_ceil")

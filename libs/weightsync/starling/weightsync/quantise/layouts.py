@@ -1,4 +1,10 @@
-"""Where the quantised parts of fused parameters lie: as their originals do, closed up to the parts' own sizes."""
+"""Layouts of quantised tensors: codes and scales in place of each tensor that a recipe quantises.
+
+A source publishes for each of its boxes the codes and the scales that it *owns*: those of the groups whose first
+element it holds, so that boxes which tile a tensor publish every scale once. A destination receives the codes of its
+boxes and the scales of every group that they intersect. Both are ordinary layouts: plans, transports, digests and
+relays do not depend on quantisation. Quantised parts of fused parameters are arranged as their originals, without gaps.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,7 @@ from starling.weightsync.quantise.spec import QuantSpec
 
 
 class Spot(NamedTuple):
-    """Where a box lies; counted in elements of its own type."""
+    """Position of a box in memory, in elements of its own type."""
 
     storage: str
     offset: int
@@ -39,32 +45,32 @@ class Spot(NamedTuple):
 
 
 def spot_of(layout: Layout, shard: Shard) -> Spot:
-    """Return where `shard` lies."""
+    """Return the position of `shard`."""
     return Spot(shard.storage, shard.offset_bytes // item_bytes(layout.tensors[shard.tensor]), shard.strides)
 
 
 def arranged(layout: Layout, shards: Sequence[Shard], sizes: Sequence[tuple[int, ...]]) -> list[Spot]:
-    """Return spots for boxes of `sizes`, which lie one beside the other as the shards of one storage do.
+    """Return positions for boxes of `sizes` that are arranged as the shards of one storage.
 
-    Each dim of the storage is cut where a shard begins; a stretch becomes as long as the longest new box in it.
-    Disjoint shards so become disjoint boxes; where the shards fill the storage like a grid, as in fused and stacked
+    Each dim of the storage is cut where a shard begins; an interval becomes as long as the longest new box in it.
+    Disjoint shards become disjoint boxes; if the shards fill the storage like a grid, as in fused and stacked
     parameters, the boxes fill theirs.
 
     Raises:
-        WeightsError: shards of different strides, or that reach from one row into the next.
+        WeightsError: shards of different strides, or that extend from one row into the next.
     """
     order = _outermost_first(layout, shards)
     indices = [_index(layout, shard, order) for shard in shards]
     begins: list[dict[int, int]] = []
     lengths: list[int] = []
     for dim in range(len(order)):
-        stretches: dict[int, int] = {}
+        intervals: dict[int, int] = {}
         for index, size in zip(indices, sizes, strict=True):
-            stretches[index[dim]] = max(stretches.get(index[dim], 0), size[dim])
+            intervals[index[dim]] = max(intervals.get(index[dim], 0), size[dim])
         end, begin = 0, {}
-        for at in sorted(stretches):
+        for at in sorted(intervals):
             begin[at] = end
-            end += stretches[at]
+            end += intervals[at]
         begins.append(begin)
         lengths.append(end)
     steps = dict(zip(order, contiguous([lengths[dim] for dim in order]), strict=True))
@@ -102,60 +108,53 @@ def _index(layout: Layout, shard: Shard, order: Sequence[int]) -> tuple[int, ...
 
 def _unfit(layout: Layout, shard: Shard) -> WeightsError:
     return WeightsError(
-        f"Box {shard.box} of {layout.tensors[shard.tensor].name} does not lie in rows of storage {shard.storage} of "
-        f"{layout.replica}, so there is no telling where its scales would; give that layout shard by shard."
+        f"Box {shard.box} of {layout.tensors[shard.tensor].name} is not in rows of storage {shard.storage} of "
+        f"{layout.replica}, so the position of its scales is undefined; give that layout shard by shard."
     )
 
 
-# JOINED from starling.weightsync.quantise.layouts: Layouts of what travels: codes and scales in the place of
-# each tensor that a recipe quantises.  A source publishes of each of its boxes the codes and the scales that
-# it *owns*: those of the groups whose first element it holds, so that boxes which tile a tensor publish every
-# scale once. A destination receives the codes of its boxes and the scales of every group that they touch.
-# Both are ordinary layouts: plans, transports, digests and relays need not know that anything is quantised.
-
-
 SNAPSHOT: Final = "snapshot"
-"""Storage of all that is published: the pieces one after the other, as they lie in a publisher's snapshot."""
+"""Storage of all published pieces, one after another, as in a publisher's snapshot."""
 CODES, SCALES, TOTAL = 0, 1, 2
-"""Parts of a quantised tensor; a tensor that stays as it is has the first only."""
+"""Parts of a quantised tensor; a tensor that is not quantised has the first only."""
 SCALAR: Final = Box(offset=(), size=())
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What a recipe makes of a model's tensors."""
+    """A recipe applied to a model's tensors."""
 
     specs: tuple[QuantSpec | None, ...]
-    """For each original its format; None if it travels as it is."""
+    """For each original its quantised form; None if it is not quantised."""
     tensors: tuple[TensorSpec, ...]
-    """All that travels."""
+    """All tensors that are sent."""
     first: tuple[int, ...]
-    """For each original the index of its codes among `tensors`; scales, and the tensor's own scale, come next."""
+    """For each original the index of its codes in `tensors`; the scales, and the whole tensor's scale, come next."""
     scale_of: tuple[int, ...]
-    """For each original the index of the first that its own scale, if it has one, is common with."""
+    """For each original the index of the first tensor with which it shares the whole tensor's scale, if it has one."""
 
 
 class PublishedEntry(NamedTuple):
     """One box that a rank publishes or receives."""
 
     tensor: int
-    """Index of the tensor that travels."""
+    """Index of the sent tensor."""
     box: Box
     shard: int
-    """Index of the rank's shard that it is made of."""
+    """Index of the rank's shard that it is made from."""
     part: int
     """`CODES`, `SCALES` or `TOTAL`."""
 
 
 def quantisation_of(tensors: Sequence[TensorSpec], recipe: QuantRecipe) -> Quantisation:
-    """Apply `recipe` to a model's tensors. A tied tensor travels as its owner does.
+    """Apply `recipe` to a model's tensors. A tied tensor is treated as its owner.
 
     Raises:
-        WeightsError: a tensor that cannot be quantised as the recipe says.
+        WeightsError: a tensor that the recipe cannot quantise.
     """
     by_name = {spec.name: spec for spec in tensors}
     specs: list[QuantSpec | None] = []
-    travelling: list[TensorSpec] = []
+    sent: list[TensorSpec] = []
     first: list[int] = []
     scales: dict[tuple[str, QuantFormat | None], int] = {}
     scale_of: list[int] = []
@@ -165,25 +164,25 @@ def quantisation_of(tensors: Sequence[TensorSpec], recipe: QuantRecipe) -> Quant
         made = None if form is None else QuantSpec(tensor=spec, format=form)
         specs.append(made)
         scale_of.append(scales.setdefault((recipe.scale_of(owner.name), form), index))
-        first.append(len(travelling))
+        first.append(len(sent))
         if form is None or made is None:
-            travelling.append(spec)
+            sent.append(spec)
             continue
         owners = QuantSpec(tensor=owner, format=form).tensors()
         for part, own in zip(made.tensors(), owners, strict=True):
-            travelling.append(msgspec.structs.replace(part, same_as=own.name if spec.same_as else ""))
-    return Quantisation(specs=tuple(specs), tensors=tuple(travelling), first=tuple(first), scale_of=tuple(scale_of))
+            sent.append(msgspec.structs.replace(part, same_as=own.name if spec.same_as else ""))
+    return Quantisation(specs=tuple(specs), tensors=tuple(sent), first=tuple(first), scale_of=tuple(scale_of))
 
 
 def published_layout(layout: Layout, recipe: QuantRecipe) -> Layout:
-    """Return what the ranks of `layout` publish by `recipe`: codes, and the scales that they own.
+    """Return the layout that the ranks of `layout` publish by `recipe`: codes, and the scales that they own.
 
-    Its storage is the snapshot of each rank, in which every piece is contiguous. Of a tensor that has a scale of its
-    own, every rank with a shard of it publishes that scale.
+    Its storage is the snapshot of each rank, in which every piece is contiguous. The scale of a whole tensor is
+    published by every rank with a shard of it.
 
     Raises:
-        WeightsError: a layout that is not consistent, a tensor that cannot be quantised as the recipe says, or a box
-            that cuts through a byte of codes.
+        WeightsError: an inconsistent layout, a tensor that the recipe cannot quantise, or a box that cuts through a
+            byte of codes.
     """
     check_layout(layout)
     made = quantisation_of(layout.tensors, recipe)
@@ -208,15 +207,15 @@ def published_layout(layout: Layout, recipe: QuantRecipe) -> Layout:
 
 
 def received_layout(layout: Layout, recipe: QuantRecipe) -> Layout:
-    """Return what the ranks of `layout`, which describes a destination as if nothing were quantised, receive.
+    """Return the layout that the ranks of `layout`, which describes an unquantised destination, receive by `recipe`.
 
-    Codes lie as the originals do, in storages of the same names. Scales lie in storages named as the codes' with the
-    format's suffix: one beside the other as the boxes in the original storage, without gaps, so that fused and stacked
-    parameters have fused and stacked scales. Four-bit codes lie likewise, in pairs. The scales of whole tensors lie in
-    a row, in the order of the shards. An engine that keeps them otherwise is described by a `Layout` of its own.
+    Codes are placed as the originals, in storages of the same names. Scales are in storages with the codes' names and
+    the format's suffix, arranged as the boxes in the original storage, without gaps, so that fused and stacked
+    parameters have fused and stacked scales. Four-bit codes are arranged likewise, in pairs. The scales of whole
+    tensors are in a row, in the order of the shards. An engine with another arrangement needs a `Layout` of its own.
 
     Raises:
-        WeightsError: as `published_layout`; or a storage that holds tensors of several formats, or none in rows.
+        WeightsError: as `published_layout`; or a storage that holds tensors of several formats, or not in rows.
     """
     check_layout(layout)
     made = quantisation_of(layout.tensors, recipe)
@@ -228,7 +227,7 @@ def received_layout(layout: Layout, recipe: QuantRecipe) -> Layout:
 
 
 def published_splits(layout: CompactLayout, recipe: QuantRecipe) -> CompactLayout:
-    """Return `published_layout` in the planner's columns, for a layout that follows from a model and a parallelism.
+    """Return `published_layout` in compact form, for a layout that follows from a model and a parallelism.
 
     Raises:
         WeightsError: as `published_layout`.
@@ -237,7 +236,7 @@ def published_splits(layout: CompactLayout, recipe: QuantRecipe) -> CompactLayou
 
 
 def received_splits(layout: CompactLayout, recipe: QuantRecipe) -> CompactLayout:
-    """Return `received_layout` in the planner's columns; as `published_splits`."""
+    """Return `received_layout` in compact form; as `published_splits`."""
     return _quantised_splits(layout, recipe, QuantSpec.scale_box)
 
 
@@ -249,7 +248,7 @@ def published_entries(shards: Sequence[Shard], made: Quantisation) -> list[Publi
 def _entries(
     shards: Sequence[Shard], made: Quantisation, scales: Callable[[QuantSpec, Box], Box]
 ) -> list[PublishedEntry]:
-    """Return the boxes in the order of the tensors; of a tensor in the order of the shards."""
+    """Return the boxes in the order of the tensors, then of the shards."""
     entries: list[PublishedEntry] = []
     seen: set[int] = set()
     for index, shard in enumerate(shards):
@@ -292,7 +291,7 @@ def _received_shards(layout: Layout, rank: int, made: Quantisation) -> tuple[Sha
 
 
 def _format_of_storage(layout: Layout, shards: Iterable[Shard], made: Quantisation) -> QuantFormat | None:
-    """Return the one format of all that a storage holds."""
+    """Return the single format of the tensors in a storage."""
     owners: dict[QuantFormat | None, Shard] = {}
     for shard in shards:
         spec = made.specs[shard.tensor]
@@ -309,7 +308,7 @@ def _format_of_storage(layout: Layout, shards: Iterable[Shard], made: Quantisati
 def _spots(
     layout: Layout, members: Mapping[int, Shard], form: QuantFormat | None, boxes: Mapping[tuple[int, int], Box]
 ) -> Iterator[tuple[tuple[int, int], Spot]]:
-    """Yield where the parts of a storage's shards lie, by shard and part."""
+    """Yield the positions of the parts of a storage's shards, by shard and part."""
     parts = {CODES: ""} if form is None else {CODES: "", SCALES: form.scale_suffix}
     for part, suffix in parts.items():
         if part == CODES and (form is None or form.codes_per_byte == 1):
@@ -329,7 +328,7 @@ def _quantised_splits(
 ) -> CompactLayout:
     assert not layout.orders, "a layout that follows from a model has its shards in order"
     made = quantisation_of(layout.tensors, recipe)
-    splits: dict[bytes, TensorSplit] = {}  # equal ones once: different shapes can have grids that are split alike
+    splits: dict[bytes, TensorSplit] = {}  # equal ones once: grids of different shapes can be split alike
     known: dict[object, tuple[bytes, ...]] = {}
     split_of: list[bytes] = []
     for spec, index in zip(made.specs, layout.split_of.tolist(), strict=True):
@@ -366,20 +365,17 @@ def _parts_of_split(
     return tuple(made)
 
 
-# JOINED from starling.weightsync.quantise.packing: What an engine that repacks quantised weights needs beside
-# them: the layer that it is at, as it travels.
-
-JOINED: Final = (
+FUSED_MODULES: Final = (
     (re.compile(r"\.experts\.\d+\.\w+$"), ".experts"),
     (re.compile(r"\.[qkv]_proj$"), ".qkv_proj"),
     (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"),
     (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)$"), ".fused_qkv_a_proj"),
 )
-"""Modules of a checkpoint that vLLM makes one layer of."""
+"""Modules of a checkpoint that vLLM fuses into one layer."""
 
 
 def packing_bytes(layout: CompactLayout) -> Ints:
-    """Return for each rank of a quantised layout the bytes of its largest layer with codes; shape (ranks,).
+    """Return the bytes of the largest quantised layer of each rank, which repacking needs; shape (ranks,).
 
     Layers are those of vLLM: projections that it fuses are one, and so are all routed experts of a block.
     """
@@ -399,6 +395,6 @@ def packing_bytes(layout: CompactLayout) -> Ints:
 
 @lru_cache(maxsize=4096)
 def _layer(module: str) -> str:
-    for pattern, instead in JOINED:
+    for pattern, instead in FUSED_MODULES:
         module = pattern.sub(instead, module)
     return module

@@ -1,7 +1,7 @@
-"""Which maxima the ranks of a source tell one another, so that each can quantise its own boxes. Pure.
+"""Schedule of the maxima that the ranks of a source exchange, so that each can quantise its own boxes. Pure.
 
-Every rank makes its schedule from the layout of all. The parts of a message have no names: sender and receiver list
-them in the same order, by tensor, then as `QuantSpec.exchanges` does.
+Every rank makes its schedule from the layout of all ranks. The parts of a message have no names: sender and receiver
+list them in the same order, by tensor, then as `QuantSpec.exchanges` does.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from starling.weightsync.quantise.spec import QuantSpec
 
 
 class MaximaPart(NamedTuple):
-    """Maxima of a box of groups, of one of the rank's shards."""
+    """Maxima of a box of groups of one of the rank's shards."""
 
     shard: int
-    """Index of the shard that has them, or that needs them."""
+    """Index of the shard that has or needs them."""
     groups: Box
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one rank tells and is told. Tuples have an entry for each rank of the source."""
+    """Messages of one rank. Tuples have an entry for each rank of the source."""
 
-    tells: tuple[tuple[MaximaPart, ...], ...]
+    sends: tuple[tuple[MaximaPart, ...], ...]
     """Its own maxima that others need."""
-    hears: tuple[tuple[MaximaPart, ...], ...]
-    """The maxima of others that it needs."""
+    receives: tuple[tuple[MaximaPart, ...], ...]
+    """Maxima of others that it needs."""
     reports: tuple[tuple[int, ...], ...]
-    """Scales of tensors, as `Quantisation.scale_of` numbers them, for which the other rank collects the maximum."""
+    """Tensor scales, numbered as by `Quantisation.scale_of`, whose maximum the other rank collects."""
     collects: tuple[tuple[int, ...], ...]
-    """Those for which this rank collects it, and the other has part of it; it then tells the other the whole."""
+    """Tensor scales whose maximum this rank collects from the other, and then sends back to it."""
     num_rounds: int
-    """0 when no rank needs anything of another; 2 when whole maxima are collected; the same for all ranks."""
+    """0 if no rank needs maxima of another; 2 if tensor maxima are collected; the same for all ranks."""
 
 
 class _Holder(NamedTuple):
@@ -48,28 +48,28 @@ class _Holder(NamedTuple):
     box: Box
 
 
-class _Talk(NamedTuple):
-    """What `rank` of the schedule has to do with one kind of tensor; shards are counted among the tensor's boxes."""
+class _Messages(NamedTuple):
+    """Messages of one rank for one kind of tensor; shards are numbered among the tensor's boxes."""
 
-    tells: tuple[tuple[int, MaximaPart], ...]
-    hears: tuple[tuple[int, MaximaPart], ...]
+    sends: tuple[tuple[int, MaximaPart], ...]
+    receives: tuple[tuple[int, MaximaPart], ...]
     """With the other rank."""
     crosses: bool
-    """Whether any rank tells another something."""
+    """Whether any rank sends maxima to another."""
 
 
 def make_schedule(layout: Layout, rank: int, made: Quantisation) -> Schedule:
     """Return the schedule of `rank`.
 
     Raises:
-        WeightsError: a group, or a tensor with a scale of its own, of which `layout` does not hold every element.
+        WeightsError: a group, or a tensor with a scale of the whole, of which `layout` lacks elements.
     """
     num_ranks = len(layout.ranks)
-    tells: list[list[MaximaPart]] = [[] for _ in range(num_ranks)]
-    hears: list[list[MaximaPart]] = [[] for _ in range(num_ranks)]
+    sends: list[list[MaximaPart]] = [[] for _ in range(num_ranks)]
+    receives: list[list[MaximaPart]] = [[] for _ in range(num_ranks)]
     scaled: dict[int, set[int]] = {}
     cut = False
-    known: dict[object, _Talk] = {}  # tensors of one shape and split have the same to say
+    known: dict[object, _Messages] = {}  # tensors of one shape and split exchange alike
     for tensor, (holders, shards) in enumerate(_holders(layout)):
         spec = made.specs[tensor]
         if spec is None or not holders:
@@ -77,10 +77,10 @@ def make_schedule(layout: Layout, rank: int, made: Quantisation) -> Schedule:
         kind = (spec.tensor.shape, spec.format, tuple(holders))
         if kind not in known:
             _check_cover(layout, spec, [box for _, box in holders])
-            known[kind] = _talk(spec, holders, rank)
-        talk = known[kind]
-        cut = cut or talk.crosses
-        for lists, parts in ((tells, talk.tells), (hears, talk.hears)):
+            known[kind] = _messages(spec, holders, rank)
+        messages = known[kind]
+        cut = cut or messages.crosses
+        for lists, parts in ((sends, messages.sends), (receives, messages.receives)):
             for other, part in parts:
                 lists[other].append(MaximaPart(shards[part.shard], part.groups))
         if spec.format.two_level:
@@ -88,8 +88,8 @@ def make_schedule(layout: Layout, rank: int, made: Quantisation) -> Schedule:
     reports, collects = _collections(scaled, rank, num_ranks)
     whole = any(len(ranks) > 1 for ranks in scaled.values())
     return Schedule(
-        tells=tuple(map(tuple, tells)),
-        hears=tuple(map(tuple, hears)),
+        sends=tuple(map(tuple, sends)),
+        receives=tuple(map(tuple, receives)),
         reports=reports,
         collects=collects,
         num_rounds=2 if whole else int(cut),
@@ -99,11 +99,11 @@ def make_schedule(layout: Layout, rank: int, made: Quantisation) -> Schedule:
 def _collections(
     scaled: Mapping[int, Set[int]], rank: int, num_ranks: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Return what `rank` reports to each rank and what it collects of each.
+    """Return the tensor scales that `rank` reports to each rank, and that it collects from each.
 
     Args:
-        scaled: for each scale of tensors the ranks that hold part of them. They take turns in collecting.
-        rank: whose part it is.
+        scaled: for each tensor scale the ranks that hold a part. Collecting rotates among them.
+        rank: the rank of the schedule.
         num_ranks: of the source.
     """
     reports: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -130,22 +130,22 @@ def _holders(layout: Layout) -> list[tuple[list[_Holder], list[int]]]:
     return found
 
 
-def _talk(spec: QuantSpec, holders: Sequence[_Holder], rank: int) -> _Talk:
-    tells: list[tuple[int, MaximaPart]] = []
-    hears: list[tuple[int, MaximaPart]] = []
+def _messages(spec: QuantSpec, holders: Sequence[_Holder], rank: int) -> _Messages:
+    sends: list[tuple[int, MaximaPart]] = []
+    receives: list[tuple[int, MaximaPart]] = []
     crosses = False
     for exchange in spec.exchanges([box for _, box in holders]):
         to, source = holders[exchange.destination].rank, holders[exchange.source].rank
         crosses = crosses or to != source
         if source == rank:
-            tells.append((to, MaximaPart(exchange.source, exchange.groups)))
+            sends.append((to, MaximaPart(exchange.source, exchange.groups)))
         if to == rank:
-            hears.append((source, MaximaPart(exchange.destination, exchange.groups)))
-    return _Talk(tells=tuple(tells), hears=tuple(hears), crosses=crosses)
+            receives.append((source, MaximaPart(exchange.destination, exchange.groups)))
+    return _Messages(sends=tuple(sends), receives=tuple(receives), crosses=crosses)
 
 
 def _check_cover(layout: Layout, spec: QuantSpec, boxes: Sequence[Box]) -> None:
-    """Check that the maximum of every group that a box cuts is to be had."""
+    """Check that the maximum of every group that a box cuts can be computed."""
     name = spec.tensor.name
     if spec.format.two_level:
         needed = {Box(offset=(0,) * len(spec.tensor.shape), size=spec.tensor.shape)}
@@ -156,5 +156,5 @@ def _check_cover(layout: Layout, spec: QuantSpec, boxes: Sequence[Box]) -> None:
         if gap is not None:
             raise WeightsError(
                 f"No rank of {layout.replica} holds {gap} of {name}, without which a scale of {spec.format.name} "
-                f"cannot be known; give the layout of all ranks together."
+                f"cannot be computed; give the layout of all ranks together."
             )

@@ -1,10 +1,10 @@
-"""Quantised formats as plain data: scale groups, packed shapes, and which boxes follow from a box of the original.
+"""Geometry of a quantised tensor: scale groups, packed shapes, and the boxes that follow from a box of the original.
 
 A format shares one scale among the elements of a *group*: a tile of the last two dims (of the last dim only, for most
 formats). The *grid* of a tensor has one cell per group and is the shape of its scales. Groups are counted from the
 tensor's first element. Where a size is no multiple of the group, the last group is shorter; nothing is padded, and the
-numbers equal those of a tensor padded with zeros and cut afterwards. Four-bit codes travel in pairs along the last dim,
-the even element in the low bits; the last byte of an odd row has zero in its high bits.
+numbers equal those of a tensor that is padded with zeros and cut afterwards. Four-bit codes are packed in pairs along
+the last dim, the even element in the low bits; the last byte of an odd row has zero in its high bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOURCE_DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
 class Run(NamedTuple):
-    """Neighbouring groups of one length along one dim of a box; positions count from the box's own beginning."""
+    """Neighbouring groups of one length along one dim of a box; positions count from the begin of the box."""
 
     begin: int
     first_group: int
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """`destination` needs the partial maxima that `source` has of `groups`, a box of the grid."""
+    """Rank `destination` needs the partial maxima of `source` for `groups`, a box of the grid."""
 
     destination: int
     source: int
@@ -88,7 +88,7 @@ class QuantSpec(msgspec.Struct, frozen=True, kw_only=True):
         return "uint8" if self.format.codes_per_byte == 2 else self.format.element
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return what travels in the original's place: codes, scales, and the tensor's own scale where there is one."""
+        """Return the tensors that replace the original: codes, scales, and the whole tensor's scale if there is one."""
         name = self.tensor.name
         codes = TensorSpec(name=name, shape=self.packed_shape, dtype=self.packed_dtype)
         scale_name = name + self.format.scale_suffix
@@ -111,7 +111,7 @@ class QuantSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise WeightsError(f"Box {box} leaves tensor {self.tensor.name} of shape {shape}.")
 
     def packed_box(self, box: Box) -> Box:
-        """Return the box of the packed codes that holds the elements of `box`.
+        """Return the box of the packed codes that contains the elements of `box`.
 
         Raises:
             WeightsError: `box` begins or ends inside a byte.
@@ -130,7 +130,7 @@ class QuantSpec(msgspec.Struct, frozen=True, kw_only=True):
         return Box(offset=(*box.offset[:-1], packed), size=(*box.size[:-1], size))
 
     def scale_box(self, box: Box) -> Box:
-        """Return the groups that share elements with `box`: the scales that its reader needs."""
+        """Return the groups that intersect `box`: the scales that its reader needs."""
         self.check_box(box)
         return _grid_box(
             (begin // g, -(-(begin + n) // g) if n else begin // g)
@@ -140,7 +140,7 @@ class QuantSpec(msgspec.Struct, frozen=True, kw_only=True):
     def owned_scale_box(self, box: Box) -> Box:
         """Return the groups whose first element is in `box`.
 
-        Boxes that tile the tensor own every group exactly once: who publishes `box` publishes these scales.
+        Boxes that tile the tensor own every group exactly once: the publisher of `box` publishes these scales.
         """
         self.check_box(box)
         return _grid_box(
@@ -155,9 +155,9 @@ class QuantSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def cut_groups(self, box: Box) -> tuple[Box, ...]:
-        """Return the groups that lie partly in `box` and partly outside, as disjoint boxes of the grid.
+        """Return the groups that are partly in `box` and partly outside, as disjoint boxes of the grid.
 
-        Their maxima have to be exchanged; without any, `box` can be quantised alone (but for a tensor's own scale).
+        Their maxima must be exchanged; without any, `box` can be quantised alone (except for the whole tensor's scale).
         """
         touched = self.scale_box(box)
         if not touched.volume:
@@ -182,10 +182,10 @@ class QuantSpec(msgspec.Struct, frozen=True, kw_only=True):
         return not self.cut_groups(box)
 
     def exchanges(self, boxes: Sequence[Box]) -> tuple[Exchange, ...]:
-        """Return who needs whose partial maxima when rank i holds `boxes[i]`, in the order of the destinations.
+        """Return the exchanges of partial maxima if rank i holds `boxes[i]`, in the order of the destinations.
 
-        Ranks with equal boxes are copies and need nothing of one another; the lowest of them speaks for all. A format
-        of two levels needs the tensor's amax of every rank besides.
+        Ranks with equal boxes are copies and exchange nothing; the lowest of them is the source for others. A two-level
+        format also needs the tensor's amax of every rank.
         """
         first: dict[Box, int] = {}
         grid: dict[Box, list[int]] = {}

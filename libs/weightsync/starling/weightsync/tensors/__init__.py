@@ -1,1 +1,1 @@
-"""Tensors."""
+"""Torch side of layouts, deltas, quantisation and adapters: everything that computes on tensors."""

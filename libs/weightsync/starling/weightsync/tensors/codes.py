@@ -1,6 +1,6 @@
-"""Arithmetic of the formats: scales from maxima, codes from scaled numbers, and back.
+"""Arithmetic of quantised formats: scales from maxima, codes from scaled numbers, and back.
 
-Every operation is elementwise and in float32, so the same bits come out whatever else is computed beside it.
+Every operation is elementwise and in float32, so the bits do not depend on how a tensor is split.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from starling.weightsync.quantise.formats import QuantFormat
 
 SMALLEST_SCALE: Final = 2.0**-126
-"""Least scale of the `linear` rule, that of zeros: float32's smallest normal number."""
+"""Smallest scale of the `linear` rule, used for zeros: float32's smallest normal number."""
 SMALLEST_GLOBAL_SCALE: Final = 2.0**-120
-"""Least scale of a tensor of two levels: its reciprocal over the least scale of a group (2^-6) is still finite."""
+"""Smallest scale of a whole tensor: its reciprocal over the smallest scale of a group (2^-6) is still finite."""
 _SMALLEST_E4M3_SCALE: Final = 2.0**-6
 _LARGEST_POWER: Final[dict[str, int]] = {"float8_e4m3fn": 8, "float4_e2m1fn": 2}
 """Exponent of the largest code of each type."""
@@ -23,7 +23,7 @@ _LARGEST_POWER: Final[dict[str, int]] = {"float8_e4m3fn": 8, "float4_e2m1fn": 2}
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of groups as they travel, and what the elements are scaled by to become codes."""
+    """Scales of groups as they are sent, and the factors that scale elements before encoding."""
 
     stored: torch.Tensor
     factor: torch.Tensor
@@ -33,7 +33,7 @@ class Scales:
 
 
 def global_scale_of(total: torch.Tensor, form: QuantFormat) -> torch.Tensor:
-    """Return the scale of a tensor whose largest magnitude is `total`, for a format of two levels; float32."""
+    """Return the scale of a tensor with largest magnitude `total`, for a two-level format; float32."""
     span = 448.0 * form.largest
     return total.clamp(min=SMALLEST_GLOBAL_SCALE * span) / span
 
@@ -41,7 +41,7 @@ def global_scale_of(total: torch.Tensor, form: QuantFormat) -> torch.Tensor:
 def scales_of(amax: torch.Tensor, global_scale: torch.Tensor | None, form: QuantFormat, dtype: torch.dtype) -> Scales:
     """Return the scales of groups with largest magnitudes `amax` (float32) in a tensor of `dtype`.
 
-    `global_scale` is the tensor's own, for a format of two levels.
+    `global_scale` is the scale of the whole tensor, for a two-level format.
     """
     if form.rule == "linear":
         scale = amax.clamp(min=SMALLEST_SCALE * form.largest) / form.largest
@@ -60,7 +60,7 @@ def scales_of(amax: torch.Tensor, global_scale: torch.Tensor | None, form: Quant
     else:
         bits = (amax / form.largest).view(torch.int32)
         exponent = ((bits + 0x7FFFFF) >> 23).masked_fill_(bits <= 0x400000, 0)
-        # Nothing below 2^-127 has a code other than zero, so such groups need no scaling.
+        # Numbers below 2^-127 have code zero, so such groups need no scaling.
         power = _power_of_two(exponent.masked_fill(exponent == 0, 127))
     if form.scale_dtype == "float8_e8m0fnu":
         stored = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
@@ -75,9 +75,9 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def encode(scaled: torch.Tensor, form: QuantFormat) -> torch.Tensor:
-    """Return the packed codes of contiguous, scaled float32 numbers, rounded to the nearest, ties to even.
+    """Return the packed codes of contiguous, scaled float32 numbers, rounded to nearest, ties to even.
 
-    Numbers beyond the largest code become the largest code. `scaled` is overwritten.
+    Numbers beyond the largest code are clamped to it. `scaled` is overwritten.
     """
     scaled.clamp_(-form.largest, form.largest)
     if form.codes_per_byte == 1:
@@ -89,7 +89,7 @@ def _e2m1(x: torch.Tensor) -> torch.Tensor:
     """Return the four-bit codes of |x| <= 6: sign, two bits of exponent, one of mantissa."""
     bits = x.view(torch.int32)
     # To |x| in [2^e, 2^(e+1)), e >= 0, add 2^(e+22): the sum's last bit is worth 2^(e-1), a step of e2m1 there (and
-    # below 1, with e = 0). The addition rounds as the code must be rounded, and the sum's low bits count the steps.
+    # below 1, with e = 0). The addition rounds as the code must round, and the sum's low bits count the steps.
     anchor = (bits & 0x7F800000).clamp_(min=127 << 23).add_(22 << 23)
     steps = x.abs().add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
     # Two codes per binade: `anchor >> 22` is 2 x (e + 22 + 127).
@@ -101,7 +101,7 @@ def _packed(codes: torch.Tensor) -> torch.Tensor:
     """Pack neighbours of the last dim into bytes, the even one in the low bits."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    pairs = codes.view(torch.int16)  # the even one is the low byte: little-endian, as all data that travels
+    pairs = codes.view(torch.int16)  # the even one is the low byte: little-endian, as all sent data
     return pairs.bitwise_or_(pairs >> 4).to(torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""Deltas with torch, where the tensors are: the same bytes as with numpy, made and applied on the device.
+"""Delta codec with torch, on the device of the tensors: the same bytes as with numpy.
 
-There is no loop over elements or blocks: a piece is worked on in chunks of `CHUNK` elements that bound what is
-temporary, and each step is one kernel over a chunk. Only counts per block come to the host, which decides the form.
+There is no loop over elements or blocks: a piece is processed in chunks of `CHUNK` elements, which bounds temporary
+memory, and each step is one kernel over a chunk. Only counts per block are copied to the host, which chooses the form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from starling.weightsync.delta.format import (
 from starling.weightsync.delta.parse import ParsedDelta, Same, parse
 
 CHUNK: Final = 1024 * BLOCK
-"""Elements that are compared or changed at once: each takes a byte meanwhile, each changed one about 24 more."""
+"""Elements that are compared or changed at once: each takes a byte of temporary memory, a changed one about 24 more."""
 _ITEM_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,7 +50,7 @@ class EncodedTensor:
 
     @property
     def form(self) -> Form:
-        """Whether nothing, what changed, or everything is in `data`."""
+        """Form of `data`."""
         return self.metrics.form
 
 
@@ -63,12 +63,12 @@ def encode_tensor(
     base_digest: str | None = None,
     digest: str | None = None,
 ) -> EncodedTensor:
-    """Encode a tensor against its previous version in the smallest form, as `codec.encode` does with its bytes.
+    """Encode a tensor against its previous version in the smallest form, as `codec.encode` does for bytes.
 
     Args:
         new: any shape and element type, contiguous.
         base: of the same shape, element type and device.
-        out: uint8, contiguous, on the same device, apart from both: where to write; else new memory.
+        out: uint8, contiguous, on the same device, overlapping neither; else new memory.
         max_share: a delta may take at most this share of the bytes of the tensor, else the form is `dense`.
         base_digest: of the base, as 32 hex digits.
         digest: of the tensor.
@@ -113,8 +113,8 @@ def apply_tensor(data: torch.Tensor | Data, base: torch.Tensor, *, base_digest: 
 
     Args:
         data: an encoded piece, on any device.
-        base: contiguous, in the version that the delta names.
-        base_digest: of the base, where it is known.
+        base: contiguous, in the base version of the delta.
+        base_digest: digest of the base, if known.
 
     Raises:
         WeightsError: `data` is malformed, or not for this base.
@@ -130,7 +130,7 @@ def apply_tensor(data: torch.Tensor | Data, base: torch.Tensor, *, base_digest: 
     check_base(parsed.header, items.numel(), digest_bytes(base_digest))
     if isinstance(parsed, Same):
         return
-    # A copy where the bytes lie on the host, or so that their sections can be viewed as numbers.
+    # Copied if the bytes are on the host, or so that the sections are aligned for views.
     source = data if isinstance(data, torch.Tensor) else torch.from_numpy(host.copy())
     source = source.reshape(-1).to(items.device)
     if source.data_ptr() % 8:
@@ -211,7 +211,7 @@ def _write(
 
 
 def _runs(positions: torch.Tensor) -> torch.Tensor:
-    """Return the start and length - 1 of each run of positions, shape (runs, 2); none goes on into the next block."""
+    """Return start and length - 1 of each run of positions, shape (runs, 2); no run continues into the next block."""
     starts_run = positions % BLOCK == 0
     starts_run[0] = True
     starts_run[1:] |= positions[1:] - positions[:-1] != 1
@@ -290,5 +290,5 @@ def _output(out: torch.Tensor | None, size: int, items: torch.Tensor, old: torch
     for source in (items, old):
         begin, end = source.data_ptr(), source.data_ptr() + source.numel() * source.element_size()
         if out.data_ptr() < end and begin < out.data_ptr() + size:
-            raise WeightsError("The encoded piece would be written over what it is made of: give other memory.")
+            raise WeightsError("The output overlaps the input: give other memory.")
     return out.view(-1)[:size]

@@ -1,4 +1,8 @@
-"""Walk a box in tiles of whole runs of groups, small enough for the processor's cache."""
+"""Quantisation of tensors and their shards; any split gives the bits of quantising the whole tensor.
+
+A box is processed in tiles of whole runs of groups that fit the CPU cache. Ranks that share a cut group exchange only
+the largest magnitude (amax) of each scale group.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from starling.weightsync.quantise.spec import QuantSpec, Run
 from starling.weightsync.tensors.codes import decode, encode, global_scale_of, scales_of, values_of_bytes
 
 CPU_TILE: Final = 1 << 18
-"""Elements of a tile on the CPU: a few tiles of float32 stay in the processor's cache."""
+"""Elements of a tile on the CPU: a few float32 tiles fit the cache."""
 DEVICE_TILE: Final = 1 << 26
 """Elements of a tile elsewhere: bounds the working memory to a few float32 copies of a tile."""
 
@@ -45,10 +49,9 @@ def check_shard(shard: torch.Tensor, box: Box, spec: QuantSpec) -> None:
 
 
 def folded(tensor: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """Return a tensor of any number of dims with three: leads, rows and columns.
+    """Return a tensor of any number of dims as one of three: leads, rows and columns.
 
-    Dims in which groups have size 1 are folded together, so that few loops go over many elements. A view where the
-    strides allow it.
+    Dims in which groups have size 1 are folded, so that few loops cover many elements. A view if the strides allow it.
     """
     if spec.format.rows == 1:
         return tensor.reshape(1, -1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty((1, 0, 0))
@@ -56,7 +59,7 @@ def folded(tensor: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 
 
 def tiles(box: Box, spec: QuantSpec, device: torch.device) -> Iterator[Tile]:
-    """Yield tiles that make up `box`, folded."""
+    """Yield tiles that cover `box`, folded."""
     if not box.volume:
         return
     limit = CPU_TILE if device.type == "cpu" else DEVICE_TILE
@@ -103,10 +106,6 @@ def _elements(run: Run, group: int, num_groups: int) -> slice:
     return slice(begin, begin + num_groups * run.length)
 
 
-# JOINED from starling.weightsync.quantise.amax: The largest magnitude of each scale group: the only thing
-# that ranks must exchange to quantise a cut group.
-
-
 @dataclass(frozen=True)
 class Amax:
     """Largest magnitudes of the groups of one box of the grid."""
@@ -117,30 +116,30 @@ class Amax:
     total: torch.Tensor | None
     """float32 scalar: largest magnitude of the tensor, as far as known; None unless the format has two levels.
 
-    Tensors that an engine keeps fused under one scale are quantised with the largest of theirs in this place.
+    For tensors that an engine fuses under one scale it is the largest of all of them.
     """
 
     def part(self, box: Box) -> Amax:
-        """Return the groups of `box`, as a view: what another rank asks for.
+        """Return the groups of `box`, as a view, for another rank.
 
         Raises:
-            WeightsError: `box` has groups that are not known here.
+            WeightsError: `box` has groups outside this one.
         """
         if not contains(self.box, box):
-            raise WeightsError(f"The maxima of groups {box} are asked for, but only those of {self.box} are here.")
+            raise WeightsError(f"The maxima of groups {box} were requested, but only those of {self.box} are known.")
         groups = self.groups
         for dim, (origin, begin, n) in enumerate(zip(self.box.offset, box.offset, box.size, strict=True)):
             groups = groups.narrow(dim, begin - origin, n)
         return Amax(box=box, groups=groups, total=self.total)
 
     def without_groups(self) -> Amax:
-        """Return only what is known of the tensor: what all ranks tell one another for a format of two levels."""
+        """Return only the total, which all ranks exchange for a two-level format."""
         nothing = Box(offset=self.box.offset, size=(0,) * len(self.box.size))
         return Amax(box=nothing, groups=self.groups.new_empty(nothing.size), total=self.total)
 
 
 def partial_amax(shard: torch.Tensor, box: Box, spec: QuantSpec) -> Amax:
-    """Return the largest magnitude that `shard`, which is `box` of the tensor, has in each group it touches.
+    """Return the largest magnitude of `shard`, which is `box` of the tensor, in each group that it intersects.
 
     Raises:
         WeightsError: a shard that is not `box`, or an infinite or NaN element.
@@ -150,8 +149,8 @@ def partial_amax(shard: torch.Tensor, box: Box, spec: QuantSpec) -> Amax:
     shard = shard.detach()
     groups = torch.zeros(grid.size, dtype=torch.float32, device=shard.device)
     source, target = folded(shard, spec), folded(groups, spec)
-    # Magnitudes of IEEE numbers are ordered as their bits are, and integers reduce several times faster. Infinities
-    # and NaNs come out on top, so the maxima show whether there was any.
+    # Magnitudes of IEEE numbers are ordered as their bits, and integers reduce several times faster. Infinities and
+    # NaNs are largest, so the maxima show whether there is any.
     whole, magnitude = (torch.int32, 0x7FFFFFFF) if shard.dtype == torch.float32 else (torch.int16, 0x7FFF)
     for tile in tiles(box, spec, shard.device):
         bits = source[tile.elements].view(whole).bitwise_and(magnitude)
@@ -167,10 +166,10 @@ def partial_amax(shard: torch.Tensor, box: Box, spec: QuantSpec) -> Amax:
 
 
 def combine(own: Amax, others: Iterable[Amax]) -> Amax:
-    """Return `own` raised to whatever `others` know of the same groups and of the tensor. Any order gives the same.
+    """Return the elementwise maximum of `own` and `others` for the groups of `own` and the total, in any order.
 
     Raises:
-        WeightsError: maxima of another grid, or of formats with and without a scale of the tensor.
+        WeightsError: maxima of another grid, or of formats with and without a scale of the whole tensor.
     """
     groups, total = own.groups.clone(), own.total
     for other in others:
@@ -198,12 +197,8 @@ def _refuse(groups: torch.Tensor, box: Box, grid: Box, spec: QuantSpec) -> None:
     where = Box(offset=tuple(begins), size=tuple(sizes))
     raise WeightsError(
         f"Tensor {spec.tensor.name} has an infinite or NaN element in {where} and cannot be quantised; "
-        "look at the last training step."
+        "check the last training step."
     )
-
-
-# JOINED from starling.weightsync.quantise.tensors: Quantise tensors, whole or in shards; any split gives the
-# bits of the whole.
 
 
 @dataclass(frozen=True)
@@ -215,13 +210,13 @@ class Quantised:
     scales: torch.Tensor
     """The format's `scale_dtype`, contiguous; of a group that the box cuts, the scale of the whole group."""
     global_scale: torch.Tensor | None
-    """float32 scalar: the tensor's scale in a format of two levels, else None."""
+    """float32 scalar: the scale of the whole tensor in a two-level format, else None."""
 
 
 def empty_quantised(
     box: Box, spec: QuantSpec, device: torch.device | str = "cpu", data: torch.Tensor | None = None
 ) -> Quantised:
-    """Return memory for `box`, uninitialised; that of the codes is `data` if given."""
+    """Return uninitialised memory for `box`; `data`, if given, is used for the codes."""
     if data is None:
         data = torch.empty(spec.packed_box(box).size, dtype=getattr(torch, spec.packed_dtype), device=device)
     return Quantised(
@@ -246,8 +241,8 @@ def quantise_with(
 ) -> Quantised:
     """Quantise `shard`, which is `box` of the tensor, by the maxima of whole groups, into `out` if given.
 
-    `amax` is this rank's `partial_amax`, combined with those of the ranks that share its groups (and, for a format of
-    two levels, of all ranks). Working memory beside the result: a few float32 tiles.
+    `amax` is this rank's `partial_amax`, combined with those of the ranks that share its groups (and, for a two-level
+    format, of all ranks). Temporary memory: a few float32 tiles.
 
     Raises:
         WeightsError: a shard, `amax` or `out` that does not fit `box`, or a box that cuts through a byte of codes.
@@ -255,7 +250,7 @@ def quantise_with(
     check_shard(shard, box, spec)
     if spec.format.two_level and amax.total is None:
         raise WeightsError(
-            f"The maxima for tensor {spec.tensor.name} lack the tensor's own; {spec.format.name} needs it."
+            f"The maxima for tensor {spec.tensor.name} lack that of the whole tensor; {spec.format.name} needs it."
         )
     amax = amax.part(spec.scale_box(box))
     if out is None:
@@ -287,7 +282,7 @@ def dequantise(
     """Return the values of `box` (of all, if None): code x scale in float32, then rounded to `dtype`.
 
     Raises:
-        WeightsError: parts that do not fit `box`.
+        WeightsError: a `quantised` that does not fit `box`.
     """
     box = box or _whole(spec)
     _check_out(quantised, box, spec)
@@ -311,7 +306,7 @@ def _whole(spec: QuantSpec) -> Box:
 
 
 def _packed(columns: slice, spec: QuantSpec) -> slice:
-    """Return the bytes or codes of packed data that hold `columns`, which begin at an even one if codes are paired."""
+    """Return the bytes or codes of packed data that contain `columns`; paired codes begin at an even column."""
     per_byte = spec.format.codes_per_byte
     return slice(columns.start // per_byte, -(-columns.stop // per_byte))
 

@@ -1,4 +1,4 @@
-"""How ranks bring their maxima to one another: one collective call, with a deadline."""
+"""Quantiser of a published rank: live tensors into its snapshot, with the maxima of other ranks exchanged."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from starling.weightsync.tensors.views import tensor_part
 
 
 class MaximaExchange(Protocol):
-    """Brings messages between all ranks of a source; each calls it equally often, in the same order."""
+    """All-to-all exchange between the ranks of a source; each rank calls it equally often, in the same order."""
 
     @property
     def rank(self) -> int:
-        """Which rank of the source this process is."""
+        """Rank of this process in the source."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the source."""
+        """Number of ranks of the source."""
 
     def __call__(self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Send `outgoing[r]` to rank r; return what rank r sent here, for each rank, this one among them.
+        """Send `outgoing[r]` to rank r; return the message of each rank to this one, including its own.
 
         Args:
             outgoing: float32, one-dimensional, possibly empty.
-            sizes: the number of elements that each rank sends here.
+            sizes: number of elements that each rank sends here.
 
         Raises:
-            WeightsError: not all came within the deadline.
+            WeightsError: not all messages arrived within the deadline.
         """
 
 
 class GroupExchange:
-    """Over a process group of torch.distributed, whose ranks are the layout's.
+    """Exchange over a process group of torch.distributed, whose ranks are those of the layout.
 
     Args:
         group: by default the group of all processes.
-        deadline_s: how long one exchange may take; includes the time by which the ranks are apart.
-        device: where messages travel from; by default the CPU, with NCCL the current CUDA device.
+        deadline_s: deadline of one exchange, including the skew between the ranks.
+        device: device of the messages; by default the CPU, with NCCL the current CUDA device.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GroupExchange:
         self._device = torch.device(device or ("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
 
     def __call__(self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Exchange, as `MaximaExchange` says. After a failure the process group is of no use any more.
+        """Exchange messages; see `MaximaExchange`. After a failure the process group is unusable.
 
         Raises:
             WeightsError: a rank failed, or the deadline passed.
@@ -98,49 +98,45 @@ class GroupExchange:
         return torch.split(received, list(sizes))
 
 
-# JOINED from starling.weightsync.quantise.source: Quantises what one rank publishes, from live tensors into
-# its snapshot.
-
-
 Fill: TypeAlias = Callable[[Sequence[torch.Tensor]], None]
-"""Writes a version into the views of a snapshot."""
+"""Function that writes a version into the views of a snapshot."""
 
 
-class Job(NamedTuple):
-    """What one shard, which is quantised, is."""
+class QuantisedShard(NamedTuple):
+    """One shard that is quantised."""
 
     scale: int
-    """Number of the scale of its tensor, which others may have in common with it."""
+    """Number of its tensor's scale, which other tensors may share."""
     box: Box
     spec: QuantSpec
 
 
 class Quantiser:
-    """Quantises the shards of one rank, where they are.
+    """Quantises the shards of one rank, on their device.
 
-    It takes memory for the maxima of all groups (4 bytes each) and a few float32 tiles; where the shards are not in the
-    snapshot's memory but on a device, for the codes of one shard too.
+    It takes memory for the maxima of all groups (4 bytes each) and a few float32 tiles; if the shards are on another
+    device than the snapshot, also for the codes of one shard.
 
     Args:
-        layout: of all ranks, as it is before it is quantised.
-        rank: which of them this is.
-        recipe: what is quantised, and how.
-        exchange: how the ranks tell each other their maxima; needed when scale groups are cut between ranks, or when
-            a format has a scale for whole tensors that several ranks hold.
+        layout: unquantised layout of all ranks.
+        rank: the rank of this process.
+        recipe: selects the formats.
+        exchange: exchange of maxima; needed if scale groups are cut between ranks, or if a format has a scale for
+            whole tensors that several ranks hold.
 
     Raises:
-        WeightsError: as `published_layout`; a group that the layout does not hold wholly; no exchange where one is
-            needed, or one between other ranks.
+        WeightsError: as `published_layout`; a group that is incomplete in the layout; a missing exchange, or one
+            between other ranks.
     """
 
     def __init__(self, layout: Layout, rank: int, recipe: QuantRecipe, exchange: MaximaExchange | None = None) -> None:
         self.layout = published_layout(layout, recipe)
-        """What is published."""
+        """The published layout."""
         made, shards = quantisation_of(layout.tensors, recipe), layout.ranks[rank].shards
         self._exchange = exchange
         self._places = {(entry.shard, entry.part): place for place, entry in enumerate(published_entries(shards, made))}
         self._jobs = {
-            index: Job(scale=made.scale_of[shard.tensor], box=shard.box, spec=spec)
+            index: QuantisedShard(scale=made.scale_of[shard.tensor], box=shard.box, spec=spec)
             for index, shard in enumerate(shards)
             if (spec := made.specs[shard.tensor]) is not None
         }
@@ -149,10 +145,10 @@ class Quantiser:
             _check_exchange(exchange, layout, rank)
 
     def measured(self, sources: Sequence[torch.Tensor]) -> Fill:
-        """Find the scales of `sources`, this rank's shards; return what writes the version into a snapshot.
+        """Compute the scales of `sources`, this rank's shards; return the function that writes them into a snapshot.
 
         Every rank calls this equally often, for the same versions in the same order. A rank that cannot quantise its
-        shards says so to the others, so that nobody waits for it.
+        shards sends NaN to the others, so that they fail instead of waiting.
 
         Raises:
             WeightsError: an infinite or NaN element, here or on a rank that shares a group; or the exchange failed.
@@ -163,46 +159,46 @@ class Quantiser:
         except WeightsError as error:
             failure, own = error, {index: _unknown(job) for index, job in self._jobs.items()}
         try:
-            heard, totals = self._exchanged(own)
+            received, totals = self._exchanged(own)
         finally:
             if failure is not None:
-                raise failure  # says more than what may have become of the exchange
+                raise failure  # more specific than an error of the exchange
         maxima = {
-            index: _whole(self._jobs[index], amax, heard.get(index, ()), totals.get(self._jobs[index].scale))
+            index: _whole(self._jobs[index], amax, received.get(index, ()), totals.get(self._jobs[index].scale))
             for index, amax in own.items()
         }
         return partial(self._fill, sources, maxima)
 
     def _exchanged(self, own: dict[int, Amax]) -> tuple[dict[int, list[Amax]], dict[int, torch.Tensor]]:
-        """Return what others know of this rank's groups, by shard, and the maxima that scales of tensors need."""
+        """Return the maxima of other ranks for this rank's groups, by shard, and the maxima of whole tensors."""
         plan, totals = self._schedule, self._own_totals(own)
         outgoing = [
             _joined(
                 [own[part.shard].part(part.groups).groups for part in parts] + [totals[scale] for scale in reported]
             )
-            for parts, reported in zip(plan.tells, plan.reports, strict=True)
+            for parts, reported in zip(plan.sends, plan.reports, strict=True)
         ]
         shapes = [
             [part.groups.size for part in parts] + [()] * len(scales)
-            for parts, scales in zip(plan.hears, plan.collects, strict=True)
+            for parts, scales in zip(plan.receives, plan.collects, strict=True)
         ]
-        heard: dict[int, list[Amax]] = {}
+        received: dict[int, list[Amax]] = {}
         for rank, values in enumerate(self._swapped(outgoing, shapes)):
-            parts = plan.hears[rank]
+            parts = plan.receives[rank]
             for part, groups in zip(parts, values[: len(parts)], strict=True):
                 amax = Amax(box=part.groups, groups=groups, total=own[part.shard].total)
-                heard.setdefault(part.shard, []).append(amax)
+                received.setdefault(part.shard, []).append(amax)
             for scale, total in zip(plan.collects[rank], values[len(parts) :], strict=True):
                 totals[scale] = torch.maximum(totals[scale], total.to(totals[scale].device))
         if plan.num_rounds > 1:
             outgoing = [_joined([totals[scale] for scale in scales]) for scales in plan.collects]
-            told = self._swapped(outgoing, [[()] * len(scales) for scales in plan.reports])
-            for scales, values in zip(plan.reports, told, strict=True):
+            collected = self._swapped(outgoing, [[()] * len(scales) for scales in plan.reports])
+            for scales, values in zip(plan.reports, collected, strict=True):
                 totals.update(zip(scales, values, strict=True))
-        return heard, totals
+        return received, totals
 
     def _own_totals(self, own: dict[int, Amax]) -> dict[int, torch.Tensor]:
-        """Return the maxima of what this rank holds of tensors with scales of their own, by scale."""
+        """Return this rank's maxima of tensors with a scale of the whole, by scale."""
         totals: dict[int, torch.Tensor] = {}
         for index, amax in own.items():
             if amax.total is not None:
@@ -213,8 +209,8 @@ class Quantiser:
     def _swapped(
         self, outgoing: list[torch.Tensor], shapes: list[list[tuple[int, ...]]]
     ) -> Sequence[list[torch.Tensor]]:
-        """Send a message to each rank; return those of each rank, cut into tensors of `shapes`."""
-        messages: Sequence[torch.Tensor] = outgoing  # without rounds, all that this rank tells it tells itself
+        """Send a message to each rank; return the received ones, cut into tensors of `shapes`."""
+        messages: Sequence[torch.Tensor] = outgoing  # without rounds, this rank exchanges with itself only
         if self._schedule.num_rounds:
             assert self._exchange is not None
             messages = self._exchange(outgoing, [sum(map(math.prod, each)) for each in shapes])
@@ -248,7 +244,7 @@ def _check_exchange(exchange: MaximaExchange | None, layout: Layout, rank: int) 
     if exchange is None:
         raise WeightsError(
             f"The ranks of {layout.replica} hold parts of the same scale groups, or of tensors with one scale, and "
-            "must exchange their maxima; give an exchange, such as GroupExchange()."
+            "must exchange their maxima; give an exchange, for example GroupExchange()."
         )
     if (exchange.rank, exchange.num_ranks) != (rank, len(layout.ranks)):
         raise WeightsError(
@@ -258,22 +254,22 @@ def _check_exchange(exchange: MaximaExchange | None, layout: Layout, rank: int) 
         )
 
 
-def _unknown(job: Job) -> Amax:
-    """Return maxima that spoil all that they are combined with."""
+def _unknown(job: QuantisedShard) -> Amax:
+    """Return NaN maxima, which invalidate all that they are combined with."""
     box = job.spec.scale_box(job.box)
     groups = torch.full(box.size, torch.nan, dtype=torch.float32)
     total = torch.tensor(torch.nan, dtype=torch.float32) if job.spec.format.two_level else None
     return Amax(box=box, groups=groups, total=total)
 
 
-def _whole(job: Job, own: Amax, heard: Sequence[Amax], total: torch.Tensor | None) -> Amax:
+def _whole(job: QuantisedShard, own: Amax, received: Sequence[Amax], total: torch.Tensor | None) -> Amax:
     """Return the maxima of whole groups and of the whole tensor."""
-    told = [amax.groups for amax in heard] + ([] if total is None else [total])
-    if not all(bool(value.isfinite().all()) for value in told):
+    values = [amax.groups for amax in received] + ([] if total is None else [total])
+    if not all(bool(value.isfinite().all()) for value in values):
         raise WeightsError(
-            f"Another rank cannot quantise its part of tensor {job.spec.tensor.name}; its own error says why."
+            f"Another rank cannot quantise its part of tensor {job.spec.tensor.name}; see its own error."
         )
-    return replace(combine(own, heard) if heard else own, total=total)
+    return replace(combine(own, received) if received else own, total=total)
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
