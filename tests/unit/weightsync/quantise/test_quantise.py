@@ -366,7 +366,7 @@ def test_unfit_arguments_are_refused() -> None:
         quantise(tensor.float(), spec)
     with pytest.raises(WeightsError, match=r"groups \[0:8, 0:1\] were requested, but only those of \[0:4, 0:1\]"):
         quantise_with(tensor, box, amax.part(Box(offset=(0, 0), size=(4, 1))), spec)
-    with pytest.raises(WeightsError, match=r"lack the tensor's own; nvfp4 needs it"):
+    with pytest.raises(WeightsError, match=r"lack that of the whole tensor; nvfp4 needs it"):
         quantise_with(tensor, box, dataclasses.replace(partial_amax(tensor, box, pairs), total=None), pairs)
     with pytest.raises(WeightsError, match="are not of one tensor"):
         combine(amax, [partial_amax(tensor, box, pairs)])

@@ -26,7 +26,9 @@ def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
 
 
 def _show(split: TimeSplit, attempt: Attempt, console: Console) -> None:
-    table = Table(title=f"{split.num_adoptions} adoptions of {split.num_publications} versions; means", title_justify="left")
+    table = Table(
+        title=f"{split.num_adoptions} adoptions of {split.num_publications} versions; means", title_justify="left"
+    )
     for heading in ("part", "ms", "share", "meaning"):
         table.add_column(heading, justify="right" if heading in ("ms", "share") else "left")
     for name, seconds in split.parts.items():
