@@ -85,8 +85,8 @@ def lost_replicas_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def disable_fencing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MembershipLease, "holds", lambda self, now: True)
-    patch.setattr(MembershipLease, "is_over", lambda self, role, now: False)
+    patch.setattr(MembershipLease, "is_valid", lambda self, now: True)
+    patch.setattr(MembershipLease, "must_exit", lambda self, role, now: False)
 
 
 def test_replicas_without_fencing_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:

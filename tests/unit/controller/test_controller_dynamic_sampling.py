@@ -96,7 +96,7 @@ def test_only_so_many_are_set_aside_in_a_row() -> None:
     assert not any("failed" in line or "drain" in line for line in run.waits(1))
     finishes(run, 5, 0, 0)
     [line] = [line for line in run.waits(1) if line.startswith("policy-0 <- drain")]
-    assert "the last 3 groups were all set aside" in line
+    assert "the last 3 groups were all filtered out" in line
     assert "rl.filter_limit" in line
 
 

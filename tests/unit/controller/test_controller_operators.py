@@ -197,8 +197,8 @@ def test_the_status_says_who_has_what() -> None:
         "groups: 0 waiting, 2 leased, 0 generated, 0 scored, 0 frozen",
         "waits for the groups of step 1: 2 being generated, 0 being scored, 0 scored of 2",
         "set: rl.max_tries = 3",
-        "  policy-0 on h: version 0, nothing in hand",
-        "  reward-0 on h: version -1, nothing in hand",
+        "  policy-0 on h: version 0, no work",
+        "  reward-0 on h: version -1, no work",
         "  rollout-0 on h: version 0, 2 generate",
     ]
 

@@ -49,12 +49,12 @@ def test_one_step_of_a_colocated_run() -> None:
     script.joins("reward-0", slots=8)
     script.joins("rollout-0")
     assert told(script) == ["rollout-0 sleeps"]
-    assert explain(script.state) == "rollout-0 to sleep: it is the turn of the policies"
+    assert explain(script.state) == "rollout-0 to sleep: the policies are due"
     answers(script, "rollout-0")
     assert "policy-0 <- publish:0:0" in answers(script, "policy-0")
     script.publishes(0)
     assert told(script) == ["policy-0 sleeps"], "what it offers is in the memory of the host"
-    assert explain(script.state) == "policy-0 to sleep: it is the turn of the rollouts"
+    assert explain(script.state) == "policy-0 to sleep: the rollouts are due"
     answers(script, "policy-0")
     assert told(script) == ["rollout-0 wakes"]
     assert "rollout-0 <- adopt:0:0" in answers(script, "rollout-0")

@@ -118,7 +118,7 @@ A_WHOLE_RUN: list[Step] = [
     ),
     (lambda s: s.leaves("policy-0"), ["(left policy-0)"], "draining: reward-0, rollout-0"),
     (lambda s: s.leaves("rollout-0"), ["(left rollout-0)"], "draining: reward-0"),
-    (lambda s: s.leaves("reward-0"), ["(left reward-0)", "done: the run is complete"], "over: nobody"),
+    (lambda s: s.leaves("reward-0"), ["(left reward-0)", "done: the run is complete"], "over: no replica"),
 ]
 
 

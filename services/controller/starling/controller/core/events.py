@@ -1,4 +1,4 @@
-"""What happens to the controller, and what it wants done. The time is inside the event."""
+"""Events of the controller, and the commands that follow from them. The time is inside the event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Buffers = tuple[bytes, ...]
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    """A replica or an operator said something."""
+    """A message of a replica or of an operator arrived."""
 
     now: float
     sender: str
@@ -36,14 +36,14 @@ class ReplicaDisconnected(msgspec.Struct, frozen=True, gc=False):
 
 
 class StopRequested(msgspec.Struct, frozen=True, gc=False):
-    """Somebody wants the run to end in good order before its last step."""
+    """A signal asks the run to end in order before its last step."""
 
     now: float
     reason: str
 
 
 class Fetched(msgspec.Struct, frozen=True, gc=False):
-    """The records of a step, with their payload, in the order of its groups: what `Fetch` asked for."""
+    """The records of a step, with their payload, in the order of its groups: the answer to `Fetch`."""
 
     now: float
     step: int
@@ -51,7 +51,7 @@ class Fetched(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """The groups of a step are in a file: what `Store` asked for."""
+    """The groups of a step are in a file: the answer to `Store`."""
 
     now: float
     step: int
@@ -61,7 +61,7 @@ Event = Received | Ticked | ReplicaDisconnected | StopRequested | Fetched | Stor
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    """Say `message` to `peer`."""
+    """Send `message` to `peer`."""
 
     peer: str
     message: Down
@@ -69,33 +69,33 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
 
 class Write(msgspec.Struct, frozen=True, gc=False):
-    """Put `record` into the journal. It must be durable before any `Send` that comes after it."""
+    """Write `record` to the journal. It must be durable before any `Send` after it is carried out."""
 
     record: Record
     payload: Buffers = ()
 
 
 class Prune(msgspec.Struct, frozen=True, gc=False):
-    """States of version `step` and of a later one are saved: what the steps up to it were made of may go."""
+    """Drop the groups of the steps up to `step` from the journal: that version and a later one have saved states."""
 
     step: int
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
-    """Read what `step` was made of from the journal, or is made of from files; `Fetched` is the answer."""
+    """Read the groups of `step` from the journal, or from trajectory files; `Fetched` is the answer."""
 
     step: int
 
 
 class Store(msgspec.Struct, frozen=True, gc=False):
-    """Write the groups of a step to a file, unless they are there; `Stored` is the answer."""
+    """Write the groups of a step to a file, unless it exists; `Stored` is the answer."""
 
     step: int
     groups: tuple[StoredGroup, ...]
 
 
 class Note(msgspec.Struct, frozen=True, gc=False):
-    """Something to record: a line of metrics.jsonl, and of the log."""
+    """Write a line to metrics.jsonl and to the log."""
 
     kind: str
     fields: dict[str, Any] = {}
@@ -115,4 +115,4 @@ class Prompts(Protocol):
     """An endless, deterministic stream of prompts that can be read at any position."""
 
     def prompt(self, position: int) -> Prompt:
-        """Return the prompt at `position`, counted from 0 over all passes."""
+        """Return the prompt at `position`, counted from 0 over all epochs."""

@@ -1,4 +1,4 @@
-"""Why nothing happens: what the run waits for, in words and as a graph, and when waiting has been too long."""
+"""Explanations: what the run waits for, in words and as a graph of waits, and when a wait is too long."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 
 MAX_DISCARDED_STEPS = 3
-"""The run fails when this many steps' worth of groups were discarded in a row."""
+"""The run fails when the groups of this many steps were discarded in a row."""
 WORK = {
     "generate": ("group", "groups", "to generate"),
     "score": ("group", "groups", "to score"),
-    "teach": ("group", "groups", "to teach"),
+    "teach": ("group", "groups", "to score as a teacher"),
     "train": ("step", "steps", "to train"),
     "publish": ("version", "versions", "to publish"),
     "adopt": ("version", "versions", "to adopt"),
     "checkpoint": ("checkpoint", "checkpoints", "to write"),
     "save": ("state", "states", "to save"),
-    "sleep": ("replica", "replicas", "to give its devices to others"),
-    "wake": ("replica", "replicas", "to take its devices"),
+    "sleep": ("replica", "replicas", "to release its devices"),
+    "wake": ("replica", "replicas", "to take its devices again"),
 }
 
 
@@ -41,7 +41,7 @@ def explain(state: ControllerState) -> str:
     leases, membership, plan, weights = state.replicas.leases, state.replicas.membership, state.plan, state.weights
     buffer, evaluation = state.buffer, state.evaluations.current
     if state.lifecycle.stage is not RunStage.RUNNING:
-        names = ", ".join(sorted(membership.members)) or "nobody"
+        names = ", ".join(sorted(membership.members)) or "no replica"
         return f"{state.lifecycle.stage}: {names}"
     if membership.is_awaiting(state.now):
         return f"the replicas from before the controller's restart: {', '.join(sorted(membership.awaited))}"
@@ -86,12 +86,12 @@ def _device_switch(state: ControllerState) -> str | None:
         return None
     plural = "policies" if sharing.active == "policy" else "rollouts"
     obstacle = sharing.obstacle(membership.of(sharing.inactive), state.now)
-    return f"{obstacle} to sleep: it is the turn of the {plural}" if obstacle else f"the {plural} to wake"
+    return f"{obstacle} to sleep: the {plural} are due" if obstacle else f"the {plural} to wake"
 
 
 def _scoring(plan: RunPlan) -> str:
     """Return what is done with the groups that have their completions."""
-    return " and ".join(["scored"] * (plan.num_rewards > 0) + ["taught"] * plan.has_teachers) or "kept"
+    return " and ".join(["scored"] * (plan.num_rewards > 0) + ["scored by a teacher"] * plan.has_teachers) or "kept"
 
 
 def pull_of(state: ControllerState, member: Member) -> tuple[int, LeaseProgress] | None:
@@ -110,7 +110,7 @@ def _adoptions(state: ControllerState, adopting: list[Member]) -> str:
 
 
 def missing_role(state: ControllerState) -> str | None:
-    """Name the first role that has too few replicas for the run to go on, or return None."""
+    """Return which role has too few replicas for the run to go on, or None."""
     plan, members = state.plan, state.replicas.membership
     num = members.num("policy")
     if plan.kind.trains and num == 0:
@@ -162,7 +162,7 @@ def overdue(state: ControllerState) -> str | None:
         return f"the last {num_discarded} groups were all discarded; the last one, {buffer.last_discarded}"
     if num_filtered >= state.plan.max_filtered:
         return (
-            f"the last {num_filtered} groups were all set aside, because the rewards of each were equal, and "
+            f"the last {num_filtered} groups were all filtered out, because the rewards of each were equal, and "
             "rl.filter_limit allows no more; give prompts that the model sometimes solves, raise rl.group_size or "
             "rl.filter_limit, or set rl.dynamic_sampling = false"
         )
@@ -201,8 +201,8 @@ def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
     ]
     lines += [f"set: {key} = {value:g}" for key, value in state.training.changes.all().items()]
     for member in members:
-        work = ", ".join(f"{num} {kind}" for kind, num in member["work"].items()) or "nothing in hand"
-        pinned = f", bound to the evaluation of version {data['evaluating']}" if member["pinned"] else ""
+        work = ", ".join(f"{num} {kind}" for kind, num in member["work"].items()) or "no work"
+        pinned = f", pinned to the evaluation of version {data['evaluating']}" if member["pinned"] else ""
         lines.append(f"  {member['name']} on {member['host']}: version {member['version']}, {work}{pinned}")
     return "\n".join(lines), data
 
@@ -234,7 +234,7 @@ def waits(state: ControllerState) -> list[dict[str, Any]]:
     if membership.is_awaiting(now):
         left = membership.await_until - now
         awaited = sorted(membership.awaited)
-        found += [_wait("controller", "word from before its restart", name, 0.0, left) for name in awaited]
+        found += [_wait("controller", "a heartbeat after its restart", name, 0.0, left) for name in awaited]
     if membership.missing_since is not None:
         since = now - membership.missing_since
         missing = (missing_role(state) or "").removeprefix("needs ")
@@ -263,7 +263,7 @@ def _waits_for_work(state: ControllerState, name: str) -> list[dict[str, Any]]:
 
 
 def _ends(state: ControllerState) -> bool:
-    """Say whether no further step is wanted, so that the end waits for what is being saved."""
+    """Say whether no further step will be made, so that the end waits for a save."""
     return state.version >= state.plan.last_step or bool(state.lifecycle.stopping)
 
 
@@ -278,7 +278,7 @@ def _wait(owner: str, what: str, on: str, since_s: float, seconds_left: float) -
 
 
 def why(state: ControllerState) -> tuple[str, dict[str, Any]]:
-    """Return what the run waits for, the graph of waits, and who or what is at the root of it."""
+    """Return what the run waits for, the graph of waits, and the wait at its root."""
     found, sentence = waits(state), explain(state)
     by_owner: dict[str, list[dict[str, Any]]] = {}
     for wait in found:
@@ -306,7 +306,7 @@ def _line(wait: dict[str, Any]) -> str:
 
 
 def _root(by_owner: dict[str, list[dict[str, Any]]]) -> dict[str, Any] | None:
-    """Follow the oldest wait from the controller to one who waits for nobody that waits in turn."""
+    """Follow the oldest waits from the controller to a replica that waits for no other."""
     seen, owner, last = set[str](), "controller", None
     while owner in by_owner and owner not in seen:
         seen.add(owner)

@@ -18,7 +18,7 @@ FILTER_LIMIT = 10
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is to be done, and the bounds to keep."""
+    """The kind of a run, its sizes, bounds and deadlines."""
 
     seed: int
     sampling: Sampling
@@ -32,43 +32,43 @@ class RunPlan:
     num_prompts: int = 0
     """Without a policy: how many prompts are answered, each once."""
     records: bool = False
-    """Write the groups of each step of reinforcement learning to files too, before it is trained."""
+    """Write the groups of each step of reinforcement learning to files too, before the step is trained."""
     prompts_per_step: int = 1
     group_size: int = 1
     colocate: bool = False
-    """Policies and rollouts share their devices, and take turns."""
+    """Policies and rollouts share their devices by time."""
     max_staleness: int = 1
     max_tries: int = 2
     dynamic_sampling: bool = False
-    """Set groups aside whose rewards are all equal, and take the next prompts in their place."""
+    """Filter groups out whose rewards are all equal, and take the next prompts in their place."""
     filter_limit: int = 0
-    """The run fails after so many of them in a row; 0 for ten times `prompts_per_step`."""
+    """The run fails after so many filtered groups in a row; 0 for ten times `prompts_per_step`."""
     evaluate_at_start: bool = False
     evaluate_at_end: bool = False
     evaluate_every: int = 0
     """Steps of reinforcement learning between two evaluations; 0 for none."""
     eval_completions: int = 1
     eval_share: float = 0.25
-    """Share of the rollouts, at least one, that an evaluation is bound to; of a single one, half of its slots."""
+    """Share of the rollouts, at least one, that an evaluation is pinned to; of a single one, half of its slots."""
     save_every: int = 0
-    """Steps between two saved states of the policy; 0 saves none but at a stop."""
+    """Steps between two saved states of the policy; 0 saves only at a stop."""
     save_rest_s: float = 0.0
-    """Least seconds between two of them, for steps that are shorter than it takes to save."""
+    """Least seconds between two saved states, for steps that take less time than a save."""
     samples_per_step: int = 0
-    """Completions of each step that people are shown; 0 for none."""
+    """Completions of each step in samples.jsonl; 0 for none."""
     samples_every: int = 1
-    """Only of every so-manieth step."""
+    """Steps between two steps with samples."""
     begin_version: int = 0
-    """The version that the run begins with: more than 0 when it goes on from a state of another one."""
+    """The version that the run begins with: more than 0 when it continues from a state of another run."""
     begin_prompt: int = 0
     """Position in the data of the first prompt that it trains."""
     num_policies: int = 1
-    """Policy, and below rollout and reward replicas, that must have joined before reinforcement learning begins."""
+    """Policy replicas, and below rollout and reward replicas, that must join before reinforcement learning begins."""
     num_rollouts: int = 1
     num_rewards: int = 1
-    """0 for a run in which nothing scores: it has teachers, and all rewards are 0."""
+    """0 for a run without scorers: it has teachers, and all rewards are 0."""
     num_teachers: int = 0
-    """Teachers that must have joined; 0 for a run without."""
+    """Teachers that must join; 0 for a run without teachers."""
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
     start_s: float = 120.0
@@ -77,8 +77,8 @@ class RunPlan:
     """How long an orderly stop may take before the run fails: the step in hand, its publication, the checkpoint."""
     drain_s: float = 15.0
     generate_s: float = 3600.0
-    """How long a replica may work on one group, below on scoring and on teaching one, on a step, and so on, before the
-    work is taken from it: whoever heartbeats all the while and never answers hangs."""
+    """How long a replica may generate one group, and below score one, train a step, and so on. A replica that sends
+    heartbeats and does not answer by then hangs, and is evicted."""
     score_s: float = 900.0
     teach_s: float = 900.0
     train_s: float = 7200.0
@@ -87,7 +87,7 @@ class RunPlan:
     save_s: float = 3600.0
     sleep_s: float = 300.0
     evaluation_s: float = 7200.0
-    """How long one evaluation may take; what is not scored by then counts as failed."""
+    """How long one evaluation may take; prompts that are not scored by then count as failed."""
 
     @property
     def last_step(self) -> int:
@@ -187,5 +187,5 @@ class RunPlan:
 
 
 def draw_seed(seed: int, purpose: str, ordinal: int, tries: int) -> int:
-    """Return the sampling seed of a group: the same wherever and whenever it is generated, new after a failure."""
+    """Return the sampling seed of a group: independent of when and where it is generated, new after a failure."""
     return ((seed * 2 + (purpose == "evaluate")) * 1_000_003 + ordinal) * 1_009 + tries

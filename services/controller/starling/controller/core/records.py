@@ -1,30 +1,30 @@
-"""What must not be lost: the records of the journal, from which a controller that died is made again.
+"""Records of the journal, from which a controller recovers, and of trajectory files.
 
-A record is written, and on disk, before anything that follows from it is said to a replica. What no record holds
-(who has which lease, who holds which version) the replicas tell in their heartbeats.
+A record is on disk before any message that follows from it is sent to a replica. What no record holds (which replica
+has which lease) the replicas report in their heartbeats.
 
 | record              | says                                            | needed until               |
 |---------------------|-------------------------------------------------|----------------------------|
-| `RunBegun`          | whose journal this is, and by which plan         | the end                    |
+| `RunBegun`          | the run of this journal, and its plan            | the end                    |
 | `ControllerStarted` | another incarnation of the controller            | the end                    |
-| `MemberJoined`, `MemberLeft` | whom a restarted controller should hear of | the next incarnation    |
+| `MemberJoined`, `MemberLeft` | the replicas that a restarted controller waits for | the next incarnation |
 | `GroupsOpened`      | positions of the data that are groups now        | the end                    |
 | `CompletionsStored`    | completions, with their payload                  | two saved states cover its step |
-| `PartialCompletionsStored`  | what there is of completions, with its payload   | they are generated, or begun anew |
+| `PartialCompletionsStored`  | partial completions, with their payload          | they are generated, or thrown away |
 | `RewardsStored`       | rewards                                          | as above                   |
-| `TeacherLogprobsStored`       | what a teacher makes of a group, with its payload | as above                  |
-| `GroupRequeued`     | completions were thrown away; how often by now   | as above                   |
-| `GroupDiscarded`    | a prompt that is given up, or filtered out       | the end                    |
+| `TeacherLogprobsStored`       | a teacher's log-probabilities, with their payload | as above                  |
+| `GroupRequeued`     | completions were thrown away; how often so far   | as above                   |
+| `GroupDiscarded`    | a prompt that was given up, or filtered out      | the end                    |
 | `StepFrozen`        | which groups a step trains                       | the end                    |
 | `StepCommitted`     | the step is made: its version exists             | the end                    |
 | `VersionPublished`  | a version was on offer, and its root             | the end                    |
 | `VersionAdopted`    | a replica has proven to hold a version           | its next one               |
 | `EvaluationOpened`, `EvaluationClosed` | one evaluation of one version | the end                    |
-| `EvaluationRequested` | an operator wants one, and was told yes       | it is opened               |
-| `StopAsked`, `RunStopped` | an operator wants the run to end early, and was told yes; it did | the end  |
+| `EvaluationRequested` | a request of an operator that was granted     | it is opened               |
+| `StopAsked`, `RunStopped` | an operator's stop was granted; the run has stopped | the end  |
 | `SettingChanged`    | an operator's change, and from which step on     | the end                    |
-| `CheckpointWritten` | an export, or a state to continue from           | the end                    |
-| `RunEnded`          | nothing more will come                           | the end                    |
+| `CheckpointWritten` | a checkpoint, or a state to resume from          | the end                    |
+| `RunEnded`          | no more records will follow                      | the end                    |
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class RunBegun(msgspec.Struct, frozen=True, kw_only=True, tag="run_begun"):
 
     run: str
     plan: dict[str, Any]
-    """The settings that may not differ when the run is taken up again."""
+    """The numbers that may not differ when the run resumes: `RunPlan.journaled`."""
 
 
 class ControllerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="controller_started"):
-    """The controller began, as its `incarnation`-th, from 1."""
+    """An incarnation of the controller started, counted from 1."""
 
     incarnation: int
 
@@ -57,11 +57,11 @@ class MemberJoined(msgspec.Struct, frozen=True, kw_only=True, tag="member_joined
     name: str
     role: Role
     epoch: int = -1
-    """Its incarnation; -1 for not told."""
+    """Its incarnation; -1 in old journals, which lack it."""
 
 
 class MemberLeft(msgspec.Struct, frozen=True, kw_only=True, tag="member_left"):
-    """A replica is no member any more."""
+    """A replica has left."""
 
     name: str
 
@@ -76,8 +76,8 @@ class GroupsOpened(msgspec.Struct, frozen=True, kw_only=True, tag="groups_opened
 class CompletionsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_generated"):
     """A group has its completions; payload: its tensors. For an evaluation the payload is empty.
 
-    Of a group that a committed step has taken, that was thrown away, or that an evaluation has scored, the journal
-    gives back neither the payload nor the texts of the completions.
+    The journal returns neither payload nor texts of a group that a committed step has taken, that was thrown away, or
+    that an evaluation has scored.
     """
 
     key: str
@@ -87,28 +87,29 @@ class CompletionsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_ge
     temperature: float = 1.0
     """Divisor of the logits under which they were sampled."""
     lease: str = ""
-    """Under which they were generated."""
+    """The lease under which they were generated."""
 
 
 class PartialCompletionsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_interrupted"):
-    """A group waits again, with the tokens that a rollout left of it; payload: its tensors.
+    """A group waits again, with partial completions; payload: their tensors.
 
-    The journal gives the payload back until there is more of the group: its completions, a later record like this one,
-    or word that its tokens were thrown away.
+    The journal returns the payload until a later record of the group replaces it: its completions, further partial
+    completions, or the record that they were thrown away.
     """
 
     key: str
     partial: tuple[PartialCompletionMeta, ...]
     tensors: tuple[TensorMeta, ...]
     oldest_version: int
-    """The least, and below the greatest weight version among the tokens."""
+    """Oldest, and below newest, weight version among the tokens."""
     newest_version: int
     temperature: float
     """Divisor of the logits under which they were sampled."""
 
 
 class TeacherLogprobsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_taught"):
-    """A group has its teacher's log-probabilities; payload: their tensors. It is kept as long as that of its group."""
+    """A group has its teacher's log-probabilities; payload: their tensors, kept as long as those of its
+    completions."""
 
     key: str
     tensors: tuple[TensorMeta, ...]
@@ -130,15 +131,15 @@ class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, tag="group_return
 
 
 class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag="group_discarded"):
-    """A group is given up."""
+    """A group was given up."""
 
     key: str
     prompt: str
     reason: str
     filtered: bool = False
-    """It was whole, and is set aside because all its rewards are equal."""
+    """It did not fail, but all its rewards are equal."""
     reward: float = 0.0
-    """What they are then."""
+    """The reward of its completions, if it was filtered out."""
 
 
 class StepFrozen(msgspec.Struct, frozen=True, kw_only=True, tag="step_sealed"):
@@ -154,11 +155,11 @@ class StepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag="step_committ
 
     step: int
     metrics: dict[str, Any] = {}
-    """What is told of it in metrics.jsonl."""
+    """Its line in metrics.jsonl."""
 
 
 class VersionPublished(msgspec.Struct, frozen=True, kw_only=True, tag="version_published"):
-    """A version was put on offer; `root` proves who adopts it."""
+    """A version was put on offer; a replica that adopts it proves this `root`."""
 
     version: int
     root: str
@@ -182,36 +183,36 @@ class EvaluationOpened(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     num_completions: int
     first: int
     request: str = ""
-    """Of the operator who wanted it."""
+    """The request of an operator; empty for other causes."""
 
 
 class EvaluationClosed(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_closed"):
-    """Evaluation `number` is done, or given up."""
+    """Evaluation `number` is over."""
 
     number: int
     summary: dict[str, Any]
 
 
 class EvaluationRequested(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_requested"):
-    """An operator's request for an evaluation waits for its turn; `EvaluationOpened` of the same request ends that."""
+    """An operator's request for an evaluation is queued, until `EvaluationOpened` of the same request."""
 
     request: str
     num_completions: int
-    """Of each prompt; 0 for what the recipe says."""
+    """Of each prompt; 0 for the number in the recipe."""
 
 
 class StopAsked(msgspec.Struct, frozen=True, kw_only=True, tag="stop_asked"):
     """An operator was told that the run will end early.
 
-    That stands until it has, whatever dies meanwhile: a run that is taken up before stops first. A signal to the
-    controller's process is none: it is about that process, and whoever starts it again wants the run to go on.
+    This holds until the run has stopped, whatever crashes meanwhile: a run that resumes before stops first. A signal to
+    the controller's process writes no such record: it is about the process, and a restart of it resumes the run.
     """
 
     reason: str
 
 
 class RunStopped(msgspec.Struct, frozen=True, kw_only=True, tag="run_stopped"):
-    """The run has ended early, in order or not: from here on it can be taken up again."""
+    """The run has ended early, in order or not: from here on it can resume."""
 
     reason: str
 
@@ -226,7 +227,7 @@ class SettingChanged(msgspec.Struct, frozen=True, kw_only=True, tag="setting_cha
 
 
 class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_written"):
-    """Version `step` is on disk; with `state`, a policy can continue from there."""
+    """Version `step` is on disk; with `state`, a policy can resume from it."""
 
     step: int
     path: str
@@ -289,7 +290,7 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
-    """One record as the journal gives it back."""
+    """One record as the journal returns it."""
 
     record: Record
     payload: tuple[bytes, ...] = ()

@@ -1,1 +1,1 @@
-"""Evaluation."""
+"""Evaluations of published versions: when one is due, the rollouts that it pins, and its results."""

@@ -1,1 +1,1 @@
-"""Groups."""
+"""Groups of completions: states and transitions, the train buffer, admission, dispatch, results, and files."""
