@@ -29,7 +29,10 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no such port": ([*RUN, "--network.port", "99999"], ("network.port = 99999", "65535")),
     "a group of one": (
         [*RUN, "--rl.group-size", "1"],
-        ("rl.group_size: 1 is too few: a completion is judged against the others of its group", "set at least 2"),
+        (
+            "rl.group_size: 1 is too small: advantages are relative to the other completions of the group",
+            "set at least 2",
+        ),
     ),
     "a group beyond a batch": (
         [*RUN, "--rl.group-size", "300"],

@@ -87,7 +87,7 @@ def test_the_held_out_prompts_are_evaluated_where_there_are_some(tmp_path: Path)
     some = load_data(ControllerProcess.model_validate({"run": {"kind": "evaluate"}, "data": data}))
     assert some.plan.num_prompts == 5
     twice = {"tasks": [{"name": "a", "data": data}, {"name": "a", "data": data}]}
-    with pytest.raises(ValidationError, match="two tasks are called 'a'"):
+    with pytest.raises(ValidationError, match="two tasks have the name 'a'"):
         settings("evaluate", str(rows), evaluation=twice)
 
 

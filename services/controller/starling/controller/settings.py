@@ -1,4 +1,4 @@
-"""The controller's settings: the data, the steps, the bounds."""
+"""Settings of the controller: data, steps, sampling, evaluation, logging, deadlines."""
 
 from __future__ import annotations
 
@@ -18,201 +18,205 @@ ANSWERS_PER_FILE = 64
 
 
 class SamplingSettings(SettingsSection):
-    """How rollouts draw tokens in training."""
+    """Sampling of tokens in training."""
 
     max_tokens: int = Field(default=256, ge=1)
-    """Most tokens of one completion. The room that its prompt leaves in `rollout.max_model_len` may end it before;
-    either way it counts as truncated."""
+    """Maximum number of tokens of one completion. It also ends when prompt and completion reach
+    `rollout.max_model_len`; in both cases it counts as truncated."""
     temperature: float = Field(default=1.0, ge=0)
-    """Divisor of the logits."""
+    """Sampling temperature: the logits are divided by it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Smallest set of most likely tokens whose probabilities sum to this; 1 keeps all."""
+    """Nucleus sampling: keep the most likely tokens whose probabilities sum to this; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
-    """Most likely tokens kept; 0 keeps all."""
+    """Keep this number of most likely tokens; 0 keeps all."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, besides the tokenizer's end-of-sequence token."""
+    """Tokens that end a completion, in addition to the tokenizer's end-of-sequence token."""
 
     def to_wire(self) -> Sampling:
-        """Return these settings as rollouts get them."""
+        """Return the settings as a wire message."""
         return Sampling(**self.model_dump())
 
 
 class SftSettings(SettingsSection):
-    """Supervised steps: the whole run when `run.kind = "sft"`, else a warm-up before reinforcement learning."""
+    """Supervised fine-tuning: the whole run with `run.kind = "sft"`, else a warm-up before reinforcement learning."""
 
     num_steps: int = Field(default=0, ge=0)
-    """Supervised steps, each of which makes one version."""
+    """Number of supervised optimizer steps."""
     examples_per_step: int = Field(default=32, ge=1)
-    """Examples of one step."""
+    """Examples per step."""
     data: DataSettings | None = None
-    """The examples; without it, those of [data]."""
+    """Dataset of the examples; [data] if not set."""
 
 
 class PreferenceSettings(SettingsSection):
-    """Steps that learn from pairs of responses: the whole run when `run.kind` is "dpo" or "reward_model"."""
+    """Learning from pairs of responses: the whole run with `run.kind = "dpo"` or `"reward_model"`."""
 
     num_steps: int = Field(default=0, ge=0)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     examples_per_step: int = Field(default=32, ge=1)
-    """Pairs of one step."""
+    """Pairs per step."""
     data: DataSettings | None = None
-    """The pairs, chosen in its `reference_column` and rejected in its `rejected_column`; without it, those of
-    [data]."""
+    """Dataset of the pairs: the chosen response is in its `reference_column`, the rejected one in its
+    `rejected_column`. [data] if not set."""
 
 
 class RlSettings(SettingsSection):
     """Reinforcement learning."""
 
     num_steps: int = Field(default=100, ge=0)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     prompts_per_step: int = Field(default=16, ge=1)
-    """Groups that one step trains."""
+    """Prompts (groups) per step."""
     group_size: int = 8
-    """Completions of one prompt."""
+    """Completions per prompt."""
     max_staleness: int = Field(default=1, ge=0)
-    """Most versions that a trained token may be behind the weights that it trains; 0 is synchronous training."""
+    """Maximum age of a trained token, in weight versions before the version that the step updates. 0 is synchronous
+    training."""
     max_tries: int = Field(default=2, ge=0)
-    """How often a group is generated again when a scorer fails, before its prompt is dropped."""
+    """How often a group is generated again after a scorer failed, before its prompt is discarded."""
     dynamic_sampling: bool = False
-    """Set groups aside whose rewards are all equal, and generate for the next prompts instead, until each step has
-    `prompts_per_step` groups that teach something (DAPO, arXiv:2503.14476, equation 11)."""
+    """Filter groups whose rewards are all equal, and generate for the next prompts instead, until each step has
+    `prompts_per_step` groups with different rewards (DAPO, arXiv:2503.14476, equation 11)."""
     filter_limit: int = Field(default=0, ge=0)
-    """The run fails when so many groups in a row were set aside; 0 for ten times `prompts_per_step`."""
+    """The run fails when this number of consecutive groups was filtered; 0 means ten times `prompts_per_step`."""
 
     @field_validator("group_size")
     @classmethod
-    def _comparable(cls, group_size: int) -> int:
+    def _check_group_size(cls, group_size: int) -> int:
         if group_size < 2:
             raise ValueError(
-                f"{group_size} is too few: a completion is judged against the others of its group, so a group of one "
-                "teaches nothing; set at least 2"
+                f"{group_size} is too small: advantages are relative to the other completions of the group; set at "
+                "least 2"
             )
         return group_size
 
 
 class TaskSettings(SettingsSection):
-    """One of several datasets that are evaluated together."""
+    """One task of an evaluation: a dataset with a name."""
 
     name: str = Field(min_length=1)
-    """By which its results are told; scorers may be for it alone."""
+    """Name of the task in the results; scorers may be restricted to it."""
     data: DataSettings
-    """Its prompts: the held-out ones, or all where it holds none out."""
+    """Dataset of the task: its held-out prompts, or all if it has none."""
 
 
 class EvaluationSettings(SettingsSection):
-    """Evaluation on the held-out prompts of [data], and how `run.kind = "evaluate"` and "infer" answer prompts."""
+    """Evaluation on the held-out prompts of [data], and the prompts of `run.kind = "evaluate"` and `"infer"`."""
 
     at_start: bool = False
     """Evaluate before the first step of reinforcement learning."""
     at_end: bool = False
     """Evaluate after the last step."""
     every: int = Field(default=0, ge=0)
-    """Evaluate every so many steps of reinforcement learning; 0 for not."""
+    """Interval between evaluations, in steps of reinforcement learning; 0 for none."""
     share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the rollouts, at least one, that an evaluation is bound to; of a single one it takes half the slots."""
+    """Share of the rollouts (at least one) that an evaluation uses; of a single rollout it uses half the slots."""
     timeout_s: float = Field(default=7200.0, gt=0)
-    """How long one evaluation may take; what is not scored by then counts as failed."""
+    """Maximum duration of one evaluation. Prompts that are not scored by then count as failed."""
     num_completions: int = Field(default=1, ge=1)
-    """Completions of each prompt."""
+    """Completions per prompt."""
     temperature: float = Field(default=0.0, ge=0)
-    """Divisor of the logits; 0 takes the most likely token."""
+    """Sampling temperature; 0 takes the most likely token."""
     tasks: tuple[TaskSettings, ...] = ()
-    """What `run.kind = "evaluate"` evaluates instead of [data]."""
+    """Tasks that `run.kind = "evaluate"` evaluates instead of [data]."""
 
     @field_validator("tasks")
     @classmethod
-    def _told_apart(cls, tasks: tuple[TaskSettings, ...]) -> tuple[TaskSettings, ...]:
+    def _check_names(cls, tasks: tuple[TaskSettings, ...]) -> tuple[TaskSettings, ...]:
         names = [task.name for task in tasks]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"two tasks are called {name!r}; give one of them another name")
+                raise ValueError(f"two tasks have the name {name!r}; rename one of them")
         return tasks
 
 
 class DeadlineSettings(SettingsSection):
-    """How long one piece of work may take. Who heartbeats and does not answer by then hangs, and must leave."""
+    """Maximum durations of work. A replica that sends heartbeats but no answer by then hangs, and is evicted."""
 
     generate_s: float = Field(default=3600.0, gt=0)
     """One group of completions."""
     score_s: float = Field(default=900.0, gt=0)
     """The rewards of one group."""
     teach_s: float = Field(default=900.0, gt=0)
-    """What a teacher makes of one group."""
+    """The teacher log-probs of one group."""
     train_s: float = Field(default=7200.0, gt=0)
-    """One step, however many optimizer updates it makes."""
+    """One step, with all its optimizer updates."""
     publish_s: float = Field(default=900.0, gt=0)
-    """Putting a version on offer."""
+    """Publication of one weight version."""
     adopt_s: float = Field(default=900.0, gt=0)
-    """Pulling a version and switching to it."""
+    """Pulling a weight version and switching to it."""
     save_s: float = Field(default=3600.0, gt=0)
-    """Writing a checkpoint or a state."""
+    """Writing a checkpoint or a saved state."""
     sleep_s: float = Field(default=300.0, gt=0)
-    """Giving the devices to others, or taking them back, where `launch.colocate` shares them."""
+    """Releasing shared devices or taking them back, with `launch.colocate`."""
 
 
 class LoggingSettings(SettingsSection):
-    """What people see of a run besides `metrics.jsonl`; see `docs/reference/metrics.md`."""
+    """Loggers, samples and trajectories; see `docs/reference/metrics.md`."""
 
     loggers: tuple[str, ...] = ()
-    """Where metrics go too: `tensorboard`, `wandb`, `trackio`, or your own `module:name` or `path/to/file.py:name`."""
+    """Loggers of the metrics besides `metrics.jsonl`: `tensorboard`, `wandb`, `trackio`, or a custom one as
+    `module:name` or `path/to/file.py:name`."""
     project: str = "starling"
-    """Under which wandb and trackio keep the run."""
+    """Project of the run in wandb and trackio."""
     offline: bool = False
-    """Let wandb keep its records in the run's folder, for `wandb sync` to send later."""
+    """Run wandb offline: its records stay in the run's folder until `wandb sync` uploads them."""
     queue_steps: int = Field(default=1000, ge=1)
-    """Most steps that wait for a slow logger; what comes beyond is dropped, counted, and told."""
+    """Maximum number of steps that wait for a slow logger. Further steps are dropped, counted and reported."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """A logger that takes longer for one step hangs, and gets no more."""
+    """A logger that takes longer for one step is considered hung and gets no more steps."""
     close_s: float = Field(default=30.0, gt=0)
-    """How long the end of the run waits for what loggers still have to write."""
+    """How long the end of the run waits for loggers to finish."""
     samples_per_step: int = Field(default=4, ge=0, le=1000)
-    """Completions of a step that go to `samples.jsonl` and the loggers, with prompt and rewards; 0 for none."""
+    """Completions per step that are written to `samples.jsonl` and the loggers, with prompt and rewards; 0 for none."""
     samples_every: int = Field(default=1, ge=1)
-    """Only of every so-manieth step."""
+    """Interval between steps with samples, in steps."""
     samples_mb: int = Field(default=64, ge=1)
-    """Most MiB of `samples.jsonl` and its predecessor `samples.old.jsonl` together."""
+    """Maximum size in MiB of `samples.jsonl` and its predecessor `samples.old.jsonl` together."""
     trajectories: bool = False
-    """Keep all groups that reinforcement learning trains in `trajectories/`, from which `run.kind = "replay"` trains
-    again. `run.kind = "generate"` always does; see `docs/how-to/replay.md`."""
+    """Write all groups that reinforcement learning trains to `trajectories/`, for a later run of `run.kind =
+    "replay"`. `run.kind = "generate"` always writes them; see `docs/how-to/replay.md`."""
 
 
 class ControllerSettings(SettingsSection):
-    """What the controller itself needs."""
+    """Replicas, saved states, time limits and files of the controller."""
 
     num_policies: int = Field(default=1, ge=1)
     """Policy replicas that must have joined before training begins."""
     num_rollouts: int = Field(default=1, ge=1)
     """Rollout replicas that must have joined before reinforcement learning begins."""
     num_rewards: int = Field(default=1, ge=0)
-    """Reward replicas that must have joined before reinforcement learning begins; 0 where nothing scores, and teachers
-    are all that the policy learns from."""
+    """Reward replicas that must have joined before reinforcement learning begins; 0 if the policy learns from teachers
+    only, without rewards."""
     num_teachers: int = Field(default=0, ge=0)
-    """Teachers that must have joined before reinforcement learning begins; 0 for a run without."""
+    """Teacher replicas that must have joined before reinforcement learning begins."""
     colocate: bool = False
-    """Policies and rollouts share their devices, and take turns; `launch.colocate` sets it."""
+    """Policies and rollouts share their devices and use them in turn. Set by `launch.colocate`."""
     start_s: float = Field(default=120.0, gt=0)
-    """How long the run waits for a role that has too few replicas, before it fails."""
+    """The run fails when a role has had too few replicas for this long."""
     drain_s: float = Field(default=15.0, gt=0)
-    """How long replicas get to leave at the end."""
+    """Time that replicas have to leave at the end of the run."""
     stop_s: float = Field(default=240.0, gt=0)
-    """How long an orderly stop may take (the step in hand, its publication, the checkpoint) before the run fails."""
+    """Maximum duration of an orderly stop (the current step, its publication, the checkpoint) before the run fails."""
     save_every: int = Field(default=20, ge=0)
-    """Steps between two saved states of the policy, from which it continues after a crash; 0 saves only at a stop."""
+    """Interval between saved states of the policy, from which it resumes after a crash, in steps; 0 saves at a stop
+    only."""
     begin_version: int = Field(default=0, ge=0)
-    """The version of the state that the run continues from; `starling run --from` sets it."""
+    """Version of the saved state that the run starts from. Set by `starling run --from`."""
     begin_prompt: int = Field(default=0, ge=0)
-    """Position in the data that goes with it."""
+    """Position in the data that the run starts from. Set by `starling run --from`."""
     save_rest_s: float = Field(default=10.0, ge=0)
-    """Least seconds between two saved states, where steps are short."""
+    """Minimum time between two saved states, for runs with short steps."""
     journal_s: float = Field(default=60.0, gt=0)
-    """How long the controller waits for room when the disk of its journal is full, before the run fails."""
+    """The run fails when the disk of the journal has been full for this long."""
     window: int = Field(default=1024, ge=1)
-    """Prompts that a run without a policy works on at a time: twice what its rollouts hold, or more, so that one long
-    completion holds nothing up."""
+    """Prompts that a run without a policy works on at a time. It should be at least twice the number that its rollouts
+    hold, so that one long completion does not block the others."""
     recording_mb: int = Field(default=64, ge=0)
-    """Most MiB of the recording of events, from which `starling replay` makes any state again; 0 for none."""
+    """Maximum size in MiB of the recording of events, from which `starling replay` reconstructs any state; 0 for
+    none."""
     deadlines: DeadlineSettings = DeadlineSettings()
-    """After which a replica that has not answered is taken to hang."""
+    """Time limits after which a replica that has not answered is considered hung."""
 
 
 class ControllerProcess(ServiceSettings):
