@@ -178,4 +178,4 @@ def test_service_without_controller_exits_with_the_reason(tmp_path: Path) -> Non
     assert "check the address" in command.errors
     with started(folder, "reward", *arguments[:-1], "localhost:7") as command:
         assert command.wait() == 2
-    assert command.errors == "starling reward-0: --controller localhost:7 is no address; write tcp://host:port\n"
+    assert command.errors == "starling reward-0: --controller localhost:7 is not an address; write tcp://host:port\n"

@@ -5,13 +5,55 @@ from __future__ import annotations
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.common.service import parse_arguments
-from starling.common.settings import ServiceSettings
+from starling.common.service import OWN_FLAGS, parse_arguments, process_name
+from starling.common.settings import ServiceSettings, iter_settings
+
+ADDRESS = ("--controller", "tcp://h:1")
 
 
 @pytest.mark.parametrize("name", ["west", "rollout", "policy-0", "rollout-1.5", "rollout-x"])
-def test_a_replica_must_be_called_by_its_role(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--name {name} is no name of a rollout; write rollout-NUMBER"):
-        parse_arguments("rollout", ["--controller", "tcp://h:1", "--name", name], ServiceSettings)
-    parsed = parse_arguments("rollout", ["--controller", "tcp://h:1", "--name", "rollout-12"], ServiceSettings)
+def test_name_of_a_replica_begins_with_its_role(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--name {name} is not the name of a rollout; write rollout-NUMBER"):
+        parse_arguments("rollout", [*ADDRESS, "--name", name], ServiceSettings)
+    parsed = parse_arguments("rollout", [*ADDRESS, "--name", "rollout-12"], ServiceSettings)
     assert parsed.name == "rollout-12"
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ([], "the following arguments are required: --controller; see starling reward --help"),
+        (["--contoller", "tcp://h:1"], r"unknown flag --contoller; did you mean --controller\?"),
+        ([*ADDRESS, "--confg=a.toml"], r"unknown flag --confg; did you mean --config\?"),
+    ],
+)
+def test_mistake_is_one_sentence(argv: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        parse_arguments("reward", argv, ServiceSettings)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_are_left_to_the_loader() -> None:
+    flags = ["--run.seed", "3", "--network.curve=false", "--seed", "4"]
+    parsed = parse_arguments("reward", [*ADDRESS, *flags], ServiceSettings)
+    assert parsed.flags == tuple(flags), "also a setting without its section: the loader names that"
+
+
+def test_name_of_the_process_is_known_before_the_command_line_is_parsed() -> None:
+    assert process_name("reward", []) == "reward-0"
+    assert process_name("reward", ["--name"]) == "reward-0"
+    assert process_name("reward", ["--name", "reward-3", "--key", "k"]) == "reward-3"
+    assert process_name("reward", ["--key", "k", "--name=reward-4"]) == "reward-4"
+
+
+def test_help_lists_flags_and_settings_by_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments("reward", ["--help"], ServiceSettings)
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"{flag} " in text or f"{flag}\n" in text for flag in OWN_FLAGS)
+    sections = [line for line in text.splitlines() if line.startswith("[")]
+    assert sections == [f"[{name}]" for name in ServiceSettings.model_fields]
+    for setting in iter_settings(ServiceSettings):
+        assert f"  --{setting.key.replace('_', '-')} {setting.type} (default {setting.default})" in text
+    assert text.rstrip().endswith("--name reward-0 --controller tcp://10.0.0.1:5555")

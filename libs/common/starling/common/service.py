@@ -1,4 +1,4 @@
-"""The command line of every service, and what follows from it."""
+"""Command line and life of a service's process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import structlog
 from pydantic import BaseModel
@@ -20,7 +20,7 @@ from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.limits import role_of
 from starling.common.net.settings import LinkSettings
 from starling.common.observe.process import STOP_S, StopRequested, StopSignal, run_service, without_collection
-from starling.common.settings import ServiceSettings, iter_settings, load
+from starling.common.settings import ServiceSettings, iter_settings, load, nearest
 
 log = structlog.get_logger(__name__)
 S = TypeVar("S", bound=ServiceSettings)
@@ -44,26 +44,28 @@ SECTIONS = (
     "reward",
     "teacher",
 )
-"""The sections of a recipe. A service reads its own and leaves the others alone."""
+"""Sections of a recipe. A service reads its own and ignores the others."""
 
+OWN_FLAGS = ("--help", "--config", "--dir", "--key", "--name", "--controller")
+"""Flags of every service that are not settings."""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-"""What the weights of a Hugging Face model folder are called."""
+"""Names of the weight files of a Hugging Face model folder."""
 
 
 @dataclass(frozen=True)
 class ServiceArguments:
-    """What a service was started with."""
+    """Command line of a service."""
 
     name: str
     configs: tuple[Path, ...]
     folder: Path
-    """Where the run's files are: keys/, and what the service writes."""
+    """The run's files: keys/, and the files that the service writes."""
     controller: str
     key: Path | None
     flags: tuple[str, ...]
 
     def key_file(self, curve: bool) -> KeyFile | None:
-        """Return this service's keys, or None when the run does without. Raises ConfigError."""
+        """Return this service's keys, or None for a run without CURVE. Raises ConfigError."""
         if not curve:
             return None
         path = self.key or self.folder / "keys" / f"{self.name}.json"
@@ -77,26 +79,15 @@ class ServiceArguments:
 
 def parse_arguments(role: str, argv: Sequence[str], schema: type[BaseModel]) -> ServiceArguments:
     """Parse the command line of a service; settings are left in `flags`. Raises ConfigError, or exits for --help."""
-    parser = argparse.ArgumentParser(
-        prog=f"starling {role}",
-        description=f"Run the {role} service.",
-        epilog=help_of(schema),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
-    parser.add_argument("--config", action="append", type=Path, default=[], help="TOML file; several stack")
-    parser.add_argument("--dir", type=Path, default=Path("."), help="the run's folder (keys/, logs, results)")
-    parser.add_argument("--key", type=Path, help="key file; default: <dir>/keys/<name>.json")
-    if role != "controller":
-        parser.add_argument("--name", default=f"{role}-0", help="name of this replica")
-        parser.add_argument("--controller", required=True, help="address of the controller, tcp://host:port")
+    parser = _parser(role, schema if {"-h", "--help"} & set(argv) else None)
     try:
         known, flags = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}; see starling {role} --help") from None
+    except ConfigError:
+        _check_flags(argv, schema)  # a misspelt flag explains why another one is missing
+        raise
+    _check_flags(flags, schema)
     if role != "controller" and role_of(known.name) != role:
-        raise ConfigError(f"--name {known.name} is no name of a {role}; write {role}-NUMBER, for example {role}-0")
+        raise ConfigError(f"--name {known.name} is not the name of a {role}; write {role}-NUMBER, such as {role}-0")
     return ServiceArguments(
         name=role if role == "controller" else known.name,
         configs=tuple(known.config),
@@ -107,10 +98,52 @@ def parse_arguments(role: str, argv: Sequence[str], schema: type[BaseModel]) -> 
     )
 
 
+class _ArgumentParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _parser(role: str, schema: type[BaseModel] | None) -> argparse.ArgumentParser:
+    """Return the parser of a service's own flags; its help lists the settings of `schema`.
+
+    argparse, not the library of the `starling` command: that would make every start of a process slower.
+    """
+    example = f"starling-{role} --config recipe.toml --dir runs/mine"
+    example += "" if role == "controller" else f" --name {role}-0 --controller tcp://10.0.0.1:5555"
+    parser = _ArgumentParser(
+        prog=f"starling {role}",
+        usage=f"starling {role} [OPTIONS] [--SECTION.KEY VALUE ...]",
+        description=f"Run the {role} service.",
+        epilog="" if schema is None else f"{settings_help(schema)}\n\nexample:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    files = parser.add_argument_group("files")
+    files.add_argument("--config", action="append", type=Path, default=[], metavar="FILE", help="TOML file; may repeat")
+    files.add_argument("--dir", type=Path, default=Path("."), help="the run's folder (keys/, logs, results)")
+    files.add_argument("--key", type=Path, metavar="FILE", help="key file; default: <dir>/keys/<name>.json")
+    if role != "controller":
+        connection = parser.add_argument_group("connection")
+        connection.add_argument("--name", default=f"{role}-0", help=f"name of this replica; default: {role}-0")
+        connection.add_argument("--controller", required=True, metavar="ADDRESS", help="required: tcp://host:port")
+    return parser
+
+
+def _check_flags(flags: Sequence[str], schema: type[BaseModel]) -> None:
+    """Raise ConfigError for a flag that is neither the service's nor a setting, and like one of the service's."""
+    for flag in (flag.partition("=")[0] for flag in flags if flag.startswith("--")):
+        if flag in OWN_FLAGS or "." in flag:
+            continue
+        like = nearest(flag, OWN_FLAGS, cutoff=0.75)
+        names = {setting.key.rpartition(".")[2] for setting in iter_settings(schema)}
+        if like is not None and flag[2:].replace("-", "_") not in names:
+            raise ConfigError(f"unknown flag {flag}; did you mean {like}?")
+
+
 def link_settings(arguments: ServiceArguments, settings: ServiceSettings) -> LinkSettings:
-    """Return whom a replica calls."""
+    """Return how a replica reaches its controller. Raises ConfigError."""
     if not arguments.controller.startswith("tcp://"):
-        raise ConfigError(f"--controller {arguments.controller} is no address; write tcp://host:port")
+        raise ConfigError(f"--controller {arguments.controller} is not an address; write tcp://host:port")
     return LinkSettings(
         name=arguments.name,
         run=settings.run.id,
@@ -122,11 +155,18 @@ def link_settings(arguments: ServiceArguments, settings: ServiceSettings) -> Lin
 
 
 def check_model_folder(path: str, *, weights: bool, key: str = "model.path", may_draw: bool = True) -> Path:
-    """Return the folder of the model at `path`, which the setting `key` names.
+    """Return the model folder at `path`, the value of the setting `key`.
 
-    Raises ConfigError unless it is one, with weights where `weights`; `may_draw`: a policy could draw them instead.
+    Called before the import of torch and transformers, which takes seconds that a wrong path must not cost.
 
-    Asked before torch and transformers are imported, which takes seconds that a wrong path must not cost.
+    Args:
+        path: a Hugging Face model folder.
+        weights: whether it must hold weights.
+        key: named in errors.
+        may_draw: whether a policy could initialise the weights at random instead.
+
+    Raises:
+        ConfigError: it is not a model folder, or has no weights.
     """
     remedy = "give the path of a Hugging Face model folder"
     if not path:
@@ -149,30 +189,35 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def help_of(schema: type[BaseModel]) -> str:
-    """Return the settings below `schema`, one paragraph each."""
-    lines = ["settings (in TOML, as STARLING_SECTION__KEY in the environment, or as flags):"]
-    for key, kind, default, text in iter_settings(schema):
-        section, of_a_list, name = key.rpartition("[].")
-        flag = f"[[{section}]] {name}" if of_a_list else f"--{key.replace('_', '-')}"
-        lines.append(f"  {flag} {kind} ({default if default == 'required' else f'default {default}'})")
-        lines += [f"      {line}".rstrip() for line in text.splitlines()]
+def settings_help(schema: type[BaseModel]) -> str:
+    """Return the settings below `schema` by section, one paragraph each."""
+    lines, last = ["settings (in TOML, as STARLING_SECTION__KEY in the environment, or as flags):"], ""
+    for setting in iter_settings(schema):
+        section, of_a_list, name = setting.key.rpartition("[].")
+        if (top := setting.key.partition(".")[0]) != last:
+            last = top
+            lines += ["", f"[{top}]"]
+        flag = f"[[{section}]] {name}" if of_a_list else f"--{setting.key.replace('_', '-')}"
+        default = "required" if setting.default == "required" else f"default {setting.default}"
+        lines.append(f"  {flag} {setting.type} ({default})")
+        lines += [f"      {line}".rstrip() for line in setting.text.splitlines()]
     return "\n".join(lines)
 
 
 def process_name(role: str, argv: Sequence[str]) -> str:
-    """Return the name that a service's command line gives it, before that is parsed."""
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
-        if flag == "--name" and value:
+    """Return the name in a service's command line, before that is parsed."""
+    for flag, following in zip(argv, [*argv[1:], ""], strict=False):
+        name, equals, value = flag.partition("=")
+        if name == "--name" and (value := value if equals else following):
             return value
     return f"{role}-0"
 
 
 class Shell(Protocol):
-    """The hands of a service: what is left of it when its settings are known."""
+    """The part of a service that acts; made once the settings are known."""
 
     def run(self, stop: StopSignal) -> None:
-        """Serve until the run is over, or `stop` is set."""
+        """Serve until the run ends or `stop` is set."""
 
 
 def serve(
@@ -181,9 +226,9 @@ def serve(
     make_shell: Callable[[S, ServiceArguments], Shell],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Be the service `role`: read the command line and the settings, then run. Returns the exit code.
+    """Run the service `role`: read the command line and the settings, then serve. Returns the exit code.
 
-    A replica that is told to stop before it is ready, which may take minutes, leaves at once.
+    A replica that receives a stop signal before it is ready, which may take minutes, exits at once.
     """
     stop = StopSignal(None if role == "controller" else STOP_S)
     given = sys.argv[1:] if argv is None else argv
