@@ -82,7 +82,7 @@ def one_of_two_rollouts(folder: Path) -> None:
         command.until(lambda: len(trained(folder)) >= 8, "two steps of reinforcement")
         command.titled("rollout-1").kill()
         assert command.wait() == 0, command.story()
-    assert "rollout-1 was killed by SIGKILL; the others take over what it had" in command.output
+    assert "rollout-1 was killed by SIGKILL; the others take over its work" in command.output
     assert "rollout-1" in [line["replica"] for line in metrics(folder, "left")]
     is_whole(folder, num_steps=15)
 
@@ -94,7 +94,7 @@ def each_role_in_turn(folder: Path) -> None:
         for name in ("policy-0", "controller", "rollout-0", "reward-0"):
             made, process = num_steps(folder), command.titled(name)
             process.kill()
-            command.until_said(f"{name} was killed by SIGKILL; it is started again in 0.5 s (1 of 3 times)")
+            command.until_said(f"{name} was killed by SIGKILL; restarting it in 0.5 s (1 of 3 times)")
             command.until(lambda made=made: num_steps(folder) >= made + 5, f"five steps after the death of {name}")
             assert command.titled(name).pid != process.pid
         assert command.wait() == 0, command.story()

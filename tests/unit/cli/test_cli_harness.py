@@ -86,11 +86,11 @@ def test_the_newest_results_are_read_with_their_samples(tmp_path: Path) -> None:
 
 def test_what_a_harness_cannot_be_asked() -> None:
     assert harness_tasks("gsm8k:test.jsonl") == harness_tasks(None) == ()
-    with pytest.raises(ConfigError, match=r"--tasks names 'b\.jsonl' beside tasks of lm-eval"):
+    with pytest.raises(ConfigError, match=r"--tasks names 'b\.jsonl' together with tasks of lm-eval"):
         harness_tasks("lm-eval:a,b.jsonl")
     check_alone(None, 4, 1)
     check_alone(4, 4, 1)
-    with pytest.raises(ConfigError, match="--num-gpus 8: lm-eval asks one instance, which has --tp-size 4 GPUs"):
+    with pytest.raises(ConfigError, match="--num-gpus 8: lm-eval uses one instance, which has --tp-size 4 GPUs"):
         check_alone(8, 4, 1)
-    with pytest.raises(ConfigError, match="--num-completions 4: a task of lm-eval says itself how often"):
+    with pytest.raises(ConfigError, match="--num-completions 4: a task of lm-eval sets that itself"):
         check_alone(None, 1, 4)

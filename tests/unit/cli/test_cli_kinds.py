@@ -59,7 +59,7 @@ SCORERS = {"scorers": [{"name": "exact_match"}]}
 def test_a_run_with_a_teacher_starts_one_and_needs_no_scorers() -> None:
     alone = recipe("rl", teacher={"path": "big", "top_k": 4})
     assert alone.replicas == {"policy": 1, "rollout": 1, "reward": 0, "teacher": 1}
-    assert "teachers: 1; for each completion one tells its 4 likeliest tokens at each place" in describe_arithmetic(
+    assert "teachers: 1; each completion is scored by one: the 4 likeliest tokens at each place" in describe_arithmetic(
         alone
     )
     both = recipe("rl", teacher={"path": "big"}, reward=SCORERS, launch={"num_teachers": 2, "num_rewards": 3})

@@ -65,7 +65,7 @@ def test_a_run_goes_on_from_a_state_of_its_kind(tmp_path: Path, kind: str, of: T
     ("kind", "of"), [("sft", "rl"), ("sft", "dpo"), ("rl", "dpo"), ("dpo", "sft"), ("dpo", "reward_model")]
 )
 def test_a_state_of_another_kind_of_run_is_refused(tmp_path: Path, kind: str, of: TrainerKind) -> None:
-    with pytest.raises(ConfigError, match=f"its last step was one of {of}, and the recipe has run.kind = '{kind}'; "):
+    with pytest.raises(ConfigError, match=f"its last step was of kind {of}, and the recipe has run.kind = '{kind}'; "):
         start_from_state(recipe(kind), write_state(tmp_path, of, 3))
 
 
@@ -81,5 +81,5 @@ def test_a_state_of_another_kind_of_run_is_refused(tmp_path: Path, kind: str, of
 def test_a_state_of_the_last_step_is_refused_with_the_setting_to_raise(
     tmp_path: Path, kind: TrainerKind, remedy: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"it is of version 4, and the recipe ends with version 4; raise {remedy}$"):
+    with pytest.raises(ConfigError, match=f"it has version 4, and the recipe ends with version 4; raise {remedy}$"):
         start_from_state(recipe(kind), write_state(tmp_path, kind, 4))

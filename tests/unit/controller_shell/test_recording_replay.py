@@ -156,8 +156,8 @@ def test_the_state_is_printed_in_words(folder: Path, capsys: pytest.CaptureFixtu
         "after 3 events",
         "more events follow",
         "phase sft, version 0 of 3",
-        "waits for: the policy to train step 1",
-        "policy-0 said hello: a policy with version 0",
+        "waiting for: the policy to train step 1",
+        "policy-0 sent hello: a policy with version 0",
     ):
         assert words in shown
 
@@ -192,12 +192,12 @@ def test_events_are_said_in_words() -> None:
     held = wire.HeldLease(lease="generate:t3:1.4", phase="working")
     beat = wire.Heartbeat(leases=(held,), version=2)
     assert describe_event(Received(1.0, "rollout-0", 1, beat)) == (
-        "rollout-0 said heartbeat: version 2, holding generate:t3:1.4 working"
+        "rollout-0 sent heartbeat: version 2, holding generate:t3:1.4 working"
     )
     trained = wire.StepTrained(lease="train:4:1.9", step=4, metrics={})
-    assert describe_event(Received(1.0, "policy-0", 1, trained)) == "policy-0 said step_trained train:4:1.9"
+    assert describe_event(Received(1.0, "policy-0", 1, trained)) == "policy-0 sent step_trained train:4:1.9"
     assert describe_event(ReplicaDisconnected(1.0, "rollout-1")) == "the connection of rollout-1 closed"
-    assert describe_event(StopRequested(1.0, "SIGTERM")) == "a stop was asked for: SIGTERM"
+    assert describe_event(StopRequested(1.0, "SIGTERM")) == "a stop was requested: SIGTERM"
     kept = JournalEntry(RewardsStored(key="t0", rewards=()))
     assert describe_event(Fetched(1.0, 5, (kept,))) == "1 records of step 5 were read"
     assert describe_event(Stored(1.0, 5)) == "the groups of step 5 are in a file"

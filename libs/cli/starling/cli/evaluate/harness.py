@@ -1,13 +1,13 @@
-"""`starling evaluate --tasks lm-eval:TASK`: a harness of others asks the endpoint of a model that is served for it.
+"""Evaluation with lm-eval (`starling evaluate --tasks lm-eval:TASK`): a served model, and the harness as its client.
 
-The run is one of kind `serve` with one instance. The harness is a process of it; when it has ended well, the run is
-over, and its results are told in our own files.
+The run is of kind `serve` with one instance. The harness is one of its processes; the run ends with it, and its results
+are converted to the format of the other evaluations.
 
 | file | holds |
 |---|---|
-| `lm-eval/` | what the harness writes itself |
+| `lm-eval/` | the files of the harness |
 | `summary.json` | the harness with its version; for each task its prompts, and each metric's value and standard error |
-| `answers.jsonl` | one line for each prompt: what was said, or the choices with their log-probabilities |
+| `answers.jsonl` | one line for each prompt: the completions, or the choices with their log-probabilities |
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ PREFIX: Final = "lm-eval:"
 MODULE: Final = "lm_eval"
 FOLDER: Final = "lm-eval"
 NUM_CONCURRENT: Final = 64
-"""Requests that the harness has under way; the engine batches them."""
+"""Concurrent requests of the harness; the engine batches them."""
 ANSWER_S: Final = 5.0
 DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Past any proxy of the environment: it would be told the key, and could not reach this machine's own address."""
+"""Bypasses any proxy of the environment: it would see the key, and cannot reach this machine's own address."""
 
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    """What the harness is to do, as the command line says it."""
+    """Options of the harness from the command line."""
 
     tasks: tuple[str, ...]
-    """Names that the harness knows, or YAML files."""
+    """Names of the harness's tasks, or YAML files."""
     model: str
-    """The model's folder, where its tokenizer is."""
+    """The model's folder, for its tokenizer."""
     limit: int = 0
     plain: bool = False
     system: str = ""
     temperature: float = 0.0
     max_tokens: int = 1024
-    """Where a task says none."""
+    """For tasks without a limit of their own."""
     seed: int = 0
 
 
 def harness_tasks(tasks: str | None) -> tuple[str, ...]:
-    """Return the harness's tasks among those of the command line; none where all are ours.
+    """Return the tasks of the harness in the command line's list; empty when all are Starling's.
 
     Raises:
         ConfigError: there are both, or the harness is not installed.
@@ -72,14 +72,14 @@ def harness_tasks(tasks: str | None) -> tuple[str, ...]:
         return ()
     if len(found) < len(names):
         other = next(name for name in names if not name.startswith(PREFIX))
-        raise ConfigError(f"--tasks names {other!r} beside tasks of lm-eval; evaluate those by a command of their own")
+        raise ConfigError(f"--tasks names {other!r} together with tasks of lm-eval; use a separate command")
     if importlib.util.find_spec(MODULE) is None:
         raise ConfigError("lm-eval is not installed here; install starling-cli[lm-eval]")
     return found
 
 
 class HarnessRun(Supervisor):
-    """Serves a model until the harness has asked it all."""
+    """Serves a model until the harness has finished."""
 
     def __init__(self, recipe: Recipe, attempt: Attempt, asked: HarnessOptions) -> None:
         """Prepare; nothing is started yet."""
@@ -87,7 +87,7 @@ class HarnessRun(Supervisor):
         self._asked = asked
         self._harness: ServiceProcess | None = None
         self.complete = False
-        """Whether the harness came to its end."""
+        """Whether the harness has finished."""
 
     def on_poll(self) -> None:
         """Start the harness when the model is served, and end the run with it."""
@@ -99,12 +99,12 @@ class HarnessRun(Supervisor):
                 self._harness = self.children.start("harness", "harness", arguments, module=MODULE, environment=key)
         elif self._harness.code == 0 and not self.complete:
             self.complete = True
-            if not self.stopping:  # a second time would kill
+            if not self.stopping:  # a second call would kill
                 self.stop()
 
 
 def run_harness(recipe: Recipe, attempt: Attempt, asked: HarnessOptions) -> int:
-    """Serve, evaluate, and tell what came of it. Returns the exit code. Raises RunFailedError."""
+    """Serve, evaluate and report. Returns the exit code. Raises ProcessFailedError."""
     run = HarnessRun(recipe, attempt, asked)
     try:
         run.run()
@@ -112,7 +112,7 @@ def run_harness(recipe: Recipe, attempt: Attempt, asked: HarnessOptions) -> int:
         print(f"starling: {error}", file=sys.stderr)
         return 130
     if not run.complete:
-        print("stopped before lm-eval had come to its end: it begins anew, there is nothing to resume")
+        print("stopped before lm-eval had finished: it cannot be resumed, start it again")
         return 130
     results, samples = read_results(attempt.folder / FOLDER)
     found = summary(results)
@@ -126,14 +126,14 @@ def run_harness(recipe: Recipe, attempt: Attempt, asked: HarnessOptions) -> int:
 
 
 def served_model(folder: Path) -> dict[str, Any] | None:
-    """Return where the model of the run in `folder` is served, and the most tokens of a sequence; None before it is."""
+    """Return address, key and `max_model_len` of the served model of the run in `folder`; None before it is served."""
     try:
         address: dict[str, Any] = json.loads((folder / "api" / "rollout-0.json").read_text())
         request = urllib.request.Request(f"{address['base_url']}/models")
         request.add_header("Authorization", f"Bearer {address['api_key']}")
         with DIRECT.open(request, timeout=ANSWER_S) as reply:
             told = json.loads(reply.read())["data"][0]["starling"]
-    except (OSError, http.client.HTTPException):  # not there yet, or it went in the middle of an answer
+    except (OSError, http.client.HTTPException):  # not listening yet, or it exited during the reply
         return None
     return {**address, "max_model_len": told["max_model_len"]} if told["version"] >= 0 else None
 
@@ -147,7 +147,7 @@ def _arguments(asked: HarnessOptions, attempt: Attempt, served: dict[str, Any]) 
         "tokenizer_backend": "huggingface",
         "tokenizer": absolute(asked.model),
         "max_length": served["max_model_len"],
-        # Of this much the context of a prompt is shortened.
+        # The harness shortens a prompt by this number of tokens.
         "max_gen_toks": min(asked.max_tokens, served["max_model_len"] // 2),
         "timeout": 3600,
         "seed": asked.seed,
@@ -163,10 +163,10 @@ def _arguments(asked: HarnessOptions, attempt: Attempt, served: dict[str, Any]) 
 
 
 def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Return what the harness has written: its results, and the samples of each task.
+    """Return the results that the harness has written, and the samples of each task.
 
     Raises:
-        ConfigError: it has written none.
+        ConfigError: there are none.
     """
     files = sorted(folder.rglob("results_*.json"))
     if not files:
@@ -182,7 +182,7 @@ def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, list[dict[str,
 
 
 def summary(results: dict[str, Any]) -> dict[str, Any]:
-    """Return the harness's results as ours are written."""
+    """Return the harness's results in the format of summary.json."""
     tasks = {}
     for task, told in results["results"].items():
         num = results.get("n-samples", {}).get(task, {}).get("effective")
@@ -191,7 +191,7 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(told: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return each metric's value and standard error; one behind a filter is ``metric/filter``."""
+    """Return each metric's value and standard error; after a filter its name is ``metric/filter``."""
     found: dict[str, dict[str, float | None]] = {}
     for key, value in told.items():
         metric, comma, kind = key.partition(",")
@@ -205,7 +205,7 @@ def _metrics(told: dict[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def answer(task: str, sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample of the harness's as a line of the answers."""
+    """Return a sample of the harness as a line of answers.jsonl."""
     asked = [list(arguments.values()) for arguments in sample["arguments"].values()]
     line: dict[str, Any] = {"id": f"{task}/{sample['doc_id']}", "task": task, "text": asked[0][0]}
     if sample["filter"] != "none":
@@ -239,10 +239,10 @@ def table_of(found: dict[str, Any]) -> Table:
 
 
 def check_alone(num_gpus: int | None, tp_size: int, num_completions: int) -> None:
-    """Raise ConfigError for what a harness cannot do: it knows one instance, and decides how often it asks."""
+    """Raise ConfigError for options that the harness lacks: it has one instance, and its tasks set the completions."""
     if num_gpus not in (None, tp_size):
         raise ConfigError(
-            f"--num-gpus {num_gpus}: lm-eval asks one instance, which has --tp-size {tp_size} GPUs; leave it out"
+            f"--num-gpus {num_gpus}: lm-eval uses one instance, which has --tp-size {tp_size} GPUs; leave it out"
         )
     if num_completions != 1:
-        raise ConfigError(f"--num-completions {num_completions}: a task of lm-eval says itself how often; leave it out")
+        raise ConfigError(f"--num-completions {num_completions}: a task of lm-eval sets that itself; leave it out")

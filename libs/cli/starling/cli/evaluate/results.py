@@ -1,7 +1,7 @@
-"""What a run without a policy leaves: one line for each prompt, in the order of prompts, and figures of each task.
+"""Results of a run without a policy: one line for each prompt, in the order of prompts, and figures of each task.
 
-Both follow from the files of the run alone, and nothing in them tells who answered what or when: any number of
-instances, and any number of deaths on the way, lead to the same bytes as long as they sample the same tokens.
+Both are computed from the files of the run alone, without the replica or the time of an answer: any number of instances
+and restarts leads to the same bytes as long as they sample the same tokens.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ SUMMARY = "summary.json"
 
 
 def stored_groups(attempt: Attempt) -> Iterator[StoredGroup]:
-    """Yield what the run has written, in the order of prompts. Raises ConfigError."""
+    """Yield the groups in the run's files, in the order of prompts. Raises ConfigError."""
     folder = attempt.folder / FOLDER
     for line in read_index(folder):
         yield from read_file(folder, line)
 
 
 def finish_answering(recipe: Recipe, attempt: Attempt, out: Path | None) -> int:
-    """Say what came of a run that answers prompts: all of it, or that it was stopped. Returns the exit code."""
+    """Report a run that answers prompts, complete or stopped. Returns the exit code."""
     index = read_index(attempt.folder / FOLDER) if (attempt.folder / FOLDER / INDEX).exists() else []
     answered, wanted = sum(line.num_groups for line in index), len(prompts_to_answer(recipe))
     if answered < wanted:
         print(
             f"stopped with {answered} of {wanted} prompts in files; `starling {recipe.run.kind} --resume "
-            f"{short_path(attempt.folder)}` goes on"
+            f"{short_path(attempt.folder)}` resumes it"
         )
         return 130
     conclude(attempt, Console(), out, is_scored=recipe.kind.is_scored)
@@ -51,7 +51,7 @@ def finish_answering(recipe: Recipe, attempt: Attempt, out: Path | None) -> int:
 
 
 def conclude(attempt: Attempt, console: Console, out: Path | None = None, *, is_scored: bool) -> None:
-    """Write answers and figures of a run that is complete, and print them; `out`: the answers go there too."""
+    """Write and print answers and figures of a complete run; `out`: a second file for the answers."""
     groups = list(stored_groups(attempt))
     path = attempt.folder / ANSWERS
     lines = [json.dumps(answer(group, is_scored=is_scored), ensure_ascii=False) + "\n" for group in groups]
@@ -65,12 +65,12 @@ def conclude(attempt: Attempt, console: Console, out: Path | None = None, *, is_
         write_whole(attempt.folder / SUMMARY, json.dumps(found, indent=1) + "\n")
         console.print(table_of(found))
     failed = sum(not group.trajectories for group in groups)
-    told = f", {failed} without any" if failed else ""
-    console.print(f"answers to {len(groups)} prompts{told}: {short_path(out or path)}", highlight=False)
+    unanswered = f", {failed} without any" if failed else ""
+    console.print(f"answers to {len(groups)} prompts{unanswered}: {short_path(out or path)}", highlight=False)
 
 
 def answer(group: StoredGroup, *, is_scored: bool) -> dict[str, Any]:
-    """Return a group as a line of the answers has it."""
+    """Return a group as a line of answers.jsonl."""
     prompt = group.prompt
     line: dict[str, Any] = {"id": prompt.id}
     if prompt.messages:
@@ -93,16 +93,16 @@ def _indices(group: StoredGroup) -> range:
 
 def _completion(group: StoredGroup, index: int, *, scored: bool) -> dict[str, Any]:
     trajectory = group.trajectories[index]
-    told: dict[str, Any] = {
+    completion: dict[str, Any] = {
         "text": trajectory.text,
         "status": str(trajectory.status),
         "num_tokens": trajectory.num_tokens,
     }
     if scored:
-        told["reward"] = group.rewards[index]
+        completion["reward"] = group.rewards[index]
         scores = {name: values[index] for name, values in group.components.items()}
-        told["scores"] = {name: value for name, value in scores.items() if value is not None}
-    return told
+        completion["scores"] = {name: value for name, value in scores.items() if value is not None}
+    return completion
 
 
 def summary(groups: Sequence[StoredGroup]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def table_of(found: dict[str, Any]) -> Table:
 
 
 def check_free(path: Path) -> None:
-    """Raise ConfigError when `path` is there, and is no empty folder: nothing is written over."""
+    """Raise ConfigError when `path` exists and is not an empty folder: nothing is overwritten."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ConfigError(f"{path} exists; give another --out, or --resume the folder of a run that is not complete")
     if not path.absolute().parent.is_dir():
@@ -159,7 +159,7 @@ def check_free(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of which nobody finds a part."""
+    """Write a file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     os.replace(partial, path)

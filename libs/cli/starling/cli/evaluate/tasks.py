@@ -1,4 +1,4 @@
-"""What is evaluated, as `starling evaluate --tasks` names it: a dataset and how its answers are judged.
+"""Evaluation tasks, as `starling evaluate --tasks` names them: a dataset and the scorers of its answers.
 
 | name | rows | scorer |
 |---|---|---|
@@ -24,7 +24,7 @@ from starling.common.errors import ConfigError
 GYM = "reasoning_gym:"
 KNOWN = ("gsm8k", "math", "reasoning_gym")
 GYM_ROWS = 100
-"""Rows that a generated task has where no limit is given."""
+"""Rows of a generated task without a limit."""
 SUFFIXES = (".jsonl", ".parquet", ".toml")
 
 
@@ -39,30 +39,30 @@ class EvaluationTask:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What the command line says of all tasks."""
+    """Options of the command line for all tasks."""
 
     limit: int = 0
-    """Most prompts of each; 0 for all."""
+    """Most prompts of each task; 0 for all."""
     scorer: str = "exact_match"
-    """Of a dataset that has none of its own."""
+    """Scorer of a dataset without one of its own."""
     plain: bool = False
     """Prompts are plain text, not turns of a conversation."""
     system: str = ""
     """System message of each conversation."""
 
 
-def find_tasks(names: Sequence[str], ways: TaskOptions) -> list[EvaluationTask]:
-    """Return the tasks of these names, told apart. Raises ConfigError for what is none."""
+def find_tasks(names: Sequence[str], options: TaskOptions) -> list[EvaluationTask]:
+    """Return the tasks of these names, with unique names. Raises ConfigError for an unknown one."""
     tasks: list[EvaluationTask] = []
     for name in names:
-        task = _find(name, ways)
+        task = _find(name, options)
         twins = sum(other.name.partition("#")[0] == task.name for other in tasks)
         tasks.append(EvaluationTask(f"{task.name}#{twins + 1}", task.data, task.scorers) if twins else task)
     return tasks
 
 
 def scorers_of(tasks: Sequence[EvaluationTask]) -> list[dict[str, Any]]:
-    """Return the scorers of all tasks, each for its own prompts alone, under a label of its own."""
+    """Return the scorers of all tasks, each restricted to its task and with a label of its own."""
     if len(tasks) == 1:
         return [dict(scorer) for scorer in tasks[0].scorers]
     return [
@@ -73,26 +73,28 @@ def scorers_of(tasks: Sequence[EvaluationTask]) -> list[dict[str, Any]]:
 
 
 def absolute(path: str) -> str:
-    """Return the path of something that is there so that a run can be taken up from any folder; else what it says."""
+    """Return `path` as absolute if it exists, so that a run can be resumed from any folder; else unchanged."""
     return str(Path(path).absolute()) if path and Path(path).exists() else path
 
 
-def _find(name: str, ways: TaskOptions) -> EvaluationTask:
+def _find(name: str, options: TaskOptions) -> EvaluationTask:
     kind, colon, rest = name.partition(":")
     if name.startswith(GYM):
-        data = {"source": name, "size": ways.limit or GYM_ROWS}
-        return EvaluationTask(rest, _worded(data, ways), ({"name": name},))
+        data = {"source": name, "size": options.limit or GYM_ROWS}
+        return EvaluationTask(rest, _with_options(data, options), ({"name": name},))
     if colon and kind in ("gsm8k", "math"):
         columns = {"prompt_column": "question", "reference_column": "answer"}
         if kind == "math":
             columns = {"prompt_column": "problem", "reference_column": _reference_of_math(Path(rest))}
-        return EvaluationTask(kind, _worded({"source": rest, **columns}, ways), ({"name": kind},))
+        return EvaluationTask(kind, _with_options({"source": rest, **columns}, options), ({"name": kind},))
     if Path(name).suffix == ".toml":
-        return _of_file(Path(name), ways)
+        return _of_file(Path(name), options)
     if not colon and Path(name).suffix not in SUFFIXES:
         raise ConfigError(_unknown(name))
     title = Path(name).stem if Path(name).suffix in SUFFIXES else rest
-    return EvaluationTask(title.rpartition("/")[2] or name, _worded({"source": name}, ways), ({"name": ways.scorer},))
+    return EvaluationTask(
+        title.rpartition("/")[2] or name, _with_options({"source": name}, options), ({"name": options.scorer},)
+    )
 
 
 def _unknown(name: str) -> str:
@@ -104,31 +106,31 @@ def _unknown(name: str) -> str:
     return f"there is no task {name!r}; {hint}"
 
 
-def _worded(data: dict[str, Any], ways: TaskOptions) -> dict[str, Any]:
-    """Return `data` with what is said of all tasks."""
+def _with_options(data: dict[str, Any], options: TaskOptions) -> dict[str, Any]:
+    """Return `data` with the options of all tasks."""
     data = {**data, "source": absolute(str(data.get("source", "")))}
-    if ways.limit:
-        data["limit"] = ways.limit
-    if ways.plain:
+    if options.limit:
+        data["limit"] = options.limit
+    if options.plain:
         data["format"] = "{" + data.get("prompt_column", "question") + "}"
-    if ways.system:
-        data["system"] = ways.system
+    if options.system:
+        data["system"] = options.system
     return data
 
 
 def _reference_of_math(path: Path) -> str:
-    """Return the column of the answer: the answer itself where the rows have it, else the whole solution."""
+    """Return the column of the reference: `answer` if the rows have it, else `solution`."""
     if path.suffix != ".jsonl" or not path.is_file():
         return "answer"
     with path.open() as lines:
         try:
             first = json.loads(next(lines, "{}"))
         except ValueError:
-            return "answer"  # whoever reads the file says which line it is
+            return "answer"  # the loader of the file reports the line
     return "solution" if isinstance(first, dict) and "answer" not in first and "solution" in first else "answer"
 
 
-def _of_file(path: Path, ways: TaskOptions) -> EvaluationTask:
+def _of_file(path: Path, options: TaskOptions) -> EvaluationTask:
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:
@@ -140,5 +142,5 @@ def _of_file(path: Path, ways: TaskOptions) -> EvaluationTask:
     unknown = tree.keys() - {"name", "data", "scorers"}
     if unknown:
         raise ConfigError(f"the task {path} has {min(unknown)!r}; a task has name, [data] and [[scorers]]")
-    scorers = tuple(tree.get("scorers", ())) or ({"name": ways.scorer},)
-    return EvaluationTask(str(tree.get("name", path.stem)), _worded(tree["data"], ways), scorers)
+    scorers = tuple(tree.get("scorers", ())) or ({"name": options.scorer},)
+    return EvaluationTask(str(tree.get("name", path.stem)), _with_options(tree["data"], options), scorers)

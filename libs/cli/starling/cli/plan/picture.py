@@ -1,4 +1,4 @@
-"""The picture of a plan: who sends what to whom. Few pairs are lines, many are a table of shades."""
+"""Picture of a plan: bytes from each sender to each receiver, as lines for few pairs, as a heat map for many."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from starling.weightsync.plan.layout import Place
 from starling.weightsync.plan.planner import Plan
 
 MAX_RANKS: Final = 32
-"""Where there are more ranks, their hosts are drawn instead."""
+"""With more ranks, hosts are drawn instead."""
 MAX_LINES: Final = 64
 MAX_LABELS: Final = 48
-"""Where there are more nodes, only every so manyth is named."""
+"""With more nodes, only some of them are labelled."""
 BLUE: Final = "#3b6fb6"
 
 
@@ -77,7 +77,7 @@ def _flow(
 
 
 def _draw_lines(axes: Any, senders: Sequence[str], receivers: Sequence[str], flow: Ints) -> None:
-    """Draw senders on the left, receivers on the right, and a line for each pair, as wide as it has bytes."""
+    """Draw senders on the left, receivers on the right, and a line for each pair, wider for more bytes."""
     sides = [np.linspace(1, 0, len(names)) if len(names) > 1 else np.array([0.5]) for names in (senders, receivers)]
     most = max(int(flow.max(initial=0)), 1)
     for a, b in zip(*np.nonzero(flow), strict=True):
@@ -92,7 +92,7 @@ def _draw_lines(axes: Any, senders: Sequence[str], receivers: Sequence[str], flo
 
 
 def _draw_shades(axes: Any, senders: Sequence[str], receivers: Sequence[str], flow: Ints) -> None:
-    """Draw a table: a row for each sender, a column for each receiver, the darker the more bytes."""
+    """Draw a heat map: a row for each sender, a column for each receiver, darker for more bytes."""
     image = axes.imshow(np.where(flow, flow / 1e9, np.nan), cmap="viridis_r", aspect="auto", interpolation="nearest")
     axes.figure.colorbar(image, ax=axes, label="GB")
     for names, place in ((senders, axes.set_yticks), (receivers, axes.set_xticks)):
@@ -104,7 +104,7 @@ def _draw_shades(axes: Any, senders: Sequence[str], receivers: Sequence[str], fl
 
 
 def _nodes(places: Sequence[Place]) -> tuple[list[str], list[int]]:
-    """Return the names of the nodes to draw, and which of them each rank is."""
+    """Return the names of the nodes to draw, and the node of each rank."""
     if len(places) <= MAX_RANKS or not all(place.host for place in places):
         names = [f"{rank}: {p.host} {p.device}" if p.host else f"rank {rank}" for rank, p in enumerate(places)]
         return names, list(range(len(places)))

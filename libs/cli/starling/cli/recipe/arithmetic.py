@@ -1,4 +1,4 @@
-"""The arithmetic of a step, in words, and what makes it: printed before anything is started."""
+"""Sizes of a run in words, printed by `starling run --dry-run`: what a step consists of, and how it is computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def describe_arithmetic(recipe: Recipe) -> list[str]:
-    """Return one line for each product that decides the size of a step, and each choice that decides what it does.
+    """Return one line for each product that sets the size of a step, and for each choice of the algorithm.
 
     Raises:
         ConfigError: there is no such algorithm or option of it, or no such model.
@@ -33,22 +33,22 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         total = steps.num_steps * steps.examples_per_step
         lines.append(f"{kind}: {steps.num_steps} steps x {steps.examples_per_step} {what} = {total} {what}")
     if recipe.sft.num_steps and not recipe.kind.learns_from_pairs:
-        lines.append(_described(recipe.policy.sft.optimizer, " of the supervised steps"))
+        lines.append(_optimizer_line(recipe.policy.sft.optimizer, " of the supervised steps"))
     if recipe.kind.reads_trajectories:
         rl = recipe.rl
         num = rl.num_steps * rl.prompts_per_step
         lines.append(
             f"the run: {rl.num_steps} steps x {rl.prompts_per_step} groups = {num} groups of {recipe.data.source}"
         )
-        lines += [*_algorithm(recipe), _described(recipe.policy.optimizer)]
+        lines += [*_algorithm(recipe), _optimizer_line(recipe.policy.optimizer)]
     if recipe.kind.learns_from_rewards and recipe.rl.num_steps:
-        lines += [*_reinforcement(recipe), *_algorithm(recipe), _described(recipe.policy.optimizer)]
+        lines += [*_reinforcement(recipe), *_algorithm(recipe), _optimizer_line(recipe.policy.optimizer)]
     if recipe.kind.objective == "dpo":
         dpo = recipe.policy.dpo
         anchor = "the initial model as its reference" if dpo.use_reference else "no reference"
-        lines += [f"preferences: {dpo.loss}, beta = {dpo.beta:g}, {anchor}", _described(dpo.optimizer)]
+        lines += [f"preferences: {dpo.loss}, beta = {dpo.beta:g}, {anchor}", _optimizer_line(dpo.optimizer)]
     if recipe.kind.objective == "reward_model":
-        lines.append(_described(recipe.policy.reward_model.optimizer))
+        lines.append(_optimizer_line(recipe.policy.reward_model.optimizer))
     lines.append(_trained(recipe))
     size = _size(recipe)
     travels = recipe.generates
@@ -66,7 +66,7 @@ def _size(recipe: Recipe) -> str:
 
 
 def _answering(recipe: Recipe) -> list[str]:
-    """Say what a run without a policy generates."""
+    """Return the size of a run without a policy."""
     rl, kind = recipe.rl, recipe.kind
     if kind.serves_requests:
         return ["the run: requests, until it is stopped"]
@@ -87,14 +87,14 @@ def _reinforcement(recipe: Recipe) -> list[str]:
     least = math.ceil(tokens / recipe.policy.tokens_per_microbatch)
     offered = recipe.launch.num_rollouts * recipe.rollout.num_slots
     filtered = [
-        "dynamic sampling: groups whose rewards are all equal are generated besides, until each step is full; at most "
+        "dynamic sampling: groups with equal rewards are replaced by further ones until each step is full; at most "
         f"{recipe.plan().max_filtered} in a row"
     ]
-    taught = []
+    teachers = []
     if recipe.teacher is not None:
         num, top_k = recipe.launch.num_teachers, recipe.teacher.top_k
-        told = f"its {top_k} likeliest tokens at each place" if top_k else "how likely each sampled token is"
-        taught = [f"teachers: {num}; for each completion one tells {told}"]
+        scores = f"the {top_k} likeliest tokens at each place" if top_k else "log-probabilities of the sampled tokens"
+        teachers = [f"teachers: {num}; each completion is scored by one: {scores}"]
     return [
         f"a step: {rl.prompts_per_step} prompts x {rl.group_size} completions = {sequences} sequences, "
         f"at most {tokens:,} sampled tokens",
@@ -104,21 +104,21 @@ def _reinforcement(recipe: Recipe) -> list[str]:
         "be generated at a time",
         f"the run: {rl.num_steps} steps x {rl.prompts_per_step} prompts = {rl.num_steps * rl.prompts_per_step} groups",
         *(filtered if rl.dynamic_sampling else []),
-        *taught,
+        *teachers,
     ]
 
 
 def _algorithm(recipe: Recipe) -> list[str]:
-    # Only for --dry-run: importing torch takes seconds.
+    # Imported here, as torch takes seconds, and only --dry-run needs it.
     from starling.policy.train.loss.objective import objective_of
 
     settings = recipe.policy.algorithm
     objective = objective_of(settings)
     options = defaults(objective.loss) | defaults(objective.advantage)
-    told = [f"{name} = {value}" for name, value in options.items()]
-    told += [f"aggregate = {objective.aggregate}", f"old = {objective.old}"]
+    choices = [f"{name} = {value}" for name, value in options.items()]
+    choices += [f"aggregate = {objective.aggregate}", f"old = {objective.old}"]
     if settings.kl_coefficient:
-        told.append(f"kl_coefficient = {settings.kl_coefficient:g} ({settings.kl_estimator})")
+        choices.append(f"kl_coefficient = {settings.kl_coefficient:g} ({settings.kl_estimator})")
     corrections = [
         f"{one.kind} ({one.level}) "
         + (f"from {one.low:g} to {one.high:g}" if one.kind == "mask" else f"at {one.high:g}")
@@ -126,14 +126,14 @@ def _algorithm(recipe: Recipe) -> list[str]:
     ]
     num_updates = settings.num_minibatches * settings.num_passes
     return [
-        f"algorithm: {settings.name}, {', '.join(told)}",
+        f"algorithm: {settings.name}, {', '.join(choices)}",
         f"corrections: {', '.join(corrections) or 'none'}",
         f"updates: {settings.num_passes} passes x {settings.num_minibatches} minibatches = {num_updates} a step",
     ]
 
 
-def _described(optimizer: OptimizerSettings, whose: str = "") -> str:
-    """Say of an optimizer how far it goes."""
+def _optimizer_line(optimizer: OptimizerSettings, whose: str = "") -> str:
+    """Return kind, learning rate and schedule of an optimizer."""
     schedule: str = optimizer.schedule
     if schedule == "wsd":
         schedule += f" over the last {optimizer.decay_steps} steps"
@@ -154,8 +154,8 @@ def _trained(recipe: Recipe) -> str:
 
 
 def num_parameters(recipe: Recipe) -> int:
-    """Count the parameters of the recipe's model without making them. Raises ConfigError for what is no model."""
-    # Only for --dry-run: importing torch takes seconds.
+    """Count the parameters of the recipe's model without allocating them. Raises ConfigError when it is not one."""
+    # Imported here, as torch takes seconds, and only --dry-run needs it.
     from starling.policy.train.model.load import count_parameters
 
     with tempfile.TemporaryDirectory() as made:
@@ -168,5 +168,5 @@ def num_parameters(recipe: Recipe) -> int:
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error).partition("\n")[0][:160]
             raise ConfigError(
-                f"{folder / 'config.json'} describes no causal language model ({reason} ...); give another model.path"
+                f"{folder / 'config.json'} is not of a causal language model ({reason} ...); give another model.path"
             ) from None

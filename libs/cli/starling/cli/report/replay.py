@@ -1,4 +1,4 @@
-"""`starling record` and `starling replay`: what a controller went through, as a file, and its state again."""
+"""Recordings of a controller: collected into a file, and replayed to the state after any event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from starling.controller.shell.status import MetricsHistory, snapshot
 
 NAME: Final = re.compile(r"events-(\d+)\.rec")
 LOG_BYTES: Final = 1 << 20
-"""Of the end of the controller's log."""
+"""Size of the part of the controller's log in a report: its end."""
 REPORT: Final = "crash-report.zip"
 
 
@@ -68,7 +68,7 @@ def print_replay(source: Path, incarnation: int | None, until: int | None, as_js
 
 
 def state_view(replayed: ReplayedController) -> dict[str, Any]:
-    """Return what is shown of a state, as JSON values."""
+    """Return the shown part of a replayed state, as JSON values."""
     state = replayed.controller.state
     seen = snapshot(state, MetricsHistory(0.0), replayed.now, 0)
     members = [
@@ -98,23 +98,23 @@ def state_view(replayed: ReplayedController) -> dict[str, Any]:
 
 
 def describe_event(event: Event) -> str:
-    """Say what happened."""
+    """Return an event in words."""
     match event:
         case Received(sender=sender, message=message):
-            return f"{sender} said {_said(message)}"
+            return f"{sender} sent {_describe_message(message)}"
         case Ticked():
             return "time passed"
         case ReplicaDisconnected(peer=peer):
             return f"the connection of {peer} closed"
         case StopRequested(reason=reason):
-            return f"a stop was asked for: {reason}"
+            return f"a stop was requested: {reason}"
         case Fetched(step=step, records=records):
             return f"{len(records)} records of step {step} were read"
         case Stored(step=step):
             return f"the groups of step {step} are in a file"
 
 
-def _said(message: Any) -> str:
+def _describe_message(message: Any) -> str:
     tag = message.__struct_config__.tag
     match message:
         case Hello(role=role, version=version):
@@ -140,7 +140,7 @@ def _show(view: dict[str, Any], console: Console) -> None:
     console.print(f"phase {view['phase']}, version {view['version']} of {view['last_step']}", markup=False)
     groups = ", ".join(f"{num} {state}" for state, num in view["groups"].items() if num) or "none"
     console.print(f"groups: {groups}", markup=False)
-    console.print(f"waits for: {view['waiting_for']}", markup=False)
+    console.print(f"waiting for: {view['waiting_for']}", markup=False)
     table = Table(title="members" if view["members"] else "no members", title_justify="left")
     for heading in ("name", "role", "version", "leases"):
         table.add_column(heading, justify="right" if heading == "version" else "left")
@@ -153,7 +153,7 @@ def _show(view: dict[str, Any], console: Console) -> None:
 
 
 def _find(path: Path, incarnation: int | None) -> RecordingPath:
-    """Return the recording that is meant. Raises ConfigError."""
+    """Return the recording at `path`. Raises ConfigError."""
     if path.is_dir():
         place: RecordingPath = _folder(path)
     elif zipfile.is_zipfile(path):
@@ -184,7 +184,7 @@ def _recordings(place: RecordingPath) -> dict[int, RecordingPath]:
 
 
 def _folder(path: Path) -> Path:
-    """Return the folder itself when it is that of an attempt, or of the newest attempt within. Raises ConfigError."""
+    """Return `path` when it is the folder of an attempt, else the newest attempt in it. Raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}; give the folder of a run, such as runs/quickstart")
     if any(NAME.fullmatch(file.name) for file in path.iterdir()):

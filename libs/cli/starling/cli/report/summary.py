@@ -1,4 +1,4 @@
-"""What is left of a run: a table, and the reward curve as a picture."""
+"""Report of a finished run: a table, and the reward curve as a picture."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _rows(
 
 
 def file_rows(files: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return the rows of a run without a policy, by what is told of each of its files."""
+    """Return the rows of a run without a policy, from the metrics of its files."""
     total = {name: sum(file[name] for file in files) for name in ("num_prompts", "num_failed", "num_tokens")}
     rows = [
         ("prompts", f"{total['num_prompts']} in {len(files)} files, {total['num_failed']} of them without an answer"),
@@ -112,7 +112,7 @@ def file_rows(files: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def alarm_rows(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return one row for each kind of alarm: when it was on, how bad it was at first, and what it means."""
+    """Return one row for each kind of alarm: the steps, the first value with its bound, and the meaning."""
     spans: dict[str, list[str]] = {}
     says: dict[str, str] = {}
     for line in lines:
@@ -126,7 +126,7 @@ def alarm_rows(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _listed(spans: list[str], most: int = 3) -> str:
-    """Join what a person would read of it."""
+    """Join the first `most` spans, and count the others."""
     more = len(spans) - most
     return ", ".join(spans[:most]) + (f", and {more} times more" if more > 0 else "")
 
@@ -136,14 +136,14 @@ def _lost(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def reward_of(step: dict[str, Any]) -> float:
-    """Return the mean reward of a step; with dynamic sampling of all that was sampled for it, not of what was kept."""
+    """Return the mean reward of a step; with dynamic sampling that of all sampled groups, also the filtered ones."""
     reward: float = step.get("sampled_reward_mean", step["reward_mean"])
     return reward
 
 
 def draw_curve(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
     """Draw reward against step, with the evaluations on held-out prompts."""
-    # Only now: importing matplotlib takes most of a second.
+    # The import of matplotlib takes most of a second.
     import matplotlib as mpl
 
     mpl.use("Agg")

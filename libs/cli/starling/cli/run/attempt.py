@@ -1,4 +1,4 @@
-"""The files of one attempt at a recipe: made for a new one, found again for an old one."""
+"""Files of one attempt at a recipe: folder, keys, configuration, lock, metrics."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Attempt:
 
     @property
     def recipe(self) -> Path:
-        """The recipe as it was given, all files and flags in one: `starling run` takes it again."""
+        """The recipe, all files and flags in one: `starling run` reads it again."""
         return self.folder / "recipe.toml"
 
     @property
     def config(self) -> Path:
-        """What the services read: the recipe with the run's id and the model's folder."""
+        """The services' configuration: the recipe with the run's id and the model's folder."""
         return self.folder / "config.toml"
 
     @property
@@ -41,12 +41,12 @@ class Attempt:
 
     @property
     def address(self) -> Path:
-        """Where the controller listens, in its own words; there while it does."""
+        """The controller's addresses, as it wrote them; present while it listens."""
         return self.folder / "controller.json"
 
     @property
     def logs(self) -> Path:
-        """What each process said, over all its restarts."""
+        """Output of each process, over all its restarts."""
         return self.folder / "logs"
 
     def key(self, name: str) -> Path:
@@ -87,20 +87,22 @@ class Attempt:
         found = [path for parent in parents for path in _attempts(parent) if _is_attempt(path)]
         if not found:
             raise ConfigError(f"there is no run in {where}; give the folder of one, such as runs/quickstart")
-        # Of several runs the one that was begun last; of one run the greatest number, whatever was copied when.
+        # Of several runs the one that was started last; of one run the greatest number, whatever was copied when.
         newest = max(found, key=_number if folder is not None else lambda path: path.stat().st_mtime)
         return cls(newest.absolute())
 
     def prepare(self, recipe: Recipe, names: list[str]) -> None:
-        """Write what the processes `names` need, as far as it is not there: keys, recipe, configuration."""
+        """Write keys, recipe and configuration for the processes `names`, unless they exist."""
         if not (self.folder / "keys" / ALLOWED).exists():
-            make_keys(self.folder / "keys", [*names, OBSERVER, OPERATOR], replace=True)  # of what was cut short
+            make_keys(
+                self.folder / "keys", [*names, OBSERVER, OPERATOR], replace=True
+            )  # replaces those of an interrupted start
         if not self.config.exists():
             self.recipe.write_text(to_toml(recipe))
             self.config.write_text(to_toml(resolved(recipe, self.folder)))
 
     def acquire(self) -> int:
-        """Make this process the one that runs the attempt, until it ends. Returns a descriptor that holds on to it.
+        """Lock the attempt for this process. Returns the descriptor that holds the lock.
 
         Raises ConfigError when another process runs it.
         """
@@ -111,14 +113,14 @@ class Attempt:
             owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
             os.close(descriptor)
             raise ConfigError(
-                f"{self.folder} is being run by process {owner}; `starling status {self.folder}` shows how it goes"
+                f"{self.folder} is being run by process {owner}; `starling status {self.folder}` shows its state"
             ) from None
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         return descriptor
 
     def is_over(self) -> bool:
-        """Say whether it was run by a supervisor on this machine, and that one is gone."""
+        """Return whether a supervisor on this machine ran the attempt and has exited."""
         try:
             descriptor = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -137,7 +139,7 @@ class Attempt:
 
 
 def read_metrics(path: Path, *kinds: str) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl of these kinds; all without any.
+    """Return the lines of metrics.jsonl of these kinds, or of all kinds.
 
     A line that is cut short is left out: a full disk, or a controller that was killed, may have ended it.
     """

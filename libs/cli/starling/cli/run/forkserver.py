@@ -1,7 +1,7 @@
-"""Processes that begin with torch and transformers imported: forked from one that imported them once.
+"""Fork server for processes that need torch and transformers, which it imports once.
 
-Three processes that import them at the same time on a laptop take five seconds for it; this takes less than three. The
-standard library's fork server does the work: it has no threads, never uses a GPU, and ends with this process.
+Three processes that import them at the same time on a laptop take five seconds for it; this takes less than three. It
+is the standard library's fork server: it has no threads, never uses a GPU, and exits with this process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starling.common.observe.process import die_with_parent
 
 
 class ForkedProcess:
-    """A process as `subprocess.Popen` shows one, as far as a supervisor looks."""
+    """A forked process with the part of the interface of `subprocess.Popen` that a supervisor needs."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess, output: Connection) -> None:
         self._process = process
@@ -34,7 +34,7 @@ class ForkedProcess:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless it has exited."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -43,20 +43,20 @@ class ForkedProcess:
         self._process.kill()
 
     def wait(self, timeout: float) -> int | None:
-        """Wait for its end, at most `timeout` seconds."""
+        """Wait for its exit, at most `timeout` seconds."""
         self._process.join(timeout)
         return self.poll()
 
 
 class Forks:
-    """The server, which begins to import as soon as this is made, and what is forked from it."""
+    """The server, which starts to import on creation, and the start of processes from it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start the server with `environment`, which all its children have."""
+        """Start the server with `environment`, which all its children inherit."""
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["starling.cli.run.preload"])
         previous = dict(os.environ)
-        os.environ.update(environment)  # the server takes over this process's environment, there is no other way
+        os.environ.update(environment)  # the server inherits this process's environment; it has no parameter for one
         os.environ["STARLING_SUPERVISOR"] = str(os.getpid())
         try:
             multiprocessing.forkserver.ensure_running()
@@ -77,7 +77,7 @@ class Forks:
 
 
 def _run(module: str, arguments: list[str], environment: dict[str, str], output: Connection) -> None:
-    """Be `module`, in a fork of the server."""
+    """Run `module`, in a fork of the server."""
     os.environ.update(environment)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)

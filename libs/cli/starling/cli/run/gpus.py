@@ -1,4 +1,4 @@
-"""Which GPUs there are, and how the instances of an engine share them."""
+"""Visible GPUs, and their division among the instances of an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; asks no driver."""
+    """Return the GPUs of this process, as CUDA_VISIBLE_DEVICES names them; does not load the driver."""
     visible = environment_variable(VISIBLE)
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -21,7 +21,7 @@ def visible_gpus() -> list[str]:
 def num_instances(num_gpus: int, tp_size: int, present: int) -> tuple[int, str]:
     """Return how many instances `num_gpus` GPUs make, and the arithmetic in words.
 
-    `present` GPUs are there; where there are none, `num_gpus` counts instances on the CPU times `tp_size`.
+    `present`: number of visible GPUs; when 0, `num_gpus` counts instances on the CPU times `tp_size`.
     Raises ConfigError.
     """
     if num_gpus < 1 or tp_size < 1:
@@ -41,7 +41,7 @@ def num_instances(num_gpus: int, tp_size: int, present: int) -> tuple[int, str]:
 
 
 def devices_of(name: str, num: int) -> dict[str, str]:
-    """Return the environment that gives the rollout `name` its `num` GPUs; nothing where all see all.
+    """Return the environment with the `num` GPUs of the rollout `name`; empty for 0, where all see all.
 
     Raises ConfigError when there are too few.
     """

@@ -1,6 +1,6 @@
-"""What policies, rollouts and teachers import at their start, imported once: they are forked from the process that did.
+"""Imports of the fork server from which policies, rollouts and teachers are forked.
 
-Only imports may happen here. A fork keeps one thread, and no GPU: neither may be in use before it.
+It only imports: a fork keeps one thread and no GPU context, so neither may be in use before it.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ _MODULES = (
     "starling.weightsync.puller.puller",
 )
 
-# A server looks whether its parent lives after the imports only, and so would outlive one that is stopped during them.
+# The server checks for its parent only after the imports, and would outlive a supervisor that exits during them.
 die_with_parent()
-if os.environ.pop("STARLING_SUPERVISOR", None) not in (None, str(os.getppid())):  # it has gone already
+if os.environ.pop("STARLING_SUPERVISOR", None) not in (None, str(os.getppid())):  # it has exited already
     os._exit(0)
 
-# What libraries say while they are imported is not the supervisor's to show. What goes wrong afterwards is.
+# Output of libraries during their import is discarded; errors after it are not.
 _nowhere, _errors = os.open(os.devnull, os.O_WRONLY), os.dup(2)
 os.dup2(_nowhere, 2)
 
 gc.disable()
 for _module in _MODULES:
-    # A service that is not installed, or does not start here, says so itself when its turn comes.
+    # A service that is not installed, or fails to import, reports that itself when it starts.
     with contextlib.suppress(Exception):
         importlib.import_module(_module)
 os.dup2(_errors, 2)
 os.close(_errors)
 os.close(_nowhere)
-# What is here stays, in every child too: the collector need not look through it, which would also copy its pages.
+# These objects live as long as any child: without a traversal by the collector their pages stay shared.
 gc.freeze()
 gc.enable()
-# Taking torch apart takes a second, in which a process would be left behind. The children never come here.
+# The teardown of torch takes a second, in which the process would outlive the supervisor. Children never run this.
 atexit.register(os._exit, 0)

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: started, listened to, and never left behind."""
+"""Child processes of a run on this machine: start, log files, exit codes; none outlives the supervisor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from starling.common.settings import child_environment
 
 KEPT_LINES = 30
 FORKED = ("policy", "rollout", "teacher")
-"""They import torch and transformers. They read a folder on this machine, too: what they load from it must not ask the
-Hugging Face hub about it."""
+"""Roles whose processes import torch and transformers. They load models from a local folder, so the Hugging Face hub is
+switched off for them."""
 
 
 @dataclass
@@ -34,16 +34,16 @@ class ServiceProcess:
     module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
-    """What it has besides that of all."""
+    """Variables besides those of all processes."""
     process: subprocess.Popen[str] | ForkedProcess
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
     reported: bool = False
-    """Its end has been dealt with."""
+    """Its exit has been handled."""
     spared: bool = False
-    """It died, and the run goes on without it."""
+    """It died, and the run continues without it."""
     due: float | None = None
-    """It died, and is started again at this moment (monotonic seconds)."""
+    """When it is restarted (monotonic seconds), after it died."""
 
     @property
     def code(self) -> int | None:
@@ -51,7 +51,7 @@ class ServiceProcess:
         return self.process.poll()
 
     def ending(self) -> str:
-        """Say how it ended: ``was killed by SIGKILL``."""
+        """Return how it ended in words: ``was killed by SIGKILL``."""
         code = self.code
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -62,7 +62,7 @@ class ServiceProcesses:
     """All processes of one run."""
 
     def __init__(self, logs: Path, num_threads: int, on_line: Callable[[str, str], None]) -> None:
-        """Log files go to `logs`; `on_line(name, line)` sees every line as it comes."""
+        """Write log files to `logs`, and call `on_line(name, line)` for every line."""
         self._logs, self._on_line = logs, on_line
         self._environment = child_environment(
             OMP_NUM_THREADS=str(num_threads),
@@ -84,7 +84,7 @@ class ServiceProcesses:
         module: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> ServiceProcess:
-        """Start `module`, or else the service `role`, as `name`, with more of an `environment`."""
+        """Start `module`, by default that of the service `role`, as `name`; `environment` comes on top."""
         module, more = module or SERVICES[role], dict(environment or {})
         child = ServiceProcess(name, role, module, tuple(arguments), more, self._begin(role, module, arguments, more))
         self._read(child)
@@ -92,7 +92,7 @@ class ServiceProcesses:
         return child
 
     def restart(self, child: ServiceProcess, *more: str) -> None:
-        """Start a process that has ended again, as it was started before, with `more` arguments."""
+        """Restart a process that has exited, with its former arguments and `more`."""
         assert child.code is not None, f"{child.name} still runs"
         child.process = self._begin(child.role, child.module, (*child.arguments, *more), child.environment)
         child.reported, child.due = False, None
@@ -121,28 +121,28 @@ class ServiceProcesses:
             text=True,
             errors="replace",
             env={**self._environment, **environment},
-            # Its own session: Ctrl-C reaches the supervisor only, which then ends the run in order.
+            # A session of its own: Ctrl-C reaches the supervisor only, which then stops the run in order.
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
 
     def of(self, role: str) -> list[ServiceProcess]:
-        """Return the processes of a role that still run."""
+        """Return the running processes of a role."""
         return [child for child in self.all if child.role == role and child.code is None]
 
     def running(self) -> list[ServiceProcess]:
-        """Return the processes that still run."""
+        """Return the running processes."""
         return [child for child in self.all if child.code is None]
 
     def wait(self, timeout_s: float) -> list[ServiceProcess]:
-        """Wait until all have ended, at most `timeout_s`. Returns those that still run."""
+        """Wait until all have exited, at most `timeout_s`. Returns those still running."""
         deadline = time.monotonic() + timeout_s
         while self.running() and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.running()
 
     def kill(self) -> None:
-        """Kill what still runs, and wait for it to be gone."""
+        """Kill the running processes and wait for their exit."""
         for child in self.running():
             child.process.kill()
         for child in self.all:
@@ -154,7 +154,7 @@ class ServiceProcesses:
         file = (self._logs / f"{child.name}.log").open("a", buffering=1)
         with output:
             for line in output:
-                # A full disk must not end this thread: the process would find nobody reading what it says.
+                # A full disk must not end this thread: the process would block on a full pipe.
                 with contextlib.suppress(OSError):
                     file.write(line)
                 child.last_lines.append(line.rstrip("\n"))

@@ -1,4 +1,4 @@
-"""What a run shows: one live screen on a terminal, plain lines elsewhere."""
+"""Display of a run: one live screen on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN_NOTICES = 4
 
 
 class Screen(Protocol):
-    """Where a run shows itself."""
+    """Display of a run."""
 
     def __enter__(self) -> Self:
         """Begin to show."""
@@ -44,7 +44,7 @@ class Screen(Protocol):
         """Take one line of a process's log; called from other threads."""
 
     def say(self, text: str) -> None:
-        """Show a notice of the supervisor's."""
+        """Show a notice of the supervisor."""
 
 
 def make_screen(kind: Literal["auto", "live", "plain"], recipe: Recipe, folder: Path) -> Screen:
@@ -54,10 +54,10 @@ def make_screen(kind: Literal["auto", "live", "plain"], recipe: Recipe, folder: 
 
 
 class PlainScreen:
-    """Lines: a summary after every tenth of the steps, and the services' logs with their names before them."""
+    """Plain lines: a summary after every twentieth of the steps, and the services' logs behind their names."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Show at most ten lines for each phase."""
+        """Show about twenty lines for each phase."""
         self._next_step = 0
         self._every = {
             recipe.kind.objective: max(1, recipe.examples.num_steps // 5),
@@ -77,7 +77,7 @@ class PlainScreen:
         return
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Print a line when the run has come far enough since the last."""
+        """Print a line when enough steps or prompts were added since the last."""
         if snapshot.phase != self._phase:
             self._phase, self._next_step = snapshot.phase, 0
         for summary in snapshot.evaluations[self._num_evaluations :]:
@@ -104,7 +104,7 @@ class PlainScreen:
             try:
                 print(text, flush=True)
             except BrokenPipeError:
-                # Whoever read has gone. The run goes on, and its log files have every line.
+                # The reader of stdout has exited. The run continues, and its log files have every line.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -184,14 +184,14 @@ class LiveScreen:
         for alarm in snapshot.alarms:
             table.add_row("alarm", Text(alarm, style="red"))
         if "filtered_share" in snapshot.step:
-            table.add_row("set aside", f"{snapshot.step['filtered_share']:.0%} of the groups, for equal rewards")
+            table.add_row("filtered", f"{snapshot.step['filtered_share']:.0%} of the groups, for equal rewards")
         for summary in snapshot.evaluations:
             table.add_row("held out", f"version {summary['version']:.0f}: {evaluation_text(summary)}")
         return table
 
 
 class Pace:
-    """Estimates the time that is left from the pace of the present phase."""
+    """Estimate of the remaining time from the pace of the current phase."""
 
     def __init__(self) -> None:
         """Nothing is known yet."""
@@ -199,7 +199,7 @@ class Pace:
         self._from: tuple[float, int] = (0.0, 0)
 
     def left_s(self, snapshot: RunSnapshot) -> float | None:
-        """Return the seconds to the end of the present phase, None while unknown."""
+        """Return the seconds to the end of the current phase, None while unknown."""
         now = time.monotonic()
         at = snapshot.num_answered if snapshot.num_prompts else snapshot.version
         if snapshot.phase != self._phase:
@@ -273,7 +273,7 @@ def sparkline(values: tuple[float, ...], width: int = 60) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Return a path as a person reads it: from the present folder where it lies below."""
+    """Return `path` relative to the current folder, if it is below it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 

@@ -28,7 +28,7 @@ class SmokeSupervisor(Supervisor):
     """Kills one rollout when the run is well under way."""
 
     def __init__(self, recipe: Recipe, attempt: Attempt) -> None:
-        """Kill once, after `KILL_AFTER_SHARE` of the steps."""
+        """Prepare to kill once, after `KILL_AFTER_SHARE` of the steps."""
         super().__init__(recipe, attempt)
         self._kill_at = recipe.sft.num_steps + int(KILL_AFTER_SHARE * recipe.rl.num_steps)
         self.killed: str | None = None

@@ -1,16 +1,16 @@
-"""`starling run`: one attempt at a recipe, from the first process to the last.
+"""Supervisor of the processes of one attempt at a recipe, from the first start to the last exit.
 
-What dies while the run goes on is started again, the controller too: it reads its journal, and the replicas, which
-kept working, find it at the same address. What ends by a wrong setting is not, because it would end so again.
+A process that dies during the run is restarted, the controller too: it reads its journal, and the replicas, which kept
+working, find it at the same address. A process that exits because of a wrong setting is not: it would do so again.
 
 | process                   | killed by a signal | exit code 1                   | exit code 2 (a wrong setting) |
 |---------------------------|--------------------|-------------------------------|-------------------------------|
-| controller                | started again      | the run failed, as it says    | the run fails                 |
-| any replica               | started again      | started again                 | the run fails                 |
+| controller                | restarted          | the run failed, as it reports | the run fails                 |
+| any replica               | restarted          | restarted                     | the run fails                 |
 | making the model's folder | the run fails      | the run fails                 | the run fails                 |
 
-A process that died `launch.max_restarts` times within `launch.restart_window_s` is given up: a rollout or a teacher
-that another one can stand in for is then missed, anything else ends the run.
+A process that died `launch.max_restarts` times within `launch.restart_window_s` is not restarted: the run continues
+without a rollout or a teacher while there is another one, and fails without any other process.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ POLL_S = 0.1
 START_S = 60.0
 LEAVE_S = 5.0
 REPLACEABLE = ("rollout", "teacher")
-"""The roles of which one replica can do without another."""
+"""Roles whose replicas can replace each other."""
 ONCE = ("model", "harness")
-"""The processes that are not started again."""
+"""Processes that are not restarted."""
 ENDING = ("draining", "over")
-"""In these phases of a run nothing is started again: nobody needs it any more."""
+"""Phases of a run in which nothing is restarted."""
 
 
 def kept_at_stop(kind: RunKind) -> str:
@@ -51,11 +51,11 @@ def kept_at_stop(kind: RunKind) -> str:
 
 
 class ProcessFailedError(StarlingError):
-    """The run ended as a failure; the text names the process and shows its last lines."""
+    """The run failed; the text names the process and shows its last lines."""
 
 
 class InterruptedRunError(StarlingError):
-    """The run was cut off by a second Ctrl-C, or before there was anything to end in order."""
+    """The run was interrupted by a second Ctrl-C, or before there was anything to stop in order."""
 
 
 class Supervisor:
@@ -71,12 +71,12 @@ class Supervisor:
         self._joined: set[str] = set()
         self._interrupts = 0
         self._stop_by: float | None = None
-        self._stopping = False  # the present controller has been told
+        self._stopping = False  # the present controller has received the signal
         self._watch: TelemetrySubscriber | None = None
         self._listen_by = 0.0
 
     def run(self) -> None:
-        """Run to the end. Raises RunFailedError, or InterruptedRunError after a second Ctrl-C.
+        """Run to the end. Raises ProcessFailedError, or InterruptedRunError after a second Ctrl-C.
 
         Raises ConfigError when another process runs this attempt.
         """
@@ -101,15 +101,15 @@ class Supervisor:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is told to end."""
+        """Whether the run was asked to stop."""
         return self._interrupts > 0
 
     def stop(self) -> None:
-        """End the run in good order, as Ctrl-C does."""
+        """Stop the run in order, as Ctrl-C does."""
         self._interrupts += 1
 
     def on_poll(self) -> None:
-        """Do nothing; a subclass may look in, a few times a second."""
+        """Hook for subclasses, called a few times a second."""
 
     # --- start -----------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Supervisor:
         self._watch_controller()
 
     def _make_model(self) -> ServiceProcess | None:
-        """Have a process make the model's folder, if there is one to make; this one has to stay responsive."""
+        """Start a process that makes the model's folder, for [model.scratch]: this process has to stay responsive."""
         if self.recipe.model.scratch is None:
             return None
         arguments = ["scratch", str(self.attempt.recipe), str(self.attempt.folder / MODEL_FOLDER)]
@@ -142,7 +142,7 @@ class Supervisor:
                 if child.code is not None and (child.code != 0 or child is not model):
                     raise ProcessFailedError(self._report(child))
             if self._interrupts:
-                raise InterruptedRunError("stopped before the run had begun; there is nothing to save")
+                raise InterruptedRunError("stopped before the run began; there is nothing to save")
             if time.monotonic() > deadline:
                 raise ProcessFailedError(
                     f"the run could not begin: the controller did not listen within {START_S:.0f} s"
@@ -176,11 +176,11 @@ class Supervisor:
 
     @property
     def _is_over(self) -> bool:
-        """The controller has ended, and is not started again."""
+        """The controller has exited, and is not restarted."""
         return self._controller.reported and self._controller.due is None
 
     def _look(self) -> None:
-        """Show what the controller tells for a moment; find out where it tells it after it was started again."""
+        """Show the controller's newest snapshot; after a restart of the controller, connect to its new address."""
         if self._watch is not None:
             snapshot = self._watch.latest(POLL_S)
             if snapshot is not None:
@@ -194,7 +194,7 @@ class Supervisor:
         if self.attempt.address.exists():
             self._watch_controller()
         elif self._controller.code is None and time.monotonic() > self._listen_by:
-            raise ProcessFailedError(f"the controller was started again and did not listen within {START_S:.0f} s")
+            raise ProcessFailedError(f"the controller was restarted and did not listen within {START_S:.0f} s")
 
     def _watch_controller(self) -> None:
         addresses = json.loads(self.attempt.address.read_text())
@@ -226,7 +226,7 @@ class Supervisor:
     # --- ends and restarts -----------------------------------------------------------------------------------------
 
     def _ended(self, child: ServiceProcess) -> None:
-        """Decide what follows from the end of a process. Raises RunFailedError when that is the end of the run."""
+        """Handle the exit of a process. Raises ProcessFailedError when the run has failed with it."""
         code = child.code
         assert code is not None
         if child is self._controller:
@@ -237,26 +237,26 @@ class Supervisor:
             return
         if self._phase in ENDING:
             child.spared = True
-            self.screen.say(f"{child.name} {child.ending()}; the run is ending, and does without it")
+            self.screen.say(f"{child.name} {child.ending()}; the run is ending without it")
             return
         if child.role not in ONCE and code != EXIT_USAGE and self._restart_later(child):
             return
         if code < 0 and child.role in REPLACEABLE and self.children.of(child.role):
             child.spared = True
-            self.screen.say(f"{child.name} {child.ending()}; the others take over what it had")
+            self.screen.say(f"{child.name} {child.ending()}; the others take over its work")
             return
         self._await_controller(1.0)
         if self._controller.code is None:
             raise ProcessFailedError(self._report(child))
 
     def _await_controller(self, timeout_s: float) -> None:
-        """Give the controller a moment to end: a replica that leaves because the run failed is not why it failed."""
+        """Wait for the controller to exit: a replica that leaves because the run failed is not the cause."""
         deadline = time.monotonic() + timeout_s
         while self._controller.code is None and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _restart_later(self, child: ServiceProcess) -> bool:
-        """Start `child` again after a pause. Returns False when it died too often."""
+        """Schedule a restart of `child` after a backoff. Returns False when it died too often."""
         now = time.monotonic()
         delay_s = self._restarts.delay_s(child.name, now)
         if delay_s is None:
@@ -265,7 +265,7 @@ class Supervisor:
             self._stop_watching()
             self.attempt.address.unlink(missing_ok=True)
         self.screen.say(
-            f"{child.name} {child.ending()}; it is started again in {delay_s:g} s "
+            f"{child.name} {child.ending()}; restarting it in {delay_s:g} s "
             f"({self._restarts.count(child.name)} of {self.recipe.launch.max_restarts} times)"
         )
         child.due = now + delay_s
@@ -276,26 +276,26 @@ class Supervisor:
             self._joined.discard(child.name)
             self.children.restart(child)
             return
-        # The replicas know it by its address.
+        # The replicas know it by its port.
         self.children.restart(child, "--network.port", self._port)
         self._stopping, self._listen_by = False, time.monotonic() + START_S
 
     def _conclude(self) -> None:
-        """The controller has ended for good: with the run, or as its failure."""
+        """Handle the final exit of the controller, with the run or by a failure."""
         controller = self._controller
         if controller.code != 0:
-            # A replica's own error explains more than the controller's report that it is gone.
+            # A replica's own error explains more than the controller's report of its loss.
             failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
             raise ProcessFailedError(self._report(failed[0] if failed and controller.code == 1 else controller))
         trains = self.recipe.run.learns_from is not None
         if self._interrupts and trains and not read_metrics(self.attempt.metrics, "checkpoint"):
-            raise InterruptedRunError("stopped before the first step was made; there is nothing to save")
+            raise InterruptedRunError("stopped before the first step; there is nothing to save")
         for child in self.children.running():
-            if child.name not in self._joined:  # started again too late: it has nothing, and nobody would tell it
+            if child.name not in self._joined:  # restarted too late to join: no message would end it
                 child.process.kill()
         left = self.children.wait(0.0 if self._interrupts else LEAVE_S)
         if left and not self._interrupts:
-            self.screen.say(f"{', '.join(child.name for child in left)} did not leave after the run, and is killed")
+            self.screen.say(f"{', '.join(child.name for child in left)} did not exit after the run, and is killed")
 
     def _report(self, child: ServiceProcess) -> str:
         if child.reader is not None:
