@@ -45,7 +45,8 @@ def reference() -> str:
         if all(name in MODULES for name, _, _ in commands):
             parts.append(SERVICES + "".join(f"- `starling {name}`: {text}\n" for name, _, text in commands))
         for name, _, _ in commands:
-            paths = [(FORMS[name],)] if name in FORMS else [] if name in MODULES else [(name,)]
+            first = FORMS.get(name, "" if name in MODULES else name)
+            paths: list[tuple[str, ...]] = [(first,)] if first else []
             paths += [(name, below) for below in SUBCOMMANDS.get(name, ())]
             parts += [f"\n### {_title(path)}\n\n```text\n{_help(app, path)}\n```\n" for path in paths]
     return "".join(parts)
