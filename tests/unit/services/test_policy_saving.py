@@ -193,7 +193,7 @@ def test_a_policy_whose_step_broke_off_ends_and_begins_again_from_its_state(
         desk.send("policy-0", message, buffers)
         _, errors = policy.communicate(timeout=DEADLINE_S)
     assert policy.returncode == EXIT_FAILED, "who ends with a mistake in the recipe is not started again"
-    assert "its weights are no version any more" in errors
+    assert "its weights are not a version" in errors
     assert "no second pass" in errors
     assert "Traceback" not in errors
     assert find_state(str(tmp_path)).state.version == 2, "the state that was being written is whole"

@@ -1,6 +1,6 @@
-"""The policy process: takes steps from the controller, one at a time, and publishes versions.
+"""The policy process: executes the controller's commands, one at a time: train, publish, save, sleep.
 
-Publishing a version stops it for the copy into a snapshot; the offer follows from another thread (see
+Publishing a version stops training for the copy into a snapshot; the offer follows from another thread (see
 `starling.common.offers`). What it needs to go on after a crash it saves when it is told to.
 """
 
@@ -64,10 +64,10 @@ class Shell:
     """One policy replica of one rank."""
 
     def __init__(self, settings: PolicyProcess, arguments: ServiceArguments) -> None:
-        """Load the model and what was saved of it, and prepare its publication. Raises ConfigError when it cannot."""
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a wish to save: until all is loaded there is nothing to save
+        """Load the model, resume from the newest state, and prepare publication. Raises ConfigError if that fails."""
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save: until all is loaded there is nothing to save
         path = check_model_folder(settings.model.path, weights=settings.policy.init == "pretrained")
-        # Only now: importing torch and transformers takes seconds, which a wrong setting must not cost.
+        # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
         from starling.policy.train.metrics.step import StepMetrics
@@ -76,24 +76,24 @@ class Shell:
         from starling.weightsync.tensors.modules import layout_of
 
         self._settings = settings
-        self._learner = begin_learner(path, settings)
+        self._learner = create_learner(path, settings)
         self._clock = self._learner.clock
-        self._watch = StepMetrics(self._learner.tensors, self._clock, self._learner.model.device, settings.policy)
+        self._step_metrics = StepMetrics(self._learner.tensors, self._clock, self._learner.model.device, settings.policy)
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings.model.trust_remote_code)
-        self._saving = self._begin_saving(path, arguments.folder)
-        version = self._saving.resume()
+        self._saver = self._create_saver(path, arguments.folder)
+        version = self._saver.resume()
         base = base_digest(self._learner.model, settings.model.lora)
         layout = layout_of(self._learner.tensors, arguments.name, base=base)
-        self._publisher = self._begin_publishing(layout)  # what it publishes may be quantised, and so another layout
-        self._progress = PolicyState(version=version)
+        self._publisher = self._create_publisher(layout)  # what it publishes may be quantised, and so another layout
+        self._state = PolicyState(version=version)
         hello = wire.Hello(
             role="policy", host=host_name(), pid=os.getpid(), version=version, has_layout=True, serves=True
         )
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
-        self._offers = OfferSender(self._answer_offer, self._link.put, self._tell)
-        self._saving.connect(self._link.answer, self._link.put, self._tell)
+        self._offers = OfferSender(self._answer_offer, self._link.put, self._report)
+        self._saver.connect(self._link.answer, self._link.put, self._report)
         self._copying_since: float | None = None
-        self._telling = threading.Lock()
+        self._report_lock = threading.Lock()
         log.info(
             "ready",
             version=version,
@@ -101,8 +101,8 @@ class Shell:
             transport=settings.policy.transport,
         )
 
-    def _begin_saving(self, model: Path, folder: Path) -> PolicySaver:
-        """Prepare to save what becomes of the model in the folder `model`; the run's own is `folder`."""
+    def _create_saver(self, model: Path, folder: Path) -> PolicySaver:
+        """Prepare saving. `model`: the folder of the initial model; `folder`: that of the run."""
         from starling.policy.shell.saving import PolicySaver
         from starling.policy.train.checkpoint.huggingface import TokenizerFiles
 
@@ -116,7 +116,7 @@ class Shell:
             merged=lora is not None and lora.merged,
         )
 
-    def _begin_publishing(self, layout: Layout) -> Publisher:
+    def _create_publisher(self, layout: Layout) -> Publisher:
         from starling.weightsync.publisher.publisher import Publisher
         from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
 
@@ -133,9 +133,9 @@ class Shell:
         )
 
     def run(self, stop: StopSignal) -> None:
-        """Serve until the controller says that nothing more will come."""
+        """Serve until the controller ends the run."""
         stop.install(self._link.wake)
-        self._saving.listen(self._link.wake)
+        self._saver.listen(self._link.wake)
         self._link.start()
         reason = "its service failed"
         try:
@@ -146,33 +146,33 @@ class Shell:
                     reason = inbound.reason
                     if inbound.error is not None:
                         raise inbound.error
-                    self._saving.finish()
+                    self._saver.finish()
                     return
                 if isinstance(inbound, ReceivedCommand):
                     self._take(inbound)
                 elif isinstance(inbound, Future):
-                    inbound.result()  # raises what no answer could tell
+                    inbound.result()  # raises an unexpected error of another thread
                 elif isinstance(inbound, CancelledLeases):
-                    self._progress.give_up(inbound.leases)  # but a step cannot be given up half-way
+                    self._state.give_up(inbound.leases)  # a step in progress cannot be cancelled
                 else:
                     assert inbound is None, inbound
-                if not self._progress.asleep:
-                    self._saving.keep_wish(self._progress.version)
+                if not self._state.asleep:
+                    self._saver.save_if_requested(self._state.version)
                 self._expire()
-                self._tell()
-                if not (self._progress.asleep or self._link.fence.may_keep_devices):
+                self._report()
+                if not (self._state.asleep or self._link.fence.may_keep_devices):
                     self._sleep()
                     log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
                     self._link.rejoin()
             reason = f"stopped by {stop.name}"
-            if self._progress.asleep:
-                self._saving.finish()  # to save it would need the devices, which others have
+            if self._state.asleep:
+                self._saver.finish()  # saving a state would need the devices
             else:
-                self._saving.leave(self._progress.version)
+                self._saver.leave(self._state.version)
         except StepBrokenError as error:
-            reason = f"its weights are no version any more ({error}): the newest state is where to go on from"
-            self._saving.finish()
-            raise WeightsError(reason) from error  # not a ConfigError, after which nobody would start it again
+            reason = f"its weights are not a version ({error}): it must restart from the newest state"
+            self._saver.finish()
+            raise WeightsError(reason) from error  # not a ConfigError, after which it would not be restarted
         finally:
             end_within(STOP_S)
             self._link.close(reason)
@@ -180,42 +180,42 @@ class Shell:
             self._offers.close()
 
     def _take(self, command: ReceivedCommand) -> None:
-        """Do a command, and then what had come before its time."""
+        """Execute a command, then the held steps that it releases."""
         message = command.message
         assert isinstance(message, PolicyCommand), message
-        if self._progress.must_wait(message):
+        if self._state.must_wait(message):
             assert isinstance(message, wire.TrainStep), message
-            self._progress.hold(message, command.buffers)
+            self._state.hold(message, command.buffers)
             return
-        self._do(message, command.buffers)
-        while ready := self._progress.take_ready():
+        self._execute(message, command.buffers)
+        while ready := self._state.take_ready():
             for step, buffers in ready:
-                self._do(step, buffers)
+                self._execute(step, buffers)
 
     def _expire(self) -> None:
-        for lease, reason in self._progress.expire(time.monotonic()):
-            log.warning("gave up", lease=lease, reason=reason)
-            version, infra_lost = self._progress.version, wire.Status.INFRA_LOST
+        for lease, reason in self._state.expire(time.monotonic()):
+            log.warning("held step expired", lease=lease, reason=reason)
+            version, infra_lost = self._state.version, wire.Status.INFRA_LOST
             failed = wire.LeaseFailed(lease=lease, status=infra_lost, reason=reason, version=version)
             self._link.answer(lease, failed)
 
-    def _tell(self) -> None:
-        """Let the next heartbeats say what is on offer and what is waited for. Any thread may call it."""
-        with self._telling:
+    def _report(self) -> None:
+        """Report offered versions and current waits in the next heartbeats. Any thread may call this."""
+        with self._report_lock:
             now = time.monotonic()
-            waits = [*self._progress.waits(now), *self._offers.waits(now), *self._saving.waits(now)]
+            waits = [*self._state.waits(now), *self._offers.waits(now), *self._saver.waits(now)]
             copying_since = self._copying_since  # read once: the copy may end meanwhile
             if copying_since is not None:
                 since_s, limit_s = now - copying_since, self._settings.policy.publish_timeout_s
                 left_s = max(0.0, limit_s - since_s)
-                waits.append(wire.Wait(what="room for a snapshot", on="readers", since_s=since_s, seconds_left=left_s))
+                waits.append(wire.Wait(what="memory for a snapshot", on="readers", since_s=since_s, seconds_left=left_s))
             self._link.report(offered=self._offers.offered, waits=tuple(waits))
 
-    def _do(self, message: PolicyCommand, buffers: tuple[bytes, ...]) -> None:
+    def _execute(self, message: PolicyCommand, buffers: tuple[bytes, ...]) -> None:
         if not self._link.work(message.lease):
             return
-        self._tell()
-        objection = self._progress.objection(message)
+        self._report()
+        objection = self._state.objection(message)
         try:
             if objection is not None:
                 raise ConfigError(objection)
@@ -226,34 +226,34 @@ class Shell:
                     self._publish(message)
                 case wire.SaveCheckpoint():
                     with self._clock.within("checkpoint"):
-                        self._saving.save(message)
+                        self._saver.save(message)
                 case wire.Sleep():
                     self._sleep()
                     self._link.answer(message.lease, wire.Slept(lease=message.lease))
                 case wire.Wake():
                     self._link.fence.keeps_devices(True)
                     self._learner.wake()
-                    self._progress.asleep = False
+                    self._state.asleep = False
                     self._link.answer(message.lease, wire.Woken(lease=message.lease))
         except StepBrokenError:
-            raise  # no answer: the step is made again, by who begins from the newest state
+            raise  # no answer: the restarted policy makes the step again from the newest state
         except StarlingError as error:
-            self._link.answer(message.lease, lease_failure(message.lease, error, self._progress.version))
+            self._link.answer(message.lease, lease_failure(message.lease, error, self._state.version))
 
     def _sleep(self) -> None:
         freed_bytes = self._learner.sleep()
         self._link.fence.keeps_devices(False)
-        self._progress.asleep = True
+        self._state.asleep = True
         log.info("asleep", freed_bytes=freed_bytes)
 
     def _train(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> wire.StepTrained:
-        self._watch.begin()
-        made = self._supervise(message) if message.examples else self._reinforce(message, buffers)
-        metrics, alarms = self._watch.end(message.step, made)
-        self._progress.version = message.step
+        self._step_metrics.begin()
+        trained = self._supervise(message) if message.examples else self._reinforce(message, buffers)
+        metrics, alarms = self._step_metrics.end(message.step, trained)
+        self._state.version = message.step
         self._learner.next_prompt = max(self._learner.next_prompt, message.next_prompt)
         with self._clock.within("checkpoint"):
-            self._saving.export_if_due(message.step)
+            self._saver.export_if_due(message.step)
         self._link.report(version=message.step, gauges={"tokens_per_s": metrics.get("tokens_per_s", 0.0)})
         return wire.StepTrained(lease=message.lease, step=message.step, metrics=metrics, alarms=alarms)
 
@@ -289,24 +289,24 @@ class Shell:
             return
         self._learner.check_whole()
         self._copying_since = time.monotonic()
-        self._tell()
+        self._report()
         try:
             with self._clock.within("publish_exposed"):
                 publication = self._publisher.snapshot(message.version, self._learner.tensors)
         finally:
             self._copying_since = None
-        self._progress.published = message.version
+        self._state.published = message.version
         self._offers.send(message.lease, publication)
 
     def _answer_offer(self, lease: str, message: wire.Up, buffers: tuple[bytes, ...]) -> None:
-        """Tell how an offer went, in the thread that made it while training went on."""
+        """Answer with the result of an offer, in the offering thread, while training continues."""
         if isinstance(message, wire.WeightsPublished):
             self._clock.hide(message.offer_s)
         self._link.answer(lease, message, buffers)
 
 
-def begin_learner(path: Path, settings: PolicyProcess) -> Learner:
-    """Return what learns from version 0 of the model in the folder `path`. Raises ConfigError when it cannot."""
+def create_learner(path: Path, settings: PolicyProcess) -> Learner:
+    """Return a learner with version 0 of the model in the folder `path`. Raises ConfigError if that fails."""
     from starling.policy.train.checkpoint.state import seed_random
     from starling.policy.train.learner import Learner
     from starling.policy.train.loss.objective import check_objective

@@ -1,7 +1,7 @@
-"""When a policy saves: as it is told, on an interval, on SIGUSR1, and before it leaves on SIGTERM.
+"""Saving of states and exports: on command, at an interval, on SIGUSR1, and before leaving on SIGTERM.
 
-To take a state holds the steps up for a copy into the host's memory; a thread of its own writes that, and then
-answers whoever asked. One thing is written at a time: see `starling.policy.train.checkpoint.writer`.
+Taking a state pauses the steps for a copy into host memory; a background thread writes the copy and then answers the
+command. One thing is written at a time: see `starling.policy.train.checkpoint.writer`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from starling.policy.train.learner import Learner
 log = structlog.get_logger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""Where in a run's folder its exports are."""
+"""Subfolder of a run's folder with its exports."""
 LEAVE_S = 20.0
-"""How long who was told to leave waits for what is written, all in all: less than `STOP_S`, after which it is ended."""
+"""Total time that a leaving policy waits for writes: less than `STOP_S`, after which the process is killed."""
 
 
 class PolicySaver:
-    """All that one policy saves."""
+    """Saves the states and exports of one policy."""
 
     def __init__(
         self,
@@ -49,10 +49,12 @@ class PolicySaver:
         *,
         merged: bool = False,
     ) -> None:
-        """Prepare to save what `learner` makes in `run`, whose files are in `folder`; exports are `merged` or adapters.
+        """Prepare to save the versions of `learner` for `run`, whose folder is `folder`.
+
+        `merged`: export a model with adapters merged, instead of the adapters.
 
         Raises:
-            ConfigError: one cannot write where the settings say.
+            ConfigError: the configured storage is not writable.
         """
         self._learner, self._tokenizer, self._settings, self._run = learner, tokenizer, settings, run
         home = Storage(str(folder.absolute()))
@@ -61,30 +63,30 @@ class PolicySaver:
             home.check()
         self._states = StateStore(home.below(STATES), max_keep=settings.max_keep, best=settings.best)
         self._exports, self._merged = home.below(CHECKPOINTS), merged
-        self._wished = threading.Event()
+        self._requested = threading.Event()
         self._saved = -1
-        """The newest version of which there is a state, or is one being written."""
+        """Newest version with a state, complete or being written."""
 
     def connect(
         self, answer: AnswerLease, broken: Callable[[Future[None]], None], changed: Callable[[], None] = lambda: None
     ) -> None:
-        """Answer leases by `answer`; see `BackgroundWriter` for the others."""
+        """Answer leases with `answer`; see `BackgroundWriter` for the other arguments."""
         self._answer = answer
-        self._saver = BackgroundWriter(self._settings.patience_s, broken, changed)
+        self._writer = BackgroundWriter(self._settings.patience_s, broken, changed)
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Save at the next occasion when SIGUSR1 comes; `wake` makes it come soon, and is called by the handler."""
+        """Save after the present command when SIGUSR1 arrives; its handler calls `wake` to end the wait for one."""
 
-        def wish(number: int, frame: FrameType | None) -> None:
-            self._wished.set()
+        def request(number: int, frame: FrameType | None) -> None:
+            self._requested.set()
             wake()
 
-        signal.signal(signal.SIGUSR1, wish)
+        signal.signal(signal.SIGUSR1, request)
 
     def resume(self) -> int:
-        """Have the learner take up the newest state: of this run, or before there is one of that which it goes on from.
+        """Restore the newest state of this run, or, if it has none, the state that the run starts from.
 
-        Returns its version, 0 when there is none. Raises ConfigError when it is of another model.
+        Returns its version, 0 without a state. Raises ConfigError if it is of another model.
         """
         found, next_kind = newest_state(self._states.storage), None
         if found is None and self._settings.begin_from:
@@ -99,7 +101,7 @@ class PolicySaver:
         return version
 
     def save(self, message: wire.SaveCheckpoint) -> None:
-        """Take what is to be saved, and answer when it is durable. Raises ConfigError when the save before hangs."""
+        """Save a state or an export, and answer once it is durable. Raises ConfigError if the save before it hangs."""
         done = partial(self._done, message)
         if message.state:
             self._save_state(message.step, message.metrics, done)
@@ -107,43 +109,43 @@ class PolicySaver:
             self._export(message.step, done)
 
     def export_if_due(self, version: int) -> None:
-        """Export the version that a step has made, if it is one of the interval."""
+        """Export the version of a step, if the interval says so."""
         every = self._settings.hf_every
         if every and version % every == 0:
             try:
-                self._export(version, partial(_tell, "export", version))
+                self._export(version, partial(_log_outcome, "export", version))
             except ConfigError as error:
-                _tell("export", version, error)
+                _log_outcome("export", version, error)
 
-    def keep_wish(self, version: int) -> None:
-        """Save the state, if a signal has come that asks for it."""
-        if self._wished.is_set():
-            self._wished.clear()
+    def save_if_requested(self, version: int) -> None:
+        """Save the state, if a signal has requested it."""
+        if self._requested.is_set():
+            self._requested.clear()
             try:
-                self._save_state(version, {}, partial(_tell, "state", version))
+                self._save_state(version, {}, partial(_log_outcome, "state", version))
             except ConfigError as error:
-                _tell("state", version, error)
+                _log_outcome("state", version, error)
 
     def leave(self, version: int) -> None:
-        """Save the state before the process ends, if that is done in time; what was saved before stays anyhow."""
+        """Save the state before the process ends, if time permits; earlier states are kept in any case."""
         until = time.monotonic() + LEAVE_S
         try:
             if version > max(self._saved, 0):
-                self._save_state(version, {}, partial(_tell, "state", version), LEAVE_S)
+                self._save_state(version, {}, partial(_log_outcome, "state", version), LEAVE_S)
         except ConfigError as error:
-            _tell("state", version, error)
+            _log_outcome("state", version, error)
         self.finish(max(0.0, until - time.monotonic()))
 
     def finish(self, timeout_s: float = LEAVE_S) -> None:
-        """Wait for what is being written, before the process ends."""
+        """Wait for the write in progress, before the process ends."""
         try:
-            self._saver.wait(timeout_s)
+            self._writer.wait(timeout_s)
         except ConfigError as error:
             log.warning("not waited for any longer", reason=str(error))
 
     def waits(self, now: float) -> tuple[wire.Wait, ...]:
-        """Return what holds the steps up at `now` (monotonic seconds)."""
-        return self._saver.waits(now)
+        """Return the waits that delay the steps at `now` (monotonic seconds)."""
+        return self._writer.waits(now)
 
     def _save_state(
         self,
@@ -152,8 +154,8 @@ class PolicySaver:
         done: Callable[[WriteOutcome], None],
         patience_s: float | None = None,
     ) -> None:
-        self._saver.wait(patience_s)
-        taken = self._learner.take_state(version, run=self._run, metrics=metrics)
+        self._writer.wait(patience_s)
+        snapshot = self._learner.take_state(version, run=self._run, metrics=metrics)
         self._saved = version
 
         def after(outcome: WriteOutcome) -> None:
@@ -161,12 +163,12 @@ class PolicySaver:
                 self._saved = -1
             done(outcome)
 
-        self._saver.begin(f"the state of version {version}", lambda: self._states.write(taken), after)
+        self._writer.begin(f"the state of version {version}", lambda: self._states.write(snapshot), after)
 
     def _export(self, version: int, done: Callable[[WriteOutcome], None]) -> None:
-        self._saver.wait()
+        self._writer.wait()
         weights = self._learner.exported(merged=self._merged)
-        self._saver.begin(
+        self._writer.begin(
             f"the checkpoint of version {version}",
             lambda: export_hf(
                 self._learner.model,
@@ -187,8 +189,8 @@ class PolicySaver:
             self._answer(message.lease, saved, ())
 
 
-def _tell(what: str, version: int, outcome: WriteOutcome) -> None:
-    """Say what became of a save that nobody waits for."""
+def _log_outcome(what: str, version: int, outcome: WriteOutcome) -> None:
+    """Log the outcome of a save that no command waits for."""
     if isinstance(outcome, StarlingError):
         log.warning("not saved", what=what, version=version, reason=str(outcome))
     else:

@@ -1,13 +1,13 @@
-"""Model FLOPs of a step, and the share of the device's peak that they make: MFU (PaLM, arXiv:2204.02311, appendix B).
+"""Model FLOPs of a step and their share of the device's peak, MFU (PaLM, arXiv:2204.02311, appendix B).
 
     step = 6 * (N * tokens + head * predicted) + 12 * L * H * Q * sum over documents of length ** 2
 
-N are the weights that a token is multiplied with: all matrices but the input embedding, of a mixture of experts only
-as many experts as a token is sent to; a multiplication and an addition for each of them, once forward and twice
-backward. A weight that is not trained needs no gradient of its own: it counts 4 and not 6. The output layer counts by
-the tokens that are predicted, since only those reach it. L layers with H heads of size Q score and weigh all pairs of
-a document's tokens, which no other document's tokens join; like PaLM this counts the whole square although half of it
-is masked. Layers with a window see so much of it at most, layers of linear attention none.
+N are the weights that a token is multiplied with: all matrices but the input embedding, and of a mixture of experts
+only as many experts as a token is routed to; a multiplication and an addition for each of them, once forward and twice
+backward. A weight that is not trained needs no gradient: it counts 4 and not 6. The output layer counts by predicted
+tokens, since only those reach it. L layers with H heads of size Q score and weight all pairs of a document's tokens,
+and no pairs across documents; like PaLM this counts the whole square although half of it is masked. Layers with a
+window count at most the window, layers of linear attention nothing.
 
 These are FLOPs of the *model*: padding, recomputation of activations, and towers for images do not count.
 """
@@ -52,13 +52,13 @@ PEAK_TFLOPS: Final[tuple[tuple[str, float], ...]] = (
     ("MI300X", 1307.4),
     ("MI250X", 383.0),
 )
-"""Dense bfloat16 TFLOP/s of one device by words of its name, from the makers' data sheets (without sparsity). The first
-whose words are all in the name counts."""
+"""Dense bfloat16 TFLOP/s of one device by words of its name, from the vendors' data sheets (without sparsity). The
+first entry whose words are all in the name applies."""
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model's FLOPs grow with."""
+    """Sizes of a model that determine its FLOPs."""
 
     body: float
     """Weights below the output layer that each token is multiplied with."""
@@ -68,9 +68,9 @@ class ModelCost:
     """Weights of the output layer."""
     trained_head: float
     attention: float
-    """L * H * Q of the layers that see whole documents."""
+    """L * H * Q of the layers with full attention."""
     windowed: float = 0.0
-    """L * H * Q of the layers that see `window` tokens."""
+    """L * H * Q of the layers that attend to `window` tokens."""
     window: int = 0
 
 
@@ -98,9 +98,9 @@ def step_flops(cost: ModelCost, lengths: Sequence[int], num_predicted: int) -> f
 
     Args:
         cost: of the model.
-        lengths: tokens of each document, as the model reads them: none attends to another's. A prompt that is computed
-            once for several completions is one document with them.
-        num_predicted: tokens whose prediction is trained.
+        lengths: tokens of each document; documents do not attend to each other. A prompt that is computed once for
+            several completions is one document with them.
+        num_predicted: trained tokens.
     """
     tokens = float(sum(lengths))
     forward = cost.body * tokens + cost.head * num_predicted
@@ -111,20 +111,20 @@ def step_flops(cost: ModelCost, lengths: Sequence[int], num_predicted: int) -> f
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bfloat16 TFLOP/s of a device by its name; None for one that is not known, such as a CPU."""
+    """Return the dense bfloat16 TFLOP/s of a device by its name; None for an unknown one, such as a CPU."""
     words = set(re.split(r"[^A-Za-z0-9]+", device_name))
     return next((peak for name, peak in PEAK_TFLOPS if set(name.split()) <= words), None)
 
 
-def peak_of(device: torch.device, given: float | None = None) -> float | None:
-    """Return the peak TFLOP/s to measure against: what is `given`, else what is known of `device`."""
-    if given is not None or device.type != "cuda":
-        return given
+def peak_of(device: torch.device, configured: float | None = None) -> float | None:
+    """Return the peak TFLOP/s for the utilisation: `configured` if set, else that of `device` if it is known."""
+    if configured is not None or device.type != "cuda":
+        return configured
     return peak_tflops(torch.cuda.get_device_name(device))
 
 
 def utilisation(flops: float, seconds: float, peak: float | None) -> dict[str, float]:
-    """Return ``tflops`` (model TFLOP/s over `seconds`), and ``mfu`` where the `peak` (TFLOP/s) is known."""
+    """Return ``tflops`` (model TFLOP/s over `seconds`), and ``mfu`` if the `peak` (TFLOP/s) is known."""
     if seconds <= 0.0:
         return {}
     tflops = flops / seconds / 1e12
@@ -132,18 +132,18 @@ def utilisation(flops: float, seconds: float, peak: float | None) -> dict[str, f
 
 
 def _active_share(config: Any) -> float:
-    """Return the share of the experts that one token is sent to."""
+    """Return the share of the experts that one token is routed to."""
     num_experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 1)
     return float(getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
 
 
 def _attention(config: Any) -> tuple[float, float, int]:
-    """Return L * H * Q of layers that see all, that of those that see a window, and the window."""
+    """Return L * H * Q of layers with full attention, that of layers with a window, and the window."""
     heads = config.num_attention_heads
-    own = getattr(config, "head_dim", None) or config.hidden_size // heads
-    scored = getattr(config, "qk_head_dim", None) or own
-    weighed = getattr(config, "v_head_dim", None) or own
-    width = heads * (scored + weighed) / 2
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    qk_dim = getattr(config, "qk_head_dim", None) or head_dim
+    v_dim = getattr(config, "v_head_dim", None) or head_dim
+    width = heads * (qk_dim + v_dim) / 2
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or 0
     windowed = sum(kind == "sliding_attention" for kind in kinds) if window else 0
