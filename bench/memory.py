@@ -33,7 +33,7 @@ from starling.policy.train.loss.logprobs import head_logprobs, token_logprobs
 from starling.policy.train.memory.setup import apply_memory_settings
 from starling.policy.train.model.lm_head import LmHead, LogitTransform, trained_logits
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "policy_train"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "policy"))
 from peak_memory import PeakMemory
 
 BENCH = "memory"

@@ -1,0 +1,57 @@
+"""A learner that is killed at any moment, again and again, makes the same weights as one that is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import killed_learner
+import pytest
+import torch
+
+from starling.policy.train.checkpoint.header import find_state
+from starling.policy.train.checkpoint.state import SavedState
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+
+
+def run_until(line: str, folder: Path) -> None:
+    """Run the learner until it says `line`, and kill it."""
+    command = [sys.executable, killed_learner.__file__, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        said = []
+        for text in process.stdout:
+            said.append(text.strip())
+            if said[-1] == line:
+                process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    assert line in said, said
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [("made 1", "saving 3"), ("saving 1", "saved 4"), ("saving 2", "made 4", "saving 6"), ("saving 7",)],
+    ids=lambda moments: ", ".join(moments),
+)
+def test_killed_learner_makes_the_same_weights(tmp_path: Path, moments: tuple[str, ...]) -> None:
+    for line in moments:
+        run_until(line, tmp_path / "killed")
+    learners = []
+    for name in ("killed", "whole"):
+        learner = killed_learner.learner()
+        begun = killed_learner.go_on(learner, killed_learner.saving_of(learner, tmp_path / name))
+        assert (begun > 0) == (name == "killed" and moments != ("made 1",))
+        learners.append(learner)
+    killed, whole = learners
+    assert all(torch.equal(tensor, killed.tensors[name]) for name, tensor in whole.tensors.items())
+    states = [SavedState.of(find_state(str(tmp_path / name))) for name in ("killed", "whole")]
+    assert states[0].state.digests == states[1].state.digests, "optimizer, reference and generators too"
+    assert states[0].state.version == killed_learner.LAST
+    assert len(list((tmp_path / "killed" / "states").iterdir())) == 2, "nothing half-written is left"

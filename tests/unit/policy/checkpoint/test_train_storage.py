@@ -1,0 +1,201 @@
+"""States in an object store: a real server of the S3 protocol, writers that are killed, stores that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from starling.common.errors import ConfigError
+from starling.policy.train.checkpoint.header import VerifiedState, find_state, newest_state
+from starling.policy.train.checkpoint.huggingface import export_hf
+from starling.policy.train.checkpoint.state import (
+    HostBuffers,
+    SavedState,
+    StateMetadata,
+    StateStore,
+    in_section,
+    take_state,
+)
+from starling.policy.train.checkpoint.storage import Storage
+from starling.policy.train.model.load import version_tensors
+
+pytestmark = pytest.mark.slow
+
+CREDENTIALS = {"key": "testing", "secret": "testing"}
+
+
+@dataclass(frozen=True)
+class Store:
+    """A bucket, and how to reach it."""
+
+    url: str
+    options: dict[str, Any]
+
+    def storage(self, *names: str) -> Storage:
+        return Storage("/".join((self.url, *names)), self.options)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """Serve S3 from memory."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def store(endpoint: str, request: pytest.FixtureRequest) -> Store:
+    """Return a bucket of the test's own."""
+    import s3fs
+
+    options = {"endpoint_url": endpoint, **CREDENTIALS}
+    bucket = f"bucket-{abs(hash(request.node.name))}"
+    s3fs.S3FileSystem(**options).mkdir(bucket)
+    return Store(f"s3://{bucket}/prefix", options)
+
+
+def write(states: StateStore, version: int, value: float = 0.0, **metrics: float) -> str:
+    weights = {"w": torch.full((300,), value)}
+    taken = take_state(
+        StateMetadata(run="r", version=version, metrics=metrics),
+        in_section("weights/", weights),
+        torch.device("cpu"),
+        HostBuffers(),
+    )
+    return states.write(taken)
+
+
+def value_of(found: VerifiedState | None) -> tuple[int, float]:
+    assert found is not None
+    return found.state.version, SavedState.of(found).read("weights/")["w"][0].item()
+
+
+def test_s3_states_equal_local_states(store: Store) -> None:
+    states = StateStore(store.storage("states"), best="-loss")
+    states.storage.check()
+    assert newest_state(states.storage) is None
+    for version, loss in ((1, 0.1), (2, 0.9), (3, 0.8)):
+        assert write(states, version, float(version), loss=loss) == f"{store.url}/states/version-{version}"
+    assert states.storage.names() == ["version-1", "version-2", "version-3"], "the best, and the newest two"
+    assert value_of(newest_state(store.storage("states"))) == (3, 3.0)
+    write(states, 3, 3.5, loss=0.8)
+    assert len(states.storage.names("version-3")) == 2, "state.json and the present parts"
+    assert value_of(newest_state(store.storage("states"))) == (3, 3.5)
+    assert value_of(find_state(f"{store.url}/states/version-2", store.options)) == (2, 2.0)
+    assert value_of(find_state(store.url, store.options)) == (3, 3.5)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("part", ["state.json", ".metadata", "__0_0.distcp"])
+def test_s3_damaged_state_is_skipped(store: Store, part: str, damage: str) -> None:
+    states = StateStore(store.storage("states"))
+    write(states, 1, 1.0)
+    write(states, 2, 2.0)
+    (path,) = [path for path in states.storage.fs.find(states.storage.path("version-2")) if path.endswith(part)]
+    data = bytearray(states.storage.fs.cat_file(path))
+    data[len(data) // 2] ^= 1
+    if damage == "remove":
+        states.storage.fs.rm_file(path)
+    else:
+        states.storage.fs.pipe_file(path, bytes(data if damage == "flip" else data[:-1]))
+    with capture_logs() as lines:
+        assert value_of(newest_state(store.storage("states"))) == (1, 1.0)
+    assert [line["state"] for line in lines] == [f"{store.url}/states/version-2"]
+
+
+ENDLESS = """
+import itertools, json, sys
+import torch
+from starling.policy.train.checkpoint.state import HostBuffers, StateMetadata, StateStore, in_section, take_state
+from starling.policy.train.checkpoint.storage import Storage
+states = StateStore(Storage(sys.argv[1], json.loads(sys.argv[2])))
+for version in itertools.count(1):
+    weights = {"w": torch.full((1_500_000,), float(version))}
+    print(version, flush=True)
+    metadata, tensors = StateMetadata(run="r", version=version), in_section("weights/", weights)
+    states.write(take_state(metadata, tensors, torch.device("cpu"), HostBuffers()))
+"""
+
+
+@pytest.mark.parametrize("delay_objects", [0, 1, 3])
+def test_s3_killed_writer_keeps_previous_state(store: Store, delay_objects: int) -> None:
+    """It is killed when so many objects of its third state are there."""
+    storage = store.storage("states")
+    command = [sys.executable, "-c", ENDLESS, f"{store.url}/states", json.dumps(store.options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if int(line) == 3:
+                break
+        while process.poll() is None:
+            storage.fs.invalidate_cache()
+            if len(storage.fs.find(storage.path("version-3"))) >= delay_objects:
+                process.kill()
+                break
+        process.wait(30)
+    assert process.returncode == -9
+    with capture_logs() as lines:
+        version, value = value_of(newest_state(storage))
+    assert version >= 2
+    assert value == float(version)
+    unfinished = {line["reason"] for line in lines}
+    assert unfinished <= {"it has no state.json"}, "what has a manifest is whole"
+    states = StateStore(store.storage("states"))
+    write(states, version + 1, 9.0)
+    assert value_of(newest_state(states.storage)) == (version + 1, 9.0)
+    assert states.storage.names() == [f"version-{version}", f"version-{version + 1}"], "nothing of it is left"
+
+
+def test_s3_next_save_removes_incomplete_folders(store: Store) -> None:
+    states = StateStore(store.storage("states"))
+    for version in (1, 2):
+        write(states, version)
+    states.storage.fs.pipe_file(states.storage.path("version-3", "abcd", "__0_0.distcp"), b"half of it")
+    states.storage.fs.pipe_file(states.storage.path("version-2", "abcd", "__0_0.distcp"), b"of another attempt")
+    assert value_of(newest_state(states.storage))[0] == 2
+    write(states, 4)
+    assert states.storage.names() == ["version-2", "version-4"]
+
+
+def test_s3_export_writes_config_last(store: Store, tiny: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, storage = tiny(), store.storage("checkpoints")
+    weights = {name: tensor.clone() for name, tensor in version_tensors(model).items()}
+    for _ in range(2):
+        assert export_hf(model, None, storage, "step-3", weights=weights) == f"{store.url}/checkpoints/step-3"
+    storage.fs.get(storage.path("step-3"), str(tmp_path / "model"), recursive=True)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(tensor, version_tensors(again)[name]) for name, tensor in weights.items())
+
+
+def test_s3_missing_bucket_is_one_sentence(store: Store) -> None:
+    with pytest.raises(ConfigError, match=r"s3://no-such-bucket/a cannot be written \(.+\): check policy.saving"):
+        Storage("s3://no-such-bucket/a", store.options).check()
+
+
+def test_s3_unreachable_store_is_one_sentence(store: Store) -> None:
+    impatient = {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {"max_attempts": 1}}}
+    storage = Storage(store.url, {**store.options, **impatient})
+    with pytest.raises(
+        ConfigError, match=rf"{store.url} cannot be written \(.+\): check policy.saving and the storage"
+    ):
+        storage.check()
+    with pytest.raises(ConfigError, match=rf"{store.url}/version-1 cannot be written \(.+\): check policy.saving"):
+        write(StateStore(storage), 1)
+    with pytest.raises(ConfigError, match=rf"{store.url} cannot be listed \(.+\): check policy.saving"):
+        newest_state(storage)
