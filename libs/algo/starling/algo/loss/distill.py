@@ -50,7 +50,7 @@ def generalised_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, *, beta:
 
     With ``m = beta teacher + (1 - beta) student``: ``beta KL(teacher || m) + (1 - beta) KL(student || m)`` (GKD,
     arXiv:2306.13649, equation 1). ``beta = 0`` stands for KL(teacher || student), the forward divergence that covers
-    all that the teacher does, and ``beta = 1`` for KL(student || teacher), which seeks what it does most: these are the
+    all modes of the teacher, and ``beta = 1`` for KL(student || teacher), which seeks its main mode: these are the
     limits of the formula divided by beta, and by 1 - beta, as it is itself 0 there.
 
     Over K of V tokens of the vocabulary, best the likeliest of the teacher. What probability is left forms one further
@@ -84,7 +84,7 @@ def generalised_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, *, beta:
 def _with_tail(logprobs: Tensor) -> Tensor:
     """Append the logarithm of the probability that is left: [N, K] to [N, K + 1].
 
-    Nothing left, or less than nothing by rounding, counts as the least probability that 1 can be told apart from.
+    A remainder of 0, or negative by rounding, counts as the smallest probability that is distinguishable from 1.
     """
     epsilon = torch.finfo(logprobs.dtype).eps
     total = torch.logsumexp(logprobs, dim=-1, keepdim=True).clamp(max=-epsilon)

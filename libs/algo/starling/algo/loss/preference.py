@@ -66,7 +66,7 @@ def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalised: bool = True) -> L
     pushes h without end, this has a goal, so it does not overfit pairs that all agree.
 
     `length_normalised` takes log-probabilities per token, so that the goal means the same for completions of every
-    length; the authors' results were had so, though equation 17 does not say it. The metrics are those of `dpo`, of
+    length; the authors' results use it, though equation 17 does not mention it. The metrics are those of `dpo`, of
     whichever of the two is used.
 
     Raises:

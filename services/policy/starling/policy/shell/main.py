@@ -1,7 +1,7 @@
 """The policy process: executes the controller's commands, one at a time: train, publish, save, sleep.
 
 Publishing a version stops training for the copy into a snapshot; the offer follows from another thread (see
-`starling.common.offers`). What it needs to go on after a crash it saves when it is told to.
+`starling.common.offers`). It saves its state on command, to resume after a crash.
 """
 
 from __future__ import annotations
@@ -78,13 +78,15 @@ class Shell:
         self._settings = settings
         self._learner = create_learner(path, settings)
         self._clock = self._learner.clock
-        self._step_metrics = StepMetrics(self._learner.tensors, self._clock, self._learner.model.device, settings.policy)
+        self._step_metrics = StepMetrics(
+            self._learner.tensors, self._clock, self._learner.model.device, settings.policy
+        )
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings.model.trust_remote_code)
         self._saver = self._create_saver(path, arguments.folder)
         version = self._saver.resume()
         base = base_digest(self._learner.model, settings.model.lora)
         layout = layout_of(self._learner.tensors, arguments.name, base=base)
-        self._publisher = self._create_publisher(layout)  # what it publishes may be quantised, and so another layout
+        self._publisher = self._create_publisher(layout)  # quantisation changes the published layout
         self._state = PolicyState(version=version)
         hello = wire.Hello(
             role="policy", host=host_name(), pid=os.getpid(), version=version, has_layout=True, serves=True
@@ -208,7 +210,9 @@ class Shell:
             if copying_since is not None:
                 since_s, limit_s = now - copying_since, self._settings.policy.publish_timeout_s
                 left_s = max(0.0, limit_s - since_s)
-                waits.append(wire.Wait(what="memory for a snapshot", on="readers", since_s=since_s, seconds_left=left_s))
+                waits.append(
+                    wire.Wait(what="memory for a snapshot", on="readers", since_s=since_s, seconds_left=left_s)
+                )
             self._link.report(offered=self._offers.offered, waits=tuple(waits))
 
     def _execute(self, message: PolicyCommand, buffers: tuple[bytes, ...]) -> None:

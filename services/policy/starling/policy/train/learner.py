@@ -218,7 +218,7 @@ class Learner:
         return self._offload.offload(tensors)
 
     def wake(self) -> None:
-        """Move everything back to the devices, bit for bit as it was."""
+        """Move everything back to the devices, bitwise unchanged."""
         self._offload.restore()
 
     def exported(self, *, merged: bool = False) -> dict[str, Tensor]:

@@ -179,7 +179,7 @@ class Storage:
 
     @contextmanager
     def explained(self, done: str, *names: str) -> Iterator[None]:
-        """Convert any exception of the storage's libraries to a ConfigError that says what cannot be `done`."""
+        """Convert any exception of the storage's libraries to a ConfigError with the operation, `done`."""
         try:
             yield
         except StarlingError:
