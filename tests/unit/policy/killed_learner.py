@@ -1,4 +1,4 @@
-"""A learner that saves its state after every step, beside the next one. As a program it goes on from what is saved.
+"""A learner that saves its state after every step in the background. As a program it resumes from the newest state.
 
 It says `made N`, `saving N` and `saved N`, so that whoever listens can kill it at any of these moments.
 """
@@ -47,7 +47,7 @@ def learner() -> Learner:
 
 
 def take(learner: Learner, step: int) -> None:
-    """Make step `step`, the same each time."""
+    """Make step `step`, deterministically."""
     generator = np.random.default_rng(step)
 
     def tokens(num: int) -> Any:
@@ -73,7 +73,7 @@ def take(learner: Learner, step: int) -> None:
 
 
 def saving_of(learner: Learner, folder: Path, say: Any = lambda line: None) -> PolicySaver:
-    """Return what saves `learner` below `folder`."""
+    """Return the saver of `learner` in `folder`."""
 
     def answer(lease: str, message: Any, buffers: tuple[bytes, ...]) -> None:
         assert isinstance(message, wire.CheckpointSaved), message
@@ -89,7 +89,7 @@ def saving_of(learner: Learner, folder: Path, say: Any = lambda line: None) -> P
 
 
 def go_on(learner: Learner, saving: PolicySaver, say: Any = lambda line: None) -> int:
-    """Resume, and make the steps that are left. Returns the version that it began with."""
+    """Resume, and make the remaining steps. Returns the version resumed from."""
     begin = saving.resume()
     for step in range(begin + 1, LAST + 1):
         take(learner, step)

@@ -1,4 +1,4 @@
-"""How much memory a computation holds at its peak, counted exactly, on any device."""
+"""Peak memory of a computation, counted exactly on any device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of the tensors that come to be while it is entered, after each operation.
+    """Counts the bytes of the tensors that are created while it is entered, after each operation.
 
     Unlike the figures of an allocator it is the same in every run, and knows nothing of caches or fragments, nor of
     what an operation needs while it runs. It sees the backward pass of a CPU only, where that runs in the same thread.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         super().__init__()
         self.peak_bytes = 0
         """Most that was held at a time."""
@@ -28,7 +28,7 @@ class PeakMemory(TorchDispatchMode):
 
     @property
     def held_bytes(self) -> int:
-        """What is held now."""
+        """Bytes of the live tensors."""
         # A reference that is kept keeps the address from being given to another storage.
         self._held = {key: entry for key, entry in self._held.items() if not entry[0].expired()}
         return sum(size for _, size in self._held.values())

@@ -1,4 +1,4 @@
-"""Reinforcement-learning steps as the papers have them: a loop over completions and tokens, in double precision.
+"""Reference reinforcement-learning steps as in the papers: a loop over completions and tokens, in double precision.
 
 Nothing is packed, nothing is shared, no advantage of 0 is left out. `ALGORITHMS` writes each algorithm out.
 """
@@ -47,7 +47,7 @@ Aggregate = Callable[[list[list[Tensor]]], Tensor]
 
 @dataclass
 class Plain:
-    """An algorithm, and how far its rollouts should be from the trained model for its bounds to matter."""
+    """An algorithm, and the distance of its rollouts from the trained model at which its bounds take effect."""
 
     losses: TokenLosses
     advantage: Advantage
@@ -88,7 +88,7 @@ def logprobs_of(model: Any, groups: Sequence[ScoredGroup], temperature: float = 
 def near(
     model: Any, groups: Sequence[ScoredGroup], noise: float, *, seed: int = 5, temperature: float = 1.0
 ) -> list[ScoredGroup]:
-    """Return `groups` as sampled by weights near those of `model`, so that ratios lie on both sides of their bounds."""
+    """Return `groups` as sampled by weights close to those of `model`: ratios lie on both sides of their bounds."""
     generator = np.random.default_rng(seed)
     found = []
     for group, own in zip(groups, logprobs_of(model, groups, temperature), strict=True):

@@ -1,4 +1,4 @@
-"""Save a learner's state in a folder, and have another one take it up."""
+"""Saving a learner's state in a folder, and resuming another learner from it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from starling.policy.train.learner import Learner
 
 
 def save(learner: Learner, folder: Path, version: int) -> Path:
-    """Write the state of `learner` as `version` below `folder`. Returns where it is."""
+    """Write the state of `learner` as `version` in `folder`. Returns its path."""
     return Path(StateStore(Storage(str(folder))).write(learner.take_state(version)))
 
 
 def resume(learner: Learner, folder: Path) -> int:
-    """Have `learner` take up the newest state below `folder`. Returns its version, 0 when there is none."""
+    """Resume `learner` from the newest state in `folder`. Returns its version, 0 if there is none."""
     found = newest_state(Storage(str(folder)))
     return 0 if found is None else learner.resume(SavedState.of(found))

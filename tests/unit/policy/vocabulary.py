@@ -1,3 +1,3 @@
-"""How many tokens the small models of these tests know."""
+"""Vocabulary size of the small models of these tests."""
 
 VOCABULARY = 31

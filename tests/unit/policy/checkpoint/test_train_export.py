@@ -1,4 +1,4 @@
-"""A state becomes a model in Hugging Face form, in files of a bounded size, with no run near."""
+"""Export of saved states in Hugging Face format, outside a run."""
 
 from __future__ import annotations
 

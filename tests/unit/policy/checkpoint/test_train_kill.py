@@ -1,4 +1,4 @@
-"""A learner that is killed at any moment, again and again, makes the same weights as one that is not."""
+"""A learner that is killed repeatedly, at any moment, makes the same weights as one that is not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 def run_until(line: str, folder: Path) -> None:
-    """Run the learner until it says `line`, and kill it."""
+    """Run the learner until it prints `line`, then kill it."""
     command = [sys.executable, killed_learner.__file__, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -1,4 +1,4 @@
-"""A saved state: what continues from it makes the same bits as what never stopped; a damaged one is not used."""
+"""Saved states: a resumed learner is bitwise equal to one that never stopped; damaged states are not used."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def settings(kl: float) -> PolicySettings:
 
 
 class Course:
-    """The steps of a run, the same each time: supervised ones, then reinforcement."""
+    """Deterministic steps of a run: supervised ones, then reinforcement."""
 
     def __init__(self, tiny: Make, make_groups: Make, kl: float, num_sft: int = NUM_SFT) -> None:
         self._tiny, self._make_groups, self._kl, self._num_sft = tiny, make_groups, kl, num_sft
@@ -79,7 +79,7 @@ def found_in(folder: Path) -> VerifiedState:
 
 
 def held(learner: Learner) -> dict[str, Tensor]:
-    """Return copies of all tensors that a step changes, and the counters."""
+    """Return copies of all tensors that a step changes, and of the counters."""
     found = {name: tensor.clone() for name, tensor in learner.tensors.items()}
     if learner.trainer is not None:
         optimizer = learner.trainer.optimizer
@@ -119,7 +119,7 @@ def test_replayed_steps_are_bitwise_equal(tiny: Make, make_groups: Make) -> None
 
 @pytest.mark.parametrize("kl", [0.0, 0.05])
 def test_resume_twice_equals_resume_once(tiny: Make, make_groups: Make, tmp_path: Path, kl: float) -> None:
-    """Every step in a learner of its own."""
+    """A new learner resumes for every step."""
     course = Course(tiny, make_groups, kl)
     for step in range(1, NUM_SFT + NUM_GRPO + 1):
         learner = course.learner()
@@ -263,7 +263,7 @@ def test_equal_states_write_equal_files(tiny: Make, make_groups: Make, tmp_path:
 
 
 class Harmful:
-    """Unpickled, it would make a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""States in an object store: a real server of the S3 protocol, writers that are killed, stores that are not there."""
+"""States in an object store: a real S3 server, killed writers, unreachable stores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CREDENTIALS = {"key": "testing", "secret": "testing"}
 
 @dataclass(frozen=True)
 class Store:
-    """A bucket, and how to reach it."""
+    """A bucket and its endpoint."""
 
     url: str
     options: dict[str, Any]
@@ -59,7 +59,7 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def store(endpoint: str, request: pytest.FixtureRequest) -> Store:
-    """Return a bucket of the test's own."""
+    """Return a new bucket."""
     import s3fs
 
     options = {"endpoint_url": endpoint, **CREDENTIALS}
@@ -133,7 +133,7 @@ for version in itertools.count(1):
 
 @pytest.mark.parametrize("delay_objects", [0, 1, 3])
 def test_s3_killed_writer_keeps_previous_state(store: Store, delay_objects: int) -> None:
-    """It is killed when so many objects of its third state are there."""
+    """The writer is killed after a given number of objects of its third state."""
     storage = store.storage("states")
     command = [sys.executable, "-c", ENDLESS, f"{store.url}/states", json.dumps(store.options)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:

@@ -1,4 +1,4 @@
-"""What stays of the saved states, what is written beside the steps, and how the cutting of tensors is undone."""
+"""Retention of states, the background writer, crash-safe folders, and resharding of tensors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_storage_check_unwritable_is_refused(tmp_path: Path) -> None:
 
 
 def crash_while_replacing(folder: Path) -> None:
-    """Leave `folder` as a crash does between two renames, where the file system cannot exchange names."""
+    """Leave `folder` as after a crash between two renames, where the file system cannot exchange names."""
     folder.with_name(f".{folder.name}.saving-abc").mkdir()
     folder.rename(folder.with_name(f".{folder.name}.saving-abc.old"))
 
@@ -158,7 +158,7 @@ def test_whole_folder_crash_or_failure_keeps_previous(tmp_path: Path) -> None:
 
 
 class Gate:
-    """A write that takes until it is let through."""
+    """A write that blocks until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.open = threading.Event(), threading.Event()
@@ -243,7 +243,7 @@ dist.destroy_process_group()
 
 
 def ranks(folder: Path, action: str, size: int) -> None:
-    """Have `size` processes write, or read, what they hold together."""
+    """Run `size` processes that write or read one sharded tensor."""
     command = [sys.executable, "-W", "error::UserWarning", "-c", RANKS, action, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [

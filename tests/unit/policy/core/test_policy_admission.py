@@ -1,4 +1,4 @@
-"""Which commands fit the version that the policy holds."""
+"""Admission of commands by the policy's version."""
 
 from __future__ import annotations
 

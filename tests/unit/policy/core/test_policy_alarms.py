@@ -1,4 +1,4 @@
-"""Alarms: when they go on, when they go off, and what they say."""
+"""Alarms: when they are raised and cleared, and their text."""
 
 from typing import get_args
 
@@ -18,7 +18,7 @@ FLOOR = AlarmRule("low", "x", 1.0, "too low", is_floor=True)
 
 
 def steps_on(rule: AlarmRule, values: list[float | None]) -> list[int]:
-    """Return the steps, from 1, after which the alarm of `rule` is on when its metric has `values`."""
+    """Return the steps, from 1, after which the alarm of `rule` is active if its metric has `values`."""
     alarms = Alarms([rule])
     on = []
     for step, value in enumerate(values, 1):
@@ -43,13 +43,13 @@ def steps_on(rule: AlarmRule, values: list[float | None]) -> list[int]:
 def test_alarm_raised_at_bound_and_cleared_by_margin(
     rule: AlarmRule, values: list[float | None], on: list[int]
 ) -> None:
-    """A step that did not measure it is no evidence, and breaks no row of steps."""
+    """A step without the metric neither counts nor interrupts consecutive steps."""
     assert steps_on(rule, values) == on
 
 
 @given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=20), is_floor=st.booleans())
 def test_alarm_raised_again_only_after_clearing(values: list[float], is_floor: bool) -> None:
-    """Whatever comes: an alarm goes on at a value out of bounds only, and off at one that is inside by the margin."""
+    """For any values, an alarm is raised only out of bounds, and cleared only inside by the margin."""
     rule = AlarmRule("a", "x", 1.0, "", is_floor=is_floor)
     alarms, before = Alarms([rule]), False
     for step, value in enumerate(values):
@@ -62,7 +62,7 @@ def test_alarm_raised_again_only_after_clearing(values: list[float], is_floor: b
 
 
 def test_alarm_reports_text_and_since() -> None:
-    """And whether the recipe wants the run to end for it."""
+    """Also whether the alarm ends the run."""
     alarms = Alarms([CEILING, FLOOR], fail_on=["high"])
     alarms.after(3, {"x": 5.0})
     (alarm,) = alarms.after(4, {"x": 2.0})
@@ -84,7 +84,7 @@ def test_alarm_reports_text_and_since() -> None:
     ],
 )
 def test_alarm_default_rules(name: AlarmName, bad: dict[str, float], good: dict[str, float]) -> None:
-    """Each goes on within ten bad steps, says a sentence, and can be turned off."""
+    """Each is raised within ten bad steps, has a text, and can be disabled."""
     alarms, without = Alarms(AlarmSettings().rules()), Alarms(AlarmSettings(off=(name,)).rules())
     for step in range(10):
         on, off = alarms.after(step, bad), without.after(step, bad)
@@ -95,18 +95,18 @@ def test_alarm_default_rules(name: AlarmName, bad: dict[str, float], good: dict[
 
 
 def test_alarm_entropy_ignores_supervised_steps() -> None:
-    """They are to make it small, and have no advantages to tell them apart by."""
+    """Supervised steps reduce the entropy on purpose; they have no advantages."""
     alarms = Alarms(AlarmSettings().rules())
     assert all(alarms.after(step, {"entropy": 0.0, "loss": 0.0}) == () for step in range(10))
 
 
 def test_alarm_names_all_have_rules() -> None:
-    """What a recipe may name is what the rules are called."""
+    """The names allowed in a recipe are those of the rules."""
     assert {rule.name for rule in AlarmSettings().rules()} == set(get_args(AlarmName))
 
 
 def test_alarm_settings_off_and_fail_on_conflict() -> None:
-    """It would never end the run."""
+    """A disabled alarm could never end the run."""
     with pytest.raises(ConfigError, match="fail_on and off both name 'clip'; remove it from one"):
         validate(AlarmSettings, {"off": ["clip"], "fail_on": ["clip"]})
     with pytest.raises(ConfigError, match=r"fail_on\.0 = 'klip'"):

@@ -1,4 +1,4 @@
-"""The wall clock split: its shares sum to 1 whatever happens in whatever order."""
+"""Wall-clock time by phase: the shares sum to 1 for any order of events."""
 
 import math
 
@@ -18,7 +18,7 @@ def shares(metrics: dict[str, float]) -> list[float]:
 
 @given(begin=MOMENTS, events=EVENTS, end=MOMENTS)
 def test_phase_times_shares_sum_to_1(begin: float, events: list[tuple[str, float]], end: float) -> None:
-    """Also where the clock goes back, and where no time passes at all."""
+    """Also if the clock goes backwards, and if no time passes."""
     split = PhaseTimes(begin)
     for phase, now in events:
         split.enter(phase, now)  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ def test_phase_times_shares_sum_to_1(begin: float, events: list[tuple[str, float
 
 
 def test_phase_times_count_the_phase_entered_last() -> None:
-    """And `enter` says which phase it ended, so that a part inside another can go back."""
+    """`enter` returns the phase that it ended, so a nested phase can return to it."""
     split = PhaseTimes(10.0)
     assert split.enter("wait_data", 10.5) == "other"
     assert split.enter("forward", 12.5) == "wait_data"
@@ -44,7 +44,7 @@ def test_phase_times_count_the_phase_entered_last() -> None:
 
 
 def test_phase_times_step_starts_at_end_of_previous() -> None:
-    """No moment between two steps is lost, and none counts twice."""
+    """No time between two steps is lost or counted twice."""
     split = PhaseTimes(0.0)
     split.enter("optimizer", 1.0)
     split.take(3.0)
@@ -53,7 +53,7 @@ def test_phase_times_step_starts_at_end_of_previous() -> None:
 
 
 def test_phase_times_hidden_time_is_separate() -> None:
-    """A hidden publication is no part of the step's time, and belongs to one step only."""
+    """A hidden publication is not part of the step's time, and belongs to one step only."""
     split = PhaseTimes(0.0)
     split.hide(5.0)
     split.hide(0.5)

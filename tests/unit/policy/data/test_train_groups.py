@@ -1,4 +1,4 @@
-"""Groups from the wire."""
+"""Decoding of groups from the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an environment said between the model's replies: context of a step, and nothing else of it."""
+"""Loss mask: an environment's tokens are context of a step only."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_loss_mask_ignores_data_of_masked_tokens(tiny: Make, make_groups: Make) 
 
 
 def test_loss_mask_masked_tokens_are_context(tiny: Make, make_groups: Make) -> None:
-    """Another word of the environment is another gradient."""
+    """A different token of the environment changes the gradient."""
     groups = masked(make_groups(RAGGED))
     ids = groups[0].completion_ids.copy()
     ids[1] += 1 if ids[1] == 0 else -1

@@ -1,4 +1,4 @@
-"""Batches: exact isolation of sequences, alignment of targets, nothing lost."""
+"""Packing: exact isolation of sequences, alignment of targets, completeness."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def packed_logprobs(model: Any, batch: PackedBatch, token_ids: np.ndarray[Any, A
 
 
 def plain_logprobs(model: Any, prompted: list[PromptBlock], token_ids: np.ndarray[Any, Any]) -> Tensor:
-    """The same, one sequence at a time, through nothing but the model."""
+    """The same, one sequence at a time, by the model alone."""
     parts = []
     for item in prompted:
         for start, stop in item.spans:

@@ -81,7 +81,7 @@ MASKED = ["grpo", "dr_grpo", "dapo", "rloo"]
 
 @pytest.mark.parametrize("name", MASKED)
 def test_step_mask_truncated_excludes_truncated_completions(tiny: Make, make_groups: Make, name: str) -> None:
-    """Its reward still counts in the baseline, and neither it nor its tokens in the mean."""
+    """Its reward counts in the baseline; the mean counts neither it nor its tokens."""
     plain = double(tiny())
     groups = near(plain, ragged(make_groups), 0.2)
     expected = plain_loss(name, plain, groups, mask_truncated=True)
@@ -179,7 +179,7 @@ def test_step_aggregates_equal_plain_reference(tiny: Make, make_groups: Make, ag
 
 
 def test_aggregate_constant_defaults_to_longest_possible_completion(tiny: Make, make_groups: Make) -> None:
-    """Or the longest of the step, of which every update's is the same."""
+    """Or to the longest completion of the step, for all of its updates."""
     losses = {}
     for longest in (0, 24):
         chosen = settings(AlgorithmSettings(aggregate="constant", num_minibatches=3))

@@ -1,4 +1,4 @@
-"""`docs/reference/algorithms.md`: its table is that of the code, and every recipe on it is one."""
+"""`docs/reference/algorithms.md`: its table matches the code, and its recipes are valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def short(function: Callable[..., Any] | str) -> str:
 
 
 def options(algorithm: Algorithm) -> str:
-    """List the options with the values that are in force: those of the algorithm over those of its functions."""
+    """List the options in force: those of the algorithm override those of its functions."""
     found: dict[str, Any] = {}
     for function in functions(algorithm, {}):
         parameters = inspect.signature(function).parameters.values()
@@ -55,7 +55,7 @@ def test_algorithms_page_table_matches_code() -> None:
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_algorithms_page_recipes_are_valid(snippet: str, tmp_path: Path) -> None:
-    """As the user would add it to a recipe of his; and what it names can be used."""
+    """Each works when added to a recipe, and everything it names can be resolved."""
     given = tmp_path / "given.toml"
     given.write_text(snippet)
     here = tmp_path / "here"  # the folder of a model that the page takes to be somewhere else

@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks: equal to the model's own logits, whatever its code does to them, in bounded memory."""
+"""Log-probabilities in chunks: equal to those of the model's own logits, in bounded memory."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def make_inputs(dtype: torch.dtype = torch.float32) -> MicrobatchInputs:
 def by_logits(
     logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0, *, with_entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same the plain way, of all tokens at once."""
+    """Compute the same for all tokens at once."""
     logs = torch.log_softmax(logits.float() / torch.as_tensor(temperature).reshape(-1, 1), dim=-1)
     entropy = -(logs.exp() * logs).sum(dim=-1)
     return logs.gather(-1, targets[:, None])[:, 0], entropy if with_entropy_gradient else entropy.detach()
 
 
 def gradients(model: Any, logprobs: Tensor, entropy: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the gradient of a loss in which each token has another weight."""
+    """Return the gradient of a loss with a different weight for each token."""
     model.zero_grad(set_to_none=True)
     weights = torch.linspace(-1.0, 2.0, len(logprobs))
     loss = (weights * logprobs).sum()
@@ -165,7 +165,7 @@ def test_token_logprobs_unknown_logit_transform_uses_model_code(monkeypatch: pyt
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "cohere"])
 def test_token_logprobs_bfloat16_rounds_like_the_model(kind: str) -> None:
-    """Or importance ratios would differ from 1 for no reason."""
+    """Otherwise importance ratios would differ from 1."""
     model, inputs = make(kind, dtype=torch.bfloat16), make_inputs(torch.bfloat16)
     expected, _ = by_logits(trained_logits(model, inputs), inputs.targets, 0.7)
     for chunk_tokens in (1000, 5):
@@ -238,7 +238,7 @@ def test_token_logprobs_any_chunking_agrees_with_float64(
 
 
 def test_token_logprobs_bfloat16_accumulates_in_float32() -> None:
-    """Cut into 16 blocks, the gradients are about as near to the exact ones as those of one block."""
+    """In 16 blocks, the gradients are about as close to the exact ones as in one block."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         (0.3 * torch.randn(shape, generator=generator)).bfloat16().requires_grad_() for shape in [(128, 16), (2048, 16)]

@@ -1,4 +1,4 @@
-"""An algorithm that cannot work is refused before anything is trained, in one sentence."""
+"""Invalid algorithm settings are refused before training, in one sentence."""
 
 from __future__ import annotations
 

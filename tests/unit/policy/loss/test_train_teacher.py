@@ -1,4 +1,4 @@
-"""Steps with a teacher against plain references that take one completion at a time."""
+"""Distillation steps against plain references that process one completion at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def position_logprobs(model: Any, group: ScoredGroup, start: int, length: int, d
 
 
 def teach(teacher: Any, group: ScoredGroup, divisor: float = 1.0) -> ScoredGroup:
-    """Give `group` what `teacher` says of it."""
+    """Add the log-probabilities of `teacher` to `group`."""
     rows, start = [], 0
     with torch.no_grad():
         for length in group.lengths:
@@ -49,7 +49,7 @@ def teach(teacher: Any, group: ScoredGroup, divisor: float = 1.0) -> ScoredGroup
 
 
 def plain_loss(model: Any, groups: list[ScoredGroup], settings: DistillSettings, divisor: float) -> Tensor:
-    """The loss of a step, as the papers have it: REINFORCE at ratio r, or the divergence over the likeliest tokens."""
+    """The loss of a step, as in the papers: REINFORCE at ratio r, or the divergence over the likeliest tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
         assert group.teacher is not None

@@ -1,4 +1,4 @@
-"""The example of docs/how-to/extend/algorithm.md, as it stands there."""
+"""The example of docs/how-to/extend/algorithm.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[4] / "docs/how-to/extend/algorithm.md"
 
 @pytest.fixture
 def name(tmp_path: Path) -> str:
-    """Write the page's file, and return the name that a recipe gives."""
+    """Write the page's file, and return its name for a recipe."""
     code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert code is not None
     assert len([line for line in code[1].splitlines() if line.strip()]) <= 30

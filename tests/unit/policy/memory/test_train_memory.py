@@ -1,4 +1,4 @@
-"""What saves memory saves it, and changes neither numbers nor names."""
+"""Memory settings reduce memory, and change neither results nor names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(model: Any) -> dict[str, Tensor]:
 
 
 def kept_bytes(model: Any) -> int:
-    """Return what the forward pass leaves for the backward pass."""
+    """Return the bytes that the forward pass keeps for the backward pass."""
     with PeakMemory() as memory:
         output = model(input_ids=IDS, use_cache=False).logits
         size = memory.held_bytes
@@ -102,7 +102,7 @@ def test_checkpointing_recomputes_expert_routing() -> None:
 
 @pytest.mark.parametrize("how", ["full", "selective", "offload", "compile"])
 def test_checkpointing_model_copy_uses_its_own_weights(tiny: Callable[..., Any], how: str) -> None:
-    """The reference of a KL term is a copy of a model that goes on changing."""
+    """The reference of a KL term is a copy of a model that keeps changing."""
     model = tiny()
     if how == "offload":
         offload_activations(model, min_bytes=0, device_types={"cpu"})

@@ -1,4 +1,4 @@
-"""A policy that gives its devices away and takes them back: every bit is as it was, and so is every later step."""
+"""Sleep and wake of a policy: its tensors and all later steps are bitwise unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training thread's clock: phases, and phases inside phases."""
+"""Clock of the training thread: phases and nested phases."""
 
 import math
 
@@ -9,7 +9,7 @@ from starling.policy.train.metrics.clock import MOST_MARKS, StepClock
 
 
 def test_clock_phases_cover_the_step() -> None:
-    """The shares sum to 1; what was never entered has no time, and what was entered has some."""
+    """The shares sum to 1; only entered phases have time."""
     clock = StepClock("cpu")
     clock.enter("forward")
     with clock.within("publish_exposed"):
@@ -22,7 +22,7 @@ def test_clock_phases_cover_the_step() -> None:
 
 
 def test_clock_exception_ends_its_phase() -> None:
-    """A publication that fails must not let the rest of the step count as one."""
+    """After a failed publication the rest of the step must not count as publication."""
     clock = StepClock()
     clock.enter("optimizer")
     with pytest.raises(KeyError), clock.within("publish_exposed"):
@@ -32,7 +32,7 @@ def test_clock_exception_ends_its_phase() -> None:
 
 
 def test_clock_phase_continues_into_next_step() -> None:
-    """`take` ends the step and not the phase; entering it again changes nothing."""
+    """`take` ends the step and not the phase; entering the phase again changes nothing."""
     clock = StepClock()
     clock.enter("wait_data")
     clock.take()
@@ -42,7 +42,7 @@ def test_clock_phase_continues_into_next_step() -> None:
 
 
 def test_clock_long_wait_is_summed_in_mid_step() -> None:
-    """What enters phases for hours before its step ends keeps few of their borders, and loses none of their time."""
+    """A step that enters phases for hours keeps few boundaries, and loses no time."""
     clock = StepClock()
     for _ in range(3 * MOST_MARKS):
         clock.enter("wait_data")

@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 
 def make(kind: str, **changes: Any) -> Any:
-    """Make a tiny model whose every product the counter sees: eager attention, eager experts."""
+    """Make a tiny model whose products are all visible to the counter: eager attention, eager experts."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     configs = {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
@@ -37,7 +37,7 @@ def make(kind: str, **changes: Any) -> Any:
 
 
 def counted(model: Any, lengths: list[int]) -> float:
-    """Return what PyTorch counts for a forward and backward pass of each document."""
+    """Return PyTorch's count for a forward and backward pass of each document."""
     with FlopCounterMode(display=False) as counter:
         for length in lengths:
             embedded = model.get_input_embeddings()(torch.arange(length)[None] % 50)
@@ -72,7 +72,7 @@ def test_step_flops_head_counts_predicted_tokens() -> None:
 
 
 def test_step_flops_window_bounds_attention() -> None:
-    """Of two layers one sees 4 tokens; documents within the window cost the same as without."""
+    """One of two layers has a window of 4 tokens; shorter documents cost the same as without."""
     windowed = model_cost(make("qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1))
     full = model_cost(make("qwen3"))
     assert windowed.window == 4
@@ -95,12 +95,12 @@ def test_step_flops_window_bounds_attention() -> None:
     ],
 )
 def test_peak_tflops_of_known_devices(name: str, peak: float | None) -> None:
-    """By whole words: an L40S is no L4."""
+    """By whole words: an L40S is not an L4."""
     assert peak_tflops(name) == peak
 
 
 def test_utilisation_without_peak_has_no_mfu() -> None:
-    """On a CPU there is none, unless the recipe gives one."""
+    """A CPU has no known peak, unless the recipe sets one."""
     cpu = torch.device("cpu")
     assert peak_of(cpu) is None
     assert utilisation(3e12, 2.0, peak_of(cpu)) == {"tflops": 1.5}

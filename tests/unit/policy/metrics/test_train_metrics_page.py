@@ -1,4 +1,4 @@
-"""`docs/reference/metrics.md` names every metric of a step, and every alarm with its bound."""
+"""`docs/reference/metrics.md` lists every metric of a step, and every alarm with its bound."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LISTED = {
 
 
 def is_listed(name: str) -> bool:
-    """Say whether the page has `name`, or the form that it is of."""
+    """Return whether the page lists `name`, or its pattern."""
     if name.startswith("time/"):
         phase = re.sub(r"_(s|share)$", "", name.removeprefix("time/"))
         return f"`{name}`" in PAGE or (phase in PHASES and phase in LISTED)
@@ -36,7 +36,7 @@ def is_listed(name: str) -> bool:
 
 
 def test_metrics_page_lists_every_metric(tiny: Callable[..., Any], make_groups: Callable[..., Any]) -> None:
-    """Of reinforcement, of supervision, and what the controller adds."""
+    """Those of reinforcement, of supervision, and of the controller."""
     model, settings = tiny(), PolicySettings.model_validate({"peak_tflops": 1, "algorithm": {"kl_coefficient": 0.1}})
     watch = StepMetrics(version_tensors(model), StepClock(), torch.device("cpu"), settings)
     watch.begin()
@@ -56,7 +56,7 @@ def test_metrics_page_lists_every_metric(tiny: Callable[..., Any], make_groups: 
 
 
 def test_metrics_page_lists_every_alarm_with_its_bound() -> None:
-    """As the defaults are."""
+    """The bounds are the defaults."""
     rows = dict(
         re.findall(r"^\| `(\w+)` \| (`(?:skipped|mismatch|weights|zero|entropy|ess|clip|stale)[^|]*) \|", PAGE, re.M)
     )

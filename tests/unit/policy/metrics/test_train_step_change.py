@@ -1,4 +1,4 @@
-"""What is told of every step, of real steps of a real trainer."""
+"""Step metrics of a real trainer: time, change of the weights, alarms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def test_step_metrics_report_time_and_change(tiny: Callable[..., Any], make_groups: Callable[..., Any]) -> None:
-    """The weights have moved, by less than they are; the split is whole; no alarm is on."""
+    """The weights moved by less than their norm; the phases sum to 1; no alarm is active."""
     model = tiny()
     settings = PolicySettings(peak_tflops=2.0)
     trainer = RlTrainer(model, settings, total_steps=4)
@@ -36,7 +36,7 @@ def test_step_metrics_report_time_and_change(tiny: Callable[..., Any], make_grou
 
 
 def test_unchanged_weights_raise_alarm_until_changed(tiny: Callable[..., Any]) -> None:
-    """After so many steps as the recipe says, and fatal if it says so; on a CPU nothing is said of its peak."""
+    """After the configured number of steps, and fatal if configured; a CPU has no MFU."""
     model = tiny()
     settings = PolicySettings.model_validate({"alarms": {"still_steps": 2, "fail_on": ["weights_still"]}})
     watch = StepMetrics(version_tensors(model), StepClock(), CPU, settings)

@@ -1,4 +1,4 @@
-"""What a step tells of itself: means over tokens, whatever the microbatches and updates were."""
+"""Metrics of a step: means over tokens, independent of microbatches and updates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings(budget: int = 10_000, share: bool = True, rate: float = 1e-2, **alg
 
 
 def aged(model: Any, make_groups: Make) -> list[ScoredGroup]:
-    """Groups near `model` for step 7: fresh ones, a stale one, and two completions that began under older weights."""
+    """Groups close to `model` for step 7: fresh ones, a stale one, and two completions begun under older weights."""
     groups = near(model, make_groups(SHAPES, version=6), 0.3)
     groups[0].versions[8] = 5  # the beginning of its last completion
     groups[1].versions[1:3] = 4  # the beginning of its second completion
@@ -51,7 +51,7 @@ def aged(model: Any, make_groups: Make) -> list[ScoredGroup]:
 
 
 class Told:
-    """What the metrics of some groups should be, by a loop over completions."""
+    """Expected metrics of some groups, by a loop over completions."""
 
     def __init__(self, model: Any, groups: Sequence[ScoredGroup], begun_with: int) -> None:
         self.differences: list[float] = []
@@ -98,7 +98,7 @@ def effective(logs: Sequence[float]) -> float:
 def test_step_mismatch_uses_weights_at_start_of_step(
     tiny: Make, make_groups: Make, chosen: dict[str, Any], known: list[int]
 ) -> None:
-    """Over all tokens where they were computed before an update, and else over those of the first update."""
+    """Over all tokens if they were computed before an update, otherwise over those of the first update."""
     model = tiny()
     groups = aged(model, make_groups)
     told = Told(model, [groups[index] for index in known], begun_with=6)
@@ -164,7 +164,7 @@ def test_step_metrics_are_independent_of_microbatches(tiny: Make, make_groups: M
 
 
 def test_step_metrics_of_updates_are_token_means(tiny: Make, make_groups: Make) -> None:
-    """Updates of unequal size, that change next to nothing: each token counts once a pass."""
+    """Updates of unequal size with tiny changes: each token counts once per pass."""
     groups = near(tiny(), make_groups([(3, [12, 9]), (2, [1, 2])]), 0.3)
     found = []
     for updates in ({}, {"num_minibatches": 2}, {"num_passes": 2}):
@@ -177,7 +177,7 @@ def test_step_metrics_of_updates_are_token_means(tiny: Make, make_groups: Make) 
 
 
 def test_step_flops_exclude_padding(tiny: Make, make_groups: Make) -> None:
-    """Neither padding nor the number of microbatches counts; a prompt that is shared is computed once."""
+    """Neither padding nor the number of microbatches counts; a shared prompt is computed once."""
     groups = make_groups(RAGGED)
 
     def flops(budget: int, share: bool, **chosen: Any) -> float:
@@ -213,7 +213,7 @@ SHAPE = st.tuples(st.integers(1, 8), LENGTHS)
 def test_step_gradient_is_mean_over_completions(
     tiny: Make, make_groups: Make, shapes: list[tuple[int, list[int]]], budget: int, share: bool, seed: int
 ) -> None:
-    """However they are packed, and whether they share their prompt or not."""
+    """For any packing, with and without shared prompts."""
     model = tiny().double()
     groups = near(model, make_groups(shapes, seed=seed), 0.2)
     chosen = settings(
@@ -235,7 +235,7 @@ def gradient(model: Any, groups: Sequence[ScoredGroup], chosen: PolicySettings) 
 
 
 def alone(group: ScoredGroup) -> list[ScoredGroup]:
-    """Return each completion of a group as a group of its own."""
+    """Return each completion of a group as a separate group."""
     ends = np.cumsum(group.lengths).tolist()
     found = []
     for end, length, reward in zip(ends, group.lengths, group.rewards, strict=True):
@@ -254,7 +254,7 @@ def alone(group: ScoredGroup) -> list[ScoredGroup]:
 
 
 def test_step_entropy_is_of_sampling_distribution(tiny: Make, make_groups: Make) -> None:
-    """A colder one has less; a uniform one has the logarithm of the vocabulary."""
+    """It is lower at a lower temperature, and the logarithm of the vocabulary if uniform."""
     told = []
     for temperature in (0.25, 1.0, 1e6):
         trainer = RlTrainer(tiny(), settings(30), total_steps=9)

@@ -1,4 +1,4 @@
-"""What a step says of itself, against definitions and laws."""
+"""Token metrics against their definitions and invariants."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_mismatch_equals_definition(rows: list[tuple[float, float, bool]]) -> No
 
 
 def test_mismatch_k3_estimates_divergence() -> None:
-    """In expectation over what the rollout samples both estimators are KL(rollout || trainer), exactly so here."""
+    """In expectation over the rollout's samples both estimators are KL(rollout || trainer), here exactly."""
     rollout, trainer = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.3, 0.2])
     exact = float((rollout * np.log(rollout / trainer)).sum())
     drawn = np.repeat(np.arange(3), [7000, 2000, 1000])  # in exact proportion
@@ -46,7 +46,7 @@ def test_mismatch_k3_estimates_divergence() -> None:
 
 @given(st.lists(st.integers(0, 40), max_size=60))
 def test_staleness_shares_sum_to_one(ages: list[int]) -> None:
-    """Every age up to the greatest has its share, and none is lost beyond the last bin."""
+    """Every age up to the maximum has its share, and none is lost beyond the last bin."""
     found = staleness_shares(np.array(ages, dtype=np.int64))
     if not ages:
         assert found == {}
@@ -73,7 +73,7 @@ def test_effective_sample_size_is_between_0_and_1(ratios: list[list[float]], shi
 
 
 def test_effective_sample_size_equals_hand_computed_values() -> None:
-    """Weights 1, 2 and 3 of tokens; 2 and 3 of completions, of which an empty one has none."""
+    """Token weights 1, 2 and 3; completion weights 2 and 3, and an empty completion without one."""
     trainer = np.log([1.0, 2.0, 3.0])
     found = effective_sample_size(trainer, np.zeros(3), [2, 0, 1])
     assert math.isclose(found["ess_token"], 36 / (3 * 14))
@@ -82,20 +82,20 @@ def test_effective_sample_size_equals_hand_computed_values() -> None:
 
 
 def test_mismatch_extreme_ratios_do_not_overflow() -> None:
-    """One token that has all the weight; a sequence whose product no float can hold."""
+    """One token with all the weight; a sequence whose product overflows a float."""
     found = effective_sample_size(np.array([-1000.0, 0.0, 0.0, 0.0]), np.zeros(4) - [0, 1000, 1000, 0], [1, 3])
     assert math.isclose(found["ess_token"], 0.5)
     assert math.isclose(found["ess_sequence"], 0.5)
 
 
 def test_throughput() -> None:
-    """A clock that did not move gives no rate."""
+    """There is no rate if the clock did not advance."""
     assert throughput(30, 2.0) == {"tokens_per_s": 15.0}
     assert throughput(30, 0.0) == {}
 
 
 def test_weight_probe_reads_small_tensors_whole() -> None:
-    """The relative norm is then exact; what is not floating-point is left out."""
+    """The relative norm is then exact; integer tensors are left out."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in (("a", (20, 30)), ("b", (7,)))}
     tensors["ids"] = torch.arange(9)
@@ -109,7 +109,7 @@ def test_weight_probe_reads_small_tensors_whole() -> None:
 
 
 def test_weight_probe_samples_large_tensors() -> None:
-    """Each tensor weighs as its size, not as its sample: the estimate is near the truth of all elements."""
+    """Each tensor counts by its size, not by its sample: the estimate is close to the value over all elements."""
     generator = torch.Generator().manual_seed(1)
     tensors = {"large": torch.randn(300, 400, generator=generator), "small": torch.randn(50, generator=generator)}
     probe = WeightProbe(tensors)
@@ -125,7 +125,7 @@ def test_weight_probe_samples_large_tensors() -> None:
 
 
 def test_weight_probe_detects_updates_lost_to_rounding() -> None:
-    """The very case that the alarm is for: an update of a thousandth leaves every weight as it was."""
+    """The case that the alarm detects: an update of a thousandth leaves every weight unchanged."""
     weights = {"w": torch.ones(64, dtype=torch.bfloat16)}
     probe = WeightProbe(weights)
     before = probe.read()

@@ -1,4 +1,4 @@
-"""Adapters against plain matrices: what they compute, what they learn, and how they are kept."""
+"""Adapters against plain matrices: results, training, and file formats."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok":
 
 
 def adapted(model: Any, settings: LoraSettings, seed: int = 3) -> Any:
-    """Put adapters into `model` that have learnt something already."""
+    """Add adapters with non-zero values to `model`."""
     add_adapters(model, settings, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def loss(model: Any) -> torch.Tensor:
 
 
 class Plain(torch.nn.Module):
-    """A layer with an adapter, as the papers write it."""
+    """A layer with an adapter, as in the papers."""
 
     def __init__(self, weight: torch.Tensor, adapter: dict[str, torch.Tensor], scale: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Plain(torch.nn.Module):
 
 
 def plain(model: Any, base: Any, settings: LoraSettings) -> dict[str, torch.nn.Parameter]:
-    """Put the adapters of `model` into `base` as plain layers; return their parameters by the names in `model`."""
+    """Replace layers of `base` by plain layers with the adapters of `model`; return the parameters by name."""
     parameters = {}
     for name, module in list(base.named_modules()):
         own = {key: value for key, value in model.named_parameters() if key.startswith(f"{name}.lora_")}
@@ -141,7 +141,7 @@ def test_adapters_are_float32_on_bfloat16_base(tiny: Make) -> None:
 
 
 def small_experts(tiny: Make, folder: Path) -> tuple[Any, LoraSettings]:
-    """Return a model with experts, from a folder: what is random in it has no meaning but there."""
+    """Return a model with experts from a folder with random weights."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     config = {**tiny().config.to_dict(), **EXPERTS, "model_type": "qwen3_moe", "layer_types": None}

@@ -1,4 +1,4 @@
-"""Loading models, naming their tensors, and saving them so that a crash harms nothing."""
+"""Loading models, the tensors of a version, and crash-safe saving."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 
 class Words:
-    """A tokenizer of one file, which may come to grief while it is written."""
+    """A tokenizer of one file, whose write can be made to fail."""
 
     def __init__(self, grief: Callable[[], None] | None = None) -> None:
         self._grief = grief

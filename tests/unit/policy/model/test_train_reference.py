@@ -1,4 +1,4 @@
-"""The reference of a divergence or a preference: which version it is, and that lending it changes nothing."""
+"""The reference model: its version, and that lending it changes nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def settings(*, reset: int = 0, budget: int = 30, **changes: Any) -> PolicySetti
 
 
 def adapted(model: Any, form: str = "plain", seed: int = 3) -> Any:
-    """Put adapters into `model` that have learnt something already."""
+    """Add adapters with non-zero values to `model`."""
     add_adapters(model, FORMS[form], seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_reference_after_reset_resumes(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("reset", [0, 2])
 def test_reference_swapped_adapters_equal_separate_copy(tiny: Make, make_groups: Make, form: str, reset: int) -> None:
-    """To the bit, over steps of several updates with proximal log-probabilities between them."""
+    """Bitwise, over steps of several updates with proximal log-probabilities."""
     found = []
     for apart in (False, True):
         model = adapted(tiny(tied=False), form)
@@ -174,7 +174,7 @@ def test_reference_computing_keeps_trained_adapters(tiny: Make, form: str) -> No
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_kl_term_added_later_uses_version_0(tiny: Make, make_groups: Make, lora: bool) -> None:
-    """Nobody kept it, but it can be loaded again."""
+    """It is no longer in memory, but can be loaded again."""
 
     def load() -> Any:
         return adapted(tiny()) if lora else tiny()

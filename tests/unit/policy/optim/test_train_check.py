@@ -1,4 +1,4 @@
-"""What settings say wrongly is told before the first step, in one sentence that names the setting."""
+"""Invalid optimizer settings are refused before the first step, in a sentence that names the setting."""
 
 from __future__ import annotations
 

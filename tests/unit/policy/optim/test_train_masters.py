@@ -1,4 +1,4 @@
-"""Masters in float32: what bfloat16 alone would lose is not lost."""
+"""Master weights in float32 keep updates that bfloat16 would lose."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def linear(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Linear:
-    """A layer whose weights are numbers of bfloat16, in either type."""
+    """A layer whose weights are exact in bfloat16, in either type."""
     layer = torch.nn.Linear(8, 8)
     with torch.no_grad():
         layer.weight.copy_(draw(8, 8).bfloat16())
@@ -36,7 +36,7 @@ def make(model: torch.nn.Module, **changes: object) -> ModelOptimizer:
 
 
 def accumulate(model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
-    """Run a backward pass and return the gradients that it alone gives, in the type of the parameters."""
+    """Run a backward pass and return its gradients, in the type of the parameters."""
     inputs = draw(5, 8, seed=seed).to(next(model.parameters()).dtype)
     loss = model(inputs).float().square().mean()
     alone = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)

@@ -1,4 +1,4 @@
-"""Masters on a device of their own: nothing of what is learnt changes, wherever the update is made."""
+"""Masters on another device: the results do not depend on the device of the update."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_optimizer_device_of_offloaded_model_is_cpu() -> None:
 
 @pytest.mark.parametrize("trainer", [SftTrainer, RlTrainer, DpoTrainer, RewardModelTrainer])
 def test_every_trainer_uses_the_optimizer_device(tiny: Callable[..., Any], trainer: Any) -> None:
-    """A model on the device that holds no values has none for the CPU, so making masters there cannot succeed."""
+    """A model on the meta device has no values to copy to the CPU, so creating masters there fails."""
     model = tiny().to("meta")
     trainer(model, PolicySettings(), total_steps=1)
     with pytest.raises(NotImplementedError, match="no data"):

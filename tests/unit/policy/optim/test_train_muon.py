@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 
 def by_singular_values(matrix: Tensor) -> Tensor:
-    """Newton and Schulz leave the singular vectors alone, so the polynomial may as well be applied to the values."""
+    """Newton-Schulz does not change singular vectors, so the polynomial can be applied to the singular values."""
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / max(float(values.norm()), 1e-7)
     for _ in range(5):
@@ -126,7 +126,7 @@ def test_hidden_matrices_include_only_expert_stacks_of_3_dims() -> None:
 
 
 class Scorer(torch.nn.Module):
-    """Parameters of two dims that are no matrices of hidden layers, and one that is."""
+    """Parameters of two dims that are not matrices of hidden layers, and one that is."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""AdamW against its paper, the bound on the gradient, and what differs between parameters."""
+"""AdamW against its paper, gradient clipping, and differences between parameters."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
-    """Two equal matrices, of a size that has averages of 8 bits, and vectors."""
+    """Two equal matrices, large enough for averages of 8 bits, and vectors."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         layers = torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)
@@ -125,7 +125,7 @@ def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
 
 
 def give_gradients(model: torch.nn.Module, seed: int) -> None:
-    """Give all trainable parameters random gradients, equal ones to parameters of one shape."""
+    """Set random gradients for all trainable parameters, equal for parameters of equal shape."""
     for parameter in model.parameters():
         generator = torch.Generator().manual_seed(seed)
         gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)

@@ -1,4 +1,4 @@
-"""What operators change in a running job counts from the step that says so, exactly as if the recipe had said it."""
+"""Settings that operators change in a running job apply from their step, exactly as if set in the recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[..., Any]
 
 
 def settings(**changes: float) -> PolicySettings:
-    """Return a recipe's settings, with the last parts of their keys instead of the defaults."""
+    """Return a recipe's settings with changes by the last parts of their keys."""
     optimizer = {"learning_rate": 3e-3, "warmup_steps": 2, "schedule": "cosine", "max_grad_norm": 0.5}
     optimizer |= {key: value for key, value in changes.items() if key in optimizer}
     algorithm = {key: value for key, value in changes.items() if key not in optimizer}

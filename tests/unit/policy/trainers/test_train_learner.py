@@ -1,4 +1,4 @@
-"""What a learner takes up of another run's state, and what it refuses after a step that broke off."""
+"""Resuming from another run's state, and refusals after a broken step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_resume_mismatched_optimizer_is_refused(tiny: Make, make_groups: Make, t
 
 
 class Breaking(SftTrainer):
-    """Makes an update, and breaks off."""
+    """Makes one update, then fails."""
 
     def step(self, examples: Sequence[SftExample], settings: PolicySettings | None = None) -> dict[str, float]:
         super().step(examples, settings)

@@ -1,4 +1,4 @@
-"""Steps of preferences against plain references that take one response at a time."""
+"""Preference steps against plain references that process one response at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that cannot be made, or teach nothing: what is refused, in which words, and that nothing has changed."""
+"""Steps that are refused or have no gradient: the error, and that nothing has changed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def nothing(groups: Rows) -> Any:
 
 
 def nan_loss(tokens: Tokens) -> LossTerms:
-    """Of the last completion alone, so that of several microbatches not all are bad."""
+    """NaN in the last completion only, so not all microbatches are affected."""
     bad = tokens.sequence == tokens.num_sequences - 1
     return LossTerms(torch.where(bad, math.nan, tokens.logprobs), {})
 
@@ -115,7 +115,7 @@ def settings(algorithm: AlgorithmSettings) -> PolicySettings:
 
 
 def begun(model: Any, groups: list[ScoredGroup]) -> RlTrainer:
-    """Return a trainer that has made a step, so that its averages are not empty."""
+    """Return a trainer after one step, so that its averages are not empty."""
     trainer = RlTrainer(model, settings(AlgorithmSettings()), total_steps=9)
     trainer.step(groups, step=1)
     return trainer
@@ -206,7 +206,7 @@ def test_groups_of_one_learn_with_batch_normalised_advantages(tiny: Make, make_g
 
 
 def test_update_without_tokens_is_made(tiny: Make, make_groups: Make) -> None:
-    """Of several updates one may have nothing to learn from: its step goes by momentum alone."""
+    """An update without tokens moves by momentum only."""
     groups = make_groups([(4, [3, 2]), (5, [0, 0]), (2, [6, 1])])
     chosen = settings(AlgorithmSettings(num_minibatches=3, old="proximal"))
     metrics = RlTrainer(tiny(), chosen, total_steps=9).step(groups, step=1)

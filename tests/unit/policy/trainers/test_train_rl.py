@@ -39,7 +39,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 def reference_loss(
     model: Any, groups: list[ScoredGroup], *, low: float, high: float, temperature: float, beta: float, reference: Any
 ) -> Tensor:
-    """The loss of GRPO with a token mean, written as the papers have it."""
+    """The loss of GRPO with a token mean, written as in the papers."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
         mean, std = statistics.fmean(group.rewards), statistics.stdev(group.rewards)

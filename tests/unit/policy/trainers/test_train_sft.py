@@ -1,4 +1,4 @@
-"""Supervised steps."""
+"""Supervised steps against the cross-entropy of their responses."""
 
 from __future__ import annotations
 

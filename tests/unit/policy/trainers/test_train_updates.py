@@ -124,7 +124,7 @@ def test_updates_equal_plain_loop(
 
 
 def test_updates_keep_group_temperatures(tiny: Make, make_groups: Make) -> None:
-    """In the one that has several and in the one that has none, before the first update and in each."""
+    """With and without a temperature per group, before the first update and in each update."""
     plain, model = double(tiny()), tiny()
     own = (0.6, 0.0, 0.0, 1.25)
     drawn = [replace(group, temperature=value) for group, value in zip(make_groups(SHAPES), own, strict=True)]
@@ -136,7 +136,7 @@ def test_updates_keep_group_temperatures(tiny: Make, make_groups: Make) -> None:
 
 
 def test_updates_old_setting_selects_denominator(tiny: Make, make_groups: Make) -> None:
-    """Log-probabilities before the first update: neither those of the rollout, nor those before each update."""
+    """The denominator is computed before the first update: not by the rollout, nor before each update."""
     groups = near(tiny(), make_groups(SHAPES), 0.1)
     weights = {}
     for old in ("rollout", "proximal"):
@@ -204,7 +204,7 @@ def corrections(name: str) -> tuple[CorrectionSettings, ...]:
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_corrections_equal_plain_reference(tiny: Make, make_groups: Make, name: str) -> None:
-    """One update: the proximal log-probabilities are those that the forward pass finds anyway."""
+    """With one update, the proximal log-probabilities are those of its forward pass."""
     _, factor, metric = CORRECTIONS[name]
     plain, model = double(tiny()), tiny().double()
     groups = near(plain, make_groups(SHAPES), 0.4, seed=SEED)
@@ -221,7 +221,7 @@ def test_corrections_equal_plain_reference(tiny: Make, make_groups: Make, name: 
 
 @pytest.mark.parametrize("name", ["truncate sequence", "mask token", "sequence_mask", "both"])
 def test_corrected_updates_equal_plain_loop(tiny: Make, make_groups: Make, name: str) -> None:
-    """The weights are of the proximal log-probabilities in every update; the drift is of the trained ones."""
+    """The weights use the proximal log-probabilities in every update, the drift uses the trained ones."""
     plain, model = double(tiny()), tiny()
     groups = near(plain, make_groups(SHAPES), 0.4, seed=SEED)
     factor = CORRECTIONS[name][1]
@@ -234,7 +234,7 @@ def test_corrected_updates_equal_plain_loop(tiny: Make, make_groups: Make, name:
 
 
 def test_empty_corrections_override_the_algorithms(tiny: Make, make_groups: Make) -> None:
-    """An empty list takes away what the algorithm brings."""
+    """An empty list removes the algorithm's corrections."""
     groups = near(tiny(), make_groups(SHAPES), 1.0)
     with_its_own = RlTrainer(tiny(), settings(name="decoupled_ppo"), total_steps=1).step(groups, step=1)
     without = RlTrainer(tiny(), settings(name="decoupled_ppo", corrections=()), total_steps=1).step(groups, step=1)
@@ -245,7 +245,7 @@ def test_empty_corrections_override_the_algorithms(tiny: Make, make_groups: Make
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(1, 15))
 def test_minibatches_balance_groups_and_tokens(num_tokens: list[int], count: int) -> None:
-    """The law of the largest differencing method: a spread of at most the longest group."""
+    """The largest differencing method guarantees a spread of at most the longest group."""
     groups = tuple(
         ScoredGroup(
             prompt_ids=np.array([1], dtype=np.int32),
@@ -276,7 +276,7 @@ def test_minibatches_balance_groups_and_tokens(num_tokens: list[int], count: int
 def test_loss_failing_between_updates_breaks_the_step(
     tiny: Callable[..., Any], make_groups: Callable[..., list[ScoredGroup]], tmp_path: Path
 ) -> None:
-    """Then the weights are no version; before the first update they are as they were."""
+    """Then the weights are not a version; before the first update they are unchanged."""
     (tmp_path / "moody.py").write_text(
         "from starling.algo.algorithm import Algorithm\n"
         "from starling.algo.loss.ppo import ppo_clip\n"
