@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from stage import Replica, Stage, Undone
+from scenario_harness import Harness, Replica, Undone
 
 from starling.common.wire import messages as wire
 from starling.controller.core.events import ReplicaDisconnected
@@ -66,32 +66,32 @@ def play(blocks: list[Block], folder: Path) -> list[Block]:
     Raises:
         ValueError: a line that is not understood.
     """
-    stage: Stage | None = None
+    harness: Harness | None = None
     played = []
     for block in blocks:
         lines: list[str] = []
         for event in block.events:
             verb, _, rest = event.partition(" ")
             if verb == "plan":
-                stage = _begin(folder, rest)
+                harness = _begin(folder, rest)
                 continue
-            if stage is None:
+            if harness is None:
                 raise ValueError(f"{event!r} comes before the plan; begin with 'plan', and its numbers")
-            lines += _happens(stage, event)
+            lines += _happens(harness, event)
         shown = lines or [NOTHING] if block.events and block.separator == SEPARATOR else []
         played.append(Block(block.before, block.events, shown, block.separator))
-    if stage is not None:
-        stage.arrive()
-        stage.store.close()
+    if harness is not None:
+        harness.arrive()
+        harness.store.close()
     return played
 
 
-def _begin(folder: Path, rest: str) -> Stage:
+def _begin(folder: Path, rest: str) -> Harness:
     given = _options(shlex.split(rest))[1]
     numbers = {key: value if value.islower() else ast.literal_eval(value) for key, value in given.items()}
     if "kind" in numbers:
         numbers["kind"] = KINDS[numbers["kind"]]
-    return Stage(folder, numbers.pop("held_out", 2), **numbers)
+    return Harness(folder, numbers.pop("held_out", 2), **numbers)
 
 
 def _options(words: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -99,45 +99,45 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, str]]:
     return [word for word in words if "=" not in word], pairs
 
 
-def _happens(stage: Stage, event: str) -> list[str]:
+def _happens(harness: Harness, event: str) -> list[str]:
     first, *words = shlex.split(event)
     match first:
         case "crash":
             undone: Any = words[0] if words else ""
             if undone not in get_args(Undone):
                 raise ValueError(f"{event!r}: a crash leaves things 'unsaid', 'unwritten', or is just a 'crash'")
-            return stage.crashes(undone)
+            return harness.crashes(undone)
         case "fetched":
-            return stage.answers()
+            return harness.answers()
         case "stored":
-            return stage.stored()
+            return harness.stored()
         case "stop":
-            return stage.stops(" ".join(words) or "enough")
+            return harness.stops(" ".join(words) or "enough")
         case "wait":
-            return _wait(stage, float(words[0]), beating="beating" in words)
+            return _wait(harness, float(words[0]), beating="beating" in words)
     verb = VERBS.get(words[0]) if words else None
     if verb is None:
         others = "crash, fetched, stored, stop, wait"
         raise ValueError(f"{event!r} is not understood; a replica {', '.join(VERBS)}; or {others}")
     plain, options = _options(words[1:])
-    stage.arrive()
+    harness.arrive()
     if first.startswith("operator"):
-        return verb(stage, Replica(first, options), plain, options)
-    if first not in stage.replicas and words[0] != "joins":
+        return verb(harness, Replica(first, options), plain, options)
+    if first not in harness.replicas and words[0] != "joins":
         raise ValueError(f"{event!r}: {first} has not joined")
-    return verb(stage, stage.replicas.setdefault(first, Replica(first, {})), plain, options)
+    return verb(harness, harness.replicas.setdefault(first, Replica(first, {})), plain, options)
 
 
-def _wait(stage: Stage, seconds: float, *, beating: bool) -> list[str]:
+def _wait(harness: Harness, seconds: float, *, beating: bool) -> list[str]:
     if not beating:
-        return stage.waits(seconds)
-    lines, end = [], stage.now + seconds
-    while stage.now < end and not stage.ended:
-        for replica in list(stage.replicas.values()):
+        return harness.waits(seconds)
+    lines, end = [], harness.now + seconds
+    while harness.now < end and not harness.ended:
+        for replica in list(harness.replicas.values()):
             if replica.is_up:
-                stage.arrive()
-                lines += beats(stage, replica, [], {})
-        lines += stage.waits(min(stage.plan.heartbeat_s, end - stage.now))
+                harness.arrive()
+                lines += beats(harness, replica, [], {})
+        lines += harness.waits(min(harness.plan.heartbeat_s, end - harness.now))
     return lines
 
 
@@ -147,7 +147,7 @@ Words = list[str]
 Options = dict[str, str]
 
 
-def joins(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def joins(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It says hello: as it did before, but for the options."""
     replica.options |= {**dict.fromkeys(words, "yes"), **options}
     known, role = replica.options, replica.name.rpartition("-")[0]
@@ -164,112 +164,112 @@ def joins(stage: Stage, replica: Replica, words: Words, options: Options) -> lis
         serves=role == "policy" or "serves" in known,
         shares_steps="shares" in known,
     )
-    return stage.hears(replica.name, hello, *((encoded_layout(replica.name),) if has_layout else ()))
+    return harness.hears(replica.name, hello, *((encoded_layout(replica.name),) if has_layout else ()))
 
 
-def restarts(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def restarts(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """Its process begins anew, with nothing in hand, and says hello."""
     replica.epoch += 1
     replica.version = -1
     replica.held.clear()
-    return joins(stage, replica, words, options)
+    return joins(harness, replica, words, options)
 
 
-def returns(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def returns(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It has lost the controller and found it again: hello, and a heartbeat."""
-    lines = joins(stage, replica, words, options)
-    stage.arrive()
-    return lines + beats(stage, replica, [], {})
+    lines = joins(harness, replica, words, options)
+    harness.arrive()
+    return lines + beats(harness, replica, [], {})
 
 
-def beats(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def beats(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It says what it holds, or what follows 'holding', and its version."""
     held = list(replica.held)
     if words[:1] == ["holding"]:
-        held = [_lease(stage, replica, *word.split(":", 1)) for word in words[1:] if word != "nothing"]
+        held = [_lease(harness, replica, *word.split(":", 1)) for word in words[1:] if word != "nothing"]
     replica.version = int(options.get("version", replica.version))
     leases = tuple(wire.HeldLease(lease=lease, phase="working") for lease in held)
-    return stage.hears(replica.name, wire.Heartbeat(leases=leases, version=replica.version))
+    return harness.hears(replica.name, wire.Heartbeat(leases=leases, version=replica.version))
 
 
-def dies(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def dies(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """Its process dies, and with it its connection; 'silently': nobody notices, a host is gone."""
     replica.is_up = False
     replica.held.clear()
-    return [] if words == ["silently"] else stage._step(ReplicaDisconnected(stage.now, replica.name))
+    return [] if words == ["silently"] else harness._step(ReplicaDisconnected(harness.now, replica.name))
 
 
-def leaves(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def leaves(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It says farewell."""
     replica.is_up = False
-    return stage.hears(replica.name, wire.Leave(reason=" ".join(words) or "drained"))
+    return harness.hears(replica.name, wire.Leave(reason=" ".join(words) or "drained"))
 
 
-def generates(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def generates(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It has generated groups, by the version that it holds."""
     lines = []
     for word in words:
-        lease = _lease(stage, replica, "generate", word)
+        lease = _lease(harness, replica, "generate", word)
         command = replica.held.get(lease)
-        num = command.num_completions if isinstance(command, wire.GenerateGroup) else stage.plan.group_size
-        lines += stage.generates(replica.name, lease, int(options.get("version", replica.version)), num)
+        num = command.num_completions if isinstance(command, wire.GenerateGroup) else harness.plan.group_size
+        lines += harness.generates(replica.name, lease, int(options.get("version", replica.version)), num)
     return lines
 
 
-def interrupts(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def interrupts(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It gives groups back, with so many `tokens` of each completion."""
     lines, version = [], int(options.get("version", replica.version))
     for word in words:
-        lease = _lease(stage, replica, "generate", word)
+        lease = _lease(harness, replica, "generate", word)
         command = replica.held.get(lease)
-        num = command.num_completions if isinstance(command, wire.GenerateGroup) else stage.plan.group_size
-        lines += stage.interrupts(replica.name, lease, *[int(options.get("tokens", 3))] * num, version=version)
+        num = command.num_completions if isinstance(command, wire.GenerateGroup) else harness.plan.group_size
+        lines += harness.interrupts(replica.name, lease, *[int(options.get("tokens", 3))] * num, version=version)
     return lines
 
 
-def scores(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def scores(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It has scored groups, each completion with 1, 0, 1, ... or as `rewards` says, where 'none' is a failure."""
     lines = []
     for word in words:
-        lease = _lease(stage, replica, "score", word)
+        lease = _lease(harness, replica, "score", word)
         command = replica.held.get(lease)
-        num = len(command.completions) if isinstance(command, wire.ScoreGroup) else stage.plan.group_size
+        num = len(command.completions) if isinstance(command, wire.ScoreGroup) else harness.plan.group_size
         rewards: list[float | None] = [float(index % 2 == 0) for index in range(num)]
         if "rewards" in options:
             rewards = [None if r == "none" else float(r) for r in options["rewards"].split(",")]
-        lines += stage.scores(lease, *rewards, name=replica.name)
+        lines += harness.scores(lease, *rewards, name=replica.name)
     return lines
 
 
-def teaches(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def teaches(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It has scored the tokens of groups, and tells the `top` likeliest besides."""
     lines = []
     for word in words:
-        lease = _lease(stage, replica, "teach", word)
+        lease = _lease(harness, replica, "teach", word)
         command = replica.held.get(lease)
-        num = sum(command.lengths) if isinstance(command, wire.ScoreTokens) else stage.plan.group_size
-        lines += stage.teaches(lease, name=replica.name, num_tokens=num, k=int(options.get("top", 0)))
+        num = sum(command.lengths) if isinstance(command, wire.ScoreTokens) else harness.plan.group_size
+        lines += harness.teaches(lease, name=replica.name, num_tokens=num, k=int(options.get("top", 0)))
     return lines
 
 
-def trains(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def trains(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It has made a step."""
     step = int(words[0])
     replica.version = step
-    lease = _lease(stage, replica, "train", words[0])
-    return stage.hears(replica.name, wire.StepTrained(lease=lease, step=step, metrics={}))
+    lease = _lease(harness, replica, "train", words[0])
+    return harness.hears(replica.name, wire.StepTrained(lease=lease, step=step, metrics={}))
 
 
-def publishes(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def publishes(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It has a version on offer."""
-    lease, version = _lease(stage, replica, "publish", words[0]), int(words[0])
+    lease, version = _lease(harness, replica, "publish", words[0]), int(words[0])
     published = wire.WeightsPublished(lease=lease, version=version, publish_s=0.0)
-    return stage.hears(replica.name, published, encoded_offer(version))
+    return harness.hears(replica.name, published, encoded_offer(version))
 
 
-def adopts(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def adopts(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It has pulled a version and uses it; 'torn': what it holds is not what was offered."""
-    lease, version = _lease(stage, replica, "adopt", words[0]), int(words[0])
+    lease, version = _lease(harness, replica, "adopt", words[0]), int(words[0])
     replica.version = version
     adopted = wire.WeightsAdopted(
         lease=lease,
@@ -280,36 +280,36 @@ def adopts(stage: Stage, replica: Replica, words: Words, options: Options) -> li
         size_bytes=16,
         transport="local",
     )
-    return stage.hears(replica.name, adopted)
+    return harness.hears(replica.name, adopted)
 
 
-def saves(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def saves(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It has saved a state that it can continue from."""
     saved = wire.CheckpointSaved(
-        lease=_lease(stage, replica, "save", words[0]), step=int(words[0]), path="/s", state=True
+        lease=_lease(harness, replica, "save", words[0]), step=int(words[0]), path="/s", state=True
     )
-    return stage.hears(replica.name, saved)
+    return harness.hears(replica.name, saved)
 
 
-def exports(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def exports(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It has written the last checkpoint."""
-    saved = wire.CheckpointSaved(lease=_lease(stage, replica, "checkpoint", words[0]), step=int(words[0]), path="/c")
-    return stage.hears(replica.name, saved)
+    saved = wire.CheckpointSaved(lease=_lease(harness, replica, "checkpoint", words[0]), step=int(words[0]), path="/c")
+    return harness.hears(replica.name, saved)
 
 
-def fails(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def fails(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """It cannot do a piece of work, ``generate:t0`` for example; 'for good': nor could any other replica."""
     kind, subject = words[0].split(":", 1)
-    return stage.fails(
-        replica.name, _lease(stage, replica, kind, subject), options.get("reason", "no luck"), fatal="good" in words
+    return harness.fails(
+        replica.name, _lease(harness, replica, kind, subject), options.get("reason", "no luck"), fatal="good" in words
     )
 
 
-def _lease(stage: Stage, replica: Replica, kind: str, subject: str = "") -> str:
+def _lease(harness: Harness, replica: Replica, kind: str, subject: str = "") -> str:
     """Return the newest lease that a replica was given for this, or the one of the attempt that `subject` names."""
     if ":" in subject:
-        return stage.aliases.long(f"{kind}:{subject}")
-    found = stage.given.get((replica.name, f"{kind}:{subject}"))
+        return harness.aliases.long(f"{kind}:{subject}")
+    found = harness.given.get((replica.name, f"{kind}:{subject}"))
     if found is None:
         raise ValueError(f"{replica.name} was never given {kind}:{subject}")
     return found
@@ -318,34 +318,34 @@ def _lease(stage: Stage, replica: Replica, kind: str, subject: str = "") -> str:
 # --- what operators say --------------------------------------------------------------------------------------------
 
 
-def sets(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def sets(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """An operator changes a setting; the same `request` counts once."""
     key, text = words
     value = ast.literal_eval(text) if text[:1] in "-.0123456789" else text
-    request = options.get("request", f"{key} {text} {stage.now}")
-    return stage.hears(replica.name, wire.ChangeSetting(request=request, key=key, value=value))
+    request = options.get("request", f"{key} {text} {harness.now}")
+    return harness.hears(replica.name, wire.ChangeSetting(request=request, key=key, value=value))
 
 
-def evaluates(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def evaluates(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """An operator wants the newest version evaluated, with so many completions of each prompt."""
     num = int(words[0]) if words else 0
     request = wire.RequestEvaluation(request=options.get("request", "evaluate"), num_completions=num)
-    return stage.hears(replica.name, request)
+    return harness.hears(replica.name, request)
 
 
-def asks(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def asks(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """An operator asks why, or for the status."""
     about: Any = words[0]
-    text = stage.hears(replica.name, wire.QueryRun(request="ask", about=about))
+    text = harness.hears(replica.name, wire.QueryRun(request="ask", about=about))
     return [line for lines in text for line in lines.split("\n")]
 
 
-def stops(stage: Stage, replica: Replica, words: Words, options: Options) -> list[str]:
+def stops(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """An operator wants the run to end in good order."""
-    return stage.hears(replica.name, wire.RequestStop(request="stop", reason=" ".join(words) or "enough"))
+    return harness.hears(replica.name, wire.RequestStop(request="stop", reason=" ".join(words) or "enough"))
 
 
-VERBS: dict[str, Callable[[Stage, Replica, Words, Options], list[str]]] = {
+VERBS: dict[str, Callable[[Harness, Replica, Words, Options], list[str]]] = {
     "joins": joins,
     "restarts": restarts,
     "returns": returns,

@@ -48,7 +48,7 @@ class WatchedCluster(SimulatedCluster):
         plan = self.plan
         for number in range(plan.num_steps * plan.prompts_per_step):
             length = length_of(draw_seed(plan.seed, "train", number, 0), WORKLOAD.tokens)
-            self.host.controller.state.lengths.note(f"train/{number}", "train", float(length))
+            self.host.controller.state.replicas.lengths.note(f"train/{number}", "train", float(length))
 
     def record_step(self, whole) -> None:  # type: ignore[no-untyped-def]
         super().record_step(whole)

@@ -36,7 +36,7 @@ def notes(script: Script) -> dict[str, dict[str, Any]]:
     return {command.kind: command.fields for command in script.commands if isinstance(command, Note)}
 
 
-def test_an_alarm_is_told_when_it_begins_and_when_it_is_over() -> None:
+def test_alarm_is_noted_when_it_begins_and_ends() -> None:
     """And every step's line has those that are on."""
     script = script_of(5)
     assert trains(script, 1) == []
@@ -50,7 +50,7 @@ def test_an_alarm_is_told_when_it_begins_and_when_it_is_over() -> None:
     assert notes(script)["alarm_over"] == {"step": 4, "name": "clip"}
 
 
-def test_a_step_that_nobody_told_of_is_no_evidence() -> None:
+def test_step_without_a_report_keeps_alarms() -> None:
     """The policy died after it had made the step, which only its heartbeat told: the alarm stays on."""
     script = script_of(4)
     trains(script, 1, alarm("clip"))
@@ -60,7 +60,7 @@ def test_a_step_that_nobody_told_of_is_no_evidence() -> None:
     assert trains(script, 3) == ["(alarm_over 3)"]
 
 
-def test_a_restarted_controller_knows_which_alarms_are_on() -> None:
+def test_restarted_controller_restores_alarms() -> None:
     """So it does not tell them again; also where a value is no number."""
     script = script_of(4)
     trains(script, 1, alarm("not_finite", value=math.nan))
@@ -73,7 +73,7 @@ def test_a_restarted_controller_knows_which_alarms_are_on() -> None:
     assert Controller(script.plan, Stream("train"), Stream("sft"), [], journal=older).state.training.alarms == {}
 
 
-def test_an_alarm_can_end_the_run() -> None:
+def test_fatal_alarm_fails_the_run() -> None:
     """With its sentence as the reason; the step itself is committed."""
     script = script_of(4)
     script.hears(

@@ -105,7 +105,7 @@ class Answering(Script):
         return [group.ordinal for step in sorted(self.files) for group in self.files[step]]
 
 
-def test_every_prompt_is_written_once_in_its_order_and_the_run_is_over() -> None:
+def test_every_prompt_is_written_once_in_order() -> None:
     run = Answering()
     run.begins("rollout-0", "rollout-1", slots=3)
     run.answers_all()
@@ -118,13 +118,13 @@ def test_every_prompt_is_written_once_in_its_order_and_the_run_is_over() -> None
     assert len(steps) == 3
 
 
-def test_no_more_prompts_are_open_than_the_window_has() -> None:
+def test_window_bounds_live_prompts() -> None:
     run = Answering(num_prompts=50)
     run.begins(slots=20)
     assert len(run.held("rollout-0")) == run.state.buffer.num_slots == 4
 
 
-def test_what_only_answers_keeps_texts_alone_and_of_no_reward_when_nothing_scores() -> None:
+def test_answers_keep_texts_only_and_no_rewards_without_scorers() -> None:
     run = Answering(INFER, num_prompts=2, num_rewards=0)
     run.begins()
     run.generates("rollout-0", "generate:t1:0")
@@ -137,7 +137,7 @@ def test_what_only_answers_keeps_texts_alone_and_of_no_reward_when_nothing_score
     assert written == [(), ()]
 
 
-def test_prompts_that_nobody_can_answer_do_not_end_the_run() -> None:
+def test_unanswerable_prompts_do_not_fail_the_run() -> None:
     run = Answering(INFER, num_prompts=40, num_rewards=0)
     run.begins(slots=40)
     while held := run.held("rollout-0"):
@@ -149,7 +149,7 @@ def test_prompts_that_nobody_can_answer_do_not_end_the_run() -> None:
     assert not run.state.lifecycle.failure
 
 
-def test_a_rollout_that_is_started_again_has_the_weights_again() -> None:
+def test_restarted_rollout_holds_the_initial_version() -> None:
     run = Answering()
     run.begins()
     assert run.held("rollout-0") == ["generate:t0:0", "generate:t1:0"]
@@ -158,7 +158,7 @@ def test_a_rollout_that_is_started_again_has_the_weights_again() -> None:
     assert run.held("rollout-0") == ["generate:t0:1", "generate:t1:1"]
 
 
-def test_a_rollout_that_makes_its_engine_again_has_work_again() -> None:
+def test_rollout_with_a_new_engine_gets_work_again() -> None:
     run = Answering(num_prompts=2)
     run.begins()
     for lease in run.held("rollout-0"):
@@ -169,7 +169,7 @@ def test_a_rollout_that_makes_its_engine_again_has_work_again() -> None:
     assert run.held("rollout-0") == ["generate:t0:1", "generate:t1:1"]
 
 
-def test_a_rollout_whose_engine_begins_again_is_no_stranger_to_the_next_controller() -> None:
+def test_rollout_without_engine_may_rejoin_a_restarted_controller() -> None:
     run = Answering(num_prompts=2)
     run.begins()
     for lease in run.held("rollout-0"):
@@ -187,7 +187,7 @@ def test_a_rollout_whose_engine_begins_again_is_no_stranger_to_the_next_controll
     assert run.held("rollout-0") == ["generate:t0:1", "generate:t1:1"]
 
 
-def test_a_stop_keeps_what_is_answered_and_the_next_controller_goes_on() -> None:
+def test_stopped_answers_are_kept_and_resumed() -> None:
     run = Answering(num_prompts=4)
     run.begins()
     run.answers("rollout-0", "generate:t0:0")
@@ -231,7 +231,7 @@ def test_whenever_the_controller_dies_the_files_are_the_same(data: st.DataObject
     assert run.state.version == run.plan.num_steps
 
 
-def test_a_run_that_serves_waits_for_requests_until_it_is_stopped() -> None:
+def test_serving_run_goes_on_until_it_is_stopped() -> None:
     run = Answering(SERVE, num_prompts=0, num_rewards=0)
     run.begins()
     run.waits(1.0)
@@ -292,7 +292,7 @@ def test_each_step_is_read_and_trained_without_rollouts_or_publications() -> Non
     assert not any(isinstance(write.record, CompletionsStored) for write in run.journal), "the files have them"
 
 
-def test_a_controller_that_died_reads_on_where_it_was() -> None:
+def test_restarted_controller_resumes_reading_files() -> None:
     run = Replaying()
     run.joins("policy-0")
     run.reads(1)
@@ -309,7 +309,7 @@ def test_a_controller_that_died_reads_on_where_it_was() -> None:
     assert run.reads(3) == ["policy-0 <- train:3:0 train4 train5"]
 
 
-def test_a_policy_that_begins_again_makes_the_steps_again_from_the_same_files() -> None:
+def test_restarted_policy_replays_steps_from_the_same_files() -> None:
     run = Replaying()
     run.joins("policy-0")
     for step in (1, 2):
@@ -325,7 +325,7 @@ def test_a_policy_that_begins_again_makes_the_steps_again_from_the_same_files() 
     assert (send.message.replayed, send.buffers) == (True, (bytes([0] * 8), bytes([1] * 8)))
 
 
-def test_files_that_have_too_few_groups_end_the_run() -> None:
+def test_file_with_too_few_groups_fails_the_run() -> None:
     run = Replaying()
     run.joins("policy-0")
     run._step(Fetched(run.now, 1, ()))
@@ -333,7 +333,7 @@ def test_files_that_have_too_few_groups_end_the_run() -> None:
 
 
 @pytest.mark.parametrize("records", [True, False])
-def test_reinforcement_learning_keeps_its_groups_when_it_is_told_to(records: bool) -> None:
+def test_trained_groups_are_written_to_files_on_request(records: bool) -> None:
     run = Script(records=records)
     run.begins()
     run.makes_groups(0, 1)

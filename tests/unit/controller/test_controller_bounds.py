@@ -30,7 +30,7 @@ def size_of(one: Any) -> int:
     return sum(size_of(value) for value in vars(one).values()) if isinstance(one, FreeSlots | TrainBuffer) else 0
 
 
-def test_who_is_free_is_kept_by_members_and_not_by_versions() -> None:
+def test_free_slots_memory_grows_with_members_only() -> None:
     free = FreeSlots()
     members = [
         Member(name=f"r-{i}", role="rollout", incarnation=1, num_slots=4, heard_at=0.0, version=0) for i in range(8)
@@ -44,7 +44,7 @@ def test_who_is_free_is_kept_by_members_and_not_by_versions() -> None:
     assert size_of(free) < 1000
 
 
-def test_who_is_free_is_kept_by_members_and_not_by_changes() -> None:
+def test_routing_memory_grows_with_members_only() -> None:
     free = FreeSlots()
     idle, working = (
         Member(name=name, role="rollout", incarnation=1, num_slots=4, heard_at=0.0, version=0)
@@ -81,7 +81,7 @@ def test_discarded_prompts_are_counted_and_not_listed() -> None:
     assert size_of(ledger) < 100
 
 
-def test_plans_go_with_the_replicas_that_they_were_made_for() -> None:
+def test_plans_to_a_departed_replica_are_dropped() -> None:
     script = Script()
     script.begins()
     for epoch in range(2, 100):
@@ -91,7 +91,7 @@ def test_plans_go_with_the_replicas_that_they_were_made_for() -> None:
     assert size_of(script.state.weights._encoded) < 20
 
 
-def test_plans_from_a_replica_that_is_gone_go_too() -> None:
+def test_plans_from_a_departed_replica_are_dropped() -> None:
     rounds = Publications()
     here = decode_layout(encoded_layout("rollout-0"))
     for number in range(50):
@@ -106,7 +106,7 @@ def test_plans_from_a_replica_that_is_gone_go_too() -> None:
     assert size_of(rounds._encoded) < 20
 
 
-def test_only_so_many_who_are_gone_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_former_members_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_GONE", 10)
     known = Membership(10.0)
     hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
@@ -120,7 +120,7 @@ def test_only_so_many_who_are_gone_are_remembered(monkeypatch: pytest.MonkeyPatc
     assert known.refusal("rollout-99", 1, hello) == "it hung"
 
 
-def test_a_setting_that_is_changed_again_and_again_is_one() -> None:
+def test_repeated_setting_changes_take_no_memory() -> None:
     changes = SettingChanges()
     for number in range(1000):
         changes.add("rl.max_tries", number, 3, "r")
@@ -128,7 +128,7 @@ def test_a_setting_that_is_changed_again_and_again_is_one() -> None:
     assert changes.now("rl.max_tries", -1) == 999
 
 
-def test_a_restored_controller_remembers_no_more_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_bounds_what_is_known_of_former_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_GONE", 10)
     records: list[JournalEntry] = []
     for number in range(100):

@@ -343,7 +343,7 @@ def test_rule(row: Row) -> None:
     assert row.happens(row.given()) == row.then
 
 
-def test_a_run_that_was_complete_but_for_its_checkpoint_writes_it_when_it_is_taken_up() -> None:
+def test_resumed_run_writes_a_missing_last_checkpoint() -> None:
     before = published()
     past = [JournalEntry(write.record) for write in before.journal]
     controller = Controller(before.plan, Stream("train"), Stream("sft"), before.held_out, journal=past, incarnation=2)
@@ -354,7 +354,7 @@ def test_a_run_that_was_complete_but_for_its_checkpoint_writes_it_when_it_is_tak
     assert script.sent_lines() == ["policy-0 <- checkpoint:1:0"], "no step is left, and nobody is told to generate"
 
 
-def test_what_was_counted_last_is_told_in_numbers() -> None:
+def test_latest_metrics_hold_numbers_only() -> None:
     script = half_scored()
     script.stops()
     [tail] = [command for command in script.commands if isinstance(command, Note) and command.kind == "tail"]

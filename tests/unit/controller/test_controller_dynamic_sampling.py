@@ -28,7 +28,7 @@ def told(script: Script) -> dict[str, object]:
     return [write.record.metrics for write in script.journal if isinstance(write.record, StepCommitted)][-1]
 
 
-def test_a_step_tells_what_was_passed_over_for_it() -> None:
+def test_step_metrics_count_filtered_groups() -> None:
     run = script()
     run.begins()
     for ordinal, rewards in enumerate([(1, 1), (0, 1), (0, 0), (0.5, 0.5), (1, 0)]):
@@ -48,7 +48,7 @@ def test_a_step_tells_what_was_passed_over_for_it() -> None:
     assert told(run)["num_filtered"] == told(run)["filtered_share"] == 0
 
 
-def test_a_controller_that_begins_again_tells_the_same() -> None:
+def test_restarted_controller_sends_the_same_commands() -> None:
     run = script()
     run.begins()
     for ordinal, rewards in enumerate([(1, 1), (0, 1), (0, 0), (1, 0)]):
@@ -69,7 +69,7 @@ def test_a_controller_that_begins_again_tells_the_same() -> None:
     assert again.free_slots() == ledger.free_slots()
 
 
-def test_without_it_equal_rewards_are_trained() -> None:
+def test_equal_rewards_are_trained_without_dynamic_sampling() -> None:
     run = Script()
     run.begins()
     for ordinal in (0, 1):
@@ -79,7 +79,7 @@ def test_without_it_equal_rewards_are_trained() -> None:
     assert told(run)["reward_mean"] == 1
 
 
-def test_an_evaluation_keeps_equal_rewards() -> None:
+def test_evaluation_keeps_equal_rewards() -> None:
     run = script(evaluate_at_start=True)
     run.begins(slots=8)
     for ordinal in (0, 1):
@@ -88,7 +88,7 @@ def test_an_evaluation_keeps_equal_rewards() -> None:
     assert run.state.evaluations.evaluated == {"start": 0}
 
 
-def test_only_so_many_are_set_aside_in_a_row() -> None:
+def test_filter_limit_fails_the_run() -> None:
     run = script(filter_limit=3)
     run.begins()
     for ordinal, rewards in enumerate([(1, 1), (0, 0), (0, 1), (0, 0), (0, 0)]):
@@ -100,12 +100,12 @@ def test_only_so_many_are_set_aside_in_a_row() -> None:
     assert "rl.filter_limit" in line
 
 
-def test_the_default_limit_is_ten_steps_worth() -> None:
+def test_default_limit_is_ten_steps_worth() -> None:
     assert script().plan.max_filtered == 20
     assert script(filter_limit=7).plan.max_filtered == 7
 
 
-def test_it_is_noted_with_the_reward_that_all_have() -> None:
+def test_filtered_group_is_noted_with_its_reward() -> None:
     run = script()
     run.begins()
     finishes(run, 0, 0.25, 0.25)

@@ -48,7 +48,7 @@ def test_nothing_happens_after_the_end() -> None:
     assert len(script.journal) == num
 
 
-def test_a_policy_takes_its_state_from_a_policy_however_near_a_rollout_is() -> None:
+def test_policy_pulls_optimizer_state_only_from_a_policy() -> None:
     script = Script(num_policies=1)
     enters(script, "policy-0", host="far", version=0)
     script.joins("reward-0", slots=8)
@@ -72,7 +72,7 @@ def test_a_policy_takes_its_state_from_a_policy_however_near_a_rollout_is() -> N
     assert pull.source == "policy-0"
 
 
-def test_a_replica_that_was_replaced_has_failed_at_nothing_yet() -> None:
+def test_restarted_replica_has_no_failures() -> None:
     script = Script()
     enters(script, "policy-0", version=0)
     script.joins("reward-0", slots=8)
@@ -96,7 +96,7 @@ def test_a_replica_that_was_replaced_has_failed_at_nothing_yet() -> None:
     assert "policy-1" in script.state.replicas.membership.members
 
 
-def test_a_rollout_that_hangs_over_an_offer_holds_no_publication_up() -> None:
+def test_rollout_that_hangs_in_a_publication_delays_no_publication() -> None:
     script = Script(max_staleness=1)
     script.joins("policy-0")
     script.joins("reward-0", slots=8)
@@ -112,7 +112,7 @@ def test_a_rollout_that_hangs_over_an_offer_holds_no_publication_up() -> None:
     assert "publish:1:0" in to("policy-0", script.trains(1))
 
 
-def test_an_operator_cannot_want_what_a_run_of_supervised_steps_never_does() -> None:
+def test_supervised_run_refuses_an_evaluation() -> None:
     script = Script(num_supervised_steps=1, num_steps=0)
     script.joins("policy-0")
     [reply] = script.hears("operator-0", wire.RequestEvaluation(request="a"))
@@ -127,7 +127,7 @@ def restored(script: Script, incarnation: int) -> tuple[Controller, list[Write]]
     return Controller(script.plan, *streams, script.held_out, journal=past, incarnation=incarnation), []
 
 
-def test_who_does_not_come_back_after_a_crash_is_waited_for_once() -> None:
+def test_missing_replica_is_awaited_after_one_restart_only() -> None:
     script = Script()
     script.begins("rollout-0", "rollout-1")
     controller, written = restored(script, 2)
@@ -140,7 +140,7 @@ def test_who_does_not_come_back_after_a_crash_is_waited_for_once() -> None:
     assert not restored(script, 3)[0].state.replicas.membership.awaited
 
 
-def test_rollouts_are_not_missed_once_all_is_generated() -> None:
+def test_fully_generated_run_needs_no_rollouts() -> None:
     script = Script(num_steps=1, start_s=20.0)
     script.begins()
     script.finishes("generate:t0:0", "generate:t1:0")
@@ -156,7 +156,7 @@ def test_rollouts_are_not_missed_once_all_is_generated() -> None:
     assert not script.state.lifecycle.failure
 
 
-def test_rollouts_are_not_missed_by_a_run_that_stops() -> None:
+def test_stopping_run_needs_no_rollouts() -> None:
     script = Script(start_s=20.0)
     script.begins()
     script.finishes("generate:t0:0", "generate:t1:0")
@@ -168,7 +168,7 @@ def test_rollouts_are_not_missed_by_a_run_that_stops() -> None:
     assert not script.state.lifecycle.failure
 
 
-def test_a_shared_step_that_cannot_be_made_fails_the_run() -> None:
+def test_shared_step_that_keeps_failing_fails_the_run() -> None:
     script = Script()
     enters(script, "policy-0", version=0)
     enters(script, "policy-1", version=0)
@@ -195,7 +195,7 @@ def test_nothing_new_is_evaluated_while_the_last_checkpoint_is_written() -> None
     assert script.state.evaluations.current is None
 
 
-def test_a_version_is_written_down_once_for_each_root() -> None:
+def test_version_is_journaled_once_per_root() -> None:
     script = Script()
     enters(script, "policy-0", version=0)
     enters(script, "rollout-0", host="a")
@@ -206,7 +206,7 @@ def test_a_version_is_written_down_once_for_each_root() -> None:
     assert sum(line == "journal <- VersionPublished" for line in script.log) == 1
 
 
-def test_a_step_waits_for_the_snapshot_that_was_asked_for_before_the_crash() -> None:
+def test_step_waits_for_the_snapshot_requested_before_the_crash() -> None:
     """The policy has the order to publish version 1, and not yet the one to make step 2."""
     script = Script(max_staleness=1)
     script.begins(slots=4)
@@ -226,7 +226,7 @@ def test_a_step_waits_for_the_snapshot_that_was_asked_for_before_the_crash() -> 
     assert [step.published for step in steps] == [1]
 
 
-def test_settings_are_kept_by_what_counts_of_them() -> None:
+def test_setting_has_its_last_value() -> None:
     script = Script()
     for value in range(50):
         change = wire.ChangeSetting(request=str(value), key="rl.max_tries", value=value)
@@ -243,7 +243,7 @@ def taken_up(before: Script) -> Script:
     return after
 
 
-def test_an_evaluation_that_was_promised_takes_place_whatever_happens_to_the_controller() -> None:
+def test_journaled_evaluation_request_survives_crashes() -> None:
     script = Script()
     script.joins("policy-0")
     assert script.hears("operator-0", wire.RequestEvaluation(request="a", num_completions=3))[-1].startswith("oper")
@@ -260,7 +260,7 @@ def test_an_evaluation_that_was_promised_takes_place_whatever_happens_to_the_con
     assert script.state.evaluations.granted == {"a"}
 
 
-def test_a_stop_that_was_promised_is_carried_out_whatever_happens_to_the_controller() -> None:
+def test_journaled_stop_survives_crashes() -> None:
     script = Script()
     script.begins()
     script.hears("operator-0", wire.RequestStop(request="a", reason="maintenance"))
@@ -273,7 +273,7 @@ def test_a_stop_that_was_promised_is_carried_out_whatever_happens_to_the_control
     assert not taken_up(script).state.lifecycle.stopping, "from here on the run can be taken up"
 
 
-def test_a_stop_that_was_promised_has_its_deadline_after_a_crash_too() -> None:
+def test_journaled_stop_has_a_deadline_after_a_crash() -> None:
     script = Script(stop_s=30.0)
     script.begins()
     script.finishes("generate:t0:0", "generate:t1:0")
@@ -286,14 +286,14 @@ def test_a_stop_that_was_promised_has_its_deadline_after_a_crash_too() -> None:
     assert script.state.lifecycle.failure.startswith("the run did not stop in order within 30 s")
 
 
-def test_a_signal_stops_a_process_and_not_the_run() -> None:
+def test_stop_by_signal_is_not_journaled() -> None:
     script = Script()
     script.begins()
     script.stops()
     assert not taken_up(script).state.lifecycle.stopping
 
 
-def test_a_replica_that_comes_back_late_after_a_crash_tells_first_what_it_has() -> None:
+def test_replica_that_returns_late_must_report_its_leases_first() -> None:
     script = Script()
     script.begins()
     script.generates("rollout-0", "generate:t0:0")
@@ -305,7 +305,7 @@ def test_a_replica_that_comes_back_late_after_a_crash_tells_first_what_it_has() 
     assert script.state.replicas.leases.num("reward-0", "score") == 1
 
 
-def test_nobody_is_said_to_hold_a_version_that_it_has_left_behind() -> None:
+def test_holders_forget_replaced_versions() -> None:
     script = Script()
     script.begins()
     script.finishes("generate:t0:0", "generate:t1:0")
@@ -317,7 +317,7 @@ def test_nobody_is_said_to_hold_a_version_that_it_has_left_behind() -> None:
     assert not script.state.weights.holders
 
 
-def test_a_torn_rollout_evaluates_nothing_until_it_has_adopted_again() -> None:
+def test_torn_rollout_is_not_pinned_before_it_adopts_again() -> None:
     script = Script(evaluate_at_start=True)
     script.begins(slots=8)
     assert script.state.replicas.leases.num("rollout-0", "generate") > 0
@@ -327,7 +327,7 @@ def test_a_torn_rollout_evaluates_nothing_until_it_has_adopted_again() -> None:
     assert not script.state.replicas.leases.num("rollout-0", "generate")
 
 
-def test_a_rollout_that_hangs_over_an_offer_does_not_hold_the_end_up() -> None:
+def test_rollout_that_hangs_in_a_publication_does_not_delay_the_end() -> None:
     script = Script()
     script.joins("policy-0")
     script.joins("reward-0", slots=8)
@@ -340,7 +340,7 @@ def test_a_rollout_that_hangs_over_an_offer_does_not_hold_the_end_up() -> None:
     assert str(script.state.lifecycle.stage) == "draining"
 
 
-def test_an_evaluation_that_moves_has_no_more_time_for_it() -> None:
+def test_moved_evaluation_keeps_its_deadline() -> None:
     script = Script(evaluate_at_start=True, evaluation_s=100.0)
     script.begins()
     before = script.state.evaluations.current
@@ -361,7 +361,7 @@ def test_an_evaluation_that_moves_has_no_more_time_for_it() -> None:
     assert (after.version, after.deadline) == (1, before.deadline)
 
 
-def test_the_only_rollout_gives_all_its_slots_to_an_evaluation_when_another_comes() -> None:
+def test_only_rollout_gives_all_its_slots_to_an_evaluation_when_another_comes() -> None:
     script = Script(num_held_out=4, evaluate_at_start=True, num_rollouts=2)
     script.begins(slots=4)
     assert script.state.replicas.leases.num("rollout-0", "generate") == 2

@@ -39,7 +39,7 @@ def hears(script: Script, lease: str, *trajectories: wire.TrajectoryMeta, mask: 
     return script.hears("rollout-0", message, *buffers)
 
 
-def test_a_scorer_is_told_the_reward_and_how_much_was_sampled() -> None:
+def test_score_command_has_reward_and_number_of_sampled_tokens() -> None:
     script = Script()
     script.begins()
     hears(script, "generate:t0:0", trajectory(reward=0.5, num_masked=1), trajectory(status=wire.Status.TRUNCATED))
@@ -50,7 +50,7 @@ def test_a_scorer_is_told_the_reward_and_how_much_was_sampled() -> None:
     )
 
 
-def test_the_policy_gets_the_mask_as_it_came() -> None:
+def test_loss_mask_reaches_the_policy() -> None:
     script = Script(prompts_per_step=1)
     script.begins()
     hears(script, "generate:t0:0", trajectory(num_masked=1), trajectory())
@@ -60,7 +60,7 @@ def test_the_policy_gets_the_mask_as_it_came() -> None:
     assert train.buffers[-1] == MASK.tobytes()
 
 
-def test_a_teacher_reads_past_it() -> None:
+def test_teacher_reads_past_it() -> None:
     script = Script(prompts_per_step=1, num_teachers=1)
     script.begins()
     hears(script, "generate:t0:0", trajectory(num_masked=1), trajectory())
@@ -70,7 +70,7 @@ def test_a_teacher_reads_past_it() -> None:
     assert [tensor.name for tensor in train.message.groups[0].tensors[4:]] == ["loss_mask", "teacher_logprobs"]
 
 
-def test_a_group_in_which_an_environment_failed_is_played_again_then_discarded() -> None:
+def test_group_with_an_environment_error_is_retried_then_discarded() -> None:
     script = Script(max_tries=1)
     script.begins()
     broken = trajectory(
@@ -90,7 +90,7 @@ def test_a_group_in_which_an_environment_failed_is_played_again_then_discarded()
     assert script.state.buffer.num_env_errors == 2
 
 
-def test_what_environments_measured_is_told_of_a_step() -> None:
+def test_step_metrics_have_environment_metrics() -> None:
     script = Script(prompts_per_step=1)
     script.begins()
     first = trajectory(metrics={"calls": 3.0, "won": 1.0}, num_turns=4, num_masked=1)

@@ -23,7 +23,7 @@ def summary(script: Script) -> dict[str, object]:
     return note.fields
 
 
-def test_an_evaluation_goes_first_and_leaves_half_of_the_only_rollout_to_training() -> None:
+def test_evaluation_goes_first_and_leaves_half_of_the_only_rollout_to_training() -> None:
     script = evaluating(num_held_out=3)
     assert script.log[-4:] == [
         "rollout-0 <- generate:e0:0 held0 >= v0",
@@ -34,7 +34,7 @@ def test_an_evaluation_goes_first_and_leaves_half_of_the_only_rollout_to_trainin
     assert script.controller.waiting_for == "evaluation of version 0: 0 of 3 prompts"
 
 
-def test_training_goes_on_and_only_bound_rollouts_stay_with_the_version() -> None:
+def test_only_pinned_rollouts_keep_the_evaluated_version() -> None:
     script = evaluating("rollout-0", "rollout-1", "rollout-2", "rollout-3")
     assert script.state.evaluations.current is not None
     assert len(script.state.evaluations.current.pinned) == 1
@@ -60,14 +60,14 @@ def test_training_goes_on_and_only_bound_rollouts_stay_with_the_version() -> Non
     }
 
 
-def test_what_a_bound_rollout_had_is_done_by_one_that_holds_the_version_or_can_still_take_it() -> None:
+def test_group_of_a_lost_pinned_rollout_goes_to_a_holder_of_the_version() -> None:
     script = evaluating()
     script.loses("rollout-0")
     assert script.joins("rollout-1", slots=4)[-1] == "rollout-1 <- adopt:0:1"
     assert "rollout-1 <- generate:e0:1 held0 >= v0" in script.adopts("rollout-1", 0, 1)
 
 
-def test_an_evaluation_whose_version_nobody_holds_any_more_moves_to_the_newest() -> None:
+def test_evaluation_of_a_lost_version_moves_to_the_newest() -> None:
     script = evaluating("rollout-0", "rollout-1")
     assert script.state.evaluations.current is not None
     (bound,) = script.state.evaluations.current.pinned
@@ -81,7 +81,7 @@ def test_an_evaluation_whose_version_nobody_holds_any_more_moves_to_the_newest()
     assert f"{other} <- generate:e2:0 held0 >= v1" in lines
 
 
-def test_the_tokens_of_an_evaluation_are_not_kept() -> None:
+def test_tokens_of_an_evaluation_are_not_kept() -> None:
     script = evaluating()
     script.finishes("generate:t0:0")
     script.generates("rollout-0", "generate:e0:0", num=1)
@@ -95,7 +95,7 @@ def test_the_tokens_of_an_evaluation_are_not_kept() -> None:
     assert [len(buffer) for buffer in trained.buffers] == [4, 8, 8, 8]
 
 
-def test_an_evaluation_has_a_deadline() -> None:
+def test_evaluation_has_a_deadline() -> None:
     script = evaluating(evaluation_s=5)
     script.generates("rollout-0", "generate:e0:0", num=1)
     script.scores("score:e0:0", 1.0)
@@ -105,7 +105,7 @@ def test_an_evaluation_has_a_deadline() -> None:
     assert (summary(script)["num_failed"], summary(script)["reward_mean"]) == (1, 1.0)
 
 
-def test_what_is_given_up_is_taken_from_whoever_has_it() -> None:
+def test_discarded_group_is_revoked_from_its_replica() -> None:
     script = evaluating("rollout-0", evaluation_s=10)
     assert any(lease_subject(lease.id)[0] == "e" for lease in script.state.replicas.leases.all_of("rollout-0"))
     for _ in range(11):
@@ -151,11 +151,11 @@ def test_pass_at_k_is_unbiased(k: int, num: int, num_right: int, wanted: float) 
 @pytest.mark.parametrize(
     ("num", "share", "wanted"), [(0, 0.25, 0), (1, 0.25, 1), (4, 0.25, 1), (5, 0.25, 2), (8, 1, 8)]
 )
-def test_an_evaluation_is_bound_to_a_share_of_the_rollouts(num: int, share: float, wanted: int) -> None:
+def test_evaluation_is_pinned_to_a_share_of_the_rollouts(num: int, share: float, wanted: int) -> None:
     assert num_pinned(num, share) == wanted
 
 
-def test_the_last_version_is_evaluated_before_the_checkpoint() -> None:
+def test_last_version_is_evaluated_before_the_checkpoint() -> None:
     script = Script(evaluate_at_end=True, num_steps=1)
     script.begins()
     script.makes_groups(0, 1)

@@ -22,7 +22,7 @@ def started(**changes: int) -> Script:
 # --- groups that fail ----------------------------------------------------------------------------------------------
 
 
-def test_a_group_whose_scorer_fails_is_generated_again_and_then_discarded() -> None:
+def test_group_whose_scorer_fails_is_generated_again_and_then_discarded() -> None:
     script = started(max_tries=1)
     script.generates("rollout-0", "generate:t0:0")
     assert script.scores("score:t0:0", 1.0, None) == [
@@ -42,14 +42,14 @@ def test_a_group_whose_scorer_fails_is_generated_again_and_then_discarded() -> N
 
 
 @pytest.mark.parametrize("max_tries", [0, 1, 3])
-def test_a_group_is_tried_so_often(max_tries: int) -> None:
+def test_group_is_tried_max_tries_times(max_tries: int) -> None:
     script = started(max_tries=max_tries)
     for attempt in range(max_tries):
         assert "(waiting train0)" in script.fails("rollout-0", f"generate:t0:{attempt}")
     assert "(discarded train0)" in script.fails("rollout-0", f"generate:t0:{max_tries}")
 
 
-def test_a_prompt_that_no_replica_could_do_is_discarded_at_once() -> None:
+def test_group_with_a_fatal_failure_is_discarded_at_once() -> None:
     script = started()
     lines = script.fails("rollout-0", "generate:t0:0", "the prompt is too long", fatal=True)
     assert lines[1:] == [
@@ -59,7 +59,7 @@ def test_a_prompt_that_no_replica_could_do_is_discarded_at_once() -> None:
     ]
 
 
-def test_a_discard_at_the_tail_is_replaced() -> None:
+def test_discarded_group_at_the_tail_is_replaced() -> None:
     script = started(num_steps=1)
     assert script.state.buffer.num_admitted == 2
     script.makes_groups(0)
@@ -68,13 +68,13 @@ def test_a_discard_at_the_tail_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("num", [0, 1, 3])
-def test_a_group_of_another_size_is_generated_again(num: int) -> None:
+def test_group_of_the_wrong_size_is_generated_again(num: int) -> None:
     script = started()
     lines = script.generates("rollout-0", "generate:t0:0", num=num)
     assert lines[1:] == ["(waiting train0)", "rollout-0 <- generate:t0:1 train0 >= v0"]
 
 
-def test_a_group_with_too_old_a_token_is_generated_again() -> None:
+def test_group_with_too_old_a_token_is_generated_again() -> None:
     script = Script(num_supervised_steps=1)
     script.joins("policy-0")
     script.trains(1)
@@ -92,7 +92,7 @@ def test_rewards_of_another_number_are_no_rewards() -> None:
     assert "(waiting train0)" in script.scores("score:t0:0", 1.0)
 
 
-def test_the_run_fails_with_the_reason_when_every_group_is_discarded() -> None:
+def test_run_fails_with_the_reason_when_every_group_is_discarded() -> None:
     script = started(max_tries=0)
     for n in range(5):
         assert script.fails("rollout-0", f"generate:t{n}:0")[-1].startswith("rollout-0 <- generate")
@@ -125,7 +125,7 @@ def two_rollouts() -> Script:
     return script
 
 
-def test_what_a_lost_connection_held_goes_to_another_rollout() -> None:
+def test_groups_of_a_disconnected_rollout_are_requeued() -> None:
     assert two_rollouts().loses("rollout-0") == [
         "(left rollout-0)",
         "rollout-1 <- generate:t0:1 train0 >= v0",
@@ -133,7 +133,7 @@ def test_what_a_lost_connection_held_goes_to_another_rollout() -> None:
     ]
 
 
-def test_what_a_silent_replica_held_goes_to_another_rollout() -> None:
+def test_groups_of_a_silent_rollout_are_requeued() -> None:
     script = two_rollouts()
     script.now += script.plan.lease_s
     for name in ("policy-0", "reward-0"):
@@ -147,7 +147,7 @@ def test_what_a_silent_replica_held_goes_to_another_rollout() -> None:
     ]
 
 
-def test_a_lost_reward_replica_costs_no_completions() -> None:
+def test_lost_reward_replica_costs_no_completions() -> None:
     script = started()
     script.joins("reward-1")
     script.generates("rollout-0", "generate:t0:0")
@@ -157,7 +157,7 @@ def test_a_lost_reward_replica_costs_no_completions() -> None:
     assert script.state.buffer.get(0).tries == 0  # type: ignore[union-attr]
 
 
-def test_a_late_answer_changes_nothing_after_its_group_was_dealt_again() -> None:
+def test_late_result_of_a_redispatched_group_is_ignored() -> None:
     script = two_rollouts()
     script.loses("rollout-0")
     assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- introduce"], "a stranger by now"
@@ -168,7 +168,7 @@ def test_a_late_answer_changes_nothing_after_its_group_was_dealt_again() -> None
     assert script.generates("rollout-1", "generate:t0:1") == ["rollout-1 <- release generate:t0:1"], "once is enough"
 
 
-def test_a_rollout_that_was_started_again_holds_no_version_and_no_group() -> None:
+def test_restarted_rollout_holds_no_version_and_no_group() -> None:
     script = two_rollouts()
     assert script.joins("rollout-0", epoch=2) == [
         "(left rollout-0)",
@@ -180,7 +180,7 @@ def test_a_rollout_that_was_started_again_holds_no_version_and_no_group() -> Non
     ]
 
 
-def test_what_an_incarnation_of_the_past_says_is_not_heard() -> None:
+def test_message_of_an_older_incarnation_is_ignored() -> None:
     script = two_rollouts()
     script.joins("rollout-0", epoch=2)
     assert script.joins("rollout-0", epoch=1) == []
@@ -190,27 +190,27 @@ def test_what_an_incarnation_of_the_past_says_is_not_heard() -> None:
     assert script.state.replicas.membership.members["rollout-0"].incarnation == 2
 
 
-def test_a_replica_whose_clock_was_set_back_is_heard_once_the_one_before_is_gone() -> None:
+def test_replica_with_an_older_incarnation_joins_after_its_successor_left() -> None:
     script = two_rollouts()
     assert script.joins("rollout-0", epoch=0) == []
     script.loses("rollout-0")
     assert "(joined rollout-0)" in script.joins("rollout-0", epoch=0)
 
 
-def test_a_second_hello_of_the_same_incarnation_changes_nothing() -> None:
+def test_repeated_hello_changes_nothing() -> None:
     script = two_rollouts()
     assert script.joins("rollout-0") == ["rollout-0 <- welcome"]
     assert script.state.replicas.membership.members["rollout-0"].version == 0
     assert len(script.state.replicas.leases.of("rollout-0", "generate")) == 2
 
 
-def test_a_stranger_is_asked_who_it_is() -> None:
+def test_unknown_replica_is_asked_for_a_hello() -> None:
     script = started()
     assert script.beats("rollout-7") == ["rollout-7 <- introduce"]
     assert script.hears("rollout-7", wire.Leave(reason="bye")) == [], "one that leaves need not say"
 
 
-def test_the_run_fails_when_a_role_stays_empty() -> None:
+def test_run_fails_when_a_role_stays_empty() -> None:
     script = started()
     script.loses("rollout-0")
     assert script.controller.waiting_for == "needs 1 rollout replica, has 0"
@@ -229,7 +229,7 @@ def test_the_run_fails_when_a_role_stays_empty() -> None:
 # --- messages that come late, twice, or never ----------------------------------------------------------------------
 
 
-def test_a_command_that_never_arrived_is_sent_again() -> None:
+def test_lost_command_is_sent_again() -> None:
     script = started()
     lost = script.plan.heartbeat_s * 2
     script.now += lost - 0.01
@@ -257,7 +257,7 @@ def test_every_role_gets_its_lost_command_again(name: str) -> None:
     assert script.sent[1:] == [command], "the very same, with its buffers"
 
 
-def test_a_lease_that_is_not_in_force_is_released_by_the_heartbeat() -> None:
+def test_heartbeat_with_an_unknown_lease_releases_it() -> None:
     script = started()
     assert script.beats("rollout-0", "generate:t0:0", "generate:t1:0", "generate:t9:9", version=0) == [
         "rollout-0 <- welcome",
@@ -265,7 +265,7 @@ def test_a_lease_that_is_not_in_force_is_released_by_the_heartbeat() -> None:
     ]
 
 
-def test_every_answer_is_released_however_often_it_comes() -> None:
+def test_repeated_result_is_released_each_time() -> None:
     script = started()
     for _ in range(3):
         assert script.generates("rollout-0", "generate:t0:0")[0] == "rollout-0 <- release generate:t0:0"
@@ -273,12 +273,12 @@ def test_every_answer_is_released_however_often_it_comes() -> None:
 
 
 @pytest.mark.parametrize("lease", ["", ":", "nonsense", "generate:x", "generate:t0:99", "a:b:c:d"])
-def test_a_lease_that_nobody_gave_is_released_and_forgotten(lease: str) -> None:
+def test_lease_that_was_never_granted_is_released(lease: str) -> None:
     script = started()
     assert script.fails("rollout-0", lease) == [f"rollout-0 <- release {lease}"]
 
 
-def test_an_older_heartbeat_at_worst_makes_a_rollout_adopt_again() -> None:
+def test_older_heartbeat_at_worst_makes_a_rollout_adopt_again() -> None:
     script = started()
     assert script.beats("rollout-0", "generate:t0:0", "generate:t1:0", version=-1) == [
         "rollout-0 <- release generate:t0:0 generate:t1:0",
@@ -295,7 +295,7 @@ def test_an_older_heartbeat_at_worst_makes_a_rollout_adopt_again() -> None:
 # --- weights that are not what was published -----------------------------------------------------------------------
 
 
-def test_a_failed_pull_is_tried_again_after_a_while() -> None:
+def test_failed_pull_is_retried_after_a_backoff() -> None:
     script = Script()
     for name in ("policy-0", "rollout-0", "reward-0"):
         script.joins(name)
@@ -305,7 +305,7 @@ def test_a_failed_pull_is_tried_again_after_a_while() -> None:
     assert script.waits(0.1) == ["rollout-0 <- adopt:0:1"]
 
 
-def test_a_rollout_with_another_root_gets_no_work_until_it_has_adopted_again() -> None:
+def test_rollout_with_a_wrong_root_gets_no_work_before_it_adopts_again() -> None:
     script = Script()
     script.joins("policy-0")
     for name in (*TWO_ROLLOUTS, "reward-0"):
@@ -321,7 +321,7 @@ def test_a_rollout_with_another_root_gets_no_work_until_it_has_adopted_again() -
     assert script.waits(1.0) == ["rollout-0 <- adopt:0:2"]
 
 
-def test_a_torn_rollout_gives_its_groups_back() -> None:
+def test_torn_rollout_gives_its_groups_back() -> None:
     script = two_rollouts()
     lines = script.beats("rollout-0", "generate:t0:0", "generate:t1:0", version=-1)
     assert lines[0] == "rollout-0 <- release generate:t0:0 generate:t1:0"
@@ -329,7 +329,7 @@ def test_a_torn_rollout_gives_its_groups_back() -> None:
     assert script.state.buffer.get(0).tries == 0, "the group is not at fault"  # type: ignore[union-attr]
 
 
-def test_an_offer_that_is_none_fails_the_run_with_a_sentence() -> None:
+def test_invalid_offer_fails_the_run() -> None:
     script = Script()
     script.joins("policy-0")
     lines = script.hears("policy-0", wire.WeightsPublished(lease="publish:0:0", version=0, publish_s=0.0), b"garbage")
@@ -337,7 +337,7 @@ def test_an_offer_that_is_none_fails_the_run_with_a_sentence() -> None:
     assert script.state.lifecycle.failure
 
 
-def test_an_offer_of_another_version_fails_the_run_with_a_sentence() -> None:
+def test_offer_of_another_version_fails_the_run() -> None:
     script = Script()
     script.joins("policy-0")
     published = wire.WeightsPublished(lease="publish:0:0", version=0, publish_s=0.0)
@@ -378,7 +378,7 @@ def test_refusals_say_why(name: str, changes: dict[str, object], reason: str) ->
     assert name not in script.state.replicas.membership.members or name == "reward-0"
 
 
-def test_a_policy_of_another_version_is_refused() -> None:
+def test_policy_of_another_version_is_refused() -> None:
     script = Script()
     assert script.joins("policy-0", version=7)[1:] == [
         "policy-0 <- refused: this run is at version 0 and the policy offers version 7; "
@@ -386,12 +386,12 @@ def test_a_policy_of_another_version_is_refused() -> None:
     ]
 
 
-def test_a_layout_that_is_none_is_refused() -> None:
+def test_invalid_layout_is_refused() -> None:
     lines = Script().hears("rollout-0", HELLO, b"garbage")
     assert lines[1].startswith("rollout-0 <- refused: These 7 bytes are not a Layout")
 
 
-def test_a_rollout_of_another_model_is_refused_and_the_run_goes_on() -> None:
+def test_rollout_of_another_model_is_evicted() -> None:
     script = started()
     lines = script.hears("rollout-1", HELLO, encoded_layout("rollout-1", (5,)))
     assert lines[:2] == ["(joined rollout-1)", "rollout-1 <- welcome"]

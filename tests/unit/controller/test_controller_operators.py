@@ -32,13 +32,13 @@ VALUES: dict[str, tuple[list[float], list[float]]] = {
 """What each setting may be, and what not."""
 
 
-def test_the_table_of_this_test_is_whole() -> None:
+def test_table_covers_every_lease_kind() -> None:
     assert VALUES.keys() == DYNAMIC.keys()
     assert not FIXED.keys() & DYNAMIC.keys()
 
 
 @pytest.mark.parametrize("key", VALUES)
-def test_a_setting_has_a_range(key: str) -> None:
+def test_setting_has_a_range(key: str) -> None:
     right, wrong = VALUES[key]
     for value in right:
         assert check(key, value) == value
@@ -54,13 +54,13 @@ def test_a_setting_has_a_range(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", FIXED)
-def test_what_is_fixed_says_why(key: str) -> None:
+def test_fixed_settings_are_refused_with_a_reason(key: str) -> None:
     with pytest.raises(ValueError, match=FIXED[key]):
         check(key, 1)
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DYNAMIC)), st.integers(1, 9), st.integers(1, 9))))
-def test_the_last_change_that_is_in_force_counts(changes: list[tuple[str, int, int]]) -> None:
+def test_last_setting_change_wins(changes: list[tuple[str, int, int]]) -> None:
     made = SettingChanges()
     for number, (key, value, step) in enumerate(sorted(changes, key=lambda change: change[2])):
         made.add(key, float(value), step, str(number))
@@ -76,7 +76,7 @@ def change(script: Script, key: str, value: Any, request: str = "r") -> list[str
     return script.hears("operator-0", wire.ChangeSetting(request=request, key=key, value=value))
 
 
-def test_a_change_is_in_force_from_the_first_step_that_nobody_has_begun() -> None:
+def test_setting_change_applies_from_the_first_step_that_was_not_dispatched() -> None:
     script = Script(num_steps=3, max_staleness=1, prompts_per_step=1)
     script.begins(slots=4)
     for step, story in enumerate((lambda: None, lambda: script.makes_groups(0), lambda: script.trains(1)), start=1):
@@ -95,7 +95,7 @@ def test_more_slots_are_used_at_once() -> None:
     ]
 
 
-def test_an_operator_that_is_refused_changes_nothing() -> None:
+def test_refused_operator_request_changes_nothing() -> None:
     script = Script()
     script.begins()
     num = len(script.journal)
@@ -114,7 +114,7 @@ def ask(script: Script) -> dict[str, Any]:
     return data
 
 
-def test_the_root_of_all_waiting_is_who_waits_for_nobody_that_waits() -> None:
+def test_why_follows_waits_to_their_root() -> None:
     script = Script()
     for name in ("policy-0", "reward-0", "rollout-0"):
         script.joins(name)
@@ -142,7 +142,7 @@ def beat(script: Script, name: str, *found: wire.Wait) -> wire.Heartbeat:
     return wire.Heartbeat(leases=held, version=script.state.replicas.membership.members[name].version, waits=found)
 
 
-def test_who_wait_for_each_other_are_shown_and_not_followed_for_ever() -> None:
+def test_why_handles_circular_waits() -> None:
     script = Script()
     script.begins("rollout-0", "rollout-1")
     for name, other in (("rollout-0", "rollout-1"), ("rollout-1", "rollout-0")):
@@ -177,7 +177,7 @@ def test_every_wait_has_an_end(stage: str) -> None:
     assert ask(script)["root"] is not None
 
 
-def test_a_run_that_lacks_a_role_says_so_in_whole_sentences() -> None:
+def test_why_names_a_missing_role() -> None:
     script = Script()
     script.waits(1.0)
     assert why(script.state)[0].split("\n")[:2] == [
@@ -187,7 +187,7 @@ def test_a_run_that_lacks_a_role_says_so_in_whole_sentences() -> None:
     ]
 
 
-def test_the_status_says_who_has_what() -> None:
+def test_status_lists_work_by_replica() -> None:
     script = Script()
     script.begins()
     change(script, "rl.max_tries", 3)
@@ -203,7 +203,7 @@ def test_the_status_says_who_has_what() -> None:
     ]
 
 
-def test_what_was_changed_is_told_with_each_step_from_then_on() -> None:
+def test_changed_settings_are_sent_with_each_later_step() -> None:
     script = Script(num_steps=3)
     script.begins()
     script.hears("operator-0", wire.ChangeSetting(request="r", key="sampling.temperature", value=0.5))

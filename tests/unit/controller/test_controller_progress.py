@@ -26,7 +26,7 @@ def adopting() -> Script:
     return script
 
 
-def test_a_pull_is_shown_as_far_as_it_is() -> None:
+def test_explain_shows_the_progress_of_a_pull() -> None:
     script = adopting()
     script.beats("rollout-1", "adopt:0:1", progress=SOME)
     assert script.controller.waiting_for == "rollout-1 pulls version 0: 43 %, 2.1 s left; rollout-0 to adopt version 0"
@@ -34,7 +34,7 @@ def test_a_pull_is_shown_as_far_as_it_is() -> None:
     assert (view(script, "rollout-0").pulling, view(script, "rollout-0").progress) == (-1, None)
 
 
-def test_a_pull_that_is_over_is_shown_no_longer() -> None:
+def test_explain_shows_no_finished_pull() -> None:
     for end in ("adopted", "failed", "lost"):
         script = adopting()
         script.beats("rollout-1", "adopt:0:1", progress=SOME)
@@ -49,7 +49,7 @@ def test_a_pull_that_is_over_is_shown_no_longer() -> None:
         assert "pulls" not in script.controller.waiting_for, end
 
 
-def test_a_heartbeat_that_was_overtaken_by_the_adoption_shows_no_pull() -> None:
+def test_heartbeat_from_before_an_adoption_shows_no_pull() -> None:
     script = adopting()
     script.adopts("rollout-1", 0, 1)
     script.beats("rollout-1", "adopt:0:1", progress=SOME)

@@ -29,7 +29,7 @@ def member_of(name: str) -> Member:
 
 
 @given(changes, st.integers(1, 1000), st.integers(0, 5000))
-def test_who_finishes_first_is_found_whatever_came_before(
+def test_routing_matches_a_scan(
     changes: list[tuple[str, int, int, int, float, bool]], tokens: int, others: int
 ) -> None:
     routing, model = Routing(), dict[str, tuple[int, int, int, float]]()
@@ -55,7 +55,7 @@ def test_who_finishes_first_is_found_whatever_came_before(
                 assert not routing.should_wait(found, least, tokens, tokens), "nobody is full, so nobody to wait for"
 
 
-def test_the_last_group_waits_for_a_fast_one_and_one_of_many_does_not() -> None:
+def test_only_the_last_groups_wait_for_a_fast_rollout() -> None:
     routing, slow, fast = Routing(), member_of("rollout-0"), member_of("rollout-1")
     routing.put(slow, 0, 4, queued=0, speed=1.0)
     routing.put(fast, 4, 4, queued=400, speed=8.0)
@@ -65,7 +65,7 @@ def test_the_last_group_waits_for_a_fast_one_and_one_of_many_does_not() -> None:
     assert not routing.should_wait(found, -1, 100, 1000), "and after 188 s with ten of them"
 
 
-def test_a_prompt_is_known_from_the_pass_before() -> None:
+def test_length_of_a_prompt_is_known_from_the_epoch_before() -> None:
     lengths = LengthEstimates()
     assert lengths.expected("train/0/7", "train", 64.0) == 64.0
     lengths.note("train/0/7", "train", 30.0)
@@ -76,7 +76,7 @@ def test_a_prompt_is_known_from_the_pass_before() -> None:
     assert [row_of(name) for name in ("a/b/0/7", "train0", "a/7")] == ["a/b/7", "train0", "a/7"]
 
 
-def test_who_is_not_known_counts_as_the_median() -> None:
+def test_unknown_rate_is_the_median() -> None:
     rates = RateEstimates()
     assert rates.rate("rollout-0") == 1.0
     for number, speed in enumerate((100, 400, 800)):
@@ -89,7 +89,7 @@ def test_who_is_not_known_counts_as_the_median() -> None:
 
 
 @given(st.floats(0.85, 1.15), st.floats(1.0, 1e6))
-def test_who_wavers_stays_in_its_class(factor: float, speed: float) -> None:
+def test_rate_class_has_hysteresis(factor: float, speed: float) -> None:
     rates = RateEstimates()
     rates.note("rollout-0", round(speed * 1000), 1000.0)
     before = rates.rate("rollout-0")
@@ -98,7 +98,7 @@ def test_who_wavers_stays_in_its_class(factor: float, speed: float) -> None:
     assert 0.6 < rates.rate("rollout-0") / before < 1.7
 
 
-def test_the_longest_of_a_step_goes_first() -> None:
+def test_longest_of_a_step_goes_first() -> None:
     script = Script(prompts_per_step=3, num_steps=1)
     for ordinal, length in enumerate((5.0, 50.0, 500.0)):
         script.state.replicas.lengths.note(f"train{ordinal}", "train", length)

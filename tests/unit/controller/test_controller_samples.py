@@ -29,7 +29,7 @@ def group(ordinal: int, num: int) -> Group:
     seed=st.integers(0, 2**40),
     step=st.integers(1, 10**6),
 )
-def test_what_is_chosen(sizes: list[int], num: int, seed: int, step: int) -> None:
+def test_chosen_samples_are_distinct_and_deterministic(sizes: list[int], num: int, seed: int, step: int) -> None:
     """Different completions that exist, in order, no more than asked for, and the same ones every time."""
     groups = [group(ordinal, size) for ordinal, size in enumerate(sizes)]
     chosen = choose(groups, num, seed=seed, step=step)
@@ -57,7 +57,7 @@ def test_steps_and_seeds_choose_differently() -> None:
     assert len(seen) == 4
 
 
-def test_a_row_is_what_a_scorer_would_ask_for() -> None:
+def test_sample_row_has_texts_rewards_and_versions() -> None:
     """Texts, reward with its components, status, length, versions."""
     assert to_row(group(7, 2), 1) == {
         "prompt_id": "p7",
@@ -74,7 +74,7 @@ def test_a_row_is_what_a_scorer_would_ask_for() -> None:
     }
 
 
-def test_a_conversation_is_shown_with_its_roles() -> None:
+def test_sample_of_a_conversation_has_roles() -> None:
     """As there is no template at the controller."""
     messages = (ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="Why?"))
     assert text_of(Prompt(id="p", messages=messages)) == "system: Be brief.\nuser: Why?"
@@ -90,7 +90,7 @@ def test_long_texts_lose_their_middle(text: str) -> None:
     assert len(text) > MAX_CHARACTERS or short == text
 
 
-def test_samples_follow_every_so_manieth_step() -> None:
+def test_samples_every_counts_steps() -> None:
     """One note with the step's rows; none where the recipe wants none."""
     for every, wanted in ((1, [1, 2]), (2, [2])):
         script, noted = Script(samples_per_step=3, samples_every=every), []

@@ -27,7 +27,7 @@ def dealt(run: Script) -> tuple[wire.TrainStep, tuple[bytes, ...]]:
 
 
 @pytest.mark.parametrize("order", itertools.permutations(["score", "teach"]))
-def test_a_group_is_trained_with_what_its_teacher_makes_of_it(order: tuple[str, str]) -> None:
+def test_group_is_trained_with_teacher_logprobs(order: tuple[str, str]) -> None:
     run = script()
     run.generates("rollout-0", "generate:t0:0")
     does: dict[str, Callable[[], list[str]]] = {
@@ -46,7 +46,7 @@ def test_a_group_is_trained_with_what_its_teacher_makes_of_it(order: tuple[str, 
     assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 0.0]
 
 
-def test_a_teacher_gets_the_ids_and_the_temperature_and_nothing_else() -> None:
+def test_teacher_gets_only_token_ids_and_temperature() -> None:
     run = script(sampling=wire.Sampling(max_tokens=4, temperature=0.5))
     run.generates("rollout-0", "generate:t0:0")
     [send] = [send for send in run.sent if isinstance(send.message, wire.ScoreTokens)]
@@ -64,7 +64,7 @@ def test_a_teacher_gets_the_ids_and_the_temperature_and_nothing_else() -> None:
         ({"names": ()}, "its teacher sent nothing, and it has 2 tokens"),
     ],
 )
-def test_an_answer_that_is_none_throws_the_completions_away(told: dict[str, int], reason: str) -> None:
+def test_invalid_teacher_logprobs_discard_the_completions(told: dict[str, int], reason: str) -> None:
     run = script(max_tries=0)
     run.generates("rollout-0", "generate:t0:0")
     run.teaches("teach:t0:0", **told)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_an_answer_that_is_none_throws_the_completions_away(told: dict[str, int]
     assert "reward-0 <- release score:t0:0" in run.sent_lines(), "nobody wants its rewards any more"
 
 
-def test_a_prompt_with_images_cannot_be_taught() -> None:
+def test_prompt_with_images_cannot_be_scored_by_a_teacher() -> None:
     run = script()
     tensor = wire.TensorMeta(dtype="int32", shape=(2,), nbytes=8)
     meta = wire.TrajectoryMeta(status=wire.Status.OK, num_tokens=1, text="y", oldest_version=0, newest_version=0)
@@ -88,7 +88,7 @@ def test_a_prompt_with_images_cannot_be_taught() -> None:
     )
 
 
-def test_a_group_that_is_set_aside_is_taken_from_its_teacher() -> None:
+def test_filtered_group_is_revoked_from_its_teacher() -> None:
     run = script(dynamic_sampling=True)
     run.generates("rollout-0", "generate:t0:0")
     assert "teacher-0 <- release teach:t0:0" in run.scores("score:t0:0", 1.0, 1.0)
@@ -96,7 +96,7 @@ def test_a_group_that_is_set_aside_is_taken_from_its_teacher() -> None:
     assert not run.state.replicas.leases.has("teach")
 
 
-def test_an_evaluation_needs_no_teacher() -> None:
+def test_evaluation_needs_no_teacher() -> None:
     run = Script(num_teachers=1, evaluate_at_start=True)
     run.begins(slots=8)
     for ordinal in (0, 1):
@@ -106,7 +106,7 @@ def test_an_evaluation_needs_no_teacher() -> None:
     assert run.state.evaluations.evaluated == {"start": 0}
 
 
-def test_a_run_without_scorers_trains_rewards_of_zero() -> None:
+def test_run_without_scorers_trains_rewards_of_zero() -> None:
     run = script(num_rewards=0)
     run.generates("rollout-0", "generate:t0:0")
     run.teaches("teach:t0:0")
@@ -114,7 +114,7 @@ def test_a_run_without_scorers_trains_rewards_of_zero() -> None:
     assert [trajectory.reward for trajectory in command.groups[0].trajectories] == [0.0, 0.0]
 
 
-def test_the_run_waits_for_its_teachers_and_fails_without() -> None:
+def test_run_waits_for_its_teachers_and_fails_without() -> None:
     run = Script(num_teachers=2, start_s=5.0)
     run.begins()
     run.leaves("teacher-1")
@@ -128,7 +128,7 @@ def test_the_run_waits_for_its_teachers_and_fails_without() -> None:
     assert any("the run needs 1 teacher replica, has 0, for 5 s" in line for line in lines)
 
 
-def test_when_all_is_sealed_no_teacher_is_missed() -> None:
+def test_fully_frozen_run_needs_no_teacher() -> None:
     run = script(num_steps=1)
     run.generates("rollout-0", "generate:t0:0")
     run.scores("score:t0:0")
@@ -137,7 +137,7 @@ def test_when_all_is_sealed_no_teacher_is_missed() -> None:
     assert run.controller.waiting_for == "the policy to train step 1"
 
 
-def test_a_plan_knows_whether_it_has_teachers() -> None:
+def test_plan_with_teachers() -> None:
     plan = RunPlan(seed=0, sampling=wire.Sampling(max_tokens=1), eval_sampling=wire.Sampling(max_tokens=1))
     assert not plan.has_teachers
     assert plan.timeout_s("teach") == plan.teach_s

@@ -122,7 +122,7 @@ A_WHOLE_RUN: list[Step] = [
 ]
 
 
-def test_a_whole_run() -> None:
+def test_whole_run() -> None:
     script = Script()
     assert script.controller.waiting_for == "needs the policy, which has not joined"
     for event, lines, waiting_for in A_WHOLE_RUN:
@@ -132,7 +132,7 @@ def test_a_whole_run() -> None:
 
 
 @pytest.mark.parametrize("num_events", range(1, len(A_WHOLE_RUN) + 1))
-def test_nothing_follows_from_nothing(num_events: int) -> None:
+def test_derivations_are_idempotent(num_events: int) -> None:
     script = Script()
     for event, _, _ in A_WHOLE_RUN[:num_events]:
         event(script)
@@ -178,13 +178,13 @@ def test_supervised_steps_come_first_and_need_the_policy_alone() -> None:
     assert run_phase(script.state) == "rl"
 
 
-def test_a_run_of_supervised_steps_alone_ends_with_its_checkpoint() -> None:
+def test_supervised_run_ends_with_its_checkpoint() -> None:
     script = Script(num_supervised_steps=1, num_steps=0)
     script.joins("policy-0")
     assert script.trains(1) == ["policy-0 <- release train:1:0", "(step 1)", "policy-0 <- checkpoint:1:0"]
 
 
-def test_the_orders_of_a_step_say_all_that_the_replicas_need() -> None:
+def test_commands_of_a_step_are_complete() -> None:
     script = Script(num_supervised_steps=0, seed=3)
     script.begins()
     first, second = [send.message for send in script.sent if isinstance(send.message, wire.GenerateGroup)]
@@ -203,7 +203,7 @@ def test_the_orders_of_a_step_say_all_that_the_replicas_need() -> None:
     assert [len(b) for b in send.buffers] == [t.nbytes for group in train.groups for t in group.tensors]
 
 
-def test_a_group_is_sampled_alike_wherever_it_is_generated_and_otherwise_when_tried_again() -> None:
+def test_seed_of_a_group_depends_only_on_its_tries() -> None:
     def seeds(*, fail: bool) -> list[int]:
         script = Script()
         script.begins()
@@ -228,7 +228,7 @@ def test_a_group_is_sampled_alike_wherever_it_is_generated_and_otherwise_when_tr
     assert seeds(fail=True) != [original]
 
 
-def test_an_adoption_carries_the_offer_and_a_plan_between_the_two_layouts() -> None:
+def test_adoption_carries_the_offer_and_a_plan_between_the_two_layouts() -> None:
     script = Script()
     script.joins("policy-0")
     script.joins("rollout-0")
@@ -239,7 +239,7 @@ def test_an_adoption_carries_the_offer_and_a_plan_between_the_two_layouts() -> N
     assert decode_plan(adopt.buffers[1]) == make_plan(*layouts)
 
 
-def test_a_rollout_that_lays_out_its_weights_anew_gets_another_plan() -> None:
+def test_rollout_with_a_new_layout_gets_a_new_plan() -> None:
     script = Script()
     script.joins("policy-0")
     script.joins("rollout-0")
@@ -288,7 +288,7 @@ def test_no_more_prompts_are_admitted_than_the_steps_need() -> None:
     assert script.state.buffer.num_admitted == 4
 
 
-def test_the_version_that_a_group_needs_follows_from_its_rank() -> None:
+def test_required_version_follows_from_rank() -> None:
     script = Script(max_staleness=1, num_steps=9)
     script.begins(slots=1)
     script.makes_groups(0, 1)
@@ -316,7 +316,7 @@ def test_groups_go_to_the_rollout_that_finishes_them_first() -> None:
     ]
 
 
-def test_a_rollout_never_has_more_groups_than_slots() -> None:
+def test_rollout_never_has_more_groups_than_slots() -> None:
     script = Script(prompts_per_step=4)
     script.begins(slots=2)
     assert len(script.state.replicas.leases.of("rollout-0", "generate")) == 2
@@ -326,7 +326,7 @@ def test_a_rollout_never_has_more_groups_than_slots() -> None:
     ]
 
 
-def test_a_reward_replica_never_has_more_groups_than_slots() -> None:
+def test_reward_replica_never_has_more_groups_than_slots() -> None:
     script = Script(prompts_per_step=4)
     script.joins("reward-0", slots=1)
     script.joins("policy-0")
@@ -338,7 +338,7 @@ def test_a_reward_replica_never_has_more_groups_than_slots() -> None:
     assert script.scores("score:t1:0")[-1] == "reward-0 <- score:t0:0"
 
 
-def test_steps_are_sealed_in_the_order_of_admission() -> None:
+def test_steps_are_frozen_in_the_order_of_admission() -> None:
     script = Script(max_staleness=1)
     script.begins(slots=4)
     script.makes_groups(3, 2, 1)
@@ -358,7 +358,7 @@ def overlapping() -> Script:
     return script
 
 
-def test_the_next_step_is_trained_while_a_version_is_digested() -> None:
+def test_next_step_is_trained_while_a_version_is_digested() -> None:
     script = overlapping()
     (send,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
     assert send.message.published == 1, "not before the snapshot of version 1, whichever command comes first"
@@ -370,7 +370,7 @@ def test_the_next_step_is_trained_while_a_version_is_digested() -> None:
     assert script.trains(2)[-1] == "policy-0 <- publish:2:0"
 
 
-def test_versions_are_published_one_after_the_other_and_no_step_runs_further_ahead() -> None:
+def test_at_most_one_version_is_unpublished_during_a_step() -> None:
     script = overlapping()
     lines = script.trains(2)
     (note,) = [c for c in script.commands if getattr(c, "kind", "") == "trained"]
@@ -384,7 +384,7 @@ def test_versions_are_published_one_after_the_other_and_no_step_runs_further_ahe
     assert script.state.replicas.leases.has("train"), "version 2 is being published, so step 3 may be trained"
 
 
-def test_a_version_that_is_being_published_when_a_stop_comes_is_out_before_the_checkpoint() -> None:
+def test_stop_waits_for_a_publication_in_progress() -> None:
     script = overlapping()
     assert script.stops() == []
     assert script.trains(2)[1:] == ["(step 2)", "(trained 2)"]
@@ -392,7 +392,7 @@ def test_a_version_that_is_being_published_when_a_stop_comes_is_out_before_the_c
     assert script.publishes(2)[-1] == "policy-0 <- checkpoint:2:0"
 
 
-def test_a_step_tells_its_rewards_and_how_stale_its_groups_are() -> None:
+def test_step_metrics_have_rewards_and_staleness() -> None:
     script = Script(max_staleness=1)
     script.begins(slots=4)
     script.makes_groups(0, 1, 2, 3)

@@ -25,7 +25,7 @@ changes = st.lists(
 
 
 @given(changes)
-def test_the_least_busy_is_found_whatever_came_before(changes: list[tuple[str, int, int, int | None, bool]]) -> None:
+def test_least_busy_matches_a_scan(changes: list[tuple[str, int, int, int | None, bool]]) -> None:
     free, model = FreeSlots(), dict[str, tuple[float, str, int]]()
     members = {name: member_of(name, -1) for name in NAMES}
     for name, version, busy, slots, stays in changes:
@@ -49,7 +49,7 @@ granted = st.lists(
 
 
 @given(granted)
-def test_what_is_counted_is_what_is_in_force(granted: list[tuple[str, str, float, int]]) -> None:
+def test_lease_counts_match_a_model(granted: list[tuple[str, str, float, int]]) -> None:
     leases, model = Leases(), dict[str, tuple[str, str, float]]()
     for number, (peer, kind, patience_s, then) in enumerate(granted):
         lease = f"{kind}:x:1.{number}"

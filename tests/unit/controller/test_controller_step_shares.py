@@ -34,7 +34,7 @@ def tokens(share: list[Group]) -> int:
 
 
 @given(lengths=LENGTHS, num=st.integers(1, 8))
-def test_every_group_is_dealt_once_and_shares_are_even(lengths: list[int], num: int) -> None:
+def test_shares_hold_every_group_once_and_are_even(lengths: list[int], num: int) -> None:
     shares = group_shares(groups_of(lengths), num)
     assert len(shares) == num
     dealt = [group.ordinal for share in shares for group in share]
@@ -46,14 +46,14 @@ def test_every_group_is_dealt_once_and_shares_are_even(lengths: list[int], num: 
 
 
 @given(lengths=LENGTHS, num=st.integers(1, 8))
-def test_the_same_groups_are_dealt_alike(lengths: list[int], num: int) -> None:
+def test_group_shares_are_deterministic(lengths: list[int], num: int) -> None:
     first, second = (
         [[group.ordinal for group in share] for share in group_shares(groups_of(lengths), num)] for _ in range(2)
     )
     assert first == second
 
 
-def test_a_long_group_counts_as_much_as_several_short_ones() -> None:
+def test_queue_length_counts_tokens_and_not_groups() -> None:
     shares = group_shares(groups_of([90, 30, 30, 30, 10, 10]), 2)
     assert [[group.ordinal for group in share] for share in shares] == [[0, 4], [1, 2, 3, 5]]
 

@@ -12,7 +12,7 @@ from starling.controller.core.records import StepCommitted
 
 
 @pytest.mark.parametrize(("kind", "told"), [(SFT, ""), (DPO, "dpo"), (REWARD_MODEL, "reward_model")])
-def test_a_step_says_what_its_examples_teach(kind: RunKind, told: str) -> None:
+def test_step_of_examples_carries_its_objective(kind: RunKind, told: str) -> None:
     script = Script(num_supervised_steps=1, num_steps=0, kind=kind)
     script.joins("policy-0")
     (command,) = [send.message for send in script.sent if isinstance(send.message, wire.TrainStep)]
@@ -24,7 +24,7 @@ def test_a_step_says_what_its_examples_teach(kind: RunKind, told: str) -> None:
     assert committed.metrics["phase"] == kind.name
 
 
-def test_a_policy_that_returns_is_dealt_its_steps_with_their_objective() -> None:
+def test_replayed_example_steps_carry_their_objective() -> None:
     script = Script(num_supervised_steps=2, num_steps=0, kind=DPO)
     script.joins("policy-0")
     script.trains(1)

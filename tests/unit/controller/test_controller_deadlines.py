@@ -64,7 +64,7 @@ def beat_all(script: Script) -> None:
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=[hang.work for hang in HANGS])
-def test_who_hangs_must_go_and_says_why(hang: Hang) -> None:
+def test_hanging_replica_is_evicted_with_a_reason(hang: Hang) -> None:
     script = up_to(hang.stages, **{hang.limit: 7.0})
     [lease] = [
         found for found in script.state.replicas.leases.all_of(hang.name) if found.id.startswith(hang.work + ":")
@@ -81,7 +81,7 @@ def test_who_hangs_must_go_and_says_why(hang: Hang) -> None:
     assert f"{hang.name} <- welcome" in script.joins(hang.name, epoch=2), "started again, it is another matter"
 
 
-def test_the_work_of_who_hangs_goes_to_another() -> None:
+def test_work_of_a_hanging_replica_is_requeued() -> None:
     script = up_to(2, generate_s=7.0)
     script.joins("rollout-1")
     script.adopts("rollout-1", 0, 1)
@@ -95,7 +95,7 @@ def test_the_work_of_who_hangs_goes_to_another() -> None:
     assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- introduce"], "it comes too late"
 
 
-def test_an_answer_in_time_ends_the_deadline() -> None:
+def test_result_in_time_ends_the_deadline() -> None:
     script = up_to(2, generate_s=7.0)
     script.now = 6.9
     beat_all(script)

@@ -71,7 +71,7 @@ def member_of(name: str) -> Member:
     return Member(name=name, role=role, incarnation=1, num_slots=1, heard_at=0.0, version=0)  # type: ignore[arg-type]
 
 
-def test_nobody_wakes_beside_one_who_was_lost_awake() -> None:
+def test_no_replica_wakes_while_a_lost_one_may_be_awake() -> None:
     sharing, rollout = TimeSharing(shared=True, lease_s=10.0), member_of("rollout-0")
     sharing.note_answer(rollout, asleep=False)
     sharing.remove(rollout, 5.0, ended=False)
@@ -79,7 +79,7 @@ def test_nobody_wakes_beside_one_who_was_lost_awake() -> None:
     assert sharing.obstacle([], 25.0) == "", "two leases after it was given up"
 
 
-def test_a_policy_may_be_in_a_step_that_it_cannot_break_off() -> None:
+def test_lost_policy_keeps_devices_for_many_leases() -> None:
     sharing, policy = TimeSharing(shared=True, lease_s=10.0, active="rollout"), member_of("policy-0")
     sharing.note_answer(policy, asleep=False)
     sharing.remove(policy, 5.0, ended=False)
@@ -87,7 +87,7 @@ def test_a_policy_may_be_in_a_step_that_it_cannot_break_off() -> None:
     assert sharing.obstacle([], 305.0) == ""
 
 
-def test_who_shares_devices_is_told_so() -> None:
+def test_welcome_says_whether_devices_are_shared() -> None:
     script = Script(colocate=True)
     for name, shares in (("policy-0", True), ("reward-0", False), ("rollout-0", True)):
         script.joins(name)
@@ -95,7 +95,7 @@ def test_who_shares_devices_is_told_so() -> None:
         assert welcome.shares_devices == shares
 
 
-def test_who_is_gone_for_certain_or_slept_or_came_back_keeps_nobody_from_waking() -> None:
+def test_ended_asleep_or_returned_replica_does_not_prevent_waking() -> None:
     for slept, gone, returns in ((True, False, False), (False, True, False), (False, False, True)):
         sharing, rollout = TimeSharing(shared=True, lease_s=10.0), member_of("rollout-0")
         sharing.note_answer(rollout, asleep=slept)
@@ -105,7 +105,7 @@ def test_who_is_gone_for_certain_or_slept_or_came_back_keeps_nobody_from_waking(
         assert sharing.obstacle([], 6.0) == ""
 
 
-def test_a_controller_that_begins_again_wakes_nobody_at_once() -> None:
+def test_restarted_controller_wakes_no_replica_at_once() -> None:
     sharing = TimeSharing(shared=True, lease_s=10.0)
     sharing.restart(0.0)
     assert sharing.obstacle([], 19.0) == "replicas that were lost before the controller's restart"
@@ -117,7 +117,7 @@ def test_a_controller_that_begins_again_wakes_nobody_at_once() -> None:
     assert sharing.obstacle([member_of("policy-0")], 20.0) == "policy-0", "which is the one that was"
 
 
-def test_a_rollout_that_gave_groups_back_to_sleep_gets_work_when_it_wakes() -> None:
+def test_rollout_that_gave_groups_back_to_sleep_gets_work_when_it_wakes() -> None:
     script = generating(max_staleness=1, prompts_per_step=1)
     script.makes_groups(0)
     assert told(script) == ["rollout-0 sleeps"]
@@ -131,7 +131,7 @@ def test_a_rollout_that_gave_groups_back_to_sleep_gets_work_when_it_wakes() -> N
     assert any("generate:t1:1" in line for line in lines), lines
 
 
-def test_what_cannot_sleep_now_is_told_again_after_a_while() -> None:
+def test_failed_sleep_is_retried_after_a_while() -> None:
     script = generating()
     script.makes_groups(0, 1)
     script.fails("rollout-0", "sleep:rollout-0:1", "it adopts a version")
@@ -146,7 +146,7 @@ ASLEEP = "this policy is asleep: wake it first"
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_an_order_that_finds_the_policy_asleep_for_want_of_the_controller_is_given_again(lost: bool) -> None:
+def test_step_that_finds_the_policy_asleep_is_dispatched_again(lost: bool) -> None:
     """It was on its way when the line was cut; whether the controller had lost the policy meanwhile or not."""
     script = generating()
     script.makes_groups(0, 1)

@@ -1,4 +1,4 @@
-"""The stage of a scenario: the controller's core, its journal on disk, and replicas that say what they are told to say.
+"""Scenario harness: the controller's core, its journal on disk, and scripted replicas.
 
 The controller may die after any event: at once, after its records were written and before anything was said, or before
 either. It is then made again from the journal, through the code by which a real one takes up a run.
@@ -48,7 +48,7 @@ class Replica:
     is_up: bool = True
 
 
-class Stage(Script):
+class Harness(Script):
     """A script whose controller can die."""
 
     def __init__(self, folder: Path, num_held_out: int, **changes: Any) -> None:

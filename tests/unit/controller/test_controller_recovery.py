@@ -262,9 +262,7 @@ def known(state: ControllerState) -> dict[str, Any]:
 
 @given(plans, stories)
 @settings(max_examples=150, deadline=None)
-def test_a_restored_controller_knows_what_the_one_before_knew(
-    plan: dict[str, Any], story: list[tuple[str, int]]
-) -> None:
+def test_recovery_restores_the_whole_state(plan: dict[str, Any], story: list[tuple[str, int]]) -> None:
     script = Story(num_policies=2, num_rollouts=2, **plan)
     script.tell(story)
     assert known(restored(script)) == known(script.state)
@@ -272,7 +270,7 @@ def test_a_restored_controller_knows_what_the_one_before_knew(
 
 @given(plans, stories)
 @settings(max_examples=50, deadline=None)
-def test_what_is_restored_waits_to_be_claimed(plan: dict[str, Any], story: list[tuple[str, int]]) -> None:
+def test_restored_groups_wait_for_a_reclaim(plan: dict[str, Any], story: list[tuple[str, int]]) -> None:
     script = Story(num_policies=2, num_rollouts=2, **plan)
     script.tell(story)
     state = restored(script)

@@ -130,7 +130,7 @@ CLAIMS = [
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=[claim.why for claim in CLAIMS])
-def test_what_is_taken_up(claim: Claim) -> None:
+def test_reclaimed_leases(claim: Claim) -> None:
     script = claim.given()  # type: ignore[operator]
     version = script.state.replicas.membership.members[claim.name].version
     script.beats(claim.name, *claim.leases, version=version)
@@ -141,7 +141,7 @@ def test_what_is_taken_up(claim: Claim) -> None:
     assert (mine, sorted(released)) == (set(claim.taken), sorted(set(claim.leases) - set(claim.taken)))
 
 
-def test_work_that_was_taken_up_and_lost_again_is_dealt_to_somebody() -> None:
+def test_reclaimed_and_lost_work_is_dispatched_again() -> None:
     script = generating()
     script.beats("rollout-0", "generate:t0:1.1", version=0)
     script.beats("policy-0")
@@ -152,18 +152,18 @@ def test_work_that_was_taken_up_and_lost_again_is_dealt_to_somebody() -> None:
     )
 
 
-def test_an_answer_is_a_claim_too() -> None:
+def test_result_of_an_unknown_lease_reclaims_it() -> None:
     script = generating()
     assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- release generate:t0:0"]
     assert script.state.buffer.get(0).state == "generated"  # type: ignore[union-attr]
 
 
-def test_a_torn_rollout_has_nothing_to_claim() -> None:
+def test_torn_rollout_reclaims_nothing() -> None:
     script = generating()
     assert "rollout-0 <- release generate:t0:0" in script.beats("rollout-0", "generate:t0:0", version=-1)
 
 
-def test_an_offer_that_was_asked_for_before_the_crash_is_one() -> None:
+def test_publication_requested_before_the_crash_is_reclaimed() -> None:
     script = training()
     script.beats("policy-0", "publish:0:1.1", version=0)
     published = wire.WeightsPublished(lease="publish:0:1.1", version=0, publish_s=0.0)

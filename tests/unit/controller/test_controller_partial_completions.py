@@ -32,7 +32,7 @@ def adopts_as_second(script: Script) -> None:
     script.adopts("rollout-1", 0, 1)
 
 
-def test_another_goes_on_from_the_tokens() -> None:
+def test_interrupted_group_is_resumed_by_another_rollout() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 3, 0)
     assert given_out(script) == [], "who gives a group back gets none"
@@ -43,7 +43,7 @@ def test_another_goes_on_from_the_tokens() -> None:
     assert script.state.buffer.get(0).tries == 0  # type: ignore[union-attr]
 
 
-def test_who_gave_a_group_back_and_stays_has_work_again_after_a_lease() -> None:
+def test_cooldown_ends_after_a_lease() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 3, 3)
     for _ in range(int(script.plan.lease_s)):
@@ -55,7 +55,7 @@ def test_who_gave_a_group_back_and_stays_has_work_again_after_a_lease() -> None:
     assert [command.prompt.id for command in given_out(script)] == ["train0"]
 
 
-def test_who_has_lost_its_engine_has_work_again_with_the_weights() -> None:
+def test_cooldown_ends_with_an_adoption() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 3, 3)
     script.interrupts("rollout-0", "generate:t1:0", 3, 3)
@@ -65,7 +65,7 @@ def test_who_has_lost_its_engine_has_work_again_with_the_weights() -> None:
     assert [command.prompt.id for command in given_out(script)] == ["train0", "train1"]
 
 
-def test_a_group_with_which_engines_die_is_given_up() -> None:
+def test_group_that_kills_engines_is_given_up() -> None:
     """An orderly handover is nobody's failure; engines that die count, the second one as a try of the group."""
     script = generating(max_tries=1)
     kept = []
@@ -82,7 +82,7 @@ def test_a_group_with_which_engines_die_is_given_up() -> None:
     assert "2 engines died while they worked on it" in script.state.buffer.last_discarded
 
 
-def test_of_two_that_had_the_group_the_one_with_more_tokens_counts() -> None:
+def test_longer_partial_completions_win() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 6, 6)
     adopts_as_second(script)
@@ -93,7 +93,7 @@ def test_of_two_that_had_the_group_the_one_with_more_tokens_counts() -> None:
     assert [completion.num_tokens for completion in command.partial] == [6, 6]
 
 
-def test_the_journal_keeps_what_there_is_most_of() -> None:
+def test_journal_keeps_the_longest_partial_completions() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 6, 6)
     adopts_as_second(script)
@@ -102,14 +102,14 @@ def test_the_journal_keeps_what_there_is_most_of() -> None:
     assert [sum(one.num_tokens for one in record.partial) for record in told] == [12]
 
 
-def test_tokens_of_a_version_yet_to_be_made_are_thrown_away() -> None:
+def test_partial_tokens_of_a_future_version_are_dropped() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 3, 3, version=1)
     adopts_as_second(script)
     assert [command.partial for command in given_out(script)] == [()]
 
 
-def test_tokens_that_are_too_old_by_now_are_begun_anew() -> None:
+def test_stale_partial_tokens_are_dropped_at_dispatch() -> None:
     script = generating()
     script.makes_groups(0)
     script.trains(1)
@@ -122,7 +122,7 @@ def test_tokens_that_are_too_old_by_now_are_begun_anew() -> None:
     assert commands["train1"] == (), "a token of version 0 would be 1 old in step 2"
 
 
-def test_a_group_keeps_the_temperature_of_its_tokens() -> None:
+def test_group_keeps_the_temperature_of_its_tokens() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 3, 3)
     script.hears("operator-0", wire.ChangeSetting(request="a", key="sampling.temperature", value=0.5))
@@ -132,7 +132,7 @@ def test_a_group_keeps_the_temperature_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "kept"), [(-1.0, 0), (1.0, 3)], ids=["not told", "told"])
-def test_after_a_crash_the_temperature_must_be_told(temperature: float, kept: int) -> None:
+def test_reclaimed_partial_completions_need_a_temperature(temperature: float, kept: int) -> None:
     before = generating()
     script = Script()
     script.plan, script.aliases = before.plan, before.aliases
@@ -146,7 +146,7 @@ def test_after_a_crash_the_temperature_must_be_told(temperature: float, kept: in
     assert (group.partial.num_tokens if group.partial else 0) == kept
 
 
-def test_tokens_of_an_evaluation_are_gone_on_with() -> None:
+def test_interrupted_evaluation_group_is_resumed() -> None:
     script = Script(evaluate_at_start=True)
     script.begins()
     script.interrupts("rollout-0", "generate:e0:0", 4)
@@ -165,7 +165,7 @@ def test_tokens_of_an_evaluation_are_gone_on_with() -> None:
         ((2, 1), 3, 2, "of 8 bytes came with 3 tokens"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(
+def test_inconsistent_partial_completions_are_refused(
     lengths: tuple[int, ...], num_tensors: int, num_versions: int, complaint: str
 ) -> None:
     tensor = wire.TensorMeta(dtype="int32", shape=(3,), nbytes=12)
@@ -176,7 +176,7 @@ def test_what_does_not_fit_together_is_refused(
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4))
-def test_the_versions_are_read_off_the_tokens(completions: list[list[int]]) -> None:
+def test_partial_versions_are_read_from_the_tensor(completions: list[list[int]]) -> None:
     versions = [version for completion in completions for version in completion]
     tensor = wire.TensorMeta(dtype="int32", shape=(len(versions),), nbytes=4 * len(versions))
     buffers = (bytes(4 * len(versions)),) * 2 + (struct.pack(f"<{len(versions)}i", *versions),)

@@ -25,7 +25,7 @@ def told(script: Script, kind: type) -> list[wire.Down]:
     return [send.message for send in script.sent if isinstance(send.message, kind)]
 
 
-def test_it_goes_on_with_the_next_step_and_the_next_prompt() -> None:
+def test_continued_run_begins_with_the_next_step_and_prompt() -> None:
     script = begins_at(3, 7, num_steps=5, prompts_per_step=2, max_staleness=0)
     script.publishes(3)
     script.adopts("rollout-0", 3)
@@ -43,31 +43,31 @@ def test_it_goes_on_with_the_next_step_and_the_next_prompt() -> None:
     assert script.state.version == 4
 
 
-def test_it_makes_as_many_steps_as_are_left() -> None:
+def test_continued_run_makes_the_remaining_steps() -> None:
     script = begins_at(3, 7, num_steps=5, prompts_per_step=2, max_staleness=3)
     assert script.state.buffer.free_slots() == 0
     assert script.state.buffer.num_admitted == 7 + 2 * 2, "of two steps"
 
 
-def test_supervised_steps_go_on_too() -> None:
+def test_supervised_steps_are_continued() -> None:
     script = begins_at(2, 0, num_supervised_steps=4, num_steps=1, prompts_per_step=1)
     script.beats("policy-0", version=2)
     assert any(line.startswith("policy-0 <- train:3:0 sft") for line in script.log), script.log
 
 
-def test_who_does_not_hold_that_version_cannot_be_brought_to_it() -> None:
+def test_policy_older_than_the_saved_state_is_evicted() -> None:
     script = Script(begin_version=3, begin_prompt=7, num_steps=5)
     lines = script.joins("policy-0", version=0)
     assert "policy-0 is at version 0, and the journal keeps only the steps after version 3" in lines[-1]
 
 
-def test_it_waits_for_all_that_the_recipe_starts() -> None:
+def test_first_step_waits_for_all_policies() -> None:
     script = begins_at(3, 7, num_steps=5, num_rollouts=2)
     assert not script.state.has_begun
 
 
 @pytest.mark.parametrize("discards", [False, True])
-def test_the_next_prompt_is_the_one_after_the_last_that_was_trained(discards: bool) -> None:
+def test_next_prompt_follows_the_last_trained_one(discards: bool) -> None:
     script = Script(num_steps=2, prompts_per_step=1, max_staleness=0, max_tries=0)
     script.begins()
     if discards:
@@ -77,7 +77,7 @@ def test_the_next_prompt_is_the_one_after_the_last_that_was_trained(discards: bo
     assert [step.next_prompt for step in steps] == [1 + discards]
 
 
-def test_what_is_known_of_a_version_is_told_with_the_order_to_save_it() -> None:
+def test_save_command_carries_the_latest_metrics() -> None:
     script = Script(num_steps=3, save_every=1, prompts_per_step=1)
     script.begins()
     script.makes_groups(0)
@@ -92,7 +92,7 @@ def test_what_is_known_of_a_version_is_told_with_the_order_to_save_it() -> None:
     assert "phase" not in save.metrics, "it is no number"
 
 
-def test_nobody_waits_for_a_state_but_the_end() -> None:
+def test_only_the_end_waits_for_a_save() -> None:
     script = Script(num_steps=3, save_every=1, prompts_per_step=1)
     script.begins()
     script.makes_groups(0)
@@ -103,7 +103,7 @@ def test_nobody_waits_for_a_state_but_the_end() -> None:
     assert any("to save" in wait["what"] for wait in waits(script.state))
 
 
-def test_versions_of_the_run_before_are_not_evaluated_again() -> None:
+def test_initial_version_is_not_evaluated_again() -> None:
     script = begins_at(3, 6, num_steps=6, prompts_per_step=2, max_staleness=0, evaluate_every=2)
     script.publishes(3)
     script.adopts("rollout-0", 3)

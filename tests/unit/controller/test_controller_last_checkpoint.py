@@ -29,7 +29,7 @@ def all_leave(script: Script) -> str:
 # --- a policy that is gone -----------------------------------------------------------------------------------------
 
 
-def test_the_run_waits_for_another_policy_and_fails_without_one() -> None:
+def test_run_waits_for_another_policy_and_fails_without_one() -> None:
     script = Script(start_s=20.0)
     script.begins()
     script.makes_groups(0, 1)
@@ -45,7 +45,7 @@ def test_the_run_waits_for_another_policy_and_fails_without_one() -> None:
     assert all_leave(script) == f"failed: {reason}"
 
 
-def test_a_closed_connection_is_no_lost_policy_but_silence_is() -> None:
+def test_lone_policy_is_removed_by_silence_and_not_by_a_closed_connection() -> None:
     script = Script()
     script.begins()
     assert script.loses("policy-0") == []
@@ -55,7 +55,7 @@ def test_a_closed_connection_is_no_lost_policy_but_silence_is() -> None:
     assert script.waits(0.0) == ["(left policy-0)"]
 
 
-def test_a_policy_that_was_started_again_makes_its_steps_again() -> None:
+def test_restarted_policy_replays_its_steps() -> None:
     script = Script()
     script.begins()
     script.makes_groups(0, 1)
@@ -74,7 +74,7 @@ def test_a_policy_that_was_started_again_makes_its_steps_again() -> None:
     assert script.makes_groups(2, 3, version=1)[-1].startswith("policy-0 <- train:2:0")
 
 
-def test_a_policy_that_comes_back_from_a_saved_state_makes_only_the_steps_since() -> None:
+def test_policy_with_a_saved_state_replays_only_later_steps() -> None:
     script = Script(num_steps=3, save_every=1)
     script.begins()
     script.makes_groups(0, 1)
@@ -87,7 +87,7 @@ def test_a_policy_that_comes_back_from_a_saved_state_makes_only_the_steps_since(
     assert "policy-0 <- train:2:1 train2 train3" in script.log, "the step in hand is dealt again, with the same groups"
 
 
-def test_a_policy_that_has_made_the_step_in_hand_need_not_make_it_again() -> None:
+def test_policy_that_made_the_active_step_is_not_asked_again() -> None:
     script = Script()
     script.begins()
     script.makes_groups(0, 1)
@@ -100,7 +100,7 @@ def test_a_policy_that_has_made_the_step_in_hand_need_not_make_it_again() -> Non
 @pytest.mark.parametrize(
     ("lease", "verb"), [("publish:0:0", "publish"), ("train:1:0", "train"), ("checkpoint:2:0", "checkpoint")]
 )
-def test_the_run_fails_when_the_policy_cannot_do_its_work(lease: str, verb: str) -> None:
+def test_run_fails_when_the_policy_cannot_do_its_work(lease: str, verb: str) -> None:
     script = Script()
     script.joins("policy-0")
     if verb != "publish":
@@ -122,25 +122,25 @@ def test_the_run_fails_when_the_policy_cannot_do_its_work(lease: str, verb: str)
 # --- a stop request ------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_before_anybody_came() -> None:
+def test_stop_before_any_replica_joined() -> None:
     assert Script().stops() == ["done: enough"]
 
 
-def test_a_stop_before_the_policy_came() -> None:
+def test_stop_before_the_policy_joined() -> None:
     script = Script()
     script.joins("rollout-0")
     assert script.stops() == ["rollout-0 <- drain: enough"]
     assert script.leaves("rollout-0")[-1] == "done: enough"
 
 
-def test_a_stop_before_the_first_step_saves_nothing() -> None:
+def test_stop_before_the_first_step_saves_nothing() -> None:
     script = Script()
     script.begins()
     assert script.stops() == ["(tail )", *drained(script, "enough")]
     assert all_leave(script) == "done: enough"
 
 
-def test_a_stop_during_a_step_waits_for_it_and_saves_it() -> None:
+def test_stop_during_a_step_waits_for_it_and_saves_it() -> None:
     script = Script()
     script.begins()
     script.makes_groups(0, 1)
@@ -161,7 +161,7 @@ def test_a_stop_during_a_step_waits_for_it_and_saves_it() -> None:
     assert "journal <- RunEnded" not in script.log, "a run that was stopped can be taken up again"
 
 
-def test_a_stop_during_a_supervised_step_waits_for_it_too() -> None:
+def test_stop_during_a_supervised_step_waits_for_it_too() -> None:
     script = Script(num_supervised_steps=5)
     script.joins("policy-0")
     script.stops()
@@ -173,7 +173,7 @@ def test_a_stop_during_a_supervised_step_waits_for_it_too() -> None:
     ]
 
 
-def test_a_stop_between_two_steps_deals_nothing_more() -> None:
+def test_stop_between_two_steps_dispatches_no_step() -> None:
     script = Script()
     script.begins()
     script.makes_groups(0, 1)
@@ -184,13 +184,13 @@ def test_a_stop_between_two_steps_deals_nothing_more() -> None:
     assert script.generates("rollout-0", "generate:t2:0", 1) == ["rollout-0 <- release generate:t2:0"]
 
 
-def test_a_stop_during_an_evaluation_drops_it() -> None:
+def test_stop_during_an_evaluation_drops_it() -> None:
     script = Script(evaluate_at_start=True)
     script.begins()
     assert script.stops() == ["(tail )", *drained(script, "enough")]
 
 
-def test_the_first_reason_to_stop_stands() -> None:
+def test_first_reason_to_stop_stands() -> None:
     script = Script()
     script.begins()
     script.makes_groups(0, 1)
@@ -212,7 +212,7 @@ def at_checkpoint(**changes: int) -> Script:
     return script
 
 
-def test_a_stop_comes_too_late_for_a_run_that_is_complete() -> None:
+def test_stop_comes_too_late_for_a_run_that_is_complete() -> None:
     script = at_checkpoint()
     assert script.stops() == []
     saves(script, 1)
@@ -224,26 +224,26 @@ def test_a_stop_comes_too_late_for_a_run_that_is_complete() -> None:
 # --- drain and finish ----------------------------------------------------------------------------------------------
 
 
-def test_a_lost_checkpoint_command_is_sent_again() -> None:
+def test_lost_checkpoint_command_is_sent_again() -> None:
     script = at_checkpoint()
     script.now += 2.0
     assert script.beats("policy-0") == ["policy-0 <- welcome", "policy-0 <- checkpoint:1:0"]
 
 
-def test_a_lost_drain_is_said_again_to_each_heartbeat() -> None:
+def test_drain_is_repeated_with_each_heartbeat() -> None:
     script = at_checkpoint()
     saves(script, 1)
     assert script.beats("reward-0") == ["reward-0 <- welcome", "reward-0 <- drain: the run is complete"]
 
 
-def test_a_replica_that_joins_a_draining_run_is_told() -> None:
+def test_replica_that_joins_during_drain_is_drained() -> None:
     script = at_checkpoint()
     saves(script, 1)
     assert script.joins("rollout-5") == ["(joined rollout-5)", "rollout-5 <- welcome"]
     assert script.beats("rollout-5")[-1] == "rollout-5 <- drain: the run is complete"
 
 
-def test_the_run_ends_without_those_who_do_not_leave() -> None:
+def test_drain_ends_without_replicas_that_stay() -> None:
     script = at_checkpoint(drain_s=9)
     saves(script, 1)
     script.leaves("policy-0")
@@ -255,14 +255,14 @@ def test_the_run_ends_without_those_who_do_not_leave() -> None:
     assert script.leaves("rollout-0") == []
 
 
-def test_a_policy_that_leaves_as_it_was_told_does_not_fail_the_run() -> None:
+def test_policy_that_leaves_during_drain_does_not_fail_the_run() -> None:
     script = at_checkpoint()
     saves(script, 1)
     assert script.leaves("policy-0") == ["(left policy-0)"]
     assert all_leave(script) == "done: the run is complete"
 
 
-def test_the_last_checkpoint_is_written_by_a_policy_that_came_back() -> None:
+def test_returned_policy_writes_the_last_checkpoint() -> None:
     script = at_checkpoint()
     assert script.leaves("policy-0") == ["(left policy-0)"]
     script.joins("policy-0", epoch=2)
@@ -270,7 +270,7 @@ def test_the_last_checkpoint_is_written_by_a_policy_that_came_back() -> None:
     assert script.trains(1, 1, epoch=2)[-1] == "policy-0 <- checkpoint:1:1"
 
 
-def test_the_run_fails_when_nobody_comes_to_write_the_last_checkpoint() -> None:
+def test_run_fails_without_a_policy_for_the_last_checkpoint() -> None:
     script = at_checkpoint(start_s=20)
     script.leaves("policy-0")
     for _ in range(12):
@@ -280,7 +280,7 @@ def test_the_run_fails_when_nobody_comes_to_write_the_last_checkpoint() -> None:
     assert lines[0].startswith("reward-0 <- drain: the run needs a policy, which is gone, for 20 s")
 
 
-def test_a_stop_has_a_deadline() -> None:
+def test_stop_has_a_deadline() -> None:
     script = Script(stop_s=5.0)
     script.begins()
     script.makes_groups(0, 1)
@@ -291,7 +291,7 @@ def test_a_stop_has_a_deadline() -> None:
     assert lines[0].endswith("the run did not stop in order within 5 s; it waits for the policy to train step 1")
 
 
-def test_a_state_that_cannot_be_saved_is_tried_again_and_the_run_goes_on_meanwhile() -> None:
+def test_failed_save_is_retried_while_the_run_goes_on() -> None:
     script = Script(num_steps=3, save_every=1)
     script.begins()
     script.makes_groups(0, 1)
@@ -309,7 +309,7 @@ def test_a_state_that_cannot_be_saved_is_tried_again_and_the_run_goes_on_meanwhi
     assert script.trains(2)[-1] == "policy-0 <- save:2:0"
 
 
-def test_a_stop_waits_for_the_state_to_be_saved_until_its_deadline() -> None:
+def test_stop_waits_for_the_state_to_be_saved_until_its_deadline() -> None:
     script = Script(stop_s=20.0)
     script.begins()
     script.makes_groups(0, 1)
@@ -327,7 +327,7 @@ def test_a_stop_waits_for_the_state_to_be_saved_until_its_deadline() -> None:
     assert script.hears("policy-0", saved)[-1] == "rollout-0 <- drain: enough"
 
 
-def test_the_journal_keeps_what_came_after_the_state_before_the_newest() -> None:
+def test_journal_keeps_steps_since_the_previous_state() -> None:
     script = Script(num_steps=4, save_every=1)
     script.begins()
     for step in (1, 2, 3):
