@@ -1,4 +1,4 @@
-"""Adoptions under continuous load: the driver of the tests, and a program for as many of them as one likes.
+"""Adoptions under continuous load: the driver of the tests, and a program that runs any number of them.
 
     python tests/vllm/adoptions.py --tp 2 --adoptions 200
 
@@ -58,7 +58,7 @@ def ask_text(lease: str, number: int) -> GroupRequest:
 
 @dataclass
 class Load:
-    """What is generated meanwhile: as one group ends another begins."""
+    """The load: a new group is added whenever one ends."""
 
     held: Held
     ask: Ask = ask_text

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, real engines over them, and a publisher of their weights in a process of its own."""
+"""Tiny checkpoints, vLLM engines for them, and a publisher process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from starling.weightsync.tensors.modules import layout_of
 torch.set_num_threads(1)
 
 DEADLINE_S = 240.0
-"""For anything that a busy machine may take its time over."""
+"""Deadline for operations that are slow on a busy machine."""
 VOCAB = 96
 CONTEXT = 256
 # Wide initial weights: attention and positions then decide the logits, and an error in either shows.
@@ -126,7 +126,7 @@ def spec_of(
 
 
 class Held:
-    """An engine, and whoever waits for it."""
+    """An engine and the thread that steps it."""
 
     def __init__(self, folder: Path, **rollout: Any) -> None:
         self._wake = threading.Event()
@@ -161,7 +161,7 @@ class Held:
 
 @contextmanager
 def held(folder: Path, **rollout: Any) -> Iterator[Held]:
-    """Make an engine that is gone afterwards."""
+    """Create an engine, and close it afterwards."""
     made = Held(folder, **rollout)
     try:
         yield made
@@ -275,7 +275,7 @@ def source(
     quantise: str = "",
     dtype: str = "float32",
 ) -> Iterator[Source]:
-    """Make a publisher that is gone afterwards."""
+    """Start a publisher process, and end it afterwards."""
     made = Source(folders, transport, lora, quantise=quantise, dtype=dtype)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""Checkpoints in codes, made by torchao, and the numbers that they stand for."""
+"""Checkpoints quantised by torchao, and their dequantised weights."""
 
 from __future__ import annotations
 

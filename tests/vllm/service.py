@@ -1,4 +1,4 @@
-"""A rollout's process with vLLM in it, a controller's desk, and weights to adopt: all of one tiny model."""
+"""A rollout process with vLLM, a fake controller, and a publisher of weights, for one tiny model."""
 
 from __future__ import annotations
 

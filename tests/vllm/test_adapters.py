@@ -1,4 +1,4 @@
-"""Adapters on a real vLLM: they alone are adopted, and every token is sampled as transformers and peft compute it."""
+"""Adapters on vLLM: only they are adopted, and log-probabilities equal those of transformers and peft."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ VARIED = LoraSettings(
     rslora=True,
     modules_to_save=("lm_head",),
 )
-"""Some parts of fused projections and not others, ranks and scales of many kinds, a module that is trained whole."""
+"""Adapters on parts of fused projections, several ranks and scales, and a fully trained module."""
 
 REWARD = """\
 def reward(completion, reference, prompt_text, metadata):
     return float(sum(map(ord, completion)) % 2)
 """
-"""It differs within groups, or no token would be trained."""
+"""The rewards differ within groups, or no token would be trained."""
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +100,12 @@ def largest_of(result: Any, model: Any) -> float:
     )
 
 
-def test_it_begins_with_the_base_alone(engine: Held, folders: list[Path]) -> None:
+def test_engine_starts_with_the_base_weights(engine: Held, folders: list[Path]) -> None:
     assert engine.engine.version == 0
     assert largest_of(engine.generate([1, 2, 3], 2), read_model(folders[0])) < 1e-4
 
 
-def test_adapters_alone_travel(engine: Held, publisher: Source, models: list[Any]) -> None:
+def test_plan_transfers_only_adapters(engine: Held, publisher: Source, models: list[Any]) -> None:
     sizes = [
         t.numel() * t.element_size() for t in published_tensors(models[0], dict(models[0].named_parameters())).values()
     ]
@@ -131,7 +131,7 @@ def test_adoptions_under_load(running: Held, publisher: Source, models: list[Any
     ("mode", "old_is_exact", "new_is_exact"),
     [("recompute", True, True), ("salt", False, True), ("keep", False, False)],
 )
-def test_what_becomes_of_the_cache(
+def test_cache_mode_determines_what_is_exact(
     running: Held, publisher: Source, models: list[Any], mode: Any, old_is_exact: bool, new_is_exact: bool
 ) -> None:
     prompt = random_prompt(140, 9)  # more than a block of the cache, so that it is shared
@@ -149,14 +149,14 @@ def test_what_becomes_of_the_cache(
     adopt(running, publisher)  # recompute: what follows shares nothing that older adapters computed
 
 
-def test_a_version_can_be_pulled_in_place(running: Held, publisher: Source, models: list[Any]) -> None:
+def test_versions_pulled_in_place_are_exact(running: Held, publisher: Source, models: list[Any]) -> None:
     first = running.engine.version + 1
     outcome = adopt_under_load(running, publisher, 3, "recompute", first=first, in_place=True)
     check(outcome, first + 2)
     assert largest_difference(outcome.results, models) < 1e-4
 
 
-def test_adapters_for_another_base_are_refused(engine: Held, tmp_path: Path) -> None:
+def test_adapters_for_another_base_are_rejected(engine: Held, tmp_path: Path) -> None:
     with (
         source([checkpoint(tmp_path / "other", "llama", 1)], lora=VARIED) as other,
         pytest.raises(WeightsError, match="rollout-0 has its adapters on other weights than policy-0"),
@@ -164,7 +164,7 @@ def test_adapters_for_another_base_are_refused(engine: Held, tmp_path: Path) -> 
         make_plan(other.layout, engine.engine.layout())
 
 
-def test_another_engine_takes_the_newest_adapters(
+def test_new_engine_adopts_the_newest_adapters(
     engine: Held, publisher: Source, models: list[Any], folders: list[Path]
 ) -> None:
     """The last with this engine. As when it is lost: the base is there again, and the next version is the newest."""
@@ -187,7 +187,7 @@ def test_another_engine_takes_the_newest_adapters(
         ("qwen3_moe", 1, 2, LoraSettings(rank=2, targets=ATTENTION, exclude=r".*layers\.1\..*")),
     ],
 )
-def test_several_workers(family: str, tp: int, pp: int, lora: LoraSettings, tmp_path: Path) -> None:
+def test_adapters_on_several_workers(family: str, tp: int, pp: int, lora: LoraSettings, tmp_path: Path) -> None:
     folders = [checkpoint(tmp_path / "base", family, 0)] * NUM_CHECKPOINTS
     vllm = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     with source(folders, lora=lora) as publisher, held(folders[0], lora=lora, vllm=vllm) as engine:
@@ -199,7 +199,7 @@ def test_several_workers(family: str, tp: int, pp: int, lora: LoraSettings, tmp_
 
 
 @pytest.mark.campaign
-def test_the_language_half_of_a_model_with_vision(tmp_path: Path) -> None:
+def test_adapters_on_the_language_model_of_a_vision_model(tmp_path: Path) -> None:
     write_model(tmp_path, sized("qwen2_5_vl"), 0)
     with pytest.raises(ConfigError, match=r"adapts model.visual\S+, where vllm has no adapters; leave it out by"):
         VllmEngine(spec_of(tmp_path, lora=LoraSettings(rank=4)))
@@ -231,7 +231,7 @@ def test_the_language_half_of_a_model_with_vision(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_vllm_cannot_do_is_refused_before_it_starts(
+def test_unsupported_adapters_are_rejected_before_the_start(
     family: str, lora: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     before, folder = engine_processes(), checkpoint(tmp_path, family, 0)
@@ -240,13 +240,13 @@ def test_what_vllm_cannot_do_is_refused_before_it_starts(
     assert engine_processes() == before
 
 
-def test_layers_that_no_worker_has_adapters_on() -> None:
+def test_layer_without_adapters_in_any_worker_is_rejected() -> None:
     adapters.check_computed([["a"], ["b"]])
     with pytest.raises(ConfigError, match=r"adapts visual.b, where vllm has no adapters; leave it out by"):
         adapters.check_computed([["a", "visual.b"], ["visual.b"]])
 
 
-def test_vllm_is_told_of_the_layers_that_there_are(tmp_path: Path) -> None:
+def test_arguments_list_the_adapted_layers(tmp_path: Path) -> None:
     spec = spec_of(checkpoint(tmp_path, "llama", 0), lora=VARIED)
     made = launch.arguments(spec, adapters.read(spec), on_cpu=True)
     assert (made["load_format"], made["enable_lora"], made["max_loras"]) == ("auto", True, 1)
@@ -257,7 +257,7 @@ def test_vllm_is_told_of_the_layers_that_there_are(tmp_path: Path) -> None:
         launch.arguments(spec, adapters.read(spec), on_cpu=True)
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_lora_recipe_runs_on_vllm(tmp_path: Path) -> None:
     """The recipe for adapters, with a model that is made from nothing, and few steps."""
     config = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}

@@ -1,4 +1,4 @@
-"""vLLM does what every engine must."""
+"""The conformance suite on vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One vLLM engine of one worker, from its first version to its violent end."""
+"""A vLLM engine with one worker: sampling, adoptions, and the loss of its process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def until_sampled(engine: Held, count: int) -> None:
         engine.step(0.005)
 
 
-def test_begins_without_a_version(engine: Held) -> None:
+def test_engine_starts_without_a_version(engine: Held) -> None:
     assert engine.engine.version == -1
     assert engine.engine.max_model_len == CONTEXT
     assert (engine.engine.num_running, engine.engine.num_waiting, engine.engine.ready) == (0, 0, False)
@@ -102,9 +102,7 @@ def test_begins_without_a_version(engine: Held) -> None:
         {"temperature": 0.0},
     ],
 )
-def test_log_probabilities_are_those_of_a_forward_pass(
-    running: Held, models: list[Any], sampling: dict[str, Any]
-) -> None:
+def test_logprobs_equal_a_forward_pass(running: Held, models: list[Any], sampling: dict[str, Any]) -> None:
     version = running.engine.version
     others = [request(f"other-{t}", [1, 2, 3], 2, temperature=t, top_p=0.8) for t in (0.0, 0.5, 1.0)]
     for other in others:  # rows that are sampled in another way, in the same batch
@@ -122,7 +120,7 @@ def test_log_probabilities_are_those_of_a_forward_pass(
         assert completion.logprobs.dtype == np.float32
 
 
-def test_top_k_of_one_is_greedy_and_its_probabilities_are_not(running: Held, models: list[Any]) -> None:
+def test_top_k_of_one_samples_greedily_with_tempered_logprobs(running: Held, models: list[Any]) -> None:
     prompt = random_prompt(6, 4)
     greedy = running.generate(prompt, temperature=0.0).completions[0]
     only = running.generate(prompt, temperature=1.5, top_k=1).completions[0]
@@ -145,13 +143,13 @@ def test_top_k_of_one_is_greedy_and_its_probabilities_are_not(running: Held, mod
         (request("a", [1], temperature=0.005), "temperature is 0.005; vLLM samples at 0 or at 0.01 and more"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(running: Held, wrong: GroupRequest, sentence: str) -> None:
+def test_invalid_request_is_rejected(running: Held, wrong: GroupRequest, sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         running.engine.add(wrong)
     assert len(running.generate([1, 2]).completions) == 1
 
 
-def test_more_groups_than_there_is_room_for(running: Held) -> None:
+def test_groups_beyond_max_rows_wait(running: Held) -> None:
     leases = [f"g{index}" for index in range(12)]
     for lease in leases:
         running.engine.add(request(lease, [1, 2, 3], 4, max_tokens=30))
@@ -161,7 +159,7 @@ def test_more_groups_than_there_is_room_for(running: Held) -> None:
     assert (running.engine.num_running, running.engine.num_waiting) == (0, 0)
 
 
-def test_what_vllm_gives_up_by_itself_fails(running: Held) -> None:
+def test_request_aborted_by_vllm_fails_its_group(running: Held) -> None:
     engine = running.engine
     assert isinstance(engine, VllmEngine)
     engine.add(request("given up", [1, 2, 3], 2, max_tokens=200))
@@ -220,7 +218,7 @@ def differences(models: list[Any], result: Any, version: int) -> float:
     ("mode", "old_is_exact", "new_is_exact"),
     [("recompute", True, True), ("salt", False, True), ("keep", False, False)],
 )
-def test_what_becomes_of_the_cache(
+def test_cache_mode_determines_what_is_exact(
     running: Held, publisher: Source, models: list[Any], mode: str, old_is_exact: bool, new_is_exact: bool
 ) -> None:
     prompt = random_prompt(140, 9)  # more than a block of the cache, so that it is shared
@@ -232,7 +230,7 @@ def test_what_becomes_of_the_cache(
     adopt(running, publisher)  # recompute: what follows shares nothing that older weights computed
 
 
-def test_groups_that_wait_share_nothing_under_salt(running: Held, publisher: Source, models: list[Any]) -> None:
+def test_waiting_groups_share_no_old_cache_under_salt(running: Held, publisher: Source, models: list[Any]) -> None:
     prompt = random_prompt(140, 10)
     for index in range(8):
         running.engine.add(request(f"w{index}", prompt, 4, max_tokens=40))
@@ -245,7 +243,7 @@ def test_groups_that_wait_share_nothing_under_salt(running: Held, publisher: Sou
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-def test_a_version_can_be_pulled_in_place(running: Held, publisher: Source, models: list[Any]) -> None:
+def test_versions_pulled_in_place_are_exact(running: Held, publisher: Source, models: list[Any]) -> None:
     first = running.engine.version + 1
     outcome = adopt_under_load(running, publisher, 6, "recompute", first=first, in_place=True)
     check(outcome, first + 5)
@@ -253,8 +251,8 @@ def test_a_version_can_be_pulled_in_place(running: Held, publisher: Source, mode
     adopt(running, publisher)
 
 
-def test_a_call_says_so_before_anything_else_does(folders: list[Path]) -> None:
-    """vLLM marks its client first when its process has ended, and ends what reads from it some time later."""
+def test_call_raises_when_vllm_reports_a_dead_engine(folders: list[Path]) -> None:
+    """vLLM marks its client when its process has ended, before the task that reads from it ends."""
     with held(folders[0]) as one:
         engine = one.engine
         assert isinstance(engine, VllmEngine)
@@ -264,8 +262,8 @@ def test_a_call_says_so_before_anything_else_does(folders: list[Path]) -> None:
         assert engine.ready
 
 
-def test_a_call_that_is_not_answered_loses_the_engine_and_no_token(folders: list[Path]) -> None:
-    """What it had said before is there at once: nobody waits for another answer."""
+def test_unanswered_call_loses_the_engine_and_no_token(folders: list[Path]) -> None:
+    """Tokens that had arrived are returned at once, without waiting for another answer."""
     others = engine_processes()
     with held(folders[0], load_weights=True) as running:
         ours = engine_processes() - others
@@ -283,7 +281,7 @@ def test_a_call_that_is_not_answered_loses_the_engine_and_no_token(folders: list
         assert sum(len(there.token_ids) for there in partial) >= 30
 
 
-def test_it_is_lost_when_its_process_hangs(folders: list[Path]) -> None:
+def test_engine_is_lost_when_its_process_hangs(folders: list[Path]) -> None:
     others = engine_processes()
     with held(folders[0], load_weights=True, engine_silence_s=12.0) as running:
         ours = engine_processes() - others
@@ -299,8 +297,8 @@ def test_it_is_lost_when_its_process_hangs(folders: list[Path]) -> None:
     assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_it_says_so_when_its_process_is_killed(running: Held) -> None:
-    """The last of this file: the engine is gone afterwards."""
+def test_engine_is_lost_when_its_process_is_killed(running: Held) -> None:
+    """The last test of this file: it kills the shared engine."""
     engine, ours = running.engine, engine_processes()
     assert ours
     running.engine.add(request("cut", [1, 2, 3], 3, max_tokens=200))

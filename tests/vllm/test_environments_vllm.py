@@ -1,4 +1,4 @@
-"""Environments of every kind on a real vLLM: each token that was sampled is told with what its weights say of it."""
+"""Environments of every kind on vLLM: the log-probabilities of sampled tokens equal those of a forward pass."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROMPT = wire.Prompt(id="p", messages=(wire.ChatMessage(role="user", content="hello"),), reference="e")
 
 
-def test_tools_are_called_and_their_answers_are_not_trained(stage: Stage, file: Path) -> None:
+def test_tools_environment_masks_tool_results(stage: Stage, file: Path) -> None:
     options = {"tools": [f"{file}:add"]}
     settings: dict[str, Any] = {"kind": "tools", "options": options, "max_turns": 3, "turn_max_tokens": 60}
     played = stage.play(PROMPT, 16, 180, **settings)
@@ -187,7 +187,7 @@ def test_tools_are_called_and_their_answers_are_not_trained(stage: Stage, file: 
     assert called, "of some thousand tokens none is the call"
 
 
-def test_an_environment_of_verifiers(stage: Stage, file: Path) -> None:
+def test_verifiers_environment(stage: Stage, file: Path) -> None:
     settings: dict[str, Any] = {"kind": "verifiers", "options": {"environment": f"{file}:nag"}, "turn_max_tokens": 6}
     played = stage.play(PROMPT, 4, 60, **settings)
     for trajectory in played.trajectories:
@@ -198,7 +198,7 @@ def test_an_environment_of_verifiers(stage: Stage, file: Path) -> None:
         assert trajectory.num_turns in range(1, 4)
 
 
-def test_an_agent_with_a_client_of_openai(stage: Stage, file: Path) -> None:
+def test_agent_environment_with_an_openai_client(stage: Stage, file: Path) -> None:
     played = stage.play(PROMPT, 4, 60, kind="agent", options={"program": f"{file}:agent"}, max_turns=4)
     for trajectory in played.trajectories:
         runs = stage.said(played, trajectory)
@@ -207,7 +207,7 @@ def test_an_agent_with_a_client_of_openai(stage: Stage, file: Path) -> None:
         assert (trajectory.reward, trajectory.num_turns) == (1.0, 2)
 
 
-def test_an_environment_of_ones_own(stage: Stage, file: Path) -> None:
+def test_custom_environment(stage: Stage, file: Path) -> None:
     played = stage.play(PROMPT, 4, 60, kind=f"{file}:own", options={"turns": 3}, max_turns=4)
     for trajectory in played.trajectories:
         runs = stage.said(played, trajectory)

@@ -1,4 +1,4 @@
-"""The arithmetic of vLLM's workers against vLLM's own model classes.
+"""The layouts of vLLM's workers against vLLM's own model classes.
 
 For each parallelism as many processes as it has workers build the real class, each its part, fill it with NaN and let
 vLLM load a small checkpoint. Every element must then be what the table says, in terms of the parameters that a policy
@@ -179,7 +179,7 @@ def check_worker(rank: int, folder: Path, config: VllmConfig) -> None:
         ("deepseek_v3 without q_lora", 2, 1, False),
     ],
 )
-def test_workers_hold_what_the_table_says(
+def test_worker_parameters_match_the_table(
     name: str, tp: int, pp: int, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, made = CONFIGS[name]

@@ -1,4 +1,4 @@
-"""Prompts with images and videos on a real vLLM: tokens, pixels and positions are those of the embedded engine."""
+"""Prompts with images and videos on vLLM: tokens, pixels and positions equal those of the embedded engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from starling.rollout.engine.multimodal.prompts import PromptEncoder, placeholde
 from starling.rollout.engine.vllm.engine import VllmEngine
 
 HEAD = 32
-"""The smallest attention heads that vLLM's build for CPUs computes."""
+"""The smallest head size that vLLM's CPU build supports."""
 WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl", {}),
     "qwen2_vl on two": ("qwen2_vl", {"tensor_parallel_size": 2}),
@@ -32,7 +32,7 @@ WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_moe on two": ("qwen3_vl_moe", {"tensor_parallel_size": 2}),
 }
 MAX_TOKENS = 80
-"""Of a completion under load."""
+"""Tokens of a completion under load."""
 CAMPAIGN = ("qwen2_vl on two", "qwen3_vl in two stages")
 
 
@@ -129,7 +129,7 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Seeing(engine, models, publisher, make_encoder(folders[0], models[0]), video)
 
 
-def test_logprobs_are_those_of_a_forward_pass(seeing: Seeing) -> None:
+def test_logprobs_equal_a_forward_pass(seeing: Seeing) -> None:
     slow = Media(kind="video", uri=seeing.video, fps=0.25)
     prompts = {
         "wide": ask("a<image>b?", image(40, 12)),
@@ -152,13 +152,13 @@ def replaced(video: Media, fps: float) -> Media:
     return Media(kind=video.kind, uri=video.uri, fps=fps)
 
 
-def test_a_placeholder_is_never_sampled(seeing: Seeing) -> None:
+def test_placeholder_is_never_sampled(seeing: Seeing) -> None:
     request = seeing.ask_for("hot", ask("<image>a", image(16, 16)), count=16, max_tokens=24, temperature=2.0)
     (result,) = seeing.generate(request)
     seeing.check(request, result)
 
 
-def test_what_was_interrupted_goes_on_behind_its_images(seeing: Seeing) -> None:
+def test_interrupted_group_with_images_resumes(seeing: Seeing) -> None:
     request = seeing.ask_for("whole", ask("<image>b<video>", image(12, 20, 5), Media(kind="video", uri=seeing.video)))
     (whole,) = seeing.generate(request)
     begun = tuple(PartialCompletion(c.token_ids[:3], c.logprobs[:3], c.versions[:3]) for c in whole.completions)
@@ -170,7 +170,7 @@ def test_what_was_interrupted_goes_on_behind_its_images(seeing: Seeing) -> None:
         assert len(completion.token_ids) == 8
 
 
-def test_what_does_not_fit_is_refused(seeing: Seeing) -> None:
+def test_inconsistent_tensors_are_rejected(seeing: Seeing) -> None:
     request = seeing.ask_for("wrong", ask("<image>a", image(40, 12)))
     tensors = request.tensors
     for changed, sentence in (
@@ -184,8 +184,8 @@ def test_what_does_not_fit_is_refused(seeing: Seeing) -> None:
     assert not seeing.held.engine.num_waiting
 
 
-def test_adopted_weights_see_anew(seeing: Seeing) -> None:
-    """What the older vision half made of an image is not used again, in modes that promise so."""
+def test_adoption_discards_old_vision_outputs(seeing: Seeing) -> None:
+    """Vision outputs computed by older weights are not used again in the modes that exclude it."""
     engine = seeing.held.engine
     prompt = ask("<image>c", image(24, 24, 9))
     plan = seeing.publisher.plan(engine)
@@ -222,7 +222,7 @@ def test_adoptions_under_a_load_of_images(seeing: Seeing) -> None:
                 np.testing.assert_allclose(completion.logprobs[mine], wanted[mine], atol=1e-4)
 
 
-def test_models_that_vllm_would_compute_otherwise_are_refused(tmp_path: Path) -> None:
+def test_models_that_vllm_would_compute_differently_are_rejected(tmp_path: Path) -> None:
     experts, places = sized("qwen3_vl_moe"), sized("qwen3_vl")
     experts.text_config.norm_topk_prob = False
     del places.text_config.rope_parameters["mrope_interleaved"]
@@ -232,7 +232,7 @@ def test_models_that_vllm_would_compute_otherwise_are_refused(tmp_path: Path) ->
             VllmEngine(spec_of(tmp_path))
 
 
-def test_experts_that_do_not_lie_as_they_are_published_are_refused(tmp_path: Path) -> None:
+def test_untransposed_experts_are_rejected(tmp_path: Path) -> None:
     write_model(tmp_path, sized("qwen3_vl_moe"), 0)
     publish_experts(tmp_path / "model.safetensors")  # once more, and so back again
     with pytest.raises(ConfigError, match=r"gate_up_proj in .* has transformers' shape \[4, 64, 128\]"):

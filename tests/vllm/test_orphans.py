@@ -1,4 +1,4 @@
-"""An engine whose replica is killed does not stay behind."""
+"""vLLM's processes end when their replica is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def replica(folder: Path, pipe: Connection) -> None:
         pipe.recv()  # for ever
 
 
-def test_it_ends_with_its_replica(tmp_path: Path) -> None:
+def test_engine_processes_end_with_their_replica(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", "llama", 0)
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()

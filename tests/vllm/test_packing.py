@@ -1,4 +1,4 @@
-"""Quantised weights in vLLM's own layers: what an adoption leaves there against what vLLM's loader leaves.
+"""Quantised weights in vLLM's layers: after an adoption they are bitwise those that vLLM's loader produces.
 
 For each parallelism as many processes as it has workers build the real class twice. One loads a checkpoint of torchao's
 codes and scales through vLLM, as any user's would. The other begins with random weights and adopts two versions that a
@@ -166,7 +166,7 @@ def check_product(module: torch.nn.Module, full: dict[str, torch.Tensor], rank: 
         ("fp8_block", "qwen3_moe", 1),
     ],
 )
-def test_an_adoption_leaves_what_loading_leaves(
+def test_adoption_equals_loading_a_checkpoint(
     form: str, name: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = "bfloat16" if form == "nvfp4" else "float32"
@@ -191,7 +191,7 @@ def check_mistakes(rank: int, folder: Path, config: VllmConfig) -> None:
         Packer(module, packed_layout(module, "worker 0", untied, form), 0, form, config)
 
 
-def test_what_vllm_made_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_that_differ_from_the_layout_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "0", "qwen3 tied", "fp8_row", 0)
     (tmp_path / "form").write_text("fp8_row")
     config = engine_config(tmp_path / "0", 1, 1, hf_overrides=overrides(spec_of(tmp_path / "0", quantise="fp8_row")))

@@ -1,4 +1,4 @@
-"""Engines of several workers, and of several families: adoptions under load, and the end of one worker."""
+"""Engines of several workers and model families: adoptions under load, and the loss of a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines with quantised weights, with a cache of keys and values in FP8, and with both."""
+"""Engines with quantised weights, with an FP8 KV cache, and with both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         pytest.param("nvfp4", "bfloat16", 1, False, 0.25, marks=pytest.mark.campaign),
     ],
 )
-def test_adoptions_of_codes_under_load(
+def test_adoptions_of_quantised_weights_under_load(
     form: str, dtype: str, tp: int, in_place: bool, within: float, folders: list[Path]
 ) -> None:
     options: dict[str, Any] = {"quantise": form, "dtype": dtype}
@@ -53,8 +53,8 @@ def test_adoptions_of_codes_under_load(
 
 
 @pytest.mark.parametrize("form", [pytest.param("", marks=pytest.mark.campaign), "mxfp8"])
-def test_a_cache_in_fp8(form: str, folders: list[Path]) -> None:
-    """What the cache loses is a mismatch, which is measured; with codes beside it, there is no more of it."""
+def test_fp8_cache_mismatch_is_bounded(form: str, folders: list[Path]) -> None:
+    """The precision lost in the cache shows as a bounded mismatch, with quantised weights as without."""
     models = models_in(form, folders, "float32") if form else [read_model(folder) for folder in folders]
     found: dict[str, dict[str, float]] = {}
     with (

@@ -1,4 +1,4 @@
-"""A rollout's process on a real vLLM, as its clients have it: what is asked, and what goes wrong."""
+"""A rollout process with vLLM, as its clients see it: requests and failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def client(served: Service) -> openai.OpenAI:
     return served.client()
 
 
-def test_a_chat_tells_what_was_sampled(served: Service, client: openai.OpenAI) -> None:
+def test_chat_returns_tokens_and_logprobs(served: Service, client: openai.OpenAI) -> None:
     asked: Any = {"model": served.model, "messages": HELLO, "max_tokens": 20, "seed": 1, "n": 3, "temperature": 0.7}
     answer = client.chat.completions.create(**asked, logprobs=True)
     prompt = answer.starling["prompt_token_ids"][0]  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def test_a_chat_tells_what_was_sampled(served: Service, client: openai.OpenAI) -
     assert [one.message.content for one in other.choices] != [one.message.content for one in answer.choices]
 
 
-def test_a_stream_says_the_same(served: Service, client: openai.OpenAI) -> None:
+def test_stream_equals_the_whole_answer(served: Service, client: openai.OpenAI) -> None:
     asked: Any = {"model": served.model, "messages": HELLO, "max_tokens": 30, "seed": 3, "n": 2}
     whole = client.chat.completions.create(**asked)
     texts, finishes, usage = ["", ""], ["", ""], None
@@ -82,7 +82,9 @@ def test_a_stream_says_the_same(served: Service, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_completions_of_several_prompts_and_a_stop_text(served: Service, client: openai.OpenAI, stream: bool) -> None:
+def test_completions_of_several_prompts_with_a_stop_string(
+    served: Service, client: openai.OpenAI, stream: bool
+) -> None:
     asked: Any = {"model": served.model, "prompt": "abc", "max_tokens": 40, "seed": 8, "logprobs": 0}
     first, second = client.completions.create(**{**asked, "prompt": ["xyz", "abc"]}).choices
     text, stop = second.text, second.text[10:12]
@@ -99,7 +101,7 @@ def test_completions_of_several_prompts_and_a_stop_text(served: Service, client:
     assert served.check(encoded(client, served, "abc"), choice.starling, logprobs) == {served.version}  # type: ignore[union-attr]
 
 
-def test_prompts_are_scored_whether_their_prefix_is_cached_or_not(served: Service, client: openai.OpenAI) -> None:
+def test_prompt_logprobs_with_and_without_a_cached_prefix(served: Service, client: openai.OpenAI) -> None:
     asked: Any = {"model": served.model, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
     shared = "the same beginning, " * 20
     for prompts in ([shared + "one"], [shared + "two", "q", "another"]):
@@ -134,7 +136,7 @@ def encoded(client: openai.OpenAI, served: Service, text: str) -> list[int]:
         ({"prompt": "a", "n": ROWS + 1}, f"at most {ROWS} completions are generated together"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_invalid_requests_are_rejected(
     served: Service, client: openai.OpenAI, asked: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=sentence):
@@ -142,7 +144,7 @@ def test_what_cannot_be_done_is_refused(
     client.completions.create(model=served.model, prompt="a", max_tokens=2)  # it goes on
 
 
-def test_no_key_no_answer(served: Service) -> None:
+def test_request_without_the_api_key_is_rejected(served: Service) -> None:
     stranger = openai.OpenAI(base_url=served.base_url, api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="no API key, or a wrong one"):
         stranger.chat.completions.create(model=served.model, messages=HELLO)
@@ -173,10 +175,10 @@ class Running:
 
 
 NEVER_ENDS: Any = {"temperature": 0}
-"""The likeliest token of these weights is never the one that ends a completion."""
+"""The most likely token of these weights is never the end token."""
 
 
-def test_nothing_is_generated_for_who_hung_up(served: Service, client: openai.OpenAI) -> None:
+def test_disconnected_client_cancels_its_request(served: Service, client: openai.OpenAI) -> None:
     beside = Running(client, served.model, CONTEXT - 200, **NEVER_ENDS)
     with client.completions.create(
         model=served.model, prompt="q", n=8, max_tokens=CONTEXT - 100, stream=True, **NEVER_ENDS
@@ -188,7 +190,7 @@ def test_nothing_is_generated_for_who_hung_up(served: Service, client: openai.Op
     served.desk.heartbeat(NAME, lambda told: told.gauges.get("rows") == 0.0)
 
 
-def test_calls_of_tools_are_told_as_such(served: Service, client: openai.OpenAI) -> None:
+def test_tool_calls_are_parsed(served: Service, client: openai.OpenAI) -> None:
     asked: Any = {"model": served.model, "tools": ADD, "max_tokens": 80, "seed": 5}
     answer = client.chat.completions.create(messages=HELLO, n=ROWS, **asked)
     calling = [choice for choice in answer.choices if choice.message.tool_calls]
@@ -217,7 +219,7 @@ class Nagging(vf.MultiTurnEnv):
         return [{"role": "user", "content": "more"}]
 
 
-def test_an_environment_of_verifiers_is_its_client(served: Service) -> None:
+def test_verifiers_environment_is_a_client_of_the_endpoint(served: Service) -> None:
     def letters(completion: Any) -> float:
         return float(sum(len(message["content"] or "") for message in completion if message["role"] == "assistant"))
 
@@ -249,7 +251,7 @@ def world_group(served: Service) -> wire.GenerateGroup:
     )
 
 
-def test_a_world_is_played_and_what_was_sampled_is_told_to_the_token(served: Service) -> None:
+def test_environment_group_returns_tokens_and_logprobs(served: Service) -> None:
     message = world_group(served)
     generated, buffers = served.desk.ask(NAME, message, wire.GroupGenerated)
     kinds = (np.int32, np.int32, np.float32, np.int32, np.uint8)
@@ -269,7 +271,7 @@ def test_a_world_is_played_and_what_was_sampled_is_told_to_the_token(served: Ser
         assert trajectory.reward == trajectory.metrics["letters"]
 
 
-def test_every_answer_arrives_while_new_weights_are_adopted(served: Service) -> None:
+def test_requests_complete_during_adoptions(served: Service) -> None:
     over = threading.Event()
     answers: list[tuple[Any, Any]] = []
 
@@ -319,8 +321,8 @@ def test_every_answer_arrives_while_new_weights_are_adopted(served: Service) -> 
                 assert told[-1].finish_reason in ("stop", "length")
 
 
-def test_an_engine_that_is_killed_is_made_again_and_loses_no_token(served: Service, client: openai.OpenAI) -> None:
-    """The last of this file: the weights are those of the folder again."""
+def test_killed_engine_is_restarted_and_loses_no_token(served: Service, client: openai.OpenAI) -> None:
+    """The last test of this file: the weights are those of the folder afterwards."""
     stream = Running(client, served.model, CONTEXT - 200, seed=4, **NEVER_ENDS)
     message = world_group(served)
     served.desk.send(NAME, message)

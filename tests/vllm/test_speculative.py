@@ -1,4 +1,4 @@
-"""Drafts change how fast tokens come, not which may come, nor their probabilities."""
+"""Speculative decoding changes neither the distribution of tokens nor their log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engines import checkpoint, forward_logprobs, held, read_model
 DRAFT = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
-def test_log_probabilities_are_those_of_a_forward_pass(tmp_path: Path) -> None:
+def test_logprobs_equal_a_forward_pass(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", "qwen3", 0)
     model, prompt = read_model(folder), [1, 2, 3, 4] * 6
     samplings: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""What vLLM is started with, and what is refused before it is."""
+"""Launch parameters of vLLM, and settings that are rejected before it starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.engine.vllm.processes import engine_processes
 
 
-def test_the_version_is_one_that_this_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_version_rejects_unsupported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.check_version().startswith("vllm")
     monkeypatch.setattr(launch, "TOO_NEW", (0, 32))
     with pytest.raises(ConfigError, match=r"needs vllm >=0.32,<0.32, and vllm\S* 0.\d+.* is installed"):
@@ -45,12 +45,12 @@ def test_the_version_is_one_that_this_was_written_for(monkeypatch: pytest.Monkey
         ({"logprobs_mode": "processed_logprobs"}, "training needs those of softmax"),
     ],
 )
-def test_arguments_that_there_are_not(engine_args: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_invalid_engine_args_are_rejected(engine_args: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         launch.arguments(spec_of(tmp_path, vllm={"engine_args": engine_args}), on_cpu=True)
 
 
-def test_heads_that_the_build_for_cpus_cannot_compute(tmp_path: Path) -> None:
+def test_head_size_without_cpu_support_is_rejected(tmp_path: Path) -> None:
     config = transformers.Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=16, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="heads have size 16, and vLLM's build for CPUs supports 32, 64"):
@@ -58,7 +58,7 @@ def test_heads_that_the_build_for_cpus_cannot_compute(tmp_path: Path) -> None:
     assert not engine_processes()
 
 
-def test_whole_experts_that_the_build_for_cpus_cannot_compute(tmp_path: Path) -> None:
+def test_expert_parallelism_on_cpus_is_rejected(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(hidden_size=64, num_attention_heads=2, head_dim=32, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
     vllm = {"tensor_parallel_size": 2, "engine_args": {"enable_expert_parallel": True}}
@@ -67,7 +67,7 @@ def test_whole_experts_that_the_build_for_cpus_cannot_compute(tmp_path: Path) ->
     assert not engine_processes()
 
 
-def test_settings_become_arguments(tmp_path: Path) -> None:
+def test_arguments_follow_the_settings(tmp_path: Path) -> None:
     vllm = {"kv_cache_mb": 3, "engine_args": {"block_size": 64, "nnodes": 1}}
     made = launch.arguments(spec_of(tmp_path, max_rows=7, load_weights=True, vllm=vllm), on_cpu=True)
     assert made["kv_cache_memory_bytes"] == 3 << 20
@@ -75,13 +75,13 @@ def test_settings_become_arguments(tmp_path: Path) -> None:
     assert launch.arguments(spec_of(tmp_path), on_cpu=True)["load_format"] == "dummy"
 
 
-def test_only_gpus_are_told_to_sleep(tmp_path: Path) -> None:
+def test_sleep_mode_is_for_gpus_only(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, vllm={"engine_args": {"enable_sleep_mode": True}})
     assert launch.arguments(spec, on_cpu=False)["enable_sleep_mode"] is True
     assert "enable_sleep_mode" not in launch.arguments(spec, on_cpu=True)
 
 
-def test_codes_are_told_of_in_the_models_configuration(tmp_path: Path) -> None:
+def test_quantisation_is_passed_in_the_model_configuration(tmp_path: Path) -> None:
     spec = spec_of(checkpoint(tmp_path / "model", "qwen3", 0), quantise="mxfp4")
     made = launch.arguments(spec, on_cpu=True)
     told = made["hf_overrides"]["quantization_config"]
@@ -111,20 +111,22 @@ def test_codes_are_told_of_in_the_models_configuration(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_codes_that_vllm_cannot_hold(family: str, changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_unsupported_quantisation_is_rejected(
+    family: str, changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         launch.check_spec(spec_of(checkpoint(tmp_path / "model", family, 0), **changes))
 
 
-def test_codes_of_latent_attention_are_refused(tmp_path: Path) -> None:
+def test_quantised_latent_attention_is_rejected(tmp_path: Path) -> None:
     transformers.DeepseekV3Config(num_hidden_layers=1, hidden_size=128).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="derives further weights from those of latent attention"):
         launch.check_spec(spec_of(tmp_path, quantise="fp8_row"))
 
 
 @pytest.mark.parametrize(("form", "least"), [("fp8_row", 7.5), ("fp8_block", 7.5), ("mxfp4", 8.0), ("nvfp4", 7.5)])
-def test_old_gpus_are_refused(form: str, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM says of a device that is not here."""
+def test_old_gpus_are_rejected(form: str, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vLLM's answers patched to those of an old GPU."""
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
@@ -140,7 +142,7 @@ def test_old_gpus_are_refused(form: str, least: float, tmp_path: Path, monkeypat
     launch.check_spec(spec)
 
 
-def test_the_environment_is_that_of_the_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARLING_TEST_GIVEN", "mine")
     with launch.with_environment({"STARLING_TEST_GIVEN": "ours", "STARLING_TEST_NEW": "ours"}):
         assert os.environ["STARLING_TEST_GIVEN"] == "mine"
@@ -151,7 +153,7 @@ def test_the_environment_is_that_of_the_engine_alone(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("cold_processes")
-def test_an_engine_that_does_not_come_up_leaves_nothing(tmp_path: Path) -> None:
+def test_start_timeout_leaves_no_process(tmp_path: Path) -> None:
     before = engine_processes()
     with pytest.raises(EngineLostError, match="start_timeout_s = 2 s"):
         VllmEngine(spec_of(checkpoint(tmp_path / "model", "llama", 0), vllm={"start_timeout_s": 2.0}))
@@ -170,10 +172,10 @@ def stop() -> Iterator[StopSignal]:
 
 @pytest.mark.usefixtures("cold_processes")
 @pytest.mark.parametrize("poll_s", [async_llm.POLL_S, DEADLINE_S])
-def test_a_start_that_is_broken_off_leaves_nothing(
+def test_cancelled_start_leaves_no_process(
     tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch, poll_s: float
 ) -> None:
-    """Whether it is found out while it starts, or has come up all the same before anybody looks."""
+    """Whether the start is still running, or was completed before the first poll."""
     monkeypatch.setattr(async_llm, "POLL_S", poll_s)
     folder, before = checkpoint(tmp_path / "model", "llama", 0), engine_processes()
 

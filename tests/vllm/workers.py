@@ -1,4 +1,4 @@
-"""Parts of a real vLLM model in processes of their own, as its workers have them, without an engine around them."""
+"""The parts of a vLLM model in processes, as vLLM's workers hold them, without an engine."""
 
 from __future__ import annotations
 

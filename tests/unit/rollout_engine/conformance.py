@@ -1,4 +1,4 @@
-"""What every engine must do: one suite, which each engine's test module runs by a class of its own.
+"""Conformance suite for generation engines; each engine's test module subclasses it.
 
     class TestMine(EngineConformance):
         rollout: ClassVar = {"engine": "module:Class"}
@@ -51,7 +51,7 @@ torch.set_num_threads(1)
 CONTEXT = 512
 MAX_ROWS = 16
 EOS = 3
-"""Rare enough, and common enough: about every thirtieth token of a random model ends its completion."""
+"""About every thirtieth token of a random model ends its completion: neither too rare nor too common."""
 DEADLINE_S = 120.0
 CONFIG: dict[str, Any] = {
     "hidden_size": 64,
@@ -68,26 +68,26 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine can, and how exactly."""
+    """What an engine supports, and how exact it is."""
 
     tolerance: float = 1e-5
-    """Of log-probabilities, against a forward pass of transformers in float32."""
+    """Tolerance of log-probabilities against a forward pass of transformers in float32."""
     has_cache: bool = True
-    """It keeps keys and values; otherwise every adoption is as good as `recompute`."""
+    """Whether it has a KV cache; otherwise every adoption equals `recompute`."""
     scores_prompts: bool = True
-    """It tells what the model makes of a prompt."""
+    """Whether it returns prompt log-probabilities."""
     resumes_draws: bool = True
-    """A completion that goes on from where it was interrupted is the one that it would have been."""
+    """Whether a resumed completion equals the uninterrupted one."""
     long: int = 60
     """So many tokens that a completion does not end by itself while a test does something to it. An engine that goes on
     by itself needs more."""
     transport: Transport = "tcp"
-    """How the weights travel in these tests."""
+    """The weight transport of these tests."""
 
 
 @dataclass
 class Heard:
-    """A listener, and what it was told."""
+    """A listener that records the tokens that it gets."""
 
     wake: Callable[[], None]
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Heard:
 
 
 class Rig:
-    """An engine, the weights that it has had, and one who publishes them."""
+    """An engine, reference models of its versions, and a publisher of their weights."""
 
     def __init__(self, folder: Path, rollout: dict[str, Any], facts: Facts) -> None:
         self.facts, self.folder = facts, folder
@@ -248,7 +248,7 @@ class Rig:
 
 
 def make_reference(folder: Path, seed: int = 0) -> Any:
-    """Return a model with the weights that `seed` decides."""
+    """Return a model with the weights of `seed`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     return model.eval().requires_grad_(False)
@@ -264,7 +264,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def spec_of(folder: Path, rollout: dict[str, Any], wake: Callable[[], None]) -> EngineSpec:
-    """Return what an engine of the model in `folder` is made of."""
+    """Return the spec of an engine for the model in `folder`."""
     return EngineSpec(
         path=folder,
         model=ModelSettings(path=str(folder), dtype="float32", device="cpu"),
@@ -288,7 +288,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 class EngineConformance:
-    """The suite. A subclass says which engine, by settings of the rollout, and what is known of it."""
+    """The suite. A subclass sets the engine's rollout settings and its facts."""
 
     rollout: ClassVar[dict[str, Any]] = {}
     facts: ClassVar[Facts] = Facts()
@@ -309,12 +309,12 @@ class EngineConformance:
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
-    def test_it_begins_with_the_weights_of_the_folder(self, rig: Rig) -> None:
+    def test_engine_starts_with_the_weights_of_the_folder(self, rig: Rig) -> None:
         assert rig.engine.version >= 0
         assert rig.engine.max_model_len == CONTEXT
 
     @pytest.mark.parametrize("kind", SAMPLINGS)
-    def test_log_probabilities_are_those_of_a_forward_pass(self, rig: Rig, kind: str) -> None:
+    def test_logprobs_equal_a_forward_pass(self, rig: Rig, kind: str) -> None:
         asked = [
             rig.request(rig.prompt(n, length), 2, seed=n, max_tokens=20, **SAMPLINGS[kind])
             for n, length in enumerate((1, 9, 40))
@@ -333,7 +333,7 @@ class EngineConformance:
         best = logits.topk(asked.sampling.top_k).indices.tolist()
         assert all(token in among for token, among in zip(completion.token_ids.tolist(), best, strict=True))
 
-    def test_prompts_are_scored_as_by_a_forward_pass(self, rig: Rig) -> None:
+    def test_prompt_logprobs_equal_a_forward_pass(self, rig: Rig) -> None:
         lengths = (1, 2, 30, CONTEXT - 1)
         asked = [rig.request(rig.prompt(n, length), 2, max_tokens=6) for n, length in enumerate(lengths)]
         asked = [replace(one, score_prompt=True) for one in asked]
@@ -364,19 +364,19 @@ class EngineConformance:
         is_top = scores.top_ids == asked.prompt_ids[1:]
         assert (scores.logprobs[is_top] == scores.top_logprobs[is_top]).all(), "clients compare them"
 
-    def test_tokens_are_counted(self, rig: Rig) -> None:
+    def test_num_tokens_counts_sampled_tokens(self, rig: Rig) -> None:
         before = rig.engine.num_tokens
         (result,) = rig.run(rig.request(rig.prompt(1, 4), 3, max_tokens=9))
         assert rig.engine.num_tokens - before == sum(len(c.token_ids) for c in result.completions)
 
-    def test_a_listener_hears_every_token_once(self, rig: Rig) -> None:
+    def test_listener_gets_every_token_once(self, rig: Rig) -> None:
         heard = rig.heard()
         (result,) = rig.run(rig.request(rig.prompt(2, 5), 3, heard, max_tokens=12))
         for index, completion in enumerate(result.completions):
             assert heard.tokens[index] == completion.token_ids.tolist()
             np.testing.assert_allclose(heard.logprobs[index], completion.logprobs, rtol=1e-6)
 
-    def test_seeds_decide_the_draws(self, rig: Rig) -> None:
+    def test_seed_determines_the_tokens(self, rig: Rig) -> None:
         prompt = rig.prompt(3, 6)
 
         def tokens(*asked: GroupRequest) -> list[list[list[int]]]:
@@ -393,7 +393,7 @@ class EngineConformance:
 
     # --- ends ------------------------------------------------------------------------------------------------------
 
-    def test_a_stop_token_ends_a_completion_and_is_part_of_it(self, rig: Rig) -> None:
+    def test_stop_token_ends_a_completion_and_is_included(self, rig: Rig) -> None:
         prompt = rig.prompt(4, 5)
         (plain,) = rig.run(rig.request(prompt, temperature=0.0, max_tokens=10))
         tokens = plain.completions[0].token_ids.tolist()
@@ -405,13 +405,13 @@ class EngineConformance:
         assert stopped.completions[0].status is Status.OK
 
     @pytest.mark.parametrize("room", [1, 3])
-    def test_the_context_bounds_a_completion(self, rig: Rig, room: int) -> None:
+    def test_context_bounds_a_completion(self, rig: Rig, room: int) -> None:
         asked = rig.request(rig.prompt(5, CONTEXT - room), 2, max_tokens=50)
         (result,) = rig.run(asked)
         rig.check(asked, result)
         assert max(len(completion.token_ids) for completion in result.completions) <= room
 
-    def test_more_groups_than_fit(self, rig: Rig) -> None:
+    def test_groups_beyond_max_rows_wait(self, rig: Rig) -> None:
         asked = [rig.request(rig.prompt(n, 3), 7, seed=n, max_tokens=4 + n) for n in range(5)]
         for one, result in zip(asked, rig.run(*asked), strict=True):
             rig.check(one, result)
@@ -440,7 +440,7 @@ class EngineConformance:
     }
 
     @pytest.mark.parametrize("case", BAD)
-    def test_a_bad_request_fails_alone(self, rig: Rig, case: str) -> None:
+    def test_invalid_request_is_rejected_alone(self, rig: Rig, case: str) -> None:
         make, text = self.BAD[case]
         good = rig.request(rig.prompt(6, 4), 2, max_tokens=6)
         rig.engine.add(good)
@@ -448,7 +448,7 @@ class EngineConformance:
             rig.engine.add(make(rig))
         rig.check(good, *rig.finish(good))
 
-    def test_a_lease_that_is_held_is_refused(self, rig: Rig) -> None:
+    def test_duplicate_lease_is_rejected(self, rig: Rig) -> None:
         asked = rig.request(rig.prompt(7, 4), max_tokens=self.facts.long)
         rig.engine.add(asked)
         with pytest.raises(RequestError, match="held already"):
@@ -458,7 +458,7 @@ class EngineConformance:
 
     # --- interruptions ---------------------------------------------------------------------------------------------
 
-    def test_cancelled_groups_leave_the_others_alone(self, rig: Rig) -> None:
+    def test_cancel_leaves_other_groups_alone(self, rig: Rig) -> None:
         heard = rig.heard()
         runs = rig.request(rig.prompt(8, 4), 4, heard, max_tokens=self.facts.long)
         stays = rig.request(rig.prompt(9, 5), 3, max_tokens=12)
@@ -472,7 +472,7 @@ class EngineConformance:
         assert not rig.engine.cancel("unknown")
         rig.check(stays, *rig.finish(stays))
 
-    def test_a_paused_engine_samples_nothing(self, rig: Rig) -> None:
+    def test_paused_engine_samples_nothing(self, rig: Rig) -> None:
         heard = rig.heard()
         asked = rig.request(rig.prompt(11, 4), 3, heard, max_tokens=self.facts.long)
         rig.engine.add(asked)
@@ -495,7 +495,7 @@ class EngineConformance:
         rig.results.update((one.lease, one) for one in ended)
         return ended
 
-    def test_what_is_interrupted_goes_on(self, rig: Rig) -> None:
+    def test_interrupted_group_resumes(self, rig: Rig) -> None:
         plain, whole = self._long_group(rig)
         heard = rig.heard()
         first = replace(plain, lease="generate:cut:0", listener=heard)
@@ -528,7 +528,7 @@ class EngineConformance:
                 return asked, result
         raise AssertionError("every completion ends early")
 
-    def test_what_had_ended_stays_so(self, rig: Rig) -> None:
+    def test_ended_completions_stay_ended_after_a_resume(self, rig: Rig) -> None:
         prompt = rig.prompt(14, 5)
         (done,) = rig.run(rig.request(prompt, 2, max_tokens=6, stop_token_ids=()))
         ended = tuple(PartialCompletion(c.token_ids, c.logprobs, c.versions, c.status) for c in done.completions)
@@ -538,7 +538,7 @@ class EngineConformance:
             assert before.token_ids.tolist() == after.token_ids.tolist()
             assert before.status is after.status
 
-    def test_partial_completions_that_do_not_fit_are_refused(self, rig: Rig) -> None:
+    def test_invalid_partial_completions_are_rejected(self, rig: Rig) -> None:
         nothing = PartialCompletion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
         asked = rig.request(rig.prompt(15, 5), 2)
         with pytest.raises(RequestError, match="1 partial completions for a group of 2"):
@@ -549,7 +549,7 @@ class EngineConformance:
 
     @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
     @pytest.mark.parametrize("mode", ["keep", "recompute", "salt"])
-    def test_new_weights_between_two_tokens(self, rig: Rig, mode: CacheMode, in_place: bool) -> None:
+    def test_adoption_between_two_tokens(self, rig: Rig, mode: CacheMode, in_place: bool) -> None:
         heard, old, offer = rig.heard(), rig.engine.version, rig.offer()
         if not in_place:
             beside = rig.request(rig.prompt(15, 5), 2, max_tokens=self.facts.long)
@@ -609,7 +609,7 @@ class EngineConformance:
         found = torch.log_softmax(logits / (asked.sampling.temperature or 1.0), dim=-1)
         return found.gather(-1, torch.tensor(tokens[num_old:])[:, None])[:, 0].numpy()
 
-    def test_what_it_holds_is_what_was_published(self, rig: Rig) -> None:
+    def test_adopted_tensors_equal_the_published_ones(self, rig: Rig) -> None:
         rig.adopt("keep")
         held = rig.engine.tensors()
         assert bool(held) == rig.engine.serves
@@ -617,7 +617,7 @@ class EngineConformance:
         assert not held or held.keys() == published.keys()
         assert all(torch.equal(tensor.cpu(), published[name]) for name, tensor in held.items())
 
-    def test_an_adoption_needs_a_pull(self, rig: Rig) -> None:
+    def test_adoption_without_a_pull_is_rejected(self, rig: Rig) -> None:
         version = rig.engine.version
         asked = rig.request(rig.prompt(20, 5), 2, max_tokens=9)
         rig.engine.add(asked)
@@ -626,7 +626,7 @@ class EngineConformance:
         assert rig.engine.version == version
         rig.check(asked, *rig.finish(asked))
 
-    def test_a_pull_that_fails_changes_nothing(self, rig: Rig) -> None:
+    def test_failed_pull_changes_nothing(self, rig: Rig) -> None:
         asked = rig.request(rig.prompt(21, 5), 2, max_tokens=9)
         rig.engine.add(asked)
         version, offer = rig.engine.version, rig.offer()
@@ -638,7 +638,7 @@ class EngineConformance:
         rig.check(asked, *rig.finish(asked))
         rig.adopt("keep")
 
-    def test_it_sleeps_and_wakes_up(self, rig: Rig) -> None:
+    def test_engine_generates_after_sleep_and_wake_up(self, rig: Rig) -> None:
         rig.engine.pause()
         rig.engine.sleep()
         rig.engine.wake_up()

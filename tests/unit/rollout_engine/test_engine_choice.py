@@ -1,4 +1,4 @@
-"""Which engine is made, and how often again."""
+"""Tests of the engine registry, and of the limit on engine restarts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSES = Path(__file__).with_name("refuses")
 
 
 class Doomed:
-    """An engine that counts itself, and cannot be made while a file is there."""
+    """An engine that counts its instances, and whose constructor fails while a file exists."""
 
     def __init__(self, spec):
         with MADE.open("a") as file:
@@ -49,7 +49,7 @@ def spec(folder: Path, engine: str, **rollout: Any) -> EngineSpec:
     return spec_of(folder, {"engine": engine, **rollout}, lambda: None)
 
 
-def test_the_embedded_engine_by_its_name(folder: Path) -> None:
+def test_make_engine_builds_the_embedded_engine_by_name(folder: Path) -> None:
     engine = make_engine(spec(folder, "transformers"))
     assert isinstance(engine, TransformersEngine)
     assert engine.version == 0
@@ -65,13 +65,13 @@ def test_the_embedded_engine_by_its_name(folder: Path) -> None:
         ("json:Mine", "Engine 'json:Mine': no 'Mine' in there"),
     ],
 )
-def test_a_name_of_none(folder: Path, name: str, complaint: str) -> None:
+def test_make_engine_unknown_name_suggests_the_nearest(folder: Path, name: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=r"engine|Engine") as raised:
         make_engine(spec(folder, name))
     assert complaint in str(raised.value)
 
 
-def test_a_lost_engine_is_made_again_so_often(folder: Path, tmp_path: Path) -> None:
+def test_engine_factory_restarts_are_limited(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "doomed.py").write_text(DOOMED)
     engines = EngineFactory(spec(folder, f"{tmp_path / 'doomed.py'}:Doomed", max_engine_restarts=2))
     engine = engines.make()
@@ -82,7 +82,7 @@ def test_a_lost_engine_is_made_again_so_often(folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "made").read_text() == "oxoxo", "each was closed before the next"
 
 
-def test_what_was_lost_long_ago_counts_no_more(folder: Path, tmp_path: Path) -> None:
+def test_engine_factory_old_restarts_do_not_count(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "doomed.py").write_text(DOOMED)
     name = f"{tmp_path / 'doomed.py'}:Doomed"
     engines = EngineFactory(spec(folder, name, max_engine_restarts=1, engine_restart_window_s=1e-6))

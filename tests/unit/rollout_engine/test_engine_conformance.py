@@ -1,4 +1,4 @@
-"""The embedded engine does what every engine must, and so does the one of docs/how-to/extend/engine.md."""
+"""The conformance suite on the embedded engine, and on the engine of docs/how-to/extend/engine.md."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ PAGE = Path(__file__).parents[3] / "docs/how-to/extend/engine.md"
 
 
 class TestTransformers(EngineConformance):
-    """Groups share their batches."""
+    """The embedded engine, whose groups share batches."""
 
 
 class TestExclusive(EngineConformance):
-    """Each group has a batch of its own."""
+    """The embedded engine with one group per batch."""
 
     rollout: ClassVar[dict[str, Any]] = {"exclusive": True}
 
 
 class TestEngineOfOnesOwn(EngineConformance):
-    """It is taken from the page that shows it, and loaded by the name of its file."""
+    """The engine of the documentation page, loaded by its file name."""
 
     facts: ClassVar[Facts] = Facts(has_cache=False, scores_prompts=False)
 

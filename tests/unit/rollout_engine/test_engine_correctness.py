@@ -1,4 +1,4 @@
-"""Whatever shares the batch, a row's tokens and log-probabilities are those of a plain pass over its sequence."""
+"""Tokens and log-probabilities of the embedded engine equal those of a plain forward pass, in any batch."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_greedy_equals_generate(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reference_tells_positions_apart(family: str) -> None:
-    """The comparison is worth something only where order matters to these models."""
+def test_reference_logits_depend_on_positions(family: str) -> None:
+    """The comparison is meaningful only if the logits of these models depend on positions."""
     model = make_model(family)
     there = reference_logprobs(model, [1, 2, 3, 4], [5])
     back = reference_logprobs(model, [3, 2, 1, 4], [5])
@@ -101,7 +101,7 @@ def run_schedule(engine: Any, groups: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2_mixed_sliding", "mistral_all_sliding"])
 @settings(max_examples=20, deadline=None)
 @given(groups=st.lists(group, min_size=1, max_size=7), max_rows=st.integers(5, 14), exclusive=st.booleans())
-def test_logprobs_equal_a_plain_pass_for_every_schedule(
+def test_logprobs_equal_a_forward_pass_for_every_schedule(
     family: str, groups: list[dict[str, Any]], max_rows: int, exclusive: bool
 ) -> None:
     reference = make_model(family)
@@ -127,7 +127,7 @@ def test_logprobs_equal_a_plain_pass_for_every_schedule(
 
 @settings(max_examples=25, deadline=None)
 @given(groups=st.lists(group, min_size=2, max_size=6), max_rows=st.integers(5, 14))
-def test_exclusive_results_do_not_depend_on_the_queue_to_the_bit(groups: list[dict[str, Any]], max_rows: int) -> None:
+def test_exclusive_results_are_bitwise_independent_of_the_queue(groups: list[dict[str, Any]], max_rows: int) -> None:
     together = run_schedule(make_engine(max_rows=max_rows, exclusive=True), groups)
     for number, g in enumerate(groups):
         engine = make_engine(max_rows=16, exclusive=True)
@@ -166,7 +166,7 @@ def test_exclusive_runs_one_group_at_a_time() -> None:
     assert seen == [[], [], ["0"], [], [], ["1"], [], [], ["2"]]
 
 
-def test_same_seed_same_tokens_whatever_shares_the_batch() -> None:
+def test_same_seed_gives_the_same_tokens_in_any_batch() -> None:
     def tokens(others: int) -> list[list[int]]:
         engine = make_engine()
         for number in range(others):
@@ -180,7 +180,7 @@ def test_same_seed_same_tokens_whatever_shares_the_batch() -> None:
     assert len({tuple(ids) for ids in alone}) > 1
 
 
-def test_truncating_mates_do_not_change_the_draws_of_a_row() -> None:
+def test_row_sampling_is_independent_of_truncating_rows() -> None:
     def tokens(mate: dict[str, Any]) -> list[list[int]]:
         engine = make_engine()
         engine.add(request("mate", [4, 5, 6], 4, max_tokens=12, seed=1, **mate))
@@ -213,7 +213,7 @@ def test_completions_reach_the_end_of_the_context() -> None:
 
 
 def test_long_prompts_prefilled_in_several_steps() -> None:
-    """More prompts than one prefill takes: the rest follows at the next step, in order."""
+    """Prompts that exceed one prefill pass are prefilled in the next step, in order."""
     long_context = make_engine(max_model_len=CONTEXT, max_rows=200)
     for number in range(100):
         long_context.add(request(str(number), random_prompt(number, 60), 2, max_tokens=3, seed=number))
@@ -236,7 +236,9 @@ def test_sampled_tokens_cover_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [9, 15, 16, 17])
-def test_a_long_prompt_is_scored_in_parts(family: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_of_a_long_prompt_are_computed_in_parts(
+    family: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = replace(request("a", random_prompt(1, length), 2, max_tokens=5, temperature=0.0), score_prompt=True)
     found = []
     for most in (forward.PREFILL_TOKENS, 8):

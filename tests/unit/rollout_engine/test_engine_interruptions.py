@@ -1,4 +1,4 @@
-"""What was interrupted goes on, here or elsewhere, as if nothing had been; and new weights may compute caches anew."""
+"""Interrupted completions resume with the same tokens, on any engine; and the KV cache can be recomputed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokens_of(result: GroupResult) -> list[list[int]]:
 
 
 def load(engine: TransformersEngine, seed: int, version: int) -> None:
-    """Put the weights of another seed in place."""
+    """Switch to the weights of another seed."""
     new = dict(make_model(seed=seed).named_parameters())
     with torch.no_grad():
         for name, tensor in engine.tensors().items():
@@ -41,7 +41,7 @@ def load(engine: TransformersEngine, seed: int, version: int) -> None:
     cuts=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     temperature=st.sampled_from((0.0, 0.8, 1.0)),
 )
-def test_an_exclusive_group_is_the_same_to_the_bit_wherever_it_was_interrupted(
+def test_exclusive_group_is_bitwise_equal_after_any_interruption(
     length: int, count: int, seed: int, cuts: list[int], temperature: float
 ) -> None:
     asked = request(
@@ -81,7 +81,7 @@ def test_an_exclusive_group_is_the_same_to_the_bit_wherever_it_was_interrupted(
 
 @settings(max_examples=15, deadline=None)
 @given(num_steps=st.integers(1, 9), seed=st.integers(0, 50), crowd=st.integers(0, 2))
-def test_a_shared_batch_goes_on_with_the_same_tokens(num_steps: int, seed: int, crowd: int) -> None:
+def test_shared_batch_resumes_with_the_same_tokens(num_steps: int, seed: int, crowd: int) -> None:
     asked = request("g", random_prompt(seed, 6), 3, max_tokens=14, seed=seed)
     engine = make_engine()
     engine.add(asked)
@@ -103,7 +103,7 @@ def test_a_shared_batch_goes_on_with_the_same_tokens(num_steps: int, seed: int, 
         np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_was_given_keeps_its_versions_and_is_not_counted_again() -> None:
+def test_resumed_tokens_keep_their_versions_and_are_not_counted_again() -> None:
     asked = request("g", random_prompt(0, 5), 2, max_tokens=12)
     first = make_engine(version=3)
     first.add(asked)
@@ -120,7 +120,7 @@ def test_what_was_given_keeps_its_versions_and_is_not_counted_again() -> None:
             assert completion.versions.tolist() == [3] * 4 + [5] * 8
 
 
-def test_an_interruption_in_the_midst_of_a_replay_loses_nothing() -> None:
+def test_interruption_during_a_replay_loses_no_token() -> None:
     asked = request("g", random_prompt(0, 5), 2, max_tokens=12)
     first, second = make_engine(exclusive=True), make_engine(exclusive=True)
     first.add(asked)
@@ -143,7 +143,7 @@ def partial(tokens: list[int], status: Status | None = None) -> PartialCompletio
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
-def test_completions_that_had_ended_in_unlike_lengths(exclusive: bool) -> None:
+def test_resumed_group_with_ended_completions_of_different_lengths(exclusive: bool) -> None:
     asked = request("g", [1, 2, 3], 4, max_tokens=9, stop_token_ids=(STOP,))
     given = (partial([1] * 9), partial([4, 5], Status.OK), partial([6, STOP]), partial([8]))
     engine = make_engine(exclusive=exclusive)
@@ -158,7 +158,7 @@ def test_completions_that_had_ended_in_unlike_lengths(exclusive: bool) -> None:
     assert engine.cache_size_bytes == 0
 
 
-def test_a_group_in_which_nothing_goes_on_ends_without_a_token() -> None:
+def test_resumed_group_whose_completions_have_ended_samples_nothing() -> None:
     engine = make_engine()
     engine.add(replace(request("g", [1], 2, max_tokens=2), partial=(partial([1, 2]), partial([3], Status.OK))))
     assert engine.num_waiting == 1
@@ -175,14 +175,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_partial_completions_that_do_not_fit_are_refused(case: str) -> None:
+def test_invalid_partial_completions_are_rejected(case: str) -> None:
     given, text = BAD[case]
     with pytest.raises(RequestError, match=text):
         make_engine().add(replace(request("g", [1, 2], 2), partial=given))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_mixed_sliding", "mistral_all_sliding", "gpt2"])
-def test_recomputed_rows_go_on_as_the_new_weights_would(family: str) -> None:
+def test_recomputed_rows_continue_as_the_new_weights_would(family: str) -> None:
     engine = make_engine(make_model(family, seed=0), version=0)
     groups = {str(n): random_prompt(n, 2 + 5 * n) for n in range(3)}
     for lease, prompt in groups.items():
@@ -204,7 +204,7 @@ def test_recomputed_rows_go_on_as_the_new_weights_would(family: str) -> None:
             np.testing.assert_allclose(completion.logprobs[num_old:], expected[num_old:], rtol=1e-5, atol=1e-5)
 
 
-def test_recomputing_long_rows_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recompute_of_long_rows_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("starling.rollout.engine.embedded.forward.PREFILL_TOKENS", 30)
     engine = make_engine(max_rows=8)
     engine.add(request("g", random_prompt(0, 9), 8, max_tokens=12))

@@ -1,4 +1,4 @@
-"""Groups come, wait, end, are cancelled or refused, and weights change under them; the engine goes on."""
+"""Life cycle of groups in the embedded engine: waiting, ending, cancellation, rejection and new weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from starling.rollout.engine.base import Engine, GroupFailed, GroupRequest, Grou
 torch.set_num_threads(1)
 
 
-def test_it_is_an_engine() -> None:
+def test_embedded_engine_implements_the_protocol() -> None:
     engine: Engine = make_engine(version=3)
     assert engine.max_model_len == CONTEXT
     assert engine.version == 3
@@ -99,7 +99,7 @@ def test_groups_wait_in_order_until_their_rows_fit() -> None:
     assert sorted(drain(engine)) == ["b", "c"]
 
 
-def test_memory_shrinks_when_rows_leave() -> None:
+def test_cache_shrinks_when_rows_leave() -> None:
     engine = make_engine(max_rows=16)
     engine.add(request("short", [1, 2, 3], 12, max_tokens=4))
     engine.add(request("long", [1, 2, 3], 2, max_tokens=30))
@@ -114,7 +114,7 @@ def test_memory_shrinks_when_rows_leave() -> None:
     assert engine.cache_size_bytes == 0
 
 
-def test_width_follows_the_longest_row() -> None:
+def test_cache_width_follows_the_longest_row() -> None:
     engine = make_engine()
     engine.add(request("long", random_prompt(0, 50), max_tokens=2))
     engine.add(request("short", [1, 2], max_tokens=20))
@@ -149,7 +149,7 @@ def test_cancel_frees_a_waiting_and_a_running_group() -> None:
     assert list(drain(engine)) == ["runs"]
 
 
-def test_cancel_of_everything_leaves_an_empty_engine() -> None:
+def test_cancel_of_all_groups_leaves_an_empty_engine() -> None:
     engine = make_engine()
     engine.add(request("a", [1, 2], 3))
     engine.step()
@@ -177,7 +177,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_request_fails_alone(case: str) -> None:
+def test_invalid_request_is_rejected_alone(case: str) -> None:
     bad, text = BAD[case]
     engine = make_engine()
     engine.add(request("good", [1, 2, 3], 2, seed=4))
@@ -192,7 +192,7 @@ def test_a_bad_request_fails_alone(case: str) -> None:
         assert a.token_ids.tolist() == b.token_ids.tolist()
 
 
-def test_logits_that_are_not_numbers_fail_the_group_and_nothing_else() -> None:
+def test_non_finite_logits_fail_only_their_group() -> None:
     engine = make_engine()
     engine.add(request("poisoned", [1, 2, 3], 2, max_tokens=6))
     engine.step()
@@ -215,7 +215,7 @@ def test_logits_that_are_not_numbers_fail_the_group_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"), [({"max_rows": 0}, "max_rows is 0"), ({"max_model_len": 1}, "max_model_len is 1")]
 )
-def test_impossible_settings(wrong: dict[str, int], text: str) -> None:
+def test_invalid_settings_are_rejected(wrong: dict[str, int], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make_engine(**wrong)
 
@@ -254,7 +254,7 @@ def test_weights_change_between_two_tokens(before: int, groups: list[tuple[int, 
 def kept_cache_logprobs(
     old: torch.nn.Module, new: torch.nn.Module, prompt: list[int], tokens: list[int], before: int
 ) -> np.ndarray:
-    """Log-probabilities of `tokens[before:]` by `new`, on the cache that `old` has left behind."""
+    """Return the log-probabilities of `tokens[before:]` under `new`, on the KV cache computed by `old`."""
     sequence = torch.tensor([prompt + tokens])
     fed_by_old = len(prompt) + before - 1 if before else 0
     with torch.no_grad():

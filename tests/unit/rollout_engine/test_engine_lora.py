@@ -1,4 +1,4 @@
-"""An engine over a model with adapters: it generates with what it adopts, and only adapters are adopted."""
+"""The embedded engine with adapters: it adopts only adapters, and generates with them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small_experts() -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_it_samples_as_the_policy_computes(tmp_path: Path, form: str) -> None:
+def test_sampled_logprobs_equal_those_of_the_policy(tmp_path: Path, form: str) -> None:
     (small_experts() if form == "experts" else make_model("qwen3_untied")).save_pretrained(tmp_path)
     policy = load_model(tmp_path)
     add_adapters(policy, FORMS[form], seed=5)
@@ -65,7 +65,7 @@ def test_it_samples_as_the_policy_computes(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kept_lengths_change_no_bit(tmp_path: Path, dtype: str) -> None:
+def test_cached_weight_norms_are_bitwise_equal(tmp_path: Path, dtype: str) -> None:
     make_model("qwen2").save_pretrained(tmp_path)  # with biases
     model, peft = (
         build_model(tmp_path, dtype=dtype, device="cpu", weights=False, lora=LoraSettings(rank=4, dora=True))
@@ -86,7 +86,7 @@ def test_kept_lengths_change_no_bit(tmp_path: Path, dtype: str) -> None:
     assert not torch.equal(*results)
 
 
-def test_adapters_need_the_weights_below_them(tmp_path: Path) -> None:
+def test_adapters_need_their_base_weights(tmp_path: Path) -> None:
     make_model().config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         build_model(tmp_path, dtype="float32", weights=False, lora=LoraSettings())

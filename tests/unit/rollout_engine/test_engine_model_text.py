@@ -1,4 +1,4 @@
-"""Models out of folders, and text to token ids and back."""
+"""Tests of loading models from folders, and of text encoding and decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of single characters that adds <s> in front unless told not to."""
+    """Create a tokenizer of single characters that prepends <s> unless disabled."""
     vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, **{c: 3 + i for i, c in enumerate("abcdef :u")}}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -63,7 +63,7 @@ def test_build_model_without_weights_has_the_same_tensors(folder: Path) -> None:
     assert not any(tensor.requires_grad for tensor in live_tensors(model).values())
 
 
-def test_weights_pulled_into_an_empty_model_generate_as_the_source_does(folder: Path) -> None:
+def test_model_with_pulled_weights_generates_as_its_source(folder: Path) -> None:
     source = make_model("qwen3", seed=3)
     engine = make_engine(build_model(folder, dtype="float32", device="cpu", weights=False))
     with torch.no_grad():
@@ -76,37 +76,37 @@ def test_weights_pulled_into_an_empty_model_generate_as_the_source_does(folder: 
     assert ours == theirs
 
 
-def test_persistent_buffers_are_listed_and_others_are_not() -> None:
+def test_live_tensors_list_only_persistent_buffers() -> None:
     module = torch.nn.Linear(2, 2)
     module.register_buffer("kept", torch.zeros(1))
     module.register_buffer("passing", torch.zeros(1), persistent=False)
     assert list(live_tensors(module)) == ["weight", "bias", "kept"]
 
 
-def test_missing_folder(tmp_path: Path) -> None:
+def test_build_model_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         build_model(tmp_path / "nowhere", dtype="float32", device="cpu", weights=False)
 
 
-def test_missing_config(tmp_path: Path) -> None:
+def test_build_model_missing_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         build_model(tmp_path, dtype="float32", device="cpu", weights=False)
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"model_type": "no_such_model"}'])
-def test_unreadable_config(tmp_path: Path, content: str) -> None:
+def test_build_model_unreadable_config(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         build_model(tmp_path, dtype="float32", device="cpu", weights=False)
 
 
-def test_missing_weights(folder: Path) -> None:
+def test_build_model_missing_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="cannot be loaded"):
         build_model(folder, dtype="float32", device="cpu", weights=True)
 
 
-def test_a_model_that_cannot_be_decoded_is_refused() -> None:
+def test_engine_rejects_a_model_that_it_cannot_decode() -> None:
     sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
     with pytest.raises(ConfigError, match="MambaForCausalLM takes no"):
@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_decoded_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("family", "limit"), [("qwen3", CONTEXT), ("mistral_all_sliding", 5), ("gpt2", CONTEXT)])
-def test_nothing_is_sampled_that_cannot_be_trained(family: str, limit: int) -> None:
+def test_max_trainable_length_bounds_sampling(family: str, limit: int) -> None:
     config = make_model(family).config
     assert [max_trainable_length(config, wanted) for wanted in (None, limit - 1, limit)] == [limit, limit - 1, limit]
     with pytest.raises(ConfigError, match=rf"max_model_len = {limit + 1} is more than the {limit} tokens .* lower it"):
@@ -124,23 +124,23 @@ def test_nothing_is_sampled_that_cannot_be_trained(family: str, limit: int) -> N
 # --- text ---------------------------------------------------------------------------------------------------------
 
 
-def test_plain_text_is_tokenized_as_it_stands() -> None:
+def test_plain_text_is_tokenized_without_a_template() -> None:
     assert encode_prompt(make_tokenizer(None), Prompt(id="p", text="abc")) == [3, 4, 5]
 
 
-def test_a_conversation_goes_through_the_template_up_to_the_answer() -> None:
+def test_conversation_is_rendered_with_a_generation_prompt() -> None:
     prompt = Prompt(id="p", messages=(ChatMessage(role="u", content="ab"),), text="ignored")
     assert encode_prompt(make_tokenizer(CHAT), prompt) == [0, 11, 10, 3, 4, 1, 0, 3, 10]
 
 
-def test_a_conversation_without_a_template_is_a_clear_error() -> None:
+def test_conversation_without_a_template_is_rejected() -> None:
     prompt = Prompt(id="train/0/1", messages=(ChatMessage(role="u", content="ab"),))
     with pytest.raises(ConfigError, match=r"'train/0/1' is a conversation .* no chat template"):
         encode_prompt(make_tokenizer(None), prompt)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ messages[7].content }}", "{% if %}"])
-def test_a_template_that_refuses_a_conversation_is_a_clear_error(template: str) -> None:
+def test_conversation_that_the_template_rejects_is_rejected(template: str) -> None:
     prompt = Prompt(id="train/0/1", messages=(ChatMessage(role="u", content="ab"),))
     with pytest.raises(ConfigError, match=r"template cannot render prompt 'train/0/1' \(\w+: .+\); change the prompt"):
         encode_prompt(make_tokenizer(template), prompt)
@@ -151,7 +151,7 @@ def test_decode_skips_special_tokens() -> None:
     assert text.replace(" ", "") == "abc"
 
 
-def test_end_tokens_are_the_tokenizers_and_the_folders(tmp_path: Path) -> None:
+def test_end_token_ids_are_those_of_tokenizer_and_folder(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(None)
     assert end_token_ids(tokenizer, tmp_path) == (1,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))

@@ -1,4 +1,4 @@
-"""The embedded engine with its linear layers in codes: what it samples from, and what it is sent."""
+"""The embedded engine with quantised linear layers: sampling, and adoption of quantised weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def quantised_model(form: str, family: str = "qwen3", seed: int = 0) -> Any:
 
 
 def plain_of(model: Any, family: str) -> Any:
-    """Return a model of plain layers with the numbers that the codes of `model` stand for."""
+    """Return a model of plain layers with the dequantised weights of `model`."""
     plain = make_model(family)
     plain.load_state_dict(
         {name: tensor for name, tensor in model.state_dict().items() if "_proj" not in name}, strict=False
@@ -67,7 +67,7 @@ def assert_same_bytes(found: Mapping[str, torch.Tensor], expected: Mapping[str, 
 
 
 def adopt(engine: TransformersEngine, offer: Offer, source: Layout, *, in_place: bool = False) -> str:
-    """Bring a version into `engine`; return the digest of what it holds then."""
+    """Make `engine` adopt a version; return the digest of its weights afterwards."""
     plan = make_plan(source, engine.layout())
     report = engine.pull(
         offer, plan, deadline_s=30.0, cancelled=lambda: False, progress=lambda _: None, in_place=in_place
@@ -80,7 +80,7 @@ def adopt(engine: TransformersEngine, offer: Offer, source: Layout, *, in_place:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_it_samples_from_the_weights_that_the_codes_stand_for(form: str, family: str) -> None:
+def test_quantised_engine_samples_from_the_dequantised_weights(form: str, family: str) -> None:
     model = quantised_model(form, family)
     plain, prompt = plain_of(model, family), random_prompt(1, 7)
     engine = make_engine(model)
@@ -92,8 +92,8 @@ def test_it_samples_from_the_weights_that_the_codes_stand_for(form: str, family:
         assert np.abs(completion.logprobs - rounded).max() > 1e-4  # those of the weights before they were quantised
 
 
-def test_only_linear_layers_are_in_codes() -> None:
-    """The rest is what the policy has, and the codes are torchao's of the full tensors."""
+def test_only_linear_layers_are_quantised() -> None:
+    """Other tensors equal the policy's, and the codes equal torchao's."""
     original = make_model("qwen3_untied").state_dict()
     for form in ("fp8_row", "mxfp4"):
         tensors = make_engine(quantised_model(form, "qwen3_untied")).tensors()
@@ -113,8 +113,8 @@ def test_only_linear_layers_are_in_codes() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_codes_travel_and_are_proven(form: str) -> None:
-    """The policy's weights become codes at the source; the engine then holds what quantising them gives."""
+def test_quantised_weights_are_pulled_and_verified(form: str) -> None:
+    """The source quantises the policy's weights; the engine holds exactly the quantised weights."""
     source, prompt = dict(make_model(seed=1).named_parameters()), random_prompt(2, 5)
     layout = layout_of(source, "policy-0")
     model = quantised_model(form, seed=0)
@@ -139,7 +139,7 @@ def test_codes_travel_and_are_proven(form: str) -> None:
         one.close()
 
 
-def test_a_code_that_differs_in_one_bit_is_found() -> None:
+def test_digest_detects_a_flipped_bit_of_a_code() -> None:
     source = dict(make_model(seed=1).named_parameters())
     engine = make_engine(quantised_model("mxfp4"))
     with (
@@ -158,8 +158,8 @@ def test_a_code_that_differs_in_one_bit_is_found() -> None:
     engine.close()
 
 
-def test_one_form_is_not_taken_for_another() -> None:
-    """Who plans for a replica that holds another form than is published is told so, with a tensor's name."""
+def test_plan_rejects_a_replica_of_another_format() -> None:
+    """Planning for a replica whose format differs from the published one fails with a tensor's name."""
     layout = layout_of(dict(make_model("qwen3_untied").named_parameters()), "policy-0")
     eight = received_layout(layout, linear_weights("fp8_row"))
     for other in (layout, received_layout(layout, linear_weights("mxfp4"))):
@@ -167,22 +167,22 @@ def test_one_form_is_not_taken_for_another() -> None:
             make_plan(eight, other)
 
 
-def test_what_is_no_linear_layer_is_refused() -> None:
+def test_quantised_tensor_of_another_layer_type_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"h\.0\.attn\.c_attn\.weight is that of a Conv1D, .* leave weights\.quantise"
     ):
         quantised_model("fp8_row", "gpt2")
 
 
-def test_a_tied_layer_is_refused() -> None:
+def test_quantised_tied_layer_is_rejected() -> None:
     model = make_model("llama")
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up_proj\.weight is tied to another tensor"):
         quantise_linears(model, linear_weights("mxfp4"))
 
 
-def test_every_form_of_the_setting_is_one_and_is_on_the_page() -> None:
-    """With the bytes that it takes, against float32 and bfloat16."""
+def test_every_format_of_the_setting_is_documented() -> None:
+    """The page gives its size relative to float32 and bfloat16."""
     assert get_args(WeightsSettings.model_fields["quantise"].annotation) == ("", *FORMS)
     page = PAGE.read_text()
     weight = TensorSpec(name="layer.weight", shape=(4096, 4096), dtype="bfloat16")

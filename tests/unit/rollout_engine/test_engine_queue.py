@@ -1,4 +1,4 @@
-"""The door: requests of other threads reach the engine, and none is lost when the engine is taken away."""
+"""The engine queue: requests of other threads reach the engine, and survive its loss."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ torch.set_num_threads(1)
 
 
 class Gone(TransformersEngine):
-    """An engine that is lost when it is asked for anything."""
+    """An engine that is lost at the first call."""
 
     def add(self, request: GroupRequest) -> None:
         raise EngineLostError("it is gone")
 
 
 class LostOnTheWay(TransformersEngine):
-    """An engine that is lost when something is taken out of it for the first time."""
+    """An engine that is lost at the first cancellation or interruption."""
 
     lost_by = ""
 
@@ -57,7 +57,7 @@ def ask(engine_queue: EngineQueue, name: str, max_tokens: int = 6, **more: Any) 
 
 
 def settle(engine_queue: EngineQueue, engine: TransformersEngine) -> None:
-    """Go on until the engine is empty."""
+    """Step until the engine is empty."""
     while engine.ready:
         for result in engine.step():
             assert engine_queue.settle(result)
@@ -67,7 +67,7 @@ def tokens(result: GroupResult) -> list[list[int]]:
     return [completion.token_ids.tolist() for completion in result.completions]
 
 
-def test_a_request_of_another_thread_comes_back_to_it() -> None:
+def test_queue_returns_the_result_to_the_requesting_thread() -> None:
     (engine_queue, woken), engine = make_door(), make_engine()
     found: list[GroupResult] = []
     thread = threading.Thread(target=lambda: found.append(ask(engine_queue, "a").result(60)))
@@ -80,14 +80,14 @@ def test_a_request_of_another_thread_comes_back_to_it() -> None:
     assert [len(ids) for ids in tokens(found[0])] == [6, 6]
 
 
-def test_what_came_otherwise_is_none_of_its_business() -> None:
+def test_queue_ignores_results_of_other_leases() -> None:
     (engine_queue, _), engine = make_door(), make_engine()
     engine.add(request("generate:0:0", [1], max_tokens=1))
     (result,) = engine.step()
     assert not engine_queue.settle(result)
 
 
-def test_what_the_engine_refuses_is_told_to_who_asked() -> None:
+def test_queue_raises_a_rejection_in_the_requesting_thread() -> None:
     (engine_queue, _), engine = make_door(), make_engine()
     good, bad = ask(engine_queue, "good"), ask(engine_queue, "bad", max_tokens=0)
     engine_queue.serve(engine, admit=True)
@@ -97,7 +97,7 @@ def test_what_the_engine_refuses_is_told_to_who_asked() -> None:
     assert good.done()
 
 
-def test_a_prompt_is_scored_anew_by_the_next_engine() -> None:
+def test_queue_requests_prompt_logprobs_again_from_the_next_engine() -> None:
     (engine_queue, _), engine = make_door(), make_engine()
     future = engine_queue.submit(
         replace(request(LEASE_PREFIX + "a", [1, 2, 3], 2, max_tokens=6, seed=1), score_prompt=True)
@@ -114,7 +114,7 @@ def test_a_prompt_is_scored_anew_by_the_next_engine() -> None:
     assert [len(ids) for ids in tokens(result)] == [6, 6]
 
 
-def test_what_is_said_twice_of_a_scored_prompt_is_told_once() -> None:
+def test_generation_streams_repeated_tokens_once() -> None:
     (engine_queue, _), engine, other = make_door(), make_engine(), make_engine()
     asked = replace(request("", [1, 2, 3], 2, max_tokens=6, seed=1), score_prompt=True)
 
@@ -144,7 +144,7 @@ def test_what_is_said_twice_of_a_scored_prompt_is_told_once() -> None:
     assert all(one.prompt_logprobs is not None for one in found)
 
 
-def test_requests_wait_while_none_is_admitted() -> None:
+def test_queue_holds_requests_while_not_admitting() -> None:
     (engine_queue, _), engine = make_door(), make_engine()
     future, dropped = ask(engine_queue, "a"), ask(engine_queue, "b")
     engine_queue.abandon(LEASE_PREFIX + "b")
@@ -158,7 +158,7 @@ def test_requests_wait_while_none_is_admitted() -> None:
     assert not dropped.done()
 
 
-def test_what_is_abandoned_or_cancelled_costs_the_engine_nothing() -> None:
+def test_queue_cancels_abandoned_requests_in_the_engine() -> None:
     (engine_queue, _), engine = make_door(), make_engine()
     abandoned, cancelled = ask(engine_queue, "a", 30), ask(engine_queue, "b", 30)
     assert cancelled.cancel()
@@ -172,7 +172,7 @@ def test_what_is_abandoned_or_cancelled_costs_the_engine_nothing() -> None:
     assert not abandoned.done()
 
 
-def test_what_is_under_way_cannot_be_cancelled_behind_the_engines_back() -> None:
+def test_queue_running_request_cannot_be_cancelled_by_its_future() -> None:
     (engine_queue, _), engine = make_door(), make_engine()
     future = ask(engine_queue, "a")
     engine_queue.serve(engine, admit=True)
@@ -181,7 +181,7 @@ def test_what_is_under_way_cannot_be_cancelled_behind_the_engines_back() -> None
     assert future.done()
 
 
-def test_another_engine_goes_on_where_the_first_was() -> None:
+def test_queue_resumes_requests_on_the_next_engine() -> None:
     (engine_queue, _), first, second = make_door(), make_engine(), make_engine()
     heard: list[int] = []
     asked = request(LEASE_PREFIX + "a", [1, 2, 3], 1, max_tokens=12, seed=1)
@@ -207,7 +207,7 @@ def test_another_engine_goes_on_where_the_first_was() -> None:
     assert tokens(whole) == [heard]
 
 
-def test_what_is_enough_while_there_is_no_engine_ends_with_the_next_one() -> None:
+def test_queue_stopped_request_ends_with_the_next_engine() -> None:
     (engine_queue, _), first, second = make_door(), make_engine(), make_engine()
     future = ask(engine_queue, "a", 30)
     engine_queue.serve(first, admit=True)
@@ -222,7 +222,7 @@ def test_what_is_enough_while_there_is_no_engine_ends_with_the_next_one() -> Non
     assert (second.num_running, second.num_waiting) == (0, 0)
 
 
-def test_a_lost_engine_loses_no_request() -> None:
+def test_queue_lost_engine_loses_no_request() -> None:
     (engine_queue, _), engine = make_door(), Gone(make_model(), eos_token_ids=())
     futures = [ask(engine_queue, name) for name in "abc"]
     with pytest.raises(EngineLostError):
@@ -234,8 +234,8 @@ def test_a_lost_engine_loses_no_request() -> None:
 
 
 @pytest.mark.parametrize("call", ["cancel", "interrupt"])
-def test_an_engine_that_is_lost_as_something_is_taken_out_loses_no_request(call: str) -> None:
-    """Who is not wanted is forgotten all the same, and who has enough gets it from the next engine."""
+def test_queue_engine_lost_during_a_cancellation_loses_no_request(call: str) -> None:
+    """A cancelled request is dropped all the same; a stopped one gets its result from the next engine."""
     (engine_queue, _), engine, other = make_door(), LostOnTheWay(make_model(), eos_token_ids=()), make_engine()
     unwanted, enough = ask(engine_queue, "unwanted", 30), ask(engine_queue, "enough", 30)
     engine_queue.serve(engine, admit=True)
@@ -256,7 +256,7 @@ def test_an_engine_that_is_lost_as_something_is_taken_out_loses_no_request(call:
     assert not unwanted.done()
 
 
-def test_who_waits_is_told_that_the_replica_leaves() -> None:
+def test_queue_close_fails_waiting_requests() -> None:
     (engine_queue, _), engine = make_door(), make_engine()
     held = ask(engine_queue, "held")
     engine_queue.serve(engine, admit=True)

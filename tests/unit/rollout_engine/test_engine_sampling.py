@@ -1,4 +1,4 @@
-"""Tokens are drawn from the distribution that was asked for, and from nothing outside it."""
+"""Sampled tokens follow the requested distribution and its support."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def draw_many(logits: torch.Tensor, temperature: float, top_p: float, top_k: int
     ("temperature", "top_p", "top_k"),
     [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.7, 0), (1.0, 1.0, 4), (1.3, 0.8, 6), (1.0, 0.05, 0), (1.0, 1.0, 1)],
 )
-def test_frequencies_and_support(temperature: float, top_p: float, top_k: int) -> None:
+def test_draw_frequencies_and_support(temperature: float, top_p: float, top_k: int) -> None:
     logits = logits_of(1)
     tokens, logprobs = draw_many(logits, temperature, top_p, top_k)
     full = torch.softmax(logits.double() / temperature, dim=-1).numpy()
@@ -72,7 +72,9 @@ def test_frequencies_and_support(temperature: float, top_p: float, top_k: int) -
     top_p=st.floats(0.01, 1.0),
     top_k=st.integers(0, 35),
 )
-def test_truncate_keeps_what_the_definition_keeps(seed: int, vocabulary: int, top_p: float, top_k: int) -> None:
+def test_truncate_equals_the_definition_of_top_k_and_top_p(
+    seed: int, vocabulary: int, top_p: float, top_k: int
+) -> None:
     probs = torch.softmax(logits_of(seed, vocabulary), dim=-1)
     rows = sampling_rows(np.array([1.0]), np.array([top_p]), np.array([top_k]), CPU)
     if rows.truncated is None:
@@ -85,12 +87,12 @@ def test_truncate_keeps_what_the_definition_keeps(seed: int, vocabulary: int, to
     np.testing.assert_allclose(kept / kept.sum(), kept_by(probs.double().numpy(), top_p, top_k), atol=1e-6)
 
 
-def test_ties_at_the_border_of_top_k_keep_exactly_k() -> None:
+def test_truncate_with_ties_keeps_exactly_k() -> None:
     tokens, _ = draw_many(torch.zeros(10), 1.0, 1.0, 3)
     assert sorted(set(tokens.tolist())) == [0, 1, 2]
 
 
-def test_extreme_uniforms_stay_in_the_support() -> None:
+def test_draw_with_extreme_uniforms_stays_in_the_support() -> None:
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf], [-torch.inf, 1.0, 2.0, -torch.inf]])
     rows = sampling_rows(np.ones(2), np.ones(2), np.zeros(2, np.int64), CPU)
     tokens, logprobs = draw(logits, rows, torch.tensor([0.0, 1.0 - 2.0**-52], dtype=torch.float64))
@@ -98,7 +100,7 @@ def test_extreme_uniforms_stay_in_the_support() -> None:
     assert torch.isfinite(logprobs).all()
 
 
-def test_mixed_rows_are_sampled_each_in_its_own_way() -> None:
+def test_draw_applies_the_parameters_of_each_row() -> None:
     logits = logits_of(2).repeat(4, 1)
     uniform = torch.full((4,), 0.83, dtype=torch.float64)
 
@@ -113,7 +115,7 @@ def test_mixed_rows_are_sampled_each_in_its_own_way() -> None:
     assert mixed[0] == int(logits[0].argmax())
 
 
-def test_uniforms_are_uniform_and_unlike_between_streams() -> None:
+def test_uniforms_are_uniform_and_differ_between_streams() -> None:
     keys = np.array([completion_key(seed, index) for seed in range(50) for index in range(4)], np.uint64)
     assert len(set(keys.tolist())) == len(keys)
     grid = np.stack([uniforms(keys, np.full(len(keys), t)) for t in range(100)])
@@ -128,7 +130,7 @@ def test_uniforms_are_uniform_and_unlike_between_streams() -> None:
     assert abs(serial) < 0.03
 
 
-def test_uniforms_do_not_depend_on_the_neighbours() -> None:
+def test_uniforms_do_not_depend_on_other_rows() -> None:
     keys = np.array([5, 6, 7], np.uint64)
     together = uniforms(keys, np.array([0, 9, 3]))
     alone = [uniforms(keys[i : i + 1], np.array([t]))[0] for i, t in enumerate((0, 9, 3))]

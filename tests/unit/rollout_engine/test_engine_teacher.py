@@ -1,4 +1,4 @@
-"""What a teacher says of tokens is what one plain forward pass over each sequence says."""
+"""Log-probabilities of the teacher equal those of a plain forward pass over each sequence."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def completions(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray[Any, Any]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_log_probabilities_are_those_of_a_plain_pass(family: str, temperature: float) -> None:
+def test_logprobs_equal_a_forward_pass(family: str, temperature: float) -> None:
     found = score(scorer(family), temperature).logprobs
     model = make_model(family)
     expected = [reference_logprobs(model, PROMPT, some, temperature) for some in completions() if len(some)]
     np.testing.assert_allclose(found, np.concatenate(expected), rtol=0, atol=1e-5)
 
 
-def test_the_likeliest_tokens_are_those_of_a_plain_pass() -> None:
+def test_top_tokens_equal_those_of_a_forward_pass() -> None:
     found, model = score(scorer(top_k=4), 0.7), make_model()
     begin = 0
     for some in completions():
@@ -60,7 +60,7 @@ def test_the_likeliest_tokens_are_those_of_a_plain_pass() -> None:
         np.testing.assert_allclose(found.top_logprobs[place], values.numpy(), rtol=0, atol=1e-5)
 
 
-def test_only_what_the_policy_knows_is_told_and_its_probability_is_over_all() -> None:
+def test_top_tokens_are_shared_ids_with_probabilities_over_the_whole_vocabulary() -> None:
     all_of_them, some = score(scorer(top_k=VOCAB)), score(scorer(top_k=3, num_ids=7))
     assert some.top_ids.max() < 7
     by_id = np.take_along_axis(all_of_them.top_logprobs, np.argsort(all_of_them.top_ids, axis=1), axis=1)
@@ -69,13 +69,13 @@ def test_only_what_the_policy_knows_is_told_and_its_probability_is_over_all() ->
 
 
 @pytest.mark.parametrize("budget", [1, 15, 40, 10_000])
-def test_the_budget_changes_nothing(budget: int) -> None:
+def test_token_budget_does_not_change_results(budget: int) -> None:
     found, expected = score(scorer(tokens_per_forward=budget, top_k=2)), score(scorer(top_k=2))
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
     assert (found.top_ids == expected.top_ids).all()
 
 
-def test_long_completions_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_completions_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("starling.rollout.engine.teacher.ROWS_AT_ONCE", 4)
     found = score(scorer(top_k=2))
     monkeypatch.undo()
@@ -84,7 +84,7 @@ def test_long_completions_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found.top_ids == expected.top_ids).all()
 
 
-def test_without_the_likeliest_their_arrays_are_empty() -> None:
+def test_without_top_k_the_top_arrays_are_empty() -> None:
     found = score(scorer())
     assert (found.top_ids.shape, found.top_logprobs.shape) == ((18, 0), (18, 0))
     assert len(score(scorer(), lengths=(0, 0)).logprobs) == 0
@@ -100,20 +100,20 @@ def test_without_the_likeliest_their_arrays_are_empty() -> None:
         ([1], [2] * CONTEXT, (CONTEXT,), f"has {CONTEXT + 1} tokens, and the teacher's context {CONTEXT}"),
     ],
 )
-def test_tokens_that_cannot_be_scored(
+def test_invalid_tokens_are_rejected(
     prompt: list[int], ids: list[int], lengths: tuple[int, ...], complaint: str
 ) -> None:
     with pytest.raises(TeacherRequestError, match=complaint):
         scorer().score(np.array(prompt, np.int32), np.array(ids, np.int32), lengths, 1.0)
 
 
-def test_more_tokens_than_there_are_cannot_be_told() -> None:
+def test_top_k_beyond_the_shared_vocabulary_is_rejected() -> None:
     with pytest.raises(ConfigError, match="top_k = 9, but teacher and policy share 8 tokens"):
         scorer(top_k=9, num_ids=8)
 
 
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 20), st.integers(1, 200))
-def test_every_completion_is_in_one_batch_and_each_batch_within_its_budget(
+def test_batches_hold_every_completion_once_within_the_budget(
     lengths: list[int], prompt_length: int, budget: int
 ) -> None:
     found = batches_by_budget(lengths, prompt_length, budget)
@@ -131,7 +131,7 @@ def folder(path: Path, alphabet: str) -> Path:
     return path
 
 
-def test_teacher_and_policy_read_the_same_tokens(tmp_path: Path) -> None:
+def test_num_shared_token_ids_rejects_another_tokenizer(tmp_path: Path) -> None:
     mine = folder(tmp_path / "mine", "abc")
     assert num_shared_token_ids(folder(tmp_path / "same", "abc"), mine) > len("abc")
     with pytest.raises(ConfigError, match=r"has \d+ tokens and the model's in .* \d+: the teacher must read"):
@@ -140,7 +140,7 @@ def test_teacher_and_policy_read_the_same_tokens(tmp_path: Path) -> None:
         num_shared_token_ids(folder(tmp_path / "other", "cba"), mine)
 
 
-def test_a_teacher_without_a_tokenizer(tmp_path: Path) -> None:
+def test_num_shared_token_ids_rejects_a_missing_tokenizer(tmp_path: Path) -> None:
     mine = folder(tmp_path / "mine", "abc")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare/config.json").write_text((mine / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""What is remembered of the requests that stand for a group, and of the pull that several workers make together."""
+"""State of vLLM's groups, and the joined pull of several workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from starling.weightsync.puller.report import PullProgress, PullReport
 
 @dataclass
 class Span:
-    """As vLLM's."""
+    """A stand-in for vLLM's `WeightVersionSpan`."""
 
     version: str
     start: int
@@ -35,7 +35,7 @@ class Span:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), max_size=6), st.integers(0, 5))
-def test_every_token_has_the_version_of_its_span(runs: list[tuple[int, int]], late: int) -> None:
+def test_token_versions_follow_the_spans(runs: list[tuple[int, int]], late: int) -> None:
     spans, expected = [], []
     for version, length in runs:
         spans.append(Span(str(version), len(expected), len(expected) + length))
@@ -172,7 +172,7 @@ def test_await_workers_raises_the_error_of_one_worker(tmp_path: Path) -> None:
     receiver.close()
 
 
-def test_a_pull_that_is_cancelled_ends_though_no_worker_says_anything(tmp_path: Path) -> None:
+def test_await_workers_cancelled_ends_without_messages(tmp_path: Path) -> None:
     receiver = PullMessageReceiver(tmp_path)
     cancelled = threading.Event()
     cancelled.set()

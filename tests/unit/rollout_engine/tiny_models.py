@@ -1,4 +1,4 @@
-"""Tiny random models of several families, and a plain reference for what the engine computes."""
+"""Tiny random models of several families, and reference log-probabilities by a plain forward pass."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _weights(family: str, seed: int) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def make_model(family: str = "qwen3", seed: int = 0) -> Any:
-    """Return a model of its own with the weights that `family` and `seed` determine."""
+    """Return a new model with the weights of `family` and `seed`."""
     kind, settings = FAMILIES[family]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
     model.load_state_dict(_weights(family, seed)[1])
@@ -87,7 +87,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 
 def drain(engine: TransformersEngine, max_steps: int = 500) -> dict[str, GroupResult]:
-    """Step until nothing is left; return the results by lease."""
+    """Step until the engine is empty; return the results by lease."""
     results: dict[str, GroupResult] = {}
     for _ in range(max_steps):
         if not engine.num_running and not engine.num_waiting:
@@ -99,7 +99,7 @@ def drain(engine: TransformersEngine, max_steps: int = 500) -> dict[str, GroupRe
 
 
 def reference_logprobs(model: Any, prompt: list[int], token_ids: Any, temperature: float = 1.0) -> np.ndarray[Any, Any]:
-    """Return the log-probabilities of `token_ids` behind `prompt`, by one plain pass over the whole sequence."""
+    """Return the log-probabilities of `token_ids` after `prompt`, by one forward pass over the whole sequence."""
     tokens = [int(token) for token in token_ids]
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0]

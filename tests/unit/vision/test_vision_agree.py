@@ -1,4 +1,4 @@
-"""Rollout and policy compute the same of a prompt with images, packed or not, and as the model does by itself."""
+"""Rollout, policy and the plain model compute the same for prompts with images, packed or not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """A model, and groups that a rollout sampled with it, some of prompts with images."""
+    """A model, and groups sampled with it, some from prompts with images."""
 
     model: Any
     groups: list[ScoredGroup]
@@ -79,7 +79,7 @@ def sample(folder: Path, family: str, **changes: Any) -> Sampled:
 
 
 def packed_logprobs(model: Any, batch: PackedBatch, token_ids: np.ndarray[Any, Any]) -> Tensor:
-    """Log-probabilities of the step's tokens, in their order."""
+    """Return the log-probabilities of the step's tokens, in their order."""
     found = torch.full((len(token_ids),), torch.nan, dtype=model.dtype)
     for microbatch in batch.plan:
         inputs = to_tensors(batch, microbatch, token_ids, model.dtype)
@@ -89,7 +89,7 @@ def packed_logprobs(model: Any, batch: PackedBatch, token_ids: np.ndarray[Any, A
 
 
 def plain_logprobs(model: Any, prompted: list[PromptBlock], token_ids: np.ndarray[Any, Any]) -> Tensor:
-    """The same, one sequence at a time: positions and all by the model's own code."""
+    """Return the same, one sequence at a time, with positions computed by the model's own code."""
     parts = []
     for item in prompted:
         extra = {name: torch.tensor(array) for name, array in item.extra.items() if name != "position_ids"}
@@ -110,7 +110,7 @@ def one_row(prompted: list[PromptBlock]) -> PackedBatch:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_policy_finds_the_log_probabilities_of_the_rollout(tmp_path: Path, family: str) -> None:
+def test_policy_logprobs_equal_those_of_the_rollout(tmp_path: Path, family: str) -> None:
     sampled = sample(tmp_path, family)
     prompted, token_ids = sampled.prompted(), sampled.token_ids
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_the_policy_finds_the_log_probabilities_of_the_rollout(tmp_path: Path, f
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_packed_images_are_those_of_each_alone(tmp_path: Path, family: str, tied: bool) -> None:
+def test_packed_image_gradients_equal_those_of_single_sequences(tmp_path: Path, family: str, tied: bool) -> None:
     # Weights of the usual size: wider ones make the gradients themselves more sensitive to rounding than 2e-6.
     sampled = sample(tmp_path, family, tied=tied, initializer_range=0.1)
     model, prompted, token_ids = sampled.model, sampled.prompted(), sampled.token_ids
@@ -143,7 +143,7 @@ def test_gradients_of_packed_images_are_those_of_each_alone(tmp_path: Path, fami
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_changing_one_image_leaves_the_other_prompts_bitwise_unchanged(tmp_path: Path, family: str) -> None:
+def test_changed_image_leaves_other_prompts_bitwise_unchanged(tmp_path: Path, family: str) -> None:
     sampled = sample(tmp_path, family)
     prompted, token_ids = sampled.prompted(), sampled.token_ids
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_changing_one_image_leaves_the_other_prompts_bitwise_unchanged(tmp_path:
     assert (after[own] != before[own]).all()
 
 
-def test_the_images_of_a_group_are_computed_once_where_the_budget_allows(tmp_path: Path) -> None:
+def test_images_of_a_group_are_encoded_once_within_the_budget(tmp_path: Path) -> None:
     sampled = sample(tmp_path, "qwen2_5_vl")
     prompted, token_ids = sampled.prompted(), sampled.token_ids
     once = sum(len(item.extra["pixel_values"]) for item in prompted if item.extra)
@@ -173,7 +173,7 @@ def test_the_images_of_a_group_are_computed_once_where_the_budget_allows(tmp_pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_of_prompts_decodes_as_each_alone(tmp_path: Path, family: str) -> None:
+def test_batched_prompts_decode_as_single_ones(tmp_path: Path, family: str) -> None:
     model = make_model(family)
     encoder = make_encoder(write_folder(tmp_path, family, weights=False), model)
     prompts = {
@@ -191,7 +191,7 @@ def test_a_batch_of_prompts_decodes_as_each_alone(tmp_path: Path, family: str) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_decoding_is_what_the_model_generates_by_itself(tmp_path: Path, family: str) -> None:
+def test_greedy_decoding_equals_generate(tmp_path: Path, family: str) -> None:
     model = make_model(family)
     encoder = make_encoder(write_folder(tmp_path, family, weights=False), model)
     video = Media(kind="video", uri=write_video(tmp_path / "video", 24, 16, 12), fps=2.0)

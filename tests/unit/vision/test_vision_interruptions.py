@@ -1,4 +1,4 @@
-"""Completions of prompts with images go on after an interruption, and over a cache that was computed anew."""
+"""Completions of prompts with images resume after an interruption, and after their KV cache is recomputed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 def requests(folder: Path, family: str) -> list[GroupRequest]:
-    """Ask for completions of two prompts with images of unlike sizes, and of one without."""
+    """Return requests for two prompts with images of different sizes, and for one without."""
     encoder = make_encoder(write_folder(folder, family, weights=False), make_model(family))
     prompts = (ask("a<image>b?", image(40, 12)), ask("bc"), ask("<image>a<image>", image(16, 16), image(20, 30)))
     made = []
@@ -46,7 +46,7 @@ def same(ours: dict[str, GroupResult], theirs: dict[str, GroupResult]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_as_if_nothing_had_been(tmp_path: Path, family: str) -> None:
+def test_resumed_completions_equal_uninterrupted_ones(tmp_path: Path, family: str) -> None:
     asked = requests(tmp_path, family)
     whole, first, second = (TransformersEngine(make_model(family), eos_token_ids=()) for _ in range(3))
     for one in asked:
@@ -65,7 +65,7 @@ def test_it_is_as_if_nothing_had_been(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recomputed_or_begun_anew_it_is_the_same(tmp_path: Path, family: str) -> None:
+def test_recomputed_cache_equals_a_fresh_start(tmp_path: Path, family: str) -> None:
     asked = requests(tmp_path, family)
     engine = TransformersEngine(make_model(family), eos_token_ids=())
     fresh = TransformersEngine(make_model(family, seed=1), eos_token_ids=(), version=1)

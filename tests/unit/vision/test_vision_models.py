@@ -1,4 +1,4 @@
-"""Vision-language models out of folders: the same model for policy and rollout."""
+"""Vision-language models from folders: policy and rollout load the same model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_services_make_the_same_model_of_a_folder(tmp_path: Path, family: str) -> None:
+def test_both_services_load_the_same_model(tmp_path: Path, family: str) -> None:
     write_folder(tmp_path, family)
     policy = version_tensors(load_model(tmp_path))
     rollout = live_tensors(build_model(tmp_path, dtype="float32", device="cpu", weights=True))
@@ -31,14 +31,14 @@ def test_both_services_make_the_same_model_of_a_folder(tmp_path: Path, family: s
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_numbers_of_a_model_are_those_of_its_text(family: str) -> None:
+def test_model_sizes_are_those_of_the_text_model(family: str) -> None:
     model = make_model(family)
     assert longest_sequence(model) == 512
     assert pair_cost(model) == pytest.approx(1 / (6 * 32))
     assert count_parameters(model.config.to_dict()) == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_the_class_follows_from_the_configuration() -> None:
+def test_auto_class_follows_the_configuration() -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config
 
     assert auto_class(Qwen3Config()) is AutoModelForCausalLM

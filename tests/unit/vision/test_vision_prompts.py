@@ -1,4 +1,4 @@
-"""What becomes of a prompt with images on its way into the model, and what is said of one that cannot."""
+"""Encoding of prompts with images and videos, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def video(uri: object, fps: float = 0.0) -> Media:
     return Media(kind="video", uri=str(uri), fps=fps)
 
 
-def test_an_image_has_a_token_for_each_four_patches(encoder: PromptEncoder) -> None:
+def test_image_has_one_token_per_four_patches(encoder: PromptEncoder) -> None:
     ids, tensors = encoder.encode(ask("a<image>b<image>", image(16, 24), image(40, 8)))
     assert tensors["image_grid_thw"].tolist() == [[1, 6, 4], [1, 2, 10]]
     assert tensors["pixel_values"].shape == (44, 96)
@@ -59,7 +59,7 @@ def test_an_image_has_a_token_for_each_four_patches(encoder: PromptEncoder) -> N
     assert tensors["position_ids"].shape == (3, len(ids))
 
 
-def test_the_same_image_by_path_url_and_bytes(encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_image_is_the_same_by_path_url_and_data_url(encoder: PromptEncoder, tmp_path: Path) -> None:
     shown = picture(16, 24)
     path = tmp_path / "a picture.png"
     shown.save(path)
@@ -69,14 +69,14 @@ def test_the_same_image_by_path_url_and_bytes(encoder: PromptEncoder, tmp_path: 
     assert np.array_equal(pixels[0], pixels[2])
 
 
-def test_a_prompt_of_text_has_no_tensors(encoder: PromptEncoder) -> None:
+def test_text_prompt_has_no_tensors(encoder: PromptEncoder) -> None:
     ids, tensors = encoder.encode(ask("abc"))
     assert make_tokenizer().decode(ids).replace(" ", "") == "<s>u:abc</s><s>a:"
     assert tensors == {}
     assert encoder.encode(Prompt(id="p", text="abc"))[0] == [VOCABULARY[c] for c in "abc"]
 
 
-def test_a_video_in_time(tmp_path: Path) -> None:
+def test_video_positions_follow_its_frame_rate(tmp_path: Path) -> None:
     prompt = ask("<video>", video(write_video(tmp_path / "frames", 24, 16, 5), fps=2.0))
     encoders = {
         family: make_encoder(write_folder(tmp_path / family, family, weights=False), make_model(family))
@@ -93,7 +93,7 @@ def test_a_video_in_time(tmp_path: Path) -> None:
     assert [time in text for time in ("<0.2seconds>", "<1.2seconds>", "<2.0seconds>")] == [True] * 3
 
 
-def test_an_animated_image_is_a_video(encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_animated_image_is_a_video(encoder: PromptEncoder, tmp_path: Path) -> None:
     frames = [picture(16, 16, seed).quantize(16) for seed in range(3)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     _, tensors = encoder.encode(ask("<video>", video(tmp_path / "a.gif")))
@@ -103,8 +103,8 @@ def test_an_animated_image_is_a_video(encoder: PromptEncoder, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("per_video", [False, True])
-def test_a_still_video_has_the_patches_of_its_image(tmp_path: Path, per_video: bool) -> None:
-    """The image processor repeats an image as many times as a patch has frames, so both must agree to the bit."""
+def test_still_video_has_the_patches_of_its_image(tmp_path: Path, per_video: bool) -> None:
+    """The image processor repeats an image once per frame of a patch, so both must be bitwise equal."""
     from transformers import AutoImageProcessor
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS))
@@ -115,7 +115,7 @@ def test_a_still_video_has_the_patches_of_its_image(tmp_path: Path, per_video: b
     np.testing.assert_allclose(patches, of_image["pixel_values"], rtol=0, atol=1e-6)
 
 
-def test_the_numbers_of_videos_are_found_where_transformers_looks(tmp_path: Path) -> None:
+def test_frame_processor_reads_the_files_of_transformers(tmp_path: Path) -> None:
     def read() -> FrameProcessor:
         return FrameProcessor.read(tmp_path, per_video=True)
 
@@ -141,7 +141,7 @@ def refused(encoder: PromptEncoder, prompt: Prompt) -> str:
     return str(caught.value)
 
 
-def test_media_that_cannot_be_opened(encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_unreadable_media_are_rejected(encoder: PromptEncoder, tmp_path: Path) -> None:
     def image_at(uri: object) -> str:
         return refused(encoder, ask("<image>", Media(kind="image", uri=str(uri))))
 
@@ -160,7 +160,7 @@ def test_media_that_cannot_be_opened(encoder: PromptEncoder, tmp_path: Path) -> 
     assert len(image_at("data:image/png;base64," + "A" * 4000)) < 300
 
 
-def test_videos_that_cannot_be_used(encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_unusable_videos_are_rejected(encoder: PromptEncoder, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "is a folder without files" in refused(encoder, ask("<video>", video(empty)))
@@ -169,11 +169,11 @@ def test_videos_that_cannot_be_used(encoder: PromptEncoder, tmp_path: Path) -> N
     assert "has frames of 8x16 and 16x16 pixels" in refused(encoder, ask("<video>", video(mixed)))
 
 
-def test_an_image_too_long_for_its_width(encoder: PromptEncoder) -> None:
+def test_image_of_extreme_aspect_ratio_is_rejected(encoder: PromptEncoder) -> None:
     assert "aspect ratio" in refused(encoder, ask("<image>", image(600, 2)))
 
 
-def test_too_many_pixels(tmp_path: Path) -> None:
+def test_too_many_pixels_are_rejected(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, "qwen3_vl", weights=False)
     encoder = make_encoder(folder, make_model("qwen3_vl"), max_media_bytes=20_000)
     encoder.encode(ask("<image>", image(24, 24)))
@@ -182,7 +182,7 @@ def test_too_many_pixels(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_too_large_is_not_decoded(encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_too_large_image_is_not_decoded(encoder: PromptEncoder, tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.png"
     Image.new("1", (3000, 3000)).save(bomb)
     assert bomb.stat().st_size < 10_000
@@ -193,7 +193,7 @@ def test_what_is_too_large_is_not_decoded(encoder: PromptEncoder, tmp_path: Path
     )
 
 
-def test_frames_are_counted_while_they_are_read(tmp_path: Path) -> None:
+def test_media_budget_counts_frames_while_reading(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, "qwen3_vl", weights=False)
     encoder = make_encoder(folder, make_model("qwen3_vl"), max_media_bytes=20_000)
     frames = [picture(32, 32, seed).quantize(16) for seed in range(9)]
@@ -204,7 +204,7 @@ def test_frames_are_counted_while_they_are_read(tmp_path: Path) -> None:
     )
 
 
-def test_small_frames_that_are_made_larger_are_counted_before(tmp_path: Path) -> None:
+def test_media_budget_counts_enlarged_frames_before_resizing(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS))
     processor = FrameProcessor.read(tmp_path, per_video=False)
     with pytest.raises(RequestError, match=r"take 1536 bytes or more and rollout.max_media_bytes is 1535"):
@@ -222,11 +222,11 @@ def test_small_frames_that_are_made_larger_are_counted_before(tmp_path: Path) ->
         (ask("<image><|image_pad|>", image(8, 8)), r"2 places <|image_pad|> for 1 images"),
     ],
 )
-def test_media_and_markers_that_do_not_fit(encoder: PromptEncoder, prompt: Prompt, complaint: str) -> None:
+def test_media_that_do_not_match_the_text_are_rejected(encoder: PromptEncoder, prompt: Prompt, complaint: str) -> None:
     assert complaint in refused(encoder, prompt)
 
 
-def test_a_model_of_text_takes_no_images(tmp_path: Path) -> None:
+def test_text_model_rejects_images(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     encoder = make_encoder(tmp_path, model)
     assert "only text is supported here; generate with a vision-language model" in refused(
@@ -239,12 +239,12 @@ def test_a_model_of_text_takes_no_images(tmp_path: Path) -> None:
         engine.add(GroupRequest("g", [1, 2], 1, Sampling(max_tokens=1), {"image_grid_thw": np.ones((1, 3), np.int64)}))
 
 
-def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:
+def test_folder_without_an_image_processor_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the image processor of .* cannot be loaded"):
         make_encoder(tmp_path, make_model("qwen3_vl"))
 
 
-def test_the_engine_refuses_placeholders_without_images(encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_engine_rejects_placeholders_without_images(encoder: PromptEncoder, tmp_path: Path) -> None:
     model = make_model("qwen3_vl")
     engine = TransformersEngine(model, eos_token_ids=())
     ids, tensors = encoder.encode(ask("<image>", image(16, 16)))
@@ -270,7 +270,7 @@ def test_placeholders_are_never_sampled(tmp_path: Path, temperature: float) -> N
     assert np.isfinite(np.concatenate([completion.logprobs for completion in found.completions])).all()
 
 
-def test_an_answer_names_what_follows_the_four_tensors(encoder: PromptEncoder) -> None:
+def test_generated_message_lists_the_tensors_of_media(encoder: PromptEncoder) -> None:
     model = make_model("qwen3_vl")
     with torch.no_grad():
         result = generate(model, encoder, {"g": ask("<image>", image(16, 16))})["g"]
@@ -284,7 +284,7 @@ def test_an_answer_names_what_follows_the_four_tensors(encoder: PromptEncoder) -
     assert [meta.nbytes for meta in message.tensors] == [len(buffer) for buffer in buffers]
 
 
-def test_several_messages_share_out_their_media(encoder: PromptEncoder) -> None:
+def test_media_are_assigned_to_messages_in_order(encoder: PromptEncoder) -> None:
     messages = (ChatMessage(role="u", content="<image>a"), ChatMessage(role="u", content="b<image>"))
     both = Prompt(id="p", messages=messages, media=(image(8, 8, 1), image(8, 16, 2)))
     ids, tensors = encoder.encode(both)
@@ -293,7 +293,7 @@ def test_several_messages_share_out_their_media(encoder: PromptEncoder) -> None:
     assert [VOCABULARY[c] in between for c in "ab"] == [True, True]
 
 
-def test_a_grey_picture_is_shown_in_three_channels(encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_grey_image_is_converted_to_rgb(encoder: PromptEncoder, tmp_path: Path) -> None:
     Image.new("L", (16, 16), 128).save(tmp_path / "grey.png")
     _, tensors = encoder.encode(ask("<image>", Media(kind="image", uri=str(tmp_path / "grey.png"))))
     assert tensors["pixel_values"].shape == (16, 96)

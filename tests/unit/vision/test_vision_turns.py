@@ -1,4 +1,4 @@
-"""An environment over a prompt with images: what is said behind them stands where the policy places it."""
+"""Environment turns after a prompt with images have the same positions in rollout and policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_turns_behind_an_image_are_computed_alike_by_rollout_and_policy(tmp_path: Path, family: str) -> None:
+def test_turns_after_an_image_are_equal_in_rollout_and_policy(tmp_path: Path, family: str) -> None:
     model = make_model(family)
     encoder = make_encoder(write_folder(tmp_path, family, weights=False), model)
     engine = TransformersEngine(model, eos_token_ids=(), max_rows=64, version=0)

@@ -1,4 +1,4 @@
-"""Tiny random vision-language models with their tokenizers and image processors, and pictures to show them."""
+"""Tiny random vision-language models with tokenizers and image processors, and test images."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def make_config(family: str, *, tied: bool = True, initializer_range: float = 0.
 
 
 def make_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
-    """Return a model of its own with the weights that `seed` determines."""
+    """Return a new model with the weights of `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForImageTextToText.from_config(make_config(family, **changes)).eval()
@@ -111,7 +111,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_folder(folder: Path, family: str, *, weights: bool = True) -> Path:
-    """Write a model of `family` into `folder`, with all that its prompts need."""
+    """Write a model of `family` into `folder`, with its tokenizer and processors."""
     if weights:
         make_model(family).save_pretrained(folder)
     else:
@@ -147,7 +147,7 @@ def ask(text: str, *media: Media, name: str = "p") -> Prompt:
 
 
 def image(width: int, height: int, seed: int = 0) -> Media:
-    """Return an image of noise as it travels."""
+    """Return an image of noise as `Media`."""
     return Media(kind="image", uri=data_url(picture(width, height, seed)))
 
 
