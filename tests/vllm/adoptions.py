@@ -23,16 +23,16 @@ from engines import (
     CONTEXT,
     DEADLINE_S,
     FAMILIES,
-    Held,
-    Source,
+    EngineDriver,
+    PublisherProcess,
     adapted_model,
     checkpoint,
+    engine_driver,
     forward_logprobs,
-    held,
+    publisher_process,
     random_prompt,
     read_model,
     request,
-    source,
 )
 
 from starling.common.settings import LoraSettings
@@ -60,7 +60,7 @@ def ask_text(lease: str, number: int) -> GroupRequest:
 class Load:
     """The load: a new group is added whenever one ends."""
 
-    held: Held
+    driver: EngineDriver
     ask: Ask = ask_text
     num_added: int = 0
     begun_at: dict[str, int] = field(default_factory=dict)
@@ -71,15 +71,15 @@ class Load:
         """Add groups until there are as many as there are to be."""
         while len(self.begun_at) - len(self.results) < GROUPS_IN_FLIGHT:
             lease = f"load-{self.num_added}"
-            self.begun_at[lease] = self.held.engine.version
-            self.held.engine.add(self.ask(lease, self.num_added))
+            self.begun_at[lease] = self.driver.engine.version
+            self.driver.engine.add(self.ask(lease, self.num_added))
             self.num_added += 1
 
     def step(self, timeout_s: float = 0.0) -> None:
         """Take what ended."""
-        self.held.step(timeout_s)
-        for lease in [lease for lease in self.held.results if lease.startswith("load-")]:
-            result = self.held.results.pop(lease)
+        self.driver.step(timeout_s)
+        for lease in [lease for lease in self.driver.results if lease.startswith("load-")]:
+            result = self.driver.results.pop(lease)
             assert isinstance(result, GroupResult), result
             self.results.append(result)
 
@@ -95,8 +95,8 @@ class Outcome:
 
 
 def adopt_under_load(
-    held: Held,
-    source: Source,
+    driver: EngineDriver,
+    source: PublisherProcess,
     num_adoptions: int,
     mode: CacheMode,
     *,
@@ -105,9 +105,9 @@ def adopt_under_load(
     ask: Ask = ask_text,
 ) -> Outcome:
     """Generate what `ask` says without a break, and adopt versions `first`, `first` + 1, ... one after the other."""
-    engine = held.engine
+    engine = driver.engine
     plan = source.plan(engine)
-    load = Load(held, ask)
+    load = Load(driver, ask)
     adopt_s: list[float] = []
     recomputed = 0
     for version in range(first, first + num_adoptions):
@@ -184,8 +184,8 @@ def main() -> None:
             for seed, folder in enumerate(folders)
         ]
         with (
-            source(folders, options.transport, lora) as publisher,
-            held(folders[0], lora=lora, vllm=vllm) as engine,
+            publisher_process(folders, options.transport, lora) as publisher,
+            engine_driver(folders[0], lora=lora, vllm=vllm) as engine,
         ):
             begin = time.perf_counter()
             outcome = adopt_under_load(engine, publisher, options.adoptions, options.mode)

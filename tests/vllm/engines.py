@@ -125,7 +125,7 @@ def spec_of(
     )
 
 
-class Held:
+class EngineDriver:
     """An engine and the thread that steps it."""
 
     def __init__(self, folder: Path, **rollout: Any) -> None:
@@ -160,9 +160,9 @@ class Held:
 
 
 @contextmanager
-def held(folder: Path, **rollout: Any) -> Iterator[Held]:
+def engine_driver(folder: Path, **rollout: Any) -> Iterator[EngineDriver]:
     """Create an engine, and close it afterwards."""
-    made = Held(folder, **rollout)
+    made = EngineDriver(folder, **rollout)
     try:
         yield made
     finally:
@@ -219,8 +219,8 @@ def _publish(
             pipe.send_bytes(encode(publisher.publish(version, weights[version % len(weights)])))
 
 
-class Source:
-    """A publisher in a process of its own: version v is that of folder v modulo their number.
+class PublisherProcess:
+    """A publisher process: version v has the weights of folder v modulo their number.
 
     With `lora` it is that of `adapted_model` of the folder, with that number for a seed: give the same folder often.
     """
@@ -267,16 +267,16 @@ class Source:
 
 
 @contextmanager
-def source(
+def publisher_process(
     folders: list[Path],
     transport: Transport = "ucx",
     lora: LoraSettings | None = None,
     *,
     quantise: str = "",
     dtype: str = "float32",
-) -> Iterator[Source]:
+) -> Iterator[PublisherProcess]:
     """Start a publisher process, and end it afterwards."""
-    made = Source(folders, transport, lora, quantise=quantise, dtype=dtype)
+    made = PublisherProcess(folders, transport, lora, quantise=quantise, dtype=dtype)
     try:
         yield made
     finally:

@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import torch
 import transformers
-from engines import COMMON, Source, forward_logprobs, read_model, source
+from engines import COMMON, PublisherProcess, forward_logprobs, publisher_process, read_model
 from replica_desk import DEADLINE_S, Desk, replica
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
@@ -64,7 +64,7 @@ class Service:
 
     desk: Desk
     process: subprocess.Popen[str]
-    source: Source
+    source: PublisherProcess
     plan: Plan
     models: list[Any]
     base_url: str
@@ -94,11 +94,11 @@ class Service:
         self.version = offer.version
 
     def logprobs(self, version: int, prompt: list[int], ids: list[int], temperature: float = 1.0) -> Any:
-        """Return the log-probabilities of `ids` behind a prompt, by the weights of `version`."""
+        """Return the log-probabilities of `ids` after a prompt, under the weights of `version`."""
         return forward_logprobs(self.models[version % len(self.models)], prompt, ids, temperature)
 
     def check(self, prompt: list[int], starling: Any, logprobs: list[float], temperature: float = 1.0) -> set[int]:
-        """Compare what was told of sampled tokens with a forward pass over the weights of each; return the versions."""
+        """Compare log-probabilities of sampled tokens with forward passes over their versions; return those."""
         ids, found = starling["token_ids"], np.array(logprobs)
         assert len(ids) == len(found)
         ends = [0, *(span["end"] for span in starling["versions"])]
@@ -122,13 +122,16 @@ def service(base: Path, *flags: str) -> Iterator[Service]:
     api = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
     desk = Desk()
     try:
-        with source(folders) as publisher, replica(desk, NAME, run, *shared, *own, *vllm, *api, *flags) as process:
+        with (
+            publisher_process(folders) as publisher,
+            replica(desk, NAME, run, *shared, *own, *vllm, *api, *flags) as process,
+        ):
             hello, (layout,) = desk.hello(NAME)
             assert hello.version == 0
             desk.heartbeat(NAME, lambda _: (run / "api/rollout-0.json").is_file())
-            told = json.loads((run / "api/rollout-0.json").read_text())
+            endpoint = json.loads((run / "api/rollout-0.json").read_text())
             plan = make_plan(publisher.layout, decode_layout(layout))
             models = [read_model(folder) for folder in folders]
-            yield Service(desk, process, publisher, plan, models, **told)
+            yield Service(desk, process, publisher, plan, models, **endpoint)
     finally:
         desk.close()

@@ -13,16 +13,16 @@ import torch
 from adoptions import ATTENTION, NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
 from engines import (
     DEADLINE_S,
-    Held,
-    Source,
+    EngineDriver,
+    PublisherProcess,
     adapted_model,
     checkpoint,
+    engine_driver,
     forward_logprobs,
-    held,
+    publisher_process,
     random_prompt,
     read_model,
     request,
-    source,
     spec_of,
 )
 from system_runs import Command
@@ -72,19 +72,19 @@ def models(folders: list[Path]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def publisher(folders: list[Path]) -> Iterator[Source]:
-    with source(folders, lora=VARIED) as made:
+def publisher(folders: list[Path]) -> Iterator[PublisherProcess]:
+    with publisher_process(folders, lora=VARIED) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def engine(folders: list[Path]) -> Iterator[Held]:
-    with held(folders[0], lora=VARIED, load_weights=True) as made:
+def engine(folders: list[Path]) -> Iterator[EngineDriver]:
+    with engine_driver(folders[0], lora=VARIED, load_weights=True) as made:
         yield made
 
 
 @pytest.fixture
-def running(engine: Held, publisher: Source) -> Held:
+def running(engine: EngineDriver, publisher: PublisherProcess) -> EngineDriver:
     """The engine, with some adapters in place."""
     if engine.engine.version < 1:
         adopt(engine, publisher)
@@ -100,12 +100,12 @@ def largest_of(result: Any, model: Any) -> float:
     )
 
 
-def test_engine_starts_with_the_base_weights(engine: Held, folders: list[Path]) -> None:
+def test_engine_starts_with_the_base_weights(engine: EngineDriver, folders: list[Path]) -> None:
     assert engine.engine.version == 0
     assert largest_of(engine.generate([1, 2, 3], 2), read_model(folders[0])) < 1e-4
 
 
-def test_plan_transfers_only_adapters(engine: Held, publisher: Source, models: list[Any]) -> None:
+def test_plan_transfers_only_adapters(engine: EngineDriver, publisher: PublisherProcess, models: list[Any]) -> None:
     sizes = [
         t.numel() * t.element_size() for t in published_tensors(models[0], dict(models[0].named_parameters())).values()
     ]
@@ -117,7 +117,9 @@ def test_plan_transfers_only_adapters(engine: Held, publisher: Source, models: l
     }
 
 
-def test_adoptions_under_load(running: Held, publisher: Source, models: list[Any], folders: list[Path]) -> None:
+def test_adoptions_under_load(
+    running: EngineDriver, publisher: PublisherProcess, models: list[Any], folders: list[Path]
+) -> None:
     first = running.engine.version + 1
     outcome = adopt_under_load(running, publisher, 40, "recompute", first=first)
     check(outcome, first + 39)
@@ -132,7 +134,12 @@ def test_adoptions_under_load(running: Held, publisher: Source, models: list[Any
     [("recompute", True, True), ("salt", False, True), ("keep", False, False)],
 )
 def test_cache_mode_determines_what_is_exact(
-    running: Held, publisher: Source, models: list[Any], mode: Any, old_is_exact: bool, new_is_exact: bool
+    running: EngineDriver,
+    publisher: PublisherProcess,
+    models: list[Any],
+    mode: Any,
+    old_is_exact: bool,
+    new_is_exact: bool,
 ) -> None:
     prompt = random_prompt(140, 9)  # more than a block of the cache, so that it is shared
     before = running.engine.version
@@ -149,28 +156,30 @@ def test_cache_mode_determines_what_is_exact(
     adopt(running, publisher)  # recompute: what follows shares nothing that older adapters computed
 
 
-def test_versions_pulled_in_place_are_exact(running: Held, publisher: Source, models: list[Any]) -> None:
+def test_versions_pulled_in_place_are_exact(
+    running: EngineDriver, publisher: PublisherProcess, models: list[Any]
+) -> None:
     first = running.engine.version + 1
     outcome = adopt_under_load(running, publisher, 3, "recompute", first=first, in_place=True)
     check(outcome, first + 2)
     assert largest_difference(outcome.results, models) < 1e-4
 
 
-def test_adapters_for_another_base_are_rejected(engine: Held, tmp_path: Path) -> None:
+def test_adapters_for_another_base_are_rejected(engine: EngineDriver, tmp_path: Path) -> None:
     with (
-        source([checkpoint(tmp_path / "other", "llama", 1)], lora=VARIED) as other,
+        publisher_process([checkpoint(tmp_path / "other", "llama", 1)], lora=VARIED) as other,
         pytest.raises(WeightsError, match="rollout-0 has its adapters on other weights than policy-0"),
     ):
         make_plan(other.layout, engine.engine.layout())
 
 
 def test_new_engine_adopts_the_newest_adapters(
-    engine: Held, publisher: Source, models: list[Any], folders: list[Path]
+    engine: EngineDriver, publisher: PublisherProcess, models: list[Any], folders: list[Path]
 ) -> None:
     """The last with this engine. As when it is lost: the base is there again, and the next version is the newest."""
     newest = engine.engine.version + 1
     engine.engine.close()
-    with held(folders[0], lora=VARIED) as again:
+    with engine_driver(folders[0], lora=VARIED) as again:
         assert again.engine.version == -1
         publisher.pull(again.engine, publisher.plan(again.engine), newest)
         assert again.engine.adopt("recompute").proven
@@ -190,7 +199,7 @@ def test_new_engine_adopts_the_newest_adapters(
 def test_adapters_on_several_workers(family: str, tp: int, pp: int, lora: LoraSettings, tmp_path: Path) -> None:
     folders = [checkpoint(tmp_path / "base", family, 0)] * NUM_CHECKPOINTS
     vllm = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    with source(folders, lora=lora) as publisher, held(folders[0], lora=lora, vllm=vllm) as engine:
+    with publisher_process(folders, lora=lora) as publisher, engine_driver(folders[0], lora=lora, vllm=vllm) as engine:
         assert len(engine.engine.layout().ranks) == tp * pp
         outcome = adopt_under_load(engine, publisher, 8, "recompute")
     check(outcome, 7)
@@ -204,7 +213,7 @@ def test_adapters_on_the_language_model_of_a_vision_model(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"adapts model.visual\S+, where vllm has no adapters; leave it out by"):
         VllmEngine(spec_of(tmp_path, lora=LoraSettings(rank=4)))
     lora, vocabulary = LoraSettings(rank=4, exclude=r".*visual.*"), len(make_tokenizer())
-    with source([tmp_path] * 2, lora=lora) as publisher, held(tmp_path, lora=lora) as engine:
+    with publisher_process([tmp_path] * 2, lora=lora) as publisher, engine_driver(tmp_path, lora=lora) as engine:
         plan = publisher.plan(engine.engine)
         publisher.pull(engine.engine, plan, 0)
         assert engine.engine.adopt("recompute").proven

@@ -17,15 +17,15 @@ from engines import (
     CONTEXT,
     DEADLINE_S,
     VOCAB,
-    Held,
-    Source,
+    EngineDriver,
+    PublisherProcess,
     checkpoint,
+    engine_driver,
     forward_logprobs,
-    held,
+    publisher_process,
     random_prompt,
     read_model,
     request,
-    source,
 )
 
 from starling.common.errors import WeightsError
@@ -46,27 +46,27 @@ def models(folders: list[Path]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def publisher(folders: list[Path]) -> Iterator[Source]:
-    with source(folders) as made:
+def publisher(folders: list[Path]) -> Iterator[PublisherProcess]:
+    with publisher_process(folders) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def engine(folders: list[Path]) -> Iterator[Held]:
-    with held(folders[0]) as made:
+def engine(folders: list[Path]) -> Iterator[EngineDriver]:
+    with engine_driver(folders[0]) as made:
         yield made
 
 
 @pytest.fixture
-def running(engine: Held, publisher: Source) -> Held:
-    """The engine, with some version in place."""
+def running(engine: EngineDriver, publisher: PublisherProcess) -> EngineDriver:
+    """The engine after at least one adoption."""
     if engine.engine.version < 0:
         adopt(engine, publisher)
     return engine
 
 
-def adopt(engine: Held, publisher: Source, mode: Any = "recompute", **options: Any) -> int:
-    """Bring the next version; return its number."""
+def adopt(engine: EngineDriver, publisher: PublisherProcess, mode: Any = "recompute", **options: Any) -> int:
+    """Make the engine adopt the next version; return its number."""
     version = engine.engine.version + 1
     report = publisher.pull(engine.engine, publisher.plan(engine.engine), version, **options)
     assert report.size_bytes > 0
@@ -76,7 +76,7 @@ def adopt(engine: Held, publisher: Source, mode: Any = "recompute", **options: A
     return version
 
 
-def until_sampled(engine: Held, count: int) -> None:
+def until_sampled(engine: EngineDriver, count: int) -> None:
     """Wait until `count` more tokens have been sampled."""
     wanted, end = engine.engine.num_tokens + count, time.monotonic() + DEADLINE_S
     while engine.engine.num_tokens < wanted:
@@ -84,7 +84,7 @@ def until_sampled(engine: Held, count: int) -> None:
         engine.step(0.005)
 
 
-def test_engine_starts_without_a_version(engine: Held) -> None:
+def test_engine_starts_without_a_version(engine: EngineDriver) -> None:
     assert engine.engine.version == -1
     assert engine.engine.max_model_len == CONTEXT
     assert (engine.engine.num_running, engine.engine.num_waiting, engine.engine.ready) == (0, 0, False)
@@ -102,7 +102,7 @@ def test_engine_starts_without_a_version(engine: Held) -> None:
         {"temperature": 0.0},
     ],
 )
-def test_logprobs_equal_a_forward_pass(running: Held, models: list[Any], sampling: dict[str, Any]) -> None:
+def test_logprobs_equal_a_forward_pass(running: EngineDriver, models: list[Any], sampling: dict[str, Any]) -> None:
     version = running.engine.version
     others = [request(f"other-{t}", [1, 2, 3], 2, temperature=t, top_p=0.8) for t in (0.0, 0.5, 1.0)]
     for other in others:  # rows that are sampled in another way, in the same batch
@@ -120,7 +120,7 @@ def test_logprobs_equal_a_forward_pass(running: Held, models: list[Any], samplin
         assert completion.logprobs.dtype == np.float32
 
 
-def test_top_k_of_one_samples_greedily_with_tempered_logprobs(running: Held, models: list[Any]) -> None:
+def test_top_k_of_one_samples_greedily_with_tempered_logprobs(running: EngineDriver, models: list[Any]) -> None:
     prompt = random_prompt(6, 4)
     greedy = running.generate(prompt, temperature=0.0).completions[0]
     only = running.generate(prompt, temperature=1.5, top_k=1).completions[0]
@@ -143,13 +143,13 @@ def test_top_k_of_one_samples_greedily_with_tempered_logprobs(running: Held, mod
         (request("a", [1], temperature=0.005), "temperature is 0.005; vLLM samples at 0 or at 0.01 and more"),
     ],
 )
-def test_invalid_request_is_rejected(running: Held, wrong: GroupRequest, sentence: str) -> None:
+def test_invalid_request_is_rejected(running: EngineDriver, wrong: GroupRequest, sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         running.engine.add(wrong)
     assert len(running.generate([1, 2]).completions) == 1
 
 
-def test_groups_beyond_max_rows_wait(running: Held) -> None:
+def test_groups_beyond_max_rows_wait(running: EngineDriver) -> None:
     leases = [f"g{index}" for index in range(12)]
     for lease in leases:
         running.engine.add(request(lease, [1, 2, 3], 4, max_tokens=30))
@@ -159,25 +159,27 @@ def test_groups_beyond_max_rows_wait(running: Held) -> None:
     assert (running.engine.num_running, running.engine.num_waiting) == (0, 0)
 
 
-def test_request_aborted_by_vllm_fails_its_group(running: Held) -> None:
+def test_request_aborted_by_vllm_fails_its_group(running: EngineDriver) -> None:
     engine = running.engine
     assert isinstance(engine, VllmEngine)
-    engine.add(request("given up", [1, 2, 3], 2, max_tokens=200))
+    engine.add(request("aborted", [1, 2, 3], 2, max_tokens=200))
     until_sampled(running, 10)
-    thread, completion = engine._llm_thread, engine._groups["given up"].completions[0]
+    thread, completion = engine._llm_thread, engine._groups["aborted"].completions[0]
     thread.call(thread._llm.abort(completion.collector.request_id, internal=True))
     end = time.monotonic() + DEADLINE_S / 4
-    while "given up" not in running.results:
-        assert time.monotonic() < end, "nobody learns of it"
+    while "aborted" not in running.results:
+        assert time.monotonic() < end, "the group did not fail"
         running.step()
-    failed = running.results.pop("given up")
+    failed = running.results.pop("aborted")
     assert isinstance(failed, GroupFailed)
     assert failed.reason == "vLLM aborted a completion"
     assert engine.num_running == 0
 
 
 @pytest.mark.parametrize("num_adoptions", [20, pytest.param(200, marks=pytest.mark.campaign)])
-def test_adoptions_under_load(running: Held, publisher: Source, models: list[Any], num_adoptions: int) -> None:
+def test_adoptions_under_load(
+    running: EngineDriver, publisher: PublisherProcess, models: list[Any], num_adoptions: int
+) -> None:
     first = running.engine.version + 1
     outcome = adopt_under_load(running, publisher, num_adoptions, "recompute", first=first)
     check(outcome, first + num_adoptions - 1)
@@ -187,10 +189,12 @@ def test_adoptions_under_load(running: Held, publisher: Source, models: list[Any
     assert set(range(first, first + num_adoptions)) <= {*versions.tolist()}
 
 
-def spanning(running: Held, publisher: Source, mode: Any, prompt: list[int], lease: str = "old") -> Any:
-    """Adopt a version in the middle of a group; return it, and a group of the same prompt that began afterwards.
+def spanning(
+    running: EngineDriver, publisher: PublisherProcess, mode: Any, prompt: list[int], lease: str = "old"
+) -> Any:
+    """Adopt a version while a group runs; return that group and one of the same prompt that started afterwards.
 
-    It is pulled beforehand: however long that takes, the group is not through.
+    The version is pulled first, so that the group is still running at the adoption.
     """
     engine = running.engine
     publisher.pull(engine, publisher.plan(engine), engine.version + 1)
@@ -202,7 +206,7 @@ def spanning(running: Held, publisher: Source, mode: Any, prompt: list[int], lea
 
 
 def differences(models: list[Any], result: Any, version: int) -> float:
-    """The most by which log-probabilities of `version`'s tokens differ from a forward pass over its weights."""
+    """Return the largest difference of `version`'s log-probabilities from a forward pass over its weights."""
     found = 0.0
     for completion in result.completions:
         expected = forward_logprobs(
@@ -219,7 +223,12 @@ def differences(models: list[Any], result: Any, version: int) -> float:
     [("recompute", True, True), ("salt", False, True), ("keep", False, False)],
 )
 def test_cache_mode_determines_what_is_exact(
-    running: Held, publisher: Source, models: list[Any], mode: str, old_is_exact: bool, new_is_exact: bool
+    running: EngineDriver,
+    publisher: PublisherProcess,
+    models: list[Any],
+    mode: str,
+    old_is_exact: bool,
+    new_is_exact: bool,
 ) -> None:
     prompt = random_prompt(140, 9)  # more than a block of the cache, so that it is shared
     before = running.engine.version
@@ -230,7 +239,9 @@ def test_cache_mode_determines_what_is_exact(
     adopt(running, publisher)  # recompute: what follows shares nothing that older weights computed
 
 
-def test_waiting_groups_share_no_old_cache_under_salt(running: Held, publisher: Source, models: list[Any]) -> None:
+def test_waiting_groups_share_no_old_cache_under_salt(
+    running: EngineDriver, publisher: PublisherProcess, models: list[Any]
+) -> None:
     prompt = random_prompt(140, 10)
     for index in range(8):
         running.engine.add(request(f"w{index}", prompt, 4, max_tokens=40))
@@ -243,7 +254,9 @@ def test_waiting_groups_share_no_old_cache_under_salt(running: Held, publisher: 
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-def test_versions_pulled_in_place_are_exact(running: Held, publisher: Source, models: list[Any]) -> None:
+def test_versions_pulled_in_place_are_exact(
+    running: EngineDriver, publisher: PublisherProcess, models: list[Any]
+) -> None:
     first = running.engine.version + 1
     outcome = adopt_under_load(running, publisher, 6, "recompute", first=first, in_place=True)
     check(outcome, first + 5)
@@ -253,7 +266,7 @@ def test_versions_pulled_in_place_are_exact(running: Held, publisher: Source, mo
 
 def test_call_raises_when_vllm_reports_a_dead_engine(folders: list[Path]) -> None:
     """vLLM marks its client when its process has ended, before the task that reads from it ends."""
-    with held(folders[0]) as one:
+    with engine_driver(folders[0]) as one:
         engine = one.engine
         assert isinstance(engine, VllmEngine)
         engine._llm_thread._llm.engine_core.resources.engine_dead = True
@@ -265,7 +278,7 @@ def test_call_raises_when_vllm_reports_a_dead_engine(folders: list[Path]) -> Non
 def test_unanswered_call_loses_the_engine_and_no_token(folders: list[Path]) -> None:
     """Tokens that had arrived are returned at once, without waiting for another answer."""
     others = engine_processes()
-    with held(folders[0], load_weights=True) as running:
+    with engine_driver(folders[0], load_weights=True) as running:
         ours = engine_processes() - others
         running.engine.add(request("cut", [1, 2, 3], 3, max_tokens=200))
         until_sampled(running, 30)
@@ -278,12 +291,12 @@ def test_unanswered_call_loses_the_engine_and_no_token(folders: list[Path]) -> N
         assert running.engine.ready
         partial = running.engine.interrupt("cut")
         assert partial is not None
-        assert sum(len(there.token_ids) for there in partial) >= 30
+        assert sum(len(partial_completion.token_ids) for partial_completion in partial) >= 30
 
 
 def test_engine_is_lost_when_its_process_hangs(folders: list[Path]) -> None:
     others = engine_processes()
-    with held(folders[0], load_weights=True, engine_silence_s=12.0) as running:
+    with engine_driver(folders[0], load_weights=True, engine_silence_s=12.0) as running:
         ours = engine_processes() - others
         running.engine.add(request("cut", [1, 2, 3], 3, max_tokens=200))
         until_sampled(running, 30)
@@ -293,11 +306,11 @@ def test_engine_is_lost_when_its_process_hangs(folders: list[Path]) -> None:
             running.finish("cut")
         partial = running.engine.interrupt("cut")
         assert partial is not None
-        assert sum(len(there.token_ids) for there in partial) >= 30
+        assert sum(len(partial_completion.token_ids) for partial_completion in partial) >= 30
     assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_engine_is_lost_when_its_process_is_killed(running: Held) -> None:
+def test_engine_is_lost_when_its_process_is_killed(running: EngineDriver) -> None:
     """The last test of this file: it kills the shared engine."""
     engine, ours = running.engine, engine_processes()
     assert ours
@@ -310,11 +323,11 @@ def test_engine_is_lost_when_its_process_is_killed(running: Held) -> None:
     assert engine.ready
     partial = engine.interrupt("cut")
     assert partial is not None
-    assert sum(len(there.token_ids) for there in partial) >= 30
-    for there in partial:
-        assert there.status is None
-        assert len(there.token_ids) == len(there.logprobs)
-        assert (there.versions == engine.version).all()
+    assert sum(len(partial_completion.token_ids) for partial_completion in partial) >= 30
+    for partial_completion in partial:
+        assert partial_completion.status is None
+        assert len(partial_completion.token_ids) == len(partial_completion.logprobs)
+        assert (partial_completion.versions == engine.version).all()
     with pytest.raises(EngineLostError):
         engine.pause()
     engine.close()

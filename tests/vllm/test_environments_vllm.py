@@ -76,8 +76,8 @@ async def own(episode, *, turns):
 '''
 
 
-class Stage:
-    """A replica without a controller: vLLM behind a door, the endpoint, and episodes of several environments."""
+class EpisodeHarness:
+    """A replica without a controller: vLLM with an engine queue, the HTTP endpoint, and environment episodes."""
 
     def __init__(self, folder: Path) -> None:
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -121,7 +121,7 @@ class Stage:
             runner.close()
 
     def said(self, played: PlayedGroup, trajectory: Trajectory) -> list[tuple[int, str]]:
-        """Check what is told of the sampled tokens; return the text in runs of sampled tokens and of others."""
+        """Check the log-probabilities of the sampled tokens; return the text as runs of sampled and of other tokens."""
         assert trajectory.status in (wire.Status.OK, wire.Status.TRUNCATED), trajectory.problem
         mask = trajectory.loss_mask.astype(bool)
         wanted = forward_logprobs(self.model, played.prompt_ids.tolist(), trajectory.token_ids.tolist())
@@ -152,8 +152,8 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    made = Stage(talking_checkpoints(tmp_path_factory.mktemp("models"), 1)[0])
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodeHarness]:
+    made = EpisodeHarness(talking_checkpoints(tmp_path_factory.mktemp("models"), 1)[0])
     try:
         yield made
     finally:
@@ -170,46 +170,46 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROMPT = wire.Prompt(id="p", messages=(wire.ChatMessage(role="user", content="hello"),), reference="e")
 
 
-def test_tools_environment_masks_tool_results(stage: Stage, file: Path) -> None:
+def test_tools_environment_masks_tool_results(harness: EpisodeHarness, file: Path) -> None:
     options = {"tools": [f"{file}:add"]}
     settings: dict[str, Any] = {"kind": "tools", "options": options, "max_turns": 3, "turn_max_tokens": 60}
-    played = stage.play(PROMPT, 16, 180, **settings)
-    assert decode(stage.tokenizer, played.prompt_ids) == "[add]u:hello;a:"
+    played = harness.play(PROMPT, 16, 180, **settings)
+    assert decode(harness.tokenizer, played.prompt_ids) == "[add]u:hello;a:"
     called = 0
     for trajectory in played.trajectories:
-        runs = stage.said(played, trajectory)
+        runs = harness.said(played, trajectory)
         said = [text for mask, text in runs if mask]
-        told = "".join(text for mask, text in runs if not mask)
+        others = "".join(text for mask, text in runs if not mask)
         answered = sum(text.count(CALL) for text in said[:-1])  # those of the last reply are in no trajectory
-        assert told.count("t:3;") == answered <= trajectory.metrics["tool_calls"]
+        assert others.count("t:3;") == answered <= trajectory.metrics["tool_calls"]
         assert trajectory.metrics["tool_errors"] == 0.0
         called += answered
     assert called, "of some thousand tokens none is the call"
 
 
-def test_verifiers_environment(stage: Stage, file: Path) -> None:
+def test_verifiers_environment(harness: EpisodeHarness, file: Path) -> None:
     settings: dict[str, Any] = {"kind": "verifiers", "options": {"environment": f"{file}:nag"}, "turn_max_tokens": 6}
-    played = stage.play(PROMPT, 4, 60, **settings)
+    played = harness.play(PROMPT, 4, 60, **settings)
     for trajectory in played.trajectories:
-        runs = stage.said(played, trajectory)
+        runs = harness.said(played, trajectory)
         assert [text for mask, text in runs if not mask] == [";u:more;a:"] * (trajectory.num_turns - 1)
         text = [text for mask, text in runs if mask]
         assert trajectory.reward == sum(map(len, text))
         assert trajectory.num_turns in range(1, 4)
 
 
-def test_agent_environment_with_an_openai_client(stage: Stage, file: Path) -> None:
-    played = stage.play(PROMPT, 4, 60, kind="agent", options={"program": f"{file}:agent"}, max_turns=4)
+def test_agent_environment_with_an_openai_client(harness: EpisodeHarness, file: Path) -> None:
+    played = harness.play(PROMPT, 4, 60, kind="agent", options={"program": f"{file}:agent"}, max_turns=4)
     for trajectory in played.trajectories:
-        runs = stage.said(played, trajectory)
+        runs = harness.said(played, trajectory)
         assert [mask for mask, _ in runs] == [1, 0, 1]
         assert runs[1][1] == ";u:and 0?;a:"
         assert (trajectory.reward, trajectory.num_turns) == (1.0, 2)
 
 
-def test_custom_environment(stage: Stage, file: Path) -> None:
-    played = stage.play(PROMPT, 4, 60, kind=f"{file}:own", options={"turns": 3}, max_turns=4)
+def test_custom_environment(harness: EpisodeHarness, file: Path) -> None:
+    played = harness.play(PROMPT, 4, 60, kind=f"{file}:own", options={"turns": 3}, max_turns=4)
     for trajectory in played.trajectories:
-        runs = stage.said(played, trajectory)
+        runs = harness.said(played, trajectory)
         assert [text for mask, text in runs if not mask] == [";u:go on;a:"] * 2
         assert trajectory.reward == 3.0

@@ -191,7 +191,7 @@ def test_worker_parameters_match_the_table(
     torch.save(module.state_dict(), tmp_path / "trained.pt")
     if made.model_type == "qwen3_vl_moe":
         publish_experts(tmp_path / "model.safetensors")
-    # Once, as it asks a process of its own about the class.
+    # Once, as vLLM inspects the class in a subprocess.
     whole_experts = whole and "_experts" in (tmp_path / "config.json").read_text()
     config = engine_config(tmp_path, tp, pp, whole_experts, mm_encoder_tp_mode="data" if whole else "weights")
     in_workers(check_worker, config, tmp_path, monkeypatch)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from adoptions import GROUP_SIZE, adopt_under_load, check
-from engines import Held, Source, held, publish_experts, source, spec_of
+from engines import EngineDriver, PublisherProcess, engine_driver, publish_experts, publisher_process, spec_of
 from tiny_vision import PIXELS, ask, image, make_config, make_encoder, make_tokenizer, write_video
 
 from starling.common.errors import ConfigError
@@ -72,12 +72,12 @@ def write_model(folder: Path, config: Any, seed: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Seeing:
+class VisionEngine:
     """An engine, the models whose weights it has in turn, and what makes its prompts."""
 
-    held: Held
+    driver: EngineDriver
     models: list[Any]
-    publisher: Source
+    publisher: PublisherProcess
     encoder: PromptEncoder
     video: str
 
@@ -88,8 +88,8 @@ class Seeing:
 
     def generate(self, *requests: GroupRequest) -> list[GroupResult]:
         for request in requests:
-            self.held.engine.add(request)
-        return self.held.finish(*(request.lease for request in requests))
+            self.driver.engine.add(request)
+        return self.driver.finish(*(request.lease for request in requests))
 
     def check(self, request: GroupRequest, result: GroupResult, version: int = 0) -> None:
         """Compare every sampled token with a forward pass over the weights of `version`."""
@@ -109,9 +109,9 @@ def forward_logprobs(
     ids = torch.tensor([[*result.prompt_ids.tolist(), *sampled.tolist()]])
     inputs = {name: torch.from_numpy(array) for name, array in result.tensors.items()}
     if inputs:
-        told = inputs["position_ids"].long()
-        after = told[:, -1].max() + 1 + torch.arange(len(sampled))
-        inputs["position_ids"] = torch.cat((told, after.repeat(3, 1)), 1)[:, None]
+        given = inputs["position_ids"].long()
+        after = given[:, -1].max() + 1 + torch.arange(len(sampled))
+        inputs["position_ids"] = torch.cat((given, after.repeat(3, 1)), 1)[:, None]
     logits = model(ids, **inputs).logits[0, len(result.prompt_ids) - 1 : -1]
     scaled = (logits / (temperature or 1.0)).log_softmax(-1)
     found: npt.NDArray[np.float32] = scaled.gather(-1, sampled[:, None])[:, 0].numpy()
@@ -119,18 +119,18 @@ def forward_logprobs(
 
 
 @pytest.fixture(scope="module", params=[_param(name) for name in WORKERS])
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+def vision_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionEngine]:
     family, vllm = WORKERS[request.param]
     base = tmp_path_factory.mktemp("models")
     folders = [base / "0", base / "1"]
     models = [write_model(folder, sized(family), seed) for seed, folder in enumerate(folders)]
-    with source(folders) as publisher, held(folders[0], load_weights=True, vllm=vllm) as engine:
+    with publisher_process(folders) as publisher, engine_driver(folders[0], load_weights=True, vllm=vllm) as engine:
         video = write_video(base / "video", 24, 16, 6)
-        yield Seeing(engine, models, publisher, make_encoder(folders[0], models[0]), video)
+        yield VisionEngine(engine, models, publisher, make_encoder(folders[0], models[0]), video)
 
 
-def test_logprobs_equal_a_forward_pass(seeing: Seeing) -> None:
-    slow = Media(kind="video", uri=seeing.video, fps=0.25)
+def test_logprobs_equal_a_forward_pass(vision_engine: VisionEngine) -> None:
+    slow = Media(kind="video", uri=vision_engine.video, fps=0.25)
     prompts = {
         "wide": ask("a<image>b?", image(40, 12)),
         "text": ask("bc"),
@@ -141,10 +141,11 @@ def test_logprobs_equal_a_forward_pass(seeing: Seeing) -> None:
         "greedy": ask("<image>", image(8, 32, 3)),
     }
     asked = [
-        seeing.ask_for(name, prompt, temperature=0.0 if name == "greedy" else 0.8) for name, prompt in prompts.items()
+        vision_engine.ask_for(name, prompt, temperature=0.0 if name == "greedy" else 0.8)
+        for name, prompt in prompts.items()
     ]
-    for request, result in zip(asked, seeing.generate(*asked), strict=True):
-        seeing.check(request, result)
+    for request, result in zip(asked, vision_engine.generate(*asked), strict=True):
+        vision_engine.check(request, result)
         assert result.tensors.keys() == request.tensors.keys()
 
 
@@ -152,26 +153,28 @@ def replaced(video: Media, fps: float) -> Media:
     return Media(kind=video.kind, uri=video.uri, fps=fps)
 
 
-def test_placeholder_is_never_sampled(seeing: Seeing) -> None:
-    request = seeing.ask_for("hot", ask("<image>a", image(16, 16)), count=16, max_tokens=24, temperature=2.0)
-    (result,) = seeing.generate(request)
-    seeing.check(request, result)
+def test_placeholder_is_never_sampled(vision_engine: VisionEngine) -> None:
+    request = vision_engine.ask_for("hot", ask("<image>a", image(16, 16)), count=16, max_tokens=24, temperature=2.0)
+    (result,) = vision_engine.generate(request)
+    vision_engine.check(request, result)
 
 
-def test_interrupted_group_with_images_resumes(seeing: Seeing) -> None:
-    request = seeing.ask_for("whole", ask("<image>b<video>", image(12, 20, 5), Media(kind="video", uri=seeing.video)))
-    (whole,) = seeing.generate(request)
+def test_interrupted_group_with_images_resumes(vision_engine: VisionEngine) -> None:
+    request = vision_engine.ask_for(
+        "whole", ask("<image>b<video>", image(12, 20, 5), Media(kind="video", uri=vision_engine.video))
+    )
+    (whole,) = vision_engine.generate(request)
     begun = tuple(PartialCompletion(c.token_ids[:3], c.logprobs[:3], c.versions[:3]) for c in whole.completions)
     again = replace(request, lease="rest", partial=begun)
-    (result,) = seeing.generate(again)
-    seeing.check(again, result)
+    (result,) = vision_engine.generate(again)
+    vision_engine.check(again, result)
     for completion, before in zip(result.completions, begun, strict=True):
         assert completion.token_ids[:3].tolist() == before.token_ids.tolist()
         assert len(completion.token_ids) == 8
 
 
-def test_inconsistent_tensors_are_rejected(seeing: Seeing) -> None:
-    request = seeing.ask_for("wrong", ask("<image>a", image(40, 12)))
+def test_inconsistent_tensors_are_rejected(vision_engine: VisionEngine) -> None:
+    request = vision_engine.ask_for("wrong", ask("<image>a", image(40, 12)))
     tensors = request.tensors
     for changed, sentence in (
         ({**tensors, "pixel_values": tensors["pixel_values"][:-1]}, "pixel_values has 39 patches where image_grid_thw"),
@@ -180,27 +183,27 @@ def test_inconsistent_tensors_are_rejected(seeing: Seeing) -> None:
         ({name: array for name, array in tensors.items() if name != "image_grid_thw"}, "placeholder tokens"),
     ):
         with pytest.raises(RequestError, match=sentence):
-            seeing.held.engine.add(replace(request, tensors=changed))
-    assert not seeing.held.engine.num_waiting
+            vision_engine.driver.engine.add(replace(request, tensors=changed))
+    assert not vision_engine.driver.engine.num_waiting
 
 
-def test_adoption_discards_old_vision_outputs(seeing: Seeing) -> None:
+def test_adoption_discards_old_vision_outputs(vision_engine: VisionEngine) -> None:
     """Vision outputs computed by older weights are not used again in the modes that exclude it."""
-    engine = seeing.held.engine
+    engine = vision_engine.driver.engine
     prompt = ask("<image>c", image(24, 24, 9))
-    plan = seeing.publisher.plan(engine)
+    plan = vision_engine.publisher.plan(engine)
     for version, mode in ((1, "recompute"), (2, "salt"), (3, "salt")):
-        seeing.publisher.pull(engine, plan, version)
+        vision_engine.publisher.pull(engine, plan, version)
         adopted = engine.adopt(mode)  # type: ignore[arg-type]
         assert (adopted.version, adopted.proven) == (version, True)
-        request = seeing.ask_for(f"version {version}", prompt)
-        (result,) = seeing.generate(request)
-        seeing.check(request, result, version)
+        request = vision_engine.ask_for(f"version {version}", prompt)
+        (result,) = vision_engine.generate(request)
+        vision_engine.check(request, result, version)
 
 
-def test_adoptions_under_a_load_of_images(seeing: Seeing) -> None:
-    engine, first = seeing.held.engine, seeing.held.engine.version + 1
-    film = Media(kind="video", uri=seeing.video)
+def test_adoptions_under_a_load_of_images(vision_engine: VisionEngine) -> None:
+    engine, first = vision_engine.driver.engine, vision_engine.driver.engine.version + 1
+    film = Media(kind="video", uri=vision_engine.video)
     prompts = [
         lambda seed: ask("a<image>b", image(24, 16, seed)),
         lambda seed: ask("abc" * (1 + seed % 3)),
@@ -209,15 +212,15 @@ def test_adoptions_under_a_load_of_images(seeing: Seeing) -> None:
 
     def asked(lease: str, number: int) -> GroupRequest:
         prompt = prompts[number % len(prompts)](number)
-        return seeing.ask_for(lease, prompt, GROUP_SIZE, max_tokens=MAX_TOKENS, temperature=1.0, seed=number)
+        return vision_engine.ask_for(lease, prompt, GROUP_SIZE, max_tokens=MAX_TOKENS, temperature=1.0, seed=number)
 
-    outcome = adopt_under_load(seeing.held, seeing.publisher, 6, "recompute", first=first, ask=asked)
+    outcome = adopt_under_load(vision_engine.driver, vision_engine.publisher, 6, "recompute", first=first, ask=asked)
     check(outcome, engine.version, MAX_TOKENS)
     assert len({int(version) for r in outcome.results for c in r.completions for version in c.versions}) > 3
     for result in outcome.results:
         for completion in result.completions:
             for parity in (0, 1):
-                wanted = forward_logprobs(seeing.models[parity], result, completion, 1.0)
+                wanted = forward_logprobs(vision_engine.models[parity], result, completion, 1.0)
                 mine = completion.versions % 2 == parity
                 np.testing.assert_allclose(completion.logprobs[mine], wanted[mine], atol=1e-4)
 

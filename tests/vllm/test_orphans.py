@@ -10,13 +10,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
-from engines import DEADLINE_S, checkpoint, held
+from engines import DEADLINE_S, checkpoint, engine_driver
 
 from starling.rollout.engine.vllm.processes import engine_processes, shared_memory
 
 
 def replica(folder: Path, pipe: Connection) -> None:
-    with held(folder, vllm={"tensor_parallel_size": 2}):
+    with engine_driver(folder, vllm={"tensor_parallel_size": 2}):
         ours = engine_processes()
         pipe.send(([process.pid for process in ours], shared_memory(ours)))
         pipe.recv()  # for ever

@@ -145,7 +145,7 @@ def check_worker(rank: int, folder: Path, config: VllmConfig) -> None:
 
 
 def check_product(module: torch.nn.Module, full: dict[str, torch.Tensor], rank: int, tp: int) -> None:
-    """Compare what a layer computes with the product by the numbers that its codes stand for."""
+    """Compare the output of a layer with the product by its dequantised weight."""
     name = "model.layers.1.mlp.down_proj"
     layer: Any = module.get_submodule(name)
     weight = full[f"{name}.weight"].chunk(tp, dim=1)[rank]
@@ -179,7 +179,7 @@ def test_adoption_equals_loading_a_checkpoint(
 
 
 def check_mistakes(rank: int, folder: Path, config: VllmConfig) -> None:
-    """A layout that is another form's, and layers that vLLM was not told of."""
+    """Check the errors for a layout of another format, and for layers that vLLM does not have."""
     form = form_of(folder)
     written = json.loads((folder / "0" / "config.json").read_text())
     module = at_random(config)

@@ -12,7 +12,17 @@ import numpy as np
 import psutil
 import pytest
 from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
-from engines import DEADLINE_S, Held, checkpoint, forward_logprobs, held, random_prompt, read_model, request, source
+from engines import (
+    DEADLINE_S,
+    EngineDriver,
+    checkpoint,
+    engine_driver,
+    forward_logprobs,
+    publisher_process,
+    random_prompt,
+    read_model,
+    request,
+)
 
 from starling.rollout.engine.base import EngineLostError
 from starling.rollout.engine.vllm.processes import engine_processes, shared_memory
@@ -32,21 +42,21 @@ def test_adoptions_under_load(family: str, tp: int, pp: int, num_adoptions: int,
     folders = [checkpoint(tmp_path / str(seed), family, seed) for seed in range(NUM_CHECKPOINTS)]
     models = [read_model(folder) for folder in folders]
     vllm = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    with source(folders) as publisher, held(folders[0], vllm=vllm) as engine:
+    with publisher_process(folders) as publisher, engine_driver(folders[0], vllm=vllm) as engine:
         assert len(engine.engine.layout().ranks) == tp * pp
         files = shared_memory(engine_processes())
         assert bool(files) == (tp * pp > 1)
         outcome = adopt_under_load(engine, publisher, num_adoptions, "recompute")
         check_scores(engine, models[engine.engine.version % NUM_CHECKPOINTS])
         if tp == 2 and family == "qwen3":
-            end_of_one_worker(engine)
+            kill_one_worker(engine)
     assert not [file for file in files if file.exists()]
     check(outcome, num_adoptions - 1)
     assert largest_difference(outcome.results, models) < 1e-4
 
 
-def check_scores(engine: Held, model: Any) -> None:
-    """Compare what is told of a prompt with a forward pass."""
+def check_scores(engine: EngineDriver, model: Any) -> None:
+    """Compare the log-probabilities of a prompt with a forward pass."""
     prompt = random_prompt(90, 4)
     scores = engine.generate(prompt, 2, score_prompt=True, max_tokens=2).prompt_logprobs
     assert scores is not None
@@ -55,24 +65,26 @@ def check_scores(engine: Held, model: Any) -> None:
     assert (scores.top_logprobs >= scores.logprobs).all()
 
 
-def end_of_one_worker(engine: Held) -> None:
-    """Kill one of two workers in the middle of a group: nothing hangs, nothing that was sampled is lost."""
+def kill_one_worker(engine: EngineDriver) -> None:
+    """Kill one of two workers while a group runs: nothing hangs, and no sampled token is lost."""
     ours = engine_processes()
     worker = max(ours, key=lambda process: process.create_time())
-    heard: dict[int, list[int]] = {}
+    streamed: dict[int, list[int]] = {}
     engine.engine.add(
-        request("cut", [1, 2, 3], 3, max_tokens=240, listener=lambda i, ids, _: heard.setdefault(i, []).extend(ids))
+        request("cut", [1, 2, 3], 3, max_tokens=240, listener=lambda i, ids, _: streamed.setdefault(i, []).extend(ids))
     )
     end = time.monotonic() + DEADLINE_S
-    while sum(map(len, heard.values())) < 20:
-        assert time.monotonic() < end, heard
+    while sum(map(len, streamed.values())) < 20:
+        assert time.monotonic() < end, streamed
         engine.step(0.01)
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(EngineLostError):
         engine.finish("cut")
     partial = engine.engine.interrupt("cut")
     assert partial is not None
-    assert [there.token_ids.tolist() for there in partial] == [heard.get(index, []) for index in range(3)]
-    assert all((there.versions == engine.engine.version).all() for there in partial)
+    assert [partial_completion.token_ids.tolist() for partial_completion in partial] == [
+        streamed.get(index, []) for index in range(3)
+    ]
+    assert all((partial_completion.versions == engine.engine.version).all() for partial_completion in partial)
     engine.engine.close()
     assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

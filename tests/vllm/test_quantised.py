@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
-from engines import checkpoint, forward_logprobs, held, read_model, read_weights, source
+from engines import checkpoint, engine_driver, forward_logprobs, publisher_process, read_model, read_weights
 from quantised_checkpoints import dequantised
 
 from starling.policy.train.metrics.tokens import mismatch
@@ -16,7 +16,7 @@ from starling.rollout.engine.base import CacheMode, GroupResult
 
 
 def models_in(form: str, folders: list[Path], dtype: str) -> list[Any]:
-    """Read checkpoints with the numbers that their codes stand for."""
+    """Read checkpoints with their dequantised weights."""
     models = [read_model(folder) for folder in folders]
     for model, folder in zip(models, folders, strict=True):
         model.load_state_dict(dequantised(form, read_weights(folder, dtype)), strict=False)
@@ -42,8 +42,8 @@ def test_adoptions_of_quantised_weights_under_load(
 ) -> None:
     options: dict[str, Any] = {"quantise": form, "dtype": dtype}
     with (
-        source(folders, **options) as publisher,
-        held(folders[0], **options, vllm={"tensor_parallel_size": tp}) as engine,
+        publisher_process(folders, **options) as publisher,
+        engine_driver(folders[0], **options, vllm={"tensor_parallel_size": tp}) as engine,
     ):
         outcome = adopt_under_load(engine, publisher, 7, "recompute", in_place=in_place)
     check(outcome, 6)
@@ -58,8 +58,8 @@ def test_fp8_cache_mismatch_is_bounded(form: str, folders: list[Path]) -> None:
     models = models_in(form, folders, "float32") if form else [read_model(folder) for folder in folders]
     found: dict[str, dict[str, float]] = {}
     with (
-        source(folders, quantise=form) as publisher,
-        held(folders[0], quantise=form, vllm={"kv_cache_dtype": "fp8"}) as engine,
+        publisher_process(folders, quantise=form) as publisher,
+        engine_driver(folders[0], quantise=form, vllm={"kv_cache_dtype": "fp8"}) as engine,
     ):
         modes: tuple[tuple[int, CacheMode], ...] = ((0, "recompute"), (4, "keep"))
         for first, mode in modes:
@@ -71,14 +71,14 @@ def test_fp8_cache_mismatch_is_bounded(form: str, folders: list[Path]) -> None:
 
 
 def mismatch_of(results: list[GroupResult], models: list[Any]) -> dict[str, float]:
-    """Return the metrics that a policy would report of these tokens."""
-    told, expected = [], []
+    """Return the mismatch metrics that a policy would report for these tokens."""
+    sampled_logprobs, expected = [], []
     for result in results:
         for completion in result.completions:
             sampled, kinds = completion.token_ids.tolist(), completion.versions % len(models)
             for kind in set(kinds.tolist()):
                 logprobs = forward_logprobs(models[kind], result.prompt_ids.tolist(), sampled)
                 expected.append(logprobs[kinds == kind])
-                told.append(completion.logprobs[kinds == kind])
+                sampled_logprobs.append(completion.logprobs[kinds == kind])
     trainer = np.concatenate(expected)
-    return mismatch(trainer, np.concatenate(told), np.ones_like(trainer))
+    return mismatch(trainer, np.concatenate(sampled_logprobs), np.ones_like(trainer))

@@ -59,8 +59,8 @@ def test_chat_returns_tokens_and_logprobs(served: Service, client: openai.OpenAI
     assert answer.usage.prompt_tokens == len(prompt) == len("u:hello;a:")
     assert len({choice.message.content for choice in answer.choices}) == 3, "each completion draws for itself"
     for choice in answer.choices:
-        told = [one.logprob for one in choice.logprobs.content]  # type: ignore[union-attr]
-        assert served.check(prompt, choice.starling, told, 0.7) == {served.version}  # type: ignore[attr-defined]
+        logprobs = [one.logprob for one in choice.logprobs.content]  # type: ignore[union-attr]
+        assert served.check(prompt, choice.starling, logprobs, 0.7) == {served.version}  # type: ignore[attr-defined]
     again = client.chat.completions.create(**asked)
     assert [one.message.content for one in again.choices] == [one.message.content for one in answer.choices]
     other = client.chat.completions.create(**{**asked, "seed": 2})
@@ -92,7 +92,7 @@ def test_completions_of_several_prompts_with_a_stop_string(
     if stream:
         *_, last = pieces = list(client.completions.create(**asked, stop=[stop, "never said"], stream=True))
         said, choice = "".join(piece.choices[0].text for piece in pieces), last.choices[0]
-        logprobs = [value for piece in pieces if (told := piece.choices[0].logprobs) for value in told.token_logprobs]
+        logprobs = [value for piece in pieces if (found := piece.choices[0].logprobs) for value in found.token_logprobs]
     else:
         choice = client.completions.create(**asked, stop=stop).choices[0]
         said, logprobs = choice.text, choice.logprobs.token_logprobs  # type: ignore[union-attr]
@@ -107,14 +107,14 @@ def test_prompt_logprobs_with_and_without_a_cached_prefix(served: Service, clien
     for prompts in ([shared + "one"], [shared + "two", "q", "another"]):
         answer = client.completions.create(prompt=prompts, **asked)
         for prompt, choice in zip(answer.starling["prompt_token_ids"], answer.choices, strict=True):  # type: ignore[attr-defined]
-            starling, told = choice.starling, choice.logprobs  # type: ignore[attr-defined]
+            starling, logprobs = choice.starling, choice.logprobs  # type: ignore[attr-defined]
             assert starling["prompt_version"] == served.version
             ids = [*prompt, *starling["token_ids"]]
             wanted = served.logprobs(served.version, ids[:1], ids[1:])
-            np.testing.assert_allclose(told.token_logprobs[1:], wanted, atol=1e-4)
-            best = [max(top.values()) for top in told.top_logprobs[1:]]
-            assert (np.array(best) >= told.token_logprobs[1:]).all()
-            assert best[-1] == told.token_logprobs[-1]
+            np.testing.assert_allclose(logprobs.token_logprobs[1:], wanted, atol=1e-4)
+            best = [max(top.values()) for top in logprobs.top_logprobs[1:]]
+            assert (np.array(best) >= logprobs.token_logprobs[1:]).all()
+            assert best[-1] == logprobs.token_logprobs[-1]
 
 
 def encoded(client: openai.OpenAI, served: Service, text: str) -> list[int]:
@@ -184,10 +184,10 @@ def test_disconnected_client_cancels_its_request(served: Service, client: openai
         model=served.model, prompt="q", n=8, max_tokens=CONTEXT - 100, stream=True, **NEVER_ENDS
     ) as stream:
         next(iter(stream))
-    # Were it not given up, it would outlast what runs beside it, which would never be alone.
-    served.desk.heartbeat(NAME, lambda told: told.gauges.get("rows") == 1.0)
+    # Without the cancellation it would outlast the other stream, which would never run alone.
+    served.desk.heartbeat(NAME, lambda status: status.gauges.get("rows") == 1.0)
     beside.end()
-    served.desk.heartbeat(NAME, lambda told: told.gauges.get("rows") == 0.0)
+    served.desk.heartbeat(NAME, lambda status: status.gauges.get("rows") == 0.0)
 
 
 def test_tool_calls_are_parsed(served: Service, client: openai.OpenAI) -> None:
@@ -233,9 +233,9 @@ def test_verifiers_environment_is_a_client_of_the_endpoint(served: Service) -> N
                 client, served.model, sampling, num_examples=3, rollouts_per_example=2, max_concurrent=6
             )
 
-    told = asyncio.run(evaluate())["outputs"]
-    assert [len(one["completion"]) for one in told] == [5] * 6, "three replies, and two between"
-    assert all(0 < one["reward"] == letters(one["completion"]) for one in told)
+    outputs = asyncio.run(evaluate())["outputs"]
+    assert [len(one["completion"]) for one in outputs] == [5] * 6, "three replies, and two between"
+    assert all(0 < one["reward"] == letters(one["completion"]) for one in outputs)
 
 
 def world_group(served: Service) -> wire.GenerateGroup:
@@ -260,12 +260,12 @@ def test_environment_group_returns_tokens_and_logprobs(served: Service) -> None:
     )
     ends = np.cumsum([trajectory.num_tokens for trajectory in generated.trajectories])[:-1]
     columns = (np.split(array, ends) for array in (ids, logprobs, versions, mask))
-    for trajectory, tokens, told, stamps, bits in zip(generated.trajectories, *columns, strict=True):
+    for trajectory, tokens, token_logprobs, stamps, bits in zip(generated.trajectories, *columns, strict=True):
         sampled = bits.astype(bool)
         assert trajectory.status in (wire.Status.OK, wire.Status.TRUNCATED)
         assert set(stamps[sampled]) == {served.version}
         wanted = served.logprobs(served.version, prompt_ids.tolist(), tokens.tolist())
-        np.testing.assert_allclose(told[sampled], wanted[sampled], atol=1e-4)
+        np.testing.assert_allclose(token_logprobs[sampled], wanted[sampled], atol=1e-4)
         assert trajectory.num_turns == 2
         assert "left 1" in trajectory.text
         assert trajectory.reward == trajectory.metrics["letters"]
@@ -315,10 +315,10 @@ def test_requests_complete_during_adoptions(served: Service) -> None:
     for prompt, pieces in answers:
         if prompt is None:
             for index in range(2):
-                told = [piece for piece in pieces if piece.index == index]
-                num = sum(len(piece.logprobs.token_logprobs) for piece in told if piece.logprobs)
-                assert len(told[-1].starling["token_ids"]) == num
-                assert told[-1].finish_reason in ("stop", "length")
+                of_choice = [piece for piece in pieces if piece.index == index]
+                num = sum(len(piece.logprobs.token_logprobs) for piece in of_choice if piece.logprobs)
+                assert len(of_choice[-1].starling["token_ids"]) == num
+                assert of_choice[-1].finish_reason in ("stop", "length")
 
 
 def test_killed_engine_is_restarted_and_loses_no_token(served: Service, client: openai.OpenAI) -> None:
@@ -337,7 +337,7 @@ def test_killed_engine_is_restarted_and_loses_no_token(served: Service, client: 
     last = stream.pieces[-1].choices[0]
     assert last.finish_reason == "length"
     assert len(last.starling["token_ids"]) == CONTEXT - 200
-    logprobs = [value for one in stream.pieces if (told := one.choices[0].logprobs) for value in told.token_logprobs]
+    logprobs = [value for one in stream.pieces if (found := one.choices[0].logprobs) for value in found.token_logprobs]
     assert served.check(encoded(client, served, "q"), last.starling, logprobs) == {before, 0}
     answer = client.chat.completions.create(model=served.model, messages=HELLO, max_tokens=5)
     assert answer.choices[0].starling["versions"][0]["version"] == 0  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import checkpoint, forward_logprobs, held, read_model
+from engines import checkpoint, engine_driver, forward_logprobs, read_model
 
 DRAFT = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -20,7 +20,7 @@ def test_logprobs_equal_a_forward_pass(tmp_path: Path) -> None:
         {"temperature": 1.0, "top_k": 3},
         {"temperature": 1.3},
     ]
-    with held(folder, load_weights=True, vllm={"speculative": DRAFT}) as engine:
+    with engine_driver(folder, load_weights=True, vllm={"speculative": DRAFT}) as engine:
         asked: dict[str, Any] = {"max_tokens": 60, "score_prompt": True}
         results = [engine.generate(prompt, 3, **asked, **sampling) for sampling in samplings]
     for sampling, result in zip(samplings, results, strict=True):

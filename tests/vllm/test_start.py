@@ -84,10 +84,10 @@ def test_sleep_mode_is_for_gpus_only(tmp_path: Path) -> None:
 def test_quantisation_is_passed_in_the_model_configuration(tmp_path: Path) -> None:
     spec = spec_of(checkpoint(tmp_path / "model", "qwen3", 0), quantise="mxfp4")
     made = launch.arguments(spec, on_cpu=True)
-    told = made["hf_overrides"]["quantization_config"]
-    assert (told["quant_method"], told["format"]) == ("compressed-tensors", "mxfp4-pack-quantized")
-    assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_norm"} <= {*told["ignore"]}
-    assert not any("proj" in name for name in told["ignore"])
+    quantisation = made["hf_overrides"]["quantization_config"]
+    assert (quantisation["quant_method"], quantisation["format"]) == ("compressed-tensors", "mxfp4-pack-quantized")
+    assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_norm"} <= {*quantisation["ignore"]}
+    assert not any("proj" in name for name in quantisation["ignore"])
     spec = spec_of(spec.path, quantise="mxfp4", vllm={"engine_args": {"quantization": "fp8"}})
     with pytest.raises(ConfigError, match="'quantization', which other settings decide"):
         launch.arguments(spec, on_cpu=True)

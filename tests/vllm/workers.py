@@ -48,7 +48,7 @@ def engine_config(folder: Path, tp: int, pp: int, whole_experts: bool = False, *
 def in_workers(
     check: Callable[[int, Path, VllmConfig], None], config: VllmConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run `check` with each rank, `folder` and `config` in a process of its own; all must come to their end."""
+    """Run `check` with each rank, `folder` and `config` in its own process; all must succeed."""
     group = f"starling-test-{os.getpid()}-{folder.name}"
     monkeypatch.setenv("VLLM_DIST_IDENT", group)
     context = multiprocessing.get_context("fork")

@@ -3,8 +3,8 @@
     class TestMine(EngineConformance):
         rollout: ClassVar = {"engine": "module:Class"}
 
-One engine serves all tests of a class, as some take long to start. A test leaves it empty, and whatever version it
-holds: the rig knows those weights, and a plain model of transformers that has them is the reference.
+One engine serves all tests of a class, as some take long to start. A test leaves it empty, in any version:
+the rig has a transformers model with the weights of each version as reference.
 """
 
 from __future__ import annotations
@@ -79,14 +79,13 @@ class Facts:
     resumes_draws: bool = True
     """Whether a resumed completion equals the uninterrupted one."""
     long: int = 60
-    """So many tokens that a completion does not end by itself while a test does something to it. An engine that goes on
-    by itself needs more."""
+    """Tokens of a completion that must not end during a test; an engine in its own processes needs more."""
     transport: Transport = "tcp"
     """The weight transport of these tests."""
 
 
 @dataclass
-class Heard:
+class TokenRecorder:
     """A listener that records the tokens that it gets."""
 
     wake: Callable[[], None]
@@ -100,7 +99,7 @@ class Heard:
         self.wake()
 
     def has(self, num_tokens: int, num_completions: int = 1) -> Callable[[], bool]:
-        """Return whether so many completions have at least so many tokens, to wait for it."""
+        """Return a condition: so many completions have at least so many tokens."""
         return lambda: sum(len(tokens) >= num_tokens for tokens in list(self.tokens.values())) >= num_completions
 
 
@@ -121,7 +120,7 @@ class Rig:
 
     @property
     def model(self) -> Any:
-        """The reference with the weights in use."""
+        """The reference model of the current version."""
         return self.models[self.engine.version]
 
     def close(self) -> None:
@@ -129,23 +128,23 @@ class Rig:
         self.publisher.close()
         self._pulls.shutdown()
 
-    def heard(self) -> Heard:
-        """Make a listener; what it hears ends a wait of `until`."""
-        return Heard(self._woken.set)
+    def recorder(self) -> TokenRecorder:
+        """Create a listener; new tokens wake `until`."""
+        return TokenRecorder(self._woken.set)
 
     def request(self, prompt: list[int], count: int = 1, listener: Any = None, **sampling: Any) -> GroupRequest:
-        """Write a request with a lease of its own; `sampling` are the fields of `Sampling`."""
+        """Return a request with a new lease; `sampling` are the fields of `Sampling`."""
         self._num_leases += 1
         asked = Sampling(**{"max_tokens": 8, **sampling})
         return GroupRequest(f"generate:t{self._num_leases}:0", prompt, count, asked, listener=listener)
 
     def prompt(self, seed: int, length: int) -> list[int]:
-        """Return `length` token ids, without one that ends."""
+        """Return `length` token ids without end tokens."""
         drawn = np.random.default_rng(seed).integers(EOS + 1, self.vocab_size, length)
         return [int(token) for token in drawn]
 
     def until(self, there: Callable[[], bool], what: str) -> None:
-        """Go on until `there`, within a deadline."""
+        """Step the engine until `there()`, within a deadline."""
         deadline = time.monotonic() + DEADLINE_S
         while not there():
             assert time.monotonic() < deadline, f"no {what} within {DEADLINE_S} s"
@@ -157,26 +156,26 @@ class Rig:
                 self.results[ended.lease] = ended
 
     def finish(self, *requests: GroupRequest) -> list[GroupResult]:
-        """Go on until these groups have ended well; return what came of them."""
+        """Step until these groups have ended; return their results."""
         self.until(lambda: all(request.lease in self.results for request in requests), "result")
         found = [self.results.pop(request.lease) for request in requests]
         assert all(isinstance(result, GroupResult) for result in found), found
         return found  # type: ignore[return-value]
 
     def run(self, *requests: GroupRequest) -> list[GroupResult]:
-        """Add groups, and finish them."""
+        """Add groups and return their results."""
         for request in requests:
             self.engine.add(request)
         return self.finish(*requests)
 
     def offer(self) -> Offer:
-        """Publish another version, with other weights."""
+        """Publish another version."""
         version = max(self.models) + 1
         self.models[version] = make_reference(self.folder, seed=version)
         return self.publisher.publish(version, live_tensors(self.models[version]))
 
     def pull(self, offer: Offer, *, in_place: bool = False, cancelled: bool = False) -> None:
-        """Have the engine pull, in a thread, while it goes on."""
+        """Make the engine pull in a thread while it generates."""
         plan = make_plan(self.publisher.layout, self.engine.layout())
         pull: Future[Any] = self._pulls.submit(
             self.engine.pull,
@@ -192,13 +191,13 @@ class Rig:
         pull.result()
 
     def adopt(self, mode: CacheMode) -> AdoptionReport:
-        """Bring the engine to another version, as the shell does."""
+        """Make the engine adopt another version, as the shell does."""
         offer = self.offer()
         self.pull(offer)
         return self.switch(offer, mode)
 
     def switch(self, offer: Offer, mode: CacheMode) -> AdoptionReport:
-        """Have the engine adopt what it has pulled."""
+        """Make the engine adopt the version that it has pulled."""
         adopted = self.engine.adopt(mode)
         assert adopted.proven
         assert adopted.root == offer.root
@@ -206,7 +205,7 @@ class Rig:
         return adopted
 
     def check(self, asked: GroupRequest, result: GroupResult, versions: set[int] | None = None) -> None:
-        """Hold everything that was promised of a result against what was asked for."""
+        """Check a result against its request."""
         assert result.lease == asked.lease
         assert result.prompt_ids.tolist() == asked.prompt_ids
         assert result.prompt_ids.dtype == np.int32
@@ -227,7 +226,7 @@ class Rig:
         )
         assert len(tokens) == len(completion.logprobs) == len(completion.versions) > 0
         stops = {EOS, *asked.sampling.stop_token_ids}
-        assert not stops & set(tokens[:-1]), "it went on behind its end"
+        assert not stops & set(tokens[:-1]), "it continued after its end"
         bound = min(asked.sampling.max_tokens, CONTEXT - len(asked.prompt_ids))
         if tokens[-1] in stops:
             assert completion.status is Status.OK
@@ -235,7 +234,7 @@ class Rig:
             assert (len(tokens), completion.status) == (bound, Status.TRUNCATED)
 
     def logprobs(self, model: Any, asked: GroupRequest, completion: Completion | PartialCompletion) -> Any:
-        """Return the log-probabilities of a completion's tokens by one plain pass over the whole sequence."""
+        """Return the log-probabilities of a completion's tokens by one forward pass over the whole sequence."""
         tokens = completion.token_ids.tolist()
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[*asked.prompt_ids, *tokens]]), use_cache=False).logits[0]
@@ -301,7 +300,7 @@ class EngineConformance:
 
     @pytest.fixture(autouse=True)
     def empty(self, rig: Rig) -> Iterator[None]:
-        """Let every test find an empty engine, and leave one."""
+        """Check that every test starts and ends with an empty engine."""
         assert (rig.engine.num_running, rig.engine.num_waiting) == (0, 0)
         yield
         assert (rig.engine.num_running, rig.engine.num_waiting) == (0, 0)
@@ -337,9 +336,9 @@ class EngineConformance:
         lengths = (1, 2, 30, CONTEXT - 1)
         asked = [rig.request(rig.prompt(n, length), 2, max_tokens=6) for n, length in enumerate(lengths)]
         asked = [replace(one, score_prompt=True) for one in asked]
-        beside = rig.request(rig.prompt(9, 20), max_tokens=6)
+        other = rig.request(rig.prompt(9, 20), max_tokens=6)
         for _ in range(2):
-            *results, plain = rig.run(*asked, beside)
+            *results, plain = rig.run(*asked, other)
             assert plain.prompt_logprobs is None
             for one, result in zip(asked, results, strict=True):
                 rig.check(one, result)
@@ -370,11 +369,11 @@ class EngineConformance:
         assert rig.engine.num_tokens - before == sum(len(c.token_ids) for c in result.completions)
 
     def test_listener_gets_every_token_once(self, rig: Rig) -> None:
-        heard = rig.heard()
-        (result,) = rig.run(rig.request(rig.prompt(2, 5), 3, heard, max_tokens=12))
+        recorder = rig.recorder()
+        (result,) = rig.run(rig.request(rig.prompt(2, 5), 3, recorder, max_tokens=12))
         for index, completion in enumerate(result.completions):
-            assert heard.tokens[index] == completion.token_ids.tolist()
-            np.testing.assert_allclose(heard.logprobs[index], completion.logprobs, rtol=1e-6)
+            assert recorder.tokens[index] == completion.token_ids.tolist()
+            np.testing.assert_allclose(recorder.logprobs[index], completion.logprobs, rtol=1e-6)
 
     def test_seed_determines_the_tokens(self, rig: Rig) -> None:
         prompt = rig.prompt(3, 6)
@@ -459,13 +458,13 @@ class EngineConformance:
     # --- interruptions ---------------------------------------------------------------------------------------------
 
     def test_cancel_leaves_other_groups_alone(self, rig: Rig) -> None:
-        heard = rig.heard()
-        runs = rig.request(rig.prompt(8, 4), 4, heard, max_tokens=self.facts.long)
+        recorder = rig.recorder()
+        runs = rig.request(rig.prompt(8, 4), 4, recorder, max_tokens=self.facts.long)
         stays = rig.request(rig.prompt(9, 5), 3, max_tokens=12)
         waits = rig.request(rig.prompt(10, 5), MAX_ROWS, max_tokens=self.facts.long)
         for one in (runs, stays, waits):
             rig.engine.add(one)
-        rig.until(heard.has(1), "token")
+        rig.until(recorder.has(1), "token")
         assert rig.engine.cancel(waits.lease)
         assert rig.engine.cancel(runs.lease)
         assert not rig.engine.cancel(runs.lease)
@@ -473,41 +472,41 @@ class EngineConformance:
         rig.check(stays, *rig.finish(stays))
 
     def test_paused_engine_samples_nothing(self, rig: Rig) -> None:
-        heard = rig.heard()
-        asked = rig.request(rig.prompt(11, 4), 3, heard, max_tokens=self.facts.long)
+        recorder = rig.recorder()
+        asked = rig.request(rig.prompt(11, 4), 3, recorder, max_tokens=self.facts.long)
         rig.engine.add(asked)
-        rig.until(heard.has(2), "token")
+        rig.until(recorder.has(2), "token")
         rig.engine.pause()
         rig.engine.pause()  # a second call changes nothing
         before = rig.engine.num_tokens
         late = rig.request(rig.prompt(12, 4), max_tokens=4)
         rig.engine.add(late)
         for _ in range(20):
-            assert all(ended.lease == asked.lease for ended in self._kept(rig))
+            assert all(ended.lease == asked.lease for ended in self._step_and_keep(rig))
         assert rig.engine.num_tokens == before
         rig.engine.resume()
         for one, result in zip((asked, late), rig.finish(asked, late), strict=True):
             rig.check(one, result)
 
-    def _kept(self, rig: Rig) -> list[GroupResult | GroupFailed]:
-        """Step once, and keep what ended before the pause."""
+    def _step_and_keep(self, rig: Rig) -> list[GroupResult | GroupFailed]:
+        """Step once, and keep the groups that ended before the pause."""
         ended = rig.engine.step()
         rig.results.update((one.lease, one) for one in ended)
         return ended
 
     def test_interrupted_group_resumes(self, rig: Rig) -> None:
         plain, whole = self._long_group(rig)
-        heard = rig.heard()
-        first = replace(plain, lease="generate:cut:0", listener=heard)
+        recorder = rig.recorder()
+        first = replace(plain, lease="generate:cut:0", listener=recorder)
         rig.engine.add(first)
-        rig.until(heard.has(3, num_completions=2), "token")
+        rig.until(recorder.has(3, num_completions=2), "token")
         partials = rig.engine.interrupt(first.lease)
         assert partials is not None
         assert rig.engine.interrupt(first.lease) is None, "it is taken out"
         for index, partial in enumerate(partials):
-            assert partial.token_ids.tolist() == heard.tokens.get(index, [])
+            assert partial.token_ids.tolist() == recorder.tokens.get(index, [])
             assert len(partial.token_ids) == len(partial.logprobs) == len(partial.versions)
-        again = rig.heard()
+        again = rig.recorder()
         second = replace(first, partial=partials, listener=again)
         (result,) = rig.run(second)
         rig.check(second, result)
@@ -515,12 +514,12 @@ class EngineConformance:
             tokens, num = completion.token_ids.tolist(), len(partial.token_ids)
             assert tokens[:num] == partial.token_ids.tolist(), "no token is thrown away"
             np.testing.assert_array_equal(completion.logprobs[:num], partial.logprobs)
-            assert tokens[num:] == again.tokens.get(index, []), "and none is told twice"
+            assert tokens[num:] == again.tokens.get(index, []), "and none is reported twice"
             if self.facts.resumes_draws:
                 assert tokens == whole.completions[index].token_ids.tolist()
 
     def _long_group(self, rig: Rig) -> tuple[GroupRequest, GroupResult]:
-        """Return a group of which some completion is long enough to be interrupted, and what it comes to."""
+        """Return a request with a completion that is long enough to be interrupted, and its result."""
         for seed in range(40):
             asked = rig.request(rig.prompt(13, 6), 3, seed=seed, max_tokens=self.facts.long)
             (result,) = rig.run(asked)
@@ -550,17 +549,17 @@ class EngineConformance:
     @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
     @pytest.mark.parametrize("mode", ["keep", "recompute", "salt"])
     def test_adoption_between_two_tokens(self, rig: Rig, mode: CacheMode, in_place: bool) -> None:
-        heard, old, offer = rig.heard(), rig.engine.version, rig.offer()
+        recorder, old, offer = rig.recorder(), rig.engine.version, rig.offer()
         if not in_place:
-            beside = rig.request(rig.prompt(15, 5), 2, max_tokens=self.facts.long)
-            rig.engine.add(beside)
+            other = rig.request(rig.prompt(15, 5), 2, max_tokens=self.facts.long)
+            rig.engine.add(other)
             rig.pull(offer)
-            rig.check(beside, *rig.finish(beside))
-        asked = [rig.request(rig.prompt(16, 7), 3, heard, seed=1, max_tokens=self.facts.long)]
+            rig.check(other, *rig.finish(other))
+        asked = [rig.request(rig.prompt(16, 7), 3, recorder, seed=1, max_tokens=self.facts.long)]
         asked += [rig.request(rig.prompt(17 + n, 20 * n + 1), 2, seed=n, max_tokens=self.facts.long) for n in range(2)]
         for one in asked:
             rig.engine.add(one)
-        rig.until(heard.has(3), "token")
+        rig.until(recorder.has(3), "token")
         if in_place:
             rig.engine.pause()
             rig.pull(offer, in_place=True)
@@ -575,14 +574,14 @@ class EngineConformance:
                 seen |= set(completion.versions.tolist())
                 self._check_versions(rig, one, completion, (old, adopted.version), mode)
         assert seen == {old, adopted.version}
-        # Those that come later know nothing of the old weights; under `keep` they may share what these left behind.
+        # Later groups use only the new weights; under `keep` they may share the old cache.
         later = rig.request(asked[0].prompt_ids if mode != "keep" else rig.prompt(99, 5), 2, seed=3, max_tokens=9)
         rig.check(later, *rig.run(later))
 
     def _check_versions(
         self, rig: Rig, asked: GroupRequest, completion: Completion, versions: tuple[int, int], mode: CacheMode
     ) -> None:
-        """Hold each token's log-probability against a pass of the weights that it is said to be of."""
+        """Compare each log-probability with a forward pass over the weights of its version."""
         old, new = versions
         num_old = int((completion.versions == old).sum())
         assert completion.versions.tolist() == [old] * num_old + [new] * (len(completion.versions) - num_old)
@@ -597,7 +596,7 @@ class EngineConformance:
     def _on_old_cache(
         self, rig: Rig, asked: GroupRequest, completion: Completion, num_old: int, versions: tuple[int, int]
     ) -> Any:
-        """Return the log-probabilities of the new weights' tokens on the keys and values that the old ones left."""
+        """Return the log-probabilities of the new weights' tokens on the KV cache of the old ones."""
         tokens = completion.token_ids.tolist()
         sequence = torch.tensor([[*asked.prompt_ids, *tokens]])
         fed = len(asked.prompt_ids) + num_old - 1

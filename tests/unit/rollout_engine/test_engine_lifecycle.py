@@ -91,7 +91,7 @@ def test_groups_wait_in_order_until_their_rows_fit() -> None:
     for lease, count in (("a", 3), ("b", 3), ("c", 1)):
         engine.add(request(lease, [1, 2], count, max_tokens=2))
     engine.step()
-    # `c` would fit beside `a`, and waits all the same: first come, first served.
+    # `c` would fit next to `a`, but groups start in first-in, first-out order.
     assert (engine.num_running, engine.num_waiting) == (3, 2)
     assert [ended.lease for ended in engine.step()] == ["a"]
     engine.step()

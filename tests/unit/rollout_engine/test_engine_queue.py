@@ -25,7 +25,7 @@ class Gone(TransformersEngine):
     """An engine that is lost at the first call."""
 
     def add(self, request: GroupRequest) -> None:
-        raise EngineLostError("it is gone")
+        raise EngineLostError("the engine died")
 
 
 class LostOnTheWay(TransformersEngine):
@@ -44,7 +44,7 @@ class LostOnTheWay(TransformersEngine):
     def _look(self, call: str) -> None:
         if self.lost_by == call:
             self.lost_by = ""
-            raise EngineLostError("it is gone")
+            raise EngineLostError("the engine died")
 
 
 def make_door() -> tuple[EngineQueue, threading.Event]:
@@ -183,10 +183,10 @@ def test_queue_running_request_cannot_be_cancelled_by_its_future() -> None:
 
 def test_queue_resumes_requests_on_the_next_engine() -> None:
     (engine_queue, _), first, second = make_door(), make_engine(), make_engine()
-    heard: list[int] = []
+    streamed: list[int] = []
     asked = request(LEASE_PREFIX + "a", [1, 2, 3], 1, max_tokens=12, seed=1)
     future = engine_queue.submit(
-        GroupRequest(asked.lease, asked.prompt_ids, 1, asked.sampling, listener=lambda _, ids, __: heard.extend(ids))
+        GroupRequest(asked.lease, asked.prompt_ids, 1, asked.sampling, listener=lambda _, ids, __: streamed.extend(ids))
     )
     engine_queue.serve(first, admit=True)
     for _ in range(5):
@@ -198,13 +198,13 @@ def test_queue_resumes_requests_on_the_next_engine() -> None:
     engine_queue.serve(second, admit=True)
     settle(engine_queue, second)
     assert second.num_tokens == 7 + 2 * 6
-    assert tokens(future.result(0)) == [heard]
+    assert tokens(future.result(0)) == [streamed]
     assert late.done()
     plain = make_engine()
     plain.add(asked)
     (whole,) = [result for _ in range(12) for result in plain.step()]
     assert isinstance(whole, GroupResult)
-    assert tokens(whole) == [heard]
+    assert tokens(whole) == [streamed]
 
 
 def test_queue_stopped_request_ends_with_the_next_engine() -> None:
@@ -252,7 +252,7 @@ def test_queue_engine_lost_during_a_cancellation_loses_no_request(call: str) -> 
     assert [len(ids) for ids in tokens(enough.result(0))] == [5, 5]
     settle(engine_queue, other)
     assert [len(ids) for ids in tokens(late.result(0))] == [6, 6]
-    assert other.num_tokens == 2 * 6, "what nobody wants any longer was generated"
+    assert other.num_tokens == 2 * 6, "a cancelled request was generated"
     assert not unwanted.done()
 
 
