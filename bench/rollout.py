@@ -1,20 +1,20 @@
-"""What the rollout service costs: tokens per second beside vLLM driven directly, and what an adoption takes from them.
+"""Cost of the rollout service: tokens per second relative to vLLM driven directly, and tokens lost per adoption.
 
     python bench/rollout.py [--quick] [--modes keep,recompute,salt,finish]
 
-*Beside vLLM.* The same prompts, completions and sampling through `starling rollout` (rollout_desk.py: a hub in the
-controller's place, encrypted; texts in, token ids, log-probabilities, versions and texts out) and through AsyncLLM in a
-process that does nothing else (rollout_direct.py), started with the same arguments, so with the same processes and
-threads. A load is given to a side all at once; the sides take sharing, and only one of them has work.
+*Relative to vLLM.* The same prompts, completions and sampling through `starling rollout` (rollout_controller.py: a hub
+instead of the controller, encrypted; texts in, token ids, log-probabilities, versions and texts out) and through
+AsyncLLM in a process that does nothing else (rollout_direct.py), started with the same arguments, so with the same
+processes and threads. A load is submitted all at once; the two sides alternate, and only one of them has work.
 
-*Adoptions.* The same load, several times as long and so many groups at a time, without adoptions and with one every 2
-seconds, in sharing. The weights come from a publisher in the process of the benchmark, on the same cores. Tokens *lost*
-to an adoption are those that were not sampled in the time, by the difference of the rates: its pause, the transfer on
-shared cores, what was computed anew, and under `finish` the rows that stood empty.
+*Adoptions.* A longer load with a fixed number of groups in flight, alternating without adoptions and with one every 2
+seconds. The weights come from a publisher in the process of the benchmark, on the same cores. Tokens *lost*
+to an adoption follow from the difference of the rates: its pause, the transfer on shared cores, the recomputed cache,
+and under `finish` the rows that were empty.
 
 The model has 29 million parameters in bfloat16 (8 layers, hidden 512, vocabulary 8192), so that computing dominates on
 a CPU; one thread. `--quick` takes a smaller one, one mode and short loads; most of its time, over a minute on two
-cores, goes into starting vLLM. Beside wall clock, which other work on the machine disturbs, stand processor seconds.
+cores, goes into starting vLLM. CPU seconds are reported as well as wall time, which other work on the machine disturbs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any, Final
 
 import tomli_w
 from figure import machine, print_figure, progress, rounded, versions
-from rollout_desk import Desk, Job, Served, cpu_seconds, end, serving
+from rollout_controller import BenchController, Job, Served, cpu_seconds, end, serving
 
 HERE: Final = Path(__file__).resolve().parent
 MODES: Final = ("keep", "recompute", "salt", "finish")
@@ -56,7 +56,7 @@ class Scale:
     hidden_size: int
     rounds: int
     loads: int
-    """Groups of a load beside vLLM, in units of what runs at a time; twice those with adoptions."""
+    """Groups of a load in multiples of `IN_FLIGHT`; twice as many with adoptions."""
     modes: tuple[str, ...]
 
 
@@ -129,14 +129,14 @@ def make_weights(model: Path) -> list[dict[str, Any]]:
 
 
 class Direct:
-    """vLLM by itself."""
+    """vLLM driven directly."""
 
     def __init__(self, process: subprocess.Popen[str], tokenizer: Any) -> None:
         self._process, self._tokenizer = process, tokenizer
 
     def run(self, jobs: Sequence[Job]) -> Served:
-        """Have the jobs done, all at once."""
-        told = [
+        """Run the jobs, all at once."""
+        requests = [
             {
                 "prompt_ids": self._tokenizer.encode(job.text),
                 "num_completions": job.num_completions,
@@ -147,27 +147,27 @@ class Direct:
         ]
         assert self._process.stdin is not None
         begin_cpu = cpu_seconds(self._process.pid)
-        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.write(json.dumps(requests) + "\n")
         self._process.stdin.flush()
-        answer = self.hear()
+        answer = self.read_answer()
         return Served(answer["seconds"], answer["num_tokens"], cpu_seconds(self._process.pid) - begin_cpu)
 
-    def hear(self) -> dict[str, Any]:
+    def read_answer(self) -> dict[str, Any]:
         """Return its next answer."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("vLLM by itself ended: what it said stands above")
+            raise SystemExit("vLLM ended; see its output above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 @contextmanager
 def direct(folder: Path, settings: dict[str, Any], tokenizer: Any) -> Iterator[Direct]:
-    """Start vLLM by itself; it is ended when the context is left."""
+    """Start vLLM, and end it afterwards."""
     file = folder / "direct.json"
-    told = {**settings, "eos_token_ids": [tokenizer.eos_token_id], "on_cpu": True}
-    file.write_text(json.dumps(told))
+    described = {**settings, "eos_token_ids": [tokenizer.eos_token_id], "on_cpu": True}
+    file.write_text(json.dumps(described))
     process = subprocess.Popen(
         [sys.executable, str(HERE / "rollout_direct.py"), str(file)],
         stdin=subprocess.PIPE,
@@ -179,47 +179,47 @@ def direct(folder: Path, settings: dict[str, Any], tokenizer: Any) -> Iterator[D
     assert process.stdin is not None
     try:
         side = Direct(process, tokenizer)
-        side.hear()
+        side.read_answer()
         yield side
     finally:
-        process.stdin.close()  # which it ends at, in order
+        process.stdin.close()  # at which it shuts down
         end(process)
 
 
 @contextmanager
-def service(folder: Path, settings: dict[str, Any], weights: list[dict[str, Any]]) -> Iterator[Desk]:
+def service(folder: Path, settings: dict[str, Any], weights: list[dict[str, Any]]) -> Iterator[BenchController]:
     """Start a rollout with these settings."""
     file = folder / "rollout.toml"
     file.write_text(tomli_w.dumps(settings))
-    with serving(folder, ("--config", str(file)), weights) as desk:
-        yield desk
+    with serving(folder, ("--config", str(file)), weights) as controller:
+        yield controller
 
 
 # --- the measurements ------------------------------------------------------------------------------------------------
 
 
-def beside(sides: dict[str, Any], scale: Scale) -> dict[str, list[Served]]:
-    """Return what each side served, round by round."""
+def compare(sides: dict[str, Any], scale: Scale) -> dict[str, list[Served]]:
+    """Return the measurements of each side, round by round."""
     found: dict[str, list[Served]] = {name: [] for name in sides}
     for number in range(scale.rounds + 1):
         jobs = jobs_of(scale.loads * IN_FLIGHT, seed=number)
         for name, side in sides.items():
             served = side.run(jobs)
-            if number:  # the first is for warming up
+            if number:  # the first round warms up
                 found[name].append(served)
         last = {name: served[-1] for name, served in found.items() if served}
-        told = ", ".join(f"{name} {one.rate:.0f}/s ({one.cpu_s:.1f} s of processors)" for name, one in last.items())
-        progress(f"round {number} of {scale.rounds}: {told}")
+        summary = ", ".join(f"{name} {one.rate:.0f}/s ({one.cpu_s:.1f} CPU s)" for name, one in last.items())
+        progress(f"round {number} of {scale.rounds}: {summary}")
     return found
 
 
-def adopting(desk: Desk, mode: str, scale: Scale) -> tuple[list[Served], list[Served]]:
-    """Return what was served without adoptions and with them, in sharing."""
+def adopting(controller: BenchController, mode: str, scale: Scale) -> tuple[list[Served], list[Served]]:
+    """Return the measurements without adoptions and with them, alternating."""
     without, during = [], []
     for number in range(scale.rounds):
         jobs = jobs_of(2 * scale.loads * IN_FLIGHT, seed=100 + number)
-        without.append(desk.run(jobs, in_flight=IN_FLIGHT))
-        during.append(desk.run(jobs, in_flight=IN_FLIGHT, adopt_every_s=ADOPT_EVERY_S))
+        without.append(controller.run(jobs, in_flight=IN_FLIGHT))
+        during.append(controller.run(jobs, in_flight=IN_FLIGHT, adopt_every_s=ADOPT_EVERY_S))
         progress(
             f"{mode}, round {number + 1} of {scale.rounds}: {without[-1].rate:.0f}/s without adoptions, "
             f"{during[-1].rate:.0f}/s with {len(during[-1].adopted)}"
@@ -227,7 +227,7 @@ def adopting(desk: Desk, mode: str, scale: Scale) -> tuple[list[Served], list[Se
     return without, during
 
 
-def report_beside(found: dict[str, list[Served]], about: dict[str, Any]) -> None:
+def report_comparison(found: dict[str, list[Served]], about: dict[str, Any]) -> None:
     """Print the ratios over vLLM driven directly."""
     detail = {
         "tokens_per_s": {side: rounded(median(one.rate for one in served)) for side, served in found.items()},
@@ -279,14 +279,14 @@ def report_adoptions(mode: str, without: list[Served], during: list[Served], abo
 
 
 class AllAtOnce:
-    """A desk that is given its loads as `Direct` is."""
+    """The rollout service, loaded like `Direct`."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, controller: BenchController) -> None:
+        self._controller = controller
 
     def run(self, jobs: Sequence[Job]) -> Served:
-        """Have the jobs done, all at once."""
-        return self._desk.run(jobs, in_flight=len(jobs))
+        """Run the jobs, all at once."""
+        return self._controller.run(jobs, in_flight=len(jobs))
 
 
 def measure(scale: Scale, folder: Path) -> None:
@@ -305,13 +305,13 @@ def measure(scale: Scale, folder: Path) -> None:
     for number, mode in enumerate(scale.modes):
         settings = settings_of(model, mode)
         progress(f"starting a rollout that adopts by {mode}")
-        with service(folder, settings, weights) as desk:
+        with service(folder, settings, weights) as controller:
             if number == 0:
-                progress("starting vLLM by itself")
+                progress("starting vLLM")
                 with direct(folder, settings, tokenizer) as alone:
-                    found = beside({"service": AllAtOnce(desk), "direct": alone}, scale)
-                report_beside(found, about)
-            report_adoptions(mode, *adopting(desk, mode, scale), about)
+                    found = compare({"service": AllAtOnce(controller), "direct": alone}, scale)
+                report_comparison(found, about)
+            report_adoptions(mode, *adopting(controller, mode, scale), about)
 
 
 def main() -> None:

@@ -1,11 +1,10 @@
-"""vLLM by itself, as `rollout.py` compares with it: AsyncLLM in a process that does nothing else.
+"""vLLM driven directly, for `rollout.py`: AsyncLLM in a process that does nothing else.
 
     python rollout_direct.py SETTINGS.json
 
-Started with the arguments and the environment that Starling's engine starts it with, but for Starling's own extension
-of its workers. Told a load of prompts, as
-one line of JSON on standard input, it gives all of them to vLLM at once, a request with n completions for each, asks
-for final outputs only, and says how long it took and how many tokens came.
+vLLM gets the arguments and the environment of Starling's engine, without the worker extension. For each line of JSON on
+standard input, a list of prompts, the process submits all prompts at once, as requests with n completions and final
+outputs only, and prints the seconds and the number of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from starling.rollout.settings import RolloutSettings
 
 
 def spec_of(settings: dict[str, Any]) -> EngineSpec:
-    """Return what an engine with these settings would be made of."""
+    """Return the spec of an engine with these settings."""
     model = validate(ModelSettings, settings["model"])
     rollout = validate(RolloutSettings, settings["rollout"])
     return EngineSpec(
@@ -41,7 +40,7 @@ def spec_of(settings: dict[str, Any]) -> EngineSpec:
 
 
 async def generate(engine: Any, jobs: list[dict[str, Any]], eos_token_ids: list[int]) -> int:
-    """Have all jobs done. Returns how many tokens were sampled."""
+    """Run all jobs; return the number of sampled tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -66,13 +65,13 @@ async def generate(engine: Any, jobs: list[dict[str, Any]], eos_token_ids: list[
 
 
 async def serve(settings: dict[str, Any], answers: Any) -> None:
-    """Start vLLM, and do what standard input says until it ends."""
+    """Start vLLM, and run the loads from standard input until it ends."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     given = arguments(spec_of(settings), on_cpu=current_platform.is_cpu())
-    del given["worker_extension_cls"]  # which brings weights into its workers, and on a CPU keeps room for them
+    del given["worker_extension_cls"]  # it pulls weights, and on a CPU keeps unpacked copies of them
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
     try:
         print(json.dumps({"ready": True}), file=answers, flush=True)
@@ -86,7 +85,7 @@ async def serve(settings: dict[str, Any], answers: Any) -> None:
 
 
 def main() -> None:
-    """Be the process."""
+    """Run the process."""
     settings = json.loads(Path(sys.argv[1]).read_text())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM writes to standard output, too

@@ -1,7 +1,7 @@
-"""The controller's and the policy's side of `rollout.py`: one real rollout process, its prompts and its weights.
+"""Minimal controller and policy for `rollout.py`: one rollout process, its prompts and its weights.
 
-The process is what `starling rollout` starts. It speaks with a real `Hub`, encrypted; its weights come from a real
-`Publisher`. What the controller's core would decide is decided here: which group is next, and when to adopt.
+The process is what `starling rollout` starts. It connects to a real `Hub`, encrypted, and pulls from a real
+`Publisher`. This module replaces the decisions of the controller's core: which group is next, and when to adopt.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Job:
 
 @dataclass
 class Served:
-    """What came of a load of jobs."""
+    """Measurements of one load of jobs."""
 
     seconds: float
     num_tokens: int
     cpu_s: float = 0.0
-    """Processor seconds of the side's processes."""
+    """CPU seconds of the measured processes."""
     adopted: list[wire.WeightsAdopted] = field(default_factory=list)
 
     @property
@@ -64,17 +64,17 @@ class Served:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor seconds of a process and of all below it, so far."""
+    """Return the CPU seconds of a process and its descendants so far."""
     process = psutil.Process(pid)
     times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
     return sum(found.user + found.system for found in times)
 
 
-class Desk:
-    """One rollout that has joined and adopted version 0."""
+class BenchController:
+    """Controller and publisher of one rollout that has adopted version 0."""
 
     def __init__(self, hub: Hub, pid: int, weights: Sequence[Mapping[str, Any]]) -> None:
-        """Wait for the rollout, and give it its first weights; versions have the tensors of `weights` in turn."""
+        """Wait for the rollout and make it adopt version 0; versions cycle through the tensors of `weights`."""
         self._hub, self._pid, self._num_leases, self._version = hub, pid, 0, -1
         self._weights = cycle(weights)
         source = layout_of(weights[0], "policy-0")
@@ -85,19 +85,19 @@ class Desk:
         self.transport = "+".join(adopted.lanes) or adopted.transport
 
     def run(self, jobs: Sequence[Job], *, in_flight: int, adopt_every_s: float | None = None) -> Served:
-        """Have the jobs done, so many at a time, with an adoption now and then; returns when all have come back."""
-        waiting, held = list(reversed(jobs)), set[str]()
+        """Run the jobs, `in_flight` at a time, with an adoption every `adopt_every_s`; return when all have ended."""
+        waiting, leases = list(reversed(jobs)), set[str]()
         begin, begin_cpu = time.monotonic(), cpu_seconds(self._pid)
         served, due, adopting = Served(0.0, 0), begin + (adopt_every_s or 0.0), ""
-        while waiting or held:
-            while waiting and len(held) < in_flight:
-                held.add(self._generate(waiting.pop()))
+        while waiting or leases:
+            while waiting and len(leases) < in_flight:
+                leases.add(self._generate(waiting.pop()))
             if adopt_every_s is not None and not adopting and time.monotonic() >= due:
                 due, adopting = max(due + adopt_every_s, time.monotonic()), self._adopt()
             for message in self._poll(begin + WORK_S):
                 match message:
-                    case wire.GroupGenerated(lease=lease) if lease in held:
-                        held.remove(lease)
+                    case wire.GroupGenerated(lease=lease) if lease in leases:
+                        leases.remove(lease)
                         served.num_tokens += sum(made.num_tokens for made in message.trajectories)
                     case wire.WeightsAdopted(lease=lease) if lease == adopting:
                         adopting = ""
@@ -110,25 +110,25 @@ class Desk:
         return served
 
     def close(self) -> None:
-        """End what it serves."""
+        """Close the publisher."""
         self._publisher.close()
 
     def _welcome(self) -> Layout:
-        """Wait until the rollout says hello. Returns what it holds."""
+        """Wait for the rollout's hello; return its layout."""
         deadline = time.monotonic() + START_S
         while True:
-            for happened in self._hub.poll(POLL_S):
-                if isinstance(happened, ReceivedMessage) and isinstance(happened.message, wire.Hello):
-                    self._greet(happened)
-                    return decode(Layout, happened.buffers[0])
+            for event in self._hub.poll(POLL_S):
+                if isinstance(event, ReceivedMessage) and isinstance(event.message, wire.Hello):
+                    self._greet(event)
+                    return decode(Layout, event.buffers[0])
             if time.monotonic() > deadline:
                 raise SystemExit(f"the rollout did not start within {START_S:g} s")
 
     def _greet(self, answered: ReceivedMessage) -> None:
-        """Answer a hello or a heartbeat: the rollout wants to know which."""
-        said = answered.envelope
+        """Answer a hello or a heartbeat."""
+        envelope = answered.envelope
         welcome = wire.Welcome(heartbeat_s=HEARTBEAT_S, lease_s=WORK_S)
-        self._hub.send(NAME, welcome, cause=f"{said.sender}/{said.incarnation}/{said.seq}")
+        self._hub.send(NAME, welcome, cause=f"{envelope.sender}/{envelope.incarnation}/{envelope.seq}")
 
     def _lease(self, kind: str) -> str:
         self._num_leases += 1
@@ -144,16 +144,16 @@ class Desk:
             sampling=wire.Sampling(max_tokens=job.max_tokens, seed=job.seed),
             min_version=0,
         )
-        assert self._hub.send(NAME, message), "the rollout reads"
+        assert self._hub.send(NAME, message), "the rollout is connected"
         return lease
 
     def _adopt(self) -> str:
-        """Publish the next version and have it adopted. Returns the lease."""
+        """Publish the next version and order its adoption; return the lease."""
         self._version += 1
         offer = self._publisher.publish(self._version, next(self._weights))
         lease = self._lease("adopt")
         message = wire.AdoptWeights(lease=lease, version=self._version, source="policy-0")
-        assert self._hub.send(NAME, message, buffers=(encode(offer), self._plan)), "the rollout reads"
+        assert self._hub.send(NAME, message, buffers=(encode(offer), self._plan)), "the rollout is connected"
         return lease
 
     def _answer(self, lease: str, kind: type[wire.WeightsAdopted], timeout_s: float) -> wire.WeightsAdopted:
@@ -166,23 +166,23 @@ class Desk:
                     return message
 
     def _poll(self, deadline: float) -> Iterator[wire.Up]:
-        """Yield what the rollout says, and answer what is to be answered at once."""
+        """Yield the rollout's messages; answer heartbeats and release leases."""
         if time.monotonic() > deadline:
             raise SystemExit("the rollout did not answer in time")
-        for happened in self._hub.poll(POLL_S):
-            if not isinstance(happened, ReceivedMessage):
-                raise SystemExit(f"{happened.name} is gone")
-            message = happened.message
+        for event in self._hub.poll(POLL_S):
+            if not isinstance(event, ReceivedMessage):
+                raise SystemExit(f"{event.name} has left")
+            message = event.message
             if isinstance(message, wire.Heartbeat):
-                self._greet(happened)
+                self._greet(event)
             elif (lease := getattr(message, "lease", None)) is not None:
                 self._hub.release(NAME, (lease,))
             yield message
 
 
 @contextmanager
-def serving(folder: Path, flags: Sequence[str], weights: Sequence[Mapping[str, Any]]) -> Iterator[Desk]:
-    """Start a rollout with these settings; it is ended when the context is left."""
+def serving(folder: Path, flags: Sequence[str], weights: Sequence[Mapping[str, Any]]) -> Iterator[BenchController]:
+    """Start a rollout with these settings, and end it afterwards."""
     keys = folder / "keys"
     keyring.make_keys(keys, [NAME], replace=keys.exists())
     hub = Hub(
@@ -199,14 +199,14 @@ def serving(folder: Path, flags: Sequence[str], weights: Sequence[Mapping[str, A
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
         try:
-            desk = Desk(hub, process.pid, weights)
+            controller = BenchController(hub, process.pid, weights)
             try:
-                yield desk
+                yield controller
             finally:
-                desk.close()
+                controller.close()
         except SystemExit as failed:
             log.seek(0)
-            raise SystemExit(f"{failed}; the rollout said:\n{log.read()[-4000:]}") from None
+            raise SystemExit(f"{failed}; the rollout's log:\n{log.read()[-4000:]}") from None
         finally:
             process.terminate()
             end(process)
@@ -214,7 +214,7 @@ def serving(folder: Path, flags: Sequence[str], weights: Sequence[Mapping[str, A
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Wait for a process to end that was told to; after a minute kill it. What it left behind is killed, too."""
+    """Wait for a terminating process; after a minute kill it. Kill the rest of its process group, too."""
     try:
         process.wait(60.0)
     except subprocess.TimeoutExpired:
