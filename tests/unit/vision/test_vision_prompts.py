@@ -156,7 +156,7 @@ def test_unreadable_media_are_rejected(encoder: PromptEncoder, tmp_path: Path) -
     assert "does not decode" in image_at(tmp_path)
     assert "is not fetched from elsewhere: give a path" in image_at("https://example.org/a.png")
     assert "is no data URL in base64" in image_at("data:image/png,abc")
-    assert "is no valid base64" in image_at("data:image/png;base64,!!")
+    assert "is not valid base64" in image_at("data:image/png;base64,!!")
     assert len(image_at("data:image/png;base64," + "A" * 4000)) < 300
 
 

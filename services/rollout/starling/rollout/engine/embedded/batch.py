@@ -250,12 +250,12 @@ class RunningRows:
             self._versions[slot, :length].copy(),
         )
 
-    def remove(self, gone: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def remove(self, removed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Remove rows, filling each gap with a row from the end; return the old number of each remaining row."""
-        left = int(len(gone) - gone.sum())
+        left = int(len(removed) - removed.sum())
         order = np.arange(left)
-        order[gone[:left]] = left + np.flatnonzero(~gone[left:])
-        self._free_slots.extend(int(slot) for slot in self.table["slot"][gone])
+        order[removed[:left]] = left + np.flatnonzero(~removed[left:])
+        self._free_slots.extend(int(slot) for slot in self.table["slot"][removed])
         self.table, self._stops = self.table[order], self._stops[order]
         return order
 

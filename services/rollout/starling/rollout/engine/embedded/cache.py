@@ -113,9 +113,9 @@ class RowCache(Cache):  # type: ignore[misc]
         full = self._mask[..., left:stop]
         if self._window is None:
             return full, None
-        gone = max(0, stop - self._window - left)
+        num_hidden = max(0, stop - self._window - left)
         sliding = full.clone()
-        sliding[..., :gone] = -torch.inf
+        sliding[..., :num_hidden] = -torch.inf
         return full, sliding
 
     def advance(self) -> None:

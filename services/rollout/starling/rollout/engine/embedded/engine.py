@@ -209,15 +209,15 @@ class TransformersEngine:
                 self._waiting.remove(group)
                 return group.request.partial
         number = next(n for n, group in self._running.items() if group.request.lease == lease)
-        group, gone = self._running.pop(number), self._rows.table["group"] == number
+        group, removed = self._running.pop(number), self._rows.table["group"] == number
         partials = {
             index: PartialCompletion(done.token_ids, done.logprobs, done.versions, done.status)
             for index, done in group.done.items()
         }
-        for row in np.flatnonzero(gone):
+        for row in np.flatnonzero(removed):
             partials.setdefault(int(self._rows.table["index"][row]), self._rows.partial(row))
         with torch.inference_mode():
-            self._remove_rows(gone)
+            self._remove_rows(removed)
         return tuple(partials[index] for index in range(group.request.num_completions))
 
     def step(self) -> list[GroupResult | GroupFailed]:
@@ -288,16 +288,16 @@ class TransformersEngine:
         self._num_tokens += int(sampled.sum())
         self._call_listeners(sampled & ~broken, token_ids, host[1])
         ended: list[GroupResult | GroupFailed] = []
-        gone = stopped | spent
+        removed = stopped | spent
         if broken.any():
             numbers = np.unique(table["group"][broken])
             ended.extend(self._fail(int(number)) for number in numbers)
-            gone |= np.isin(table["group"], numbers)
-        if gone.any():
-            ended.extend(self._finish(gone, stopped))
+            removed |= np.isin(table["group"], numbers)
+        if removed.any():
+            ended.extend(self._finish(removed, stopped))
             # Rows that replay an ended completion leave with their group.
-            gone |= ~np.isin(table["group"], list(self._running))
-            self._remove_rows(gone)
+            removed |= ~np.isin(table["group"], list(self._running))
+            self._remove_rows(removed)
         return ended
 
     def _call_listeners(
@@ -313,10 +313,10 @@ class TransformersEngine:
             assert listener is not None
             listener(int(table["index"][row]), (int(token_ids[row]),), (float(logprobs[row]),))
 
-    def _finish(self, gone: npt.NDArray[np.bool_], stopped: npt.NDArray[np.bool_]) -> list[GroupResult]:
+    def _finish(self, removed: npt.NDArray[np.bool_], stopped: npt.NDArray[np.bool_]) -> list[GroupResult]:
         """Store the completions of the rows that end; return the groups whose completions have all ended."""
         results = []
-        for row in np.flatnonzero(gone):
+        for row in np.flatnonzero(removed):
             record = self._rows.table[row]
             group = self._running.get(int(record["group"]))
             if group is None:  # it failed in this step
@@ -340,8 +340,8 @@ class TransformersEngine:
         reason = f"the model's logits are not finite at weight version {self._version}; check the weights"
         return GroupFailed(group.request.lease, reason)
 
-    def _remove_rows(self, gone: npt.NDArray[np.bool_]) -> None:
-        self._forward.cache.keep(self._rows.remove(gone))
+    def _remove_rows(self, removed: npt.NDArray[np.bool_]) -> None:
+        self._forward.cache.keep(self._rows.remove(removed))
         self._sampling = None
 
     # --- weights ---------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def _source(media: Media) -> Path | bytes:
             return base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError) as error:
             raise RequestError(
-                f"the {media.kind} {_named(media)} is no valid base64 ({error}): encode it anew"
+                f"the {media.kind} {_named(media)} is not valid base64 ({error}): encode it again"
             ) from None
     if uri.startswith("file://"):
         return Path(unquote(urlsplit(uri).path))

@@ -286,5 +286,5 @@ def _json(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}): write it anew") from error
+        raise ConfigError(f"{path} is not valid JSON ({error}): replace it") from error
     return found if isinstance(found, dict) else {}

@@ -198,17 +198,15 @@ class AsyncLlmThread:
 
     async def restart_unstarted(self) -> None:
         """Restart completions without tokens under the current salt, so that they share no cache of the old one."""
-        for completion in [
-            completion for completion in self._running if not completion.token_ids and completion.collector is not None
-        ]:
+        unstarted = [one for one in self._running if not one.token_ids and one.collector is not None]
+        for completion in unstarted:
             completion.restart = True
             await self._abort(completion)
 
     async def sleep(self) -> None:
         """Free device memory."""
-        await self._unless_lost(
-            self._llm.sleep(level=2 if self._adapter_layout is None else 1)
-        )  # level 1 keeps the base weights below adapters
+        level = 2 if self._adapter_layout is None else 1  # level 1 keeps the base weights below adapters
+        await self._unless_lost(self._llm.sleep(level=level))
 
     async def wake_up(self) -> None:
         """Allocate the device memory again."""
@@ -227,7 +225,7 @@ class AsyncLlmThread:
             result: T = task.result()
             return result
         task.cancel()
-        raise EngineLostError(self.lost_reason or "the engine's processes are gone")
+        raise EngineLostError(self.lost_reason or "the engine's processes have died")
 
     # --- start and shutdown ----------------------------------------------------------------------------------------
 
@@ -396,9 +394,8 @@ class AsyncLlmThread:
         completion.collector = await self._llm.add_request(
             f"{group.number}-{completion.index}", prompt, parameters, lora_request=self._lora_request
         )
-        completion.restart = (
-            not completion.aborted and salt != self.salt
-        )  # a version was adopted meanwhile: see `restart_unstarted`
+        # With another salt, a version was adopted meanwhile: see `restart_unstarted`.
+        completion.restart = not completion.aborted and salt != self.salt
         if completion.aborted or completion.restart:
             await self._abort(completion)
         finished = False
