@@ -1,4 +1,4 @@
-"""What a dry run says of a recipe, before anything is started."""
+"""Output of `starling run --dry-run` for a recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def said(recipe: str, *flags: str) -> Sequence[str]:
     return describe_arithmetic(load_recipe([RECIPES / recipe], flags))
 
 
-def test_an_algorithm_is_told_with_what_it_resolves_to() -> None:
+def test_dry_run_resolves_the_algorithm() -> None:
     flags = ("--policy.algorithm.name", "decoupled_ppo", "--policy.algorithm.clip-low", "0.125")
     flags += ("--policy.algorithm.num-minibatches", "4", "--policy.algorithm.num-passes", "2")
     lines = said("quickstart.toml", *flags, "--policy.algorithm.kl-coefficient", "0.01")
@@ -31,7 +31,7 @@ def test_an_algorithm_is_told_with_what_it_resolves_to() -> None:
     assert "updates: 2 passes x 4 minibatches = 8 a step" in lines
 
 
-def test_corrections_of_the_recipe_take_the_place_of_the_algorithms(tmp_path: Path) -> None:
+def test_corrections_of_the_recipe_replace_those_of_the_algorithm(tmp_path: Path) -> None:
     more = tmp_path / "more.toml"
     more.write_text(
         "[policy.algorithm]\nold = 'proximal'\n[[policy.algorithm.corrections]]\nkind = 'truncate'\nhigh = 2\n"
@@ -42,7 +42,7 @@ def test_corrections_of_the_recipe_take_the_place_of_the_algorithms(tmp_path: Pa
     assert "corrections: none" in said("quickstart.toml")
 
 
-def test_each_optimizer_of_the_run_is_told_with_its_schedule() -> None:
+def test_dry_run_lists_each_optimizer_with_its_schedule() -> None:
     schedule = ("--policy.optimizer.schedule", "wsd", "--policy.optimizer.decay-steps", "50")
     lines = said("quickstart.toml", *schedule, "--policy.optimizer.final-share", "0.1")
     told = [line for line in lines if line.startswith("optimizer")]
@@ -54,7 +54,7 @@ def test_each_optimizer_of_the_run_is_told_with_its_schedule() -> None:
     assert alone.startswith("optimizer of the supervised steps: adamw, ")
 
 
-def test_what_is_trained_and_travels_is_told(tmp_path: Path) -> None:
+def test_dry_run_names_trained_and_published_weights(tmp_path: Path) -> None:
     lines = said("quickstart.toml", "--policy.frozen", '["embed", "norm"]')
     assert "trained: all parameters but embed, norm" in lines
     assert (
@@ -76,7 +76,7 @@ def small_model(folder: Path) -> Path:
     return folder
 
 
-def test_a_wrong_algorithm_is_told_at_once() -> None:
+def test_unknown_algorithm_is_refused_by_the_dry_run() -> None:
     with pytest.raises(ConfigError, match="there is no algorithm 'grop': give one of grpo, "):
         said("quickstart.toml", "--policy.algorithm.name", "grop")
     with pytest.raises(ConfigError, match=r"policy\.algorithm, gspo: there is no option 'dual_clip'"):

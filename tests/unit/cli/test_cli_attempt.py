@@ -1,4 +1,4 @@
-"""Which attempt is meant, who runs it, and what of its metrics can be read."""
+"""Attempts: found by folder, locked by one process, and their metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attempts(folder: Path, run: str, *numbers: int) -> Path:
     return folder / run
 
 
-def test_a_folder_is_an_attempt_or_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_accepts_an_attempt_or_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = attempts(tmp_path, "quick", 9, 10)
     (run / "attempt-11").mkdir()  # nothing was begun in it
     (run / "attempt-old").mkdir()
@@ -31,7 +31,7 @@ def test_a_folder_is_an_attempt_or_a_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert Attempt.find(Path("attempt-9")).folder == run / "attempt-9"
 
 
-def test_without_a_folder_it_is_the_newest_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_without_a_folder_returns_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     older, newer = attempts(tmp_path / "runs", "b", 1, 2), attempts(tmp_path / "runs", "a", 1)
     for age, path in enumerate((newer / "attempt-1", older / "attempt-2", older / "attempt-1")):
         os.utime(path, (1e9 - age, 1e9 - age))
@@ -39,7 +39,7 @@ def test_without_a_folder_it_is_the_newest_of_all_runs(tmp_path: Path, monkeypat
     assert Attempt.find(None).folder == newer / "attempt-1"
 
 
-def test_no_run_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_without_any_run_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in (None, tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=r"there is no run in .*; give the folder of one"):
@@ -52,7 +52,7 @@ def hold(folder: Path, held: Event, done: Event) -> None:
     done.wait(60)
 
 
-def test_an_attempt_is_run_by_one_process_at_a_time(tmp_path: Path) -> None:
+def test_acquire_locks_the_attempt_for_one_process(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path)
     assert not attempt.is_over(), "nobody ran it yet"
     context = multiprocessing.get_context("fork")
@@ -70,7 +70,7 @@ def test_an_attempt_is_run_by_one_process_at_a_time(tmp_path: Path) -> None:
     assert attempt.is_over()
 
 
-def test_lines_that_were_cut_short_are_left_out(tmp_path: Path) -> None:
+def test_read_metrics_skips_truncated_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == []
     path.write_text('{"kind": "step", "step": 1}\n{"kind": "st{"kind": "step", "step": 2}\n{"kind": "left"}\n{"kind"')

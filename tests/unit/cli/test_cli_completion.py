@@ -1,4 +1,4 @@
-"""Completion scripts, run by the shells that they are for."""
+"""Completion scripts, in the shells themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`starling evaluate --model`, `infer`, `rollout --only`, `policy --replay`: what their command lines mean."""
+"""Recipes of `starling evaluate --model`, `infer`, `serve`, `rollout --only` and `policy --replay`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def recipe_of(command: str, *argv: str) -> tuple[Recipe, str]:
         (4, 2, 0, 2, "no GPU here: 4 shares of the CPU = 2 instances x tp 2"),
     ],
 )
-def test_instances_are_counted_and_told(num_gpus: int, tp_size: int, present: int, instances: int, told: str) -> None:
+def test_num_instances_divides_the_gpus(num_gpus: int, tp_size: int, present: int, instances: int, told: str) -> None:
     assert num_instances(num_gpus, tp_size, present) == (instances, told)
 
 
@@ -95,12 +95,14 @@ def test_instances_are_counted_and_told(num_gpus: int, tp_size: int, present: in
         (0, 1, 2, "must both be 1 or more"),
     ],
 )
-def test_numbers_that_make_no_instances(num_gpus: int, tp_size: int, present: int, problem: str) -> None:
+def test_num_instances_refuses_numbers_that_do_not_divide(
+    num_gpus: int, tp_size: int, present: int, problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         num_instances(num_gpus, tp_size, present)
 
 
-def test_each_instance_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_gives_each_instance_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6,7,2")
     assert visible_gpus() == ["4", "5", "6", "7", "2"]
     assert devices_of("rollout-0", 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
@@ -113,7 +115,7 @@ def test_each_instance_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- evaluate ------------------------------------------------------------------------------------------------------
 
 
-def test_the_recipe_of_an_evaluation(place: Path) -> None:
+def test_evaluation_recipe_has_tasks_and_scorers(place: Path) -> None:
     flags = ("--rollout.max-rows", "4", "--temperature", "0.5", "--num-completions", "4")
     recipe, told = recipe_of("evaluate", "--tasks", "gsm8k:sums.jsonl,math:proofs.jsonl", "--num-gpus", "2", *flags)
     assert told == "no GPU here: 2 shares of the CPU = 2 instances x tp 1"
@@ -135,7 +137,7 @@ def test_the_recipe_of_an_evaluation(place: Path) -> None:
     assert Path(recipe.model.path).is_absolute(), "it can be taken up from any folder"
 
 
-def test_gpus_are_shared_among_instances(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_recipe_shares_gpus_among_instances(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     recipe, told = recipe_of("evaluate", "--tasks", "words.toml", "--tp-size", "2", "--engine", "vllm")
     assert told == "4 GPUs = 2 instances x tp 2"
@@ -147,7 +149,7 @@ def test_gpus_are_shared_among_instances(place: Path, monkeypatch: pytest.Monkey
     assert (many.rollout.num_slots, many.launch.num_rollouts) == (32, 4)
 
 
-def test_what_tasks_are_named(place: Path) -> None:
+def test_find_tasks_names_each_task_once(place: Path) -> None:
     names = ["reasoning_gym:spell_backward", "sums.jsonl", "sums.jsonl", "words.toml", "hf:org/name"]
     tasks = find_tasks(names, TaskOptions(limit=5, scorer="prefix_match", plain=True))
     assert [(task.name, task.scorers[0]["name"]) for task in tasks] == [
@@ -165,7 +167,7 @@ def test_what_tasks_are_named(place: Path) -> None:
 # --- infer ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_prompts_says_what_they_are(place: Path) -> None:
+def test_inference_recipe_detects_the_prompt_column(place: Path) -> None:
     chats, _ = recipe_of("infer", "chats.jsonl", "--system", "Be kind.")
     assert [[message.content for message in prompt.messages] for prompt in prompts_to_answer(chats)] == [
         ["Be kind.", "Hello"], ["Be kind.", "Bye"]
@@ -178,7 +180,7 @@ def test_a_file_of_prompts_says_what_they_are(place: Path) -> None:
     assert [(prompt.id, prompt.messages[0].content) for prompt in prompts_to_answer(limited)] == [("0", "1+1")]
 
 
-def test_what_serves_has_no_prompts_and_goes_on_until_it_is_stopped(place: Path) -> None:
+def test_serving_recipe_has_no_prompts_and_no_end(place: Path) -> None:
     recipe, _ = recipe_of("serve", "--num-gpus", "2")
     assert recipe.replicas == {"rollout": 2, "reward": 0, "teacher": 0}
     assert (recipe.rollout.api.enabled, recipe.rollout.load_weights) == (True, True)
@@ -186,7 +188,7 @@ def test_what_serves_has_no_prompts_and_goes_on_until_it_is_stopped(place: Path)
     assert (plan.kind.serves_requests, plan.num_prompts, plan.num_steps, plan.phase(0)) == (True, 0, 0, "serve")
 
 
-def test_what_an_environment_said_is_no_token_of_the_model() -> None:
+def test_summary_counts_no_tokens_of_the_environment() -> None:
     one = TrajectoryMeta(
         status=Status.OK, num_tokens=9, num_masked=4, text="", oldest_version=0, newest_version=0, num_turns=2
     )
@@ -246,7 +248,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence_and_begins_nothing(
+def test_mistake_is_one_sentence_and_starts_no_run(
     mistake: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("bare").mkdir()
@@ -267,7 +269,7 @@ def test_a_mistake_is_one_sentence_and_begins_nothing(
     assert captured.out == ""
     assert captured.err.count("\n") == 1, captured.err
     assert wanted in captured.err
-    assert not Path("runs").exists(), "a run was begun"
+    assert not Path("runs").exists(), "a run was started"
 
 
 # --- which command is meant ----------------------------------------------------------------------------------------
@@ -304,7 +306,7 @@ def test_replay_trains_no_more_steps_than_there_are_groups_for(place: Path) -> N
     assert load_recipe([Path("rl.toml")], settings).rl.num_steps == 2
 
 
-def test_the_arithmetic_of_runs_that_train_nothing(place: Path) -> None:
+def test_dry_run_of_a_run_without_a_policy(place: Path) -> None:
     config = {"model_type": "gpt2", "vocab_size": 8, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 8}
     Path("model/config.json").write_text(json.dumps(config))
     recipe, _ = recipe_of("infer", "texts.jsonl", "--num-completions", "3", "--num-gpus", "2")
@@ -317,7 +319,7 @@ def test_the_arithmetic_of_runs_that_train_nothing(place: Path) -> None:
 # --- the screen ----------------------------------------------------------------------------------------------------
 
 
-def test_answered_prompts_are_counted_in_lines(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+def test_plain_screen_counts_answered_prompts(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     recipe, _ = recipe_of("evaluate", "--tasks", "words.toml")
     screen = PlainScreen(recipe)
     for num in (0, 1, 1, 30, 32, 64, 64):

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval: what is asked of it, and what is made of its results."""
+"""Tasks of lm-eval: options of the harness, and conversion of its results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAID: dict[str, Any] = {
 }
 
 
-def test_figures_are_those_of_the_harness() -> None:
+def test_summary_has_the_figures_of_the_harness() -> None:
     assert summary(RESULTS) == {
         "harness": "lm-eval 0.4.13",
         "tasks": {
@@ -49,7 +49,7 @@ def test_figures_are_those_of_the_harness() -> None:
     }
 
 
-def test_samples_become_answers() -> None:
+def test_answer_converts_a_sample() -> None:
     assert answer("choose", CHOSEN) == {
         "id": "choose/3",
         "task": "choose",
@@ -72,7 +72,7 @@ def test_samples_become_answers() -> None:
     }
 
 
-def test_the_newest_results_are_read_with_their_samples(tmp_path: Path) -> None:
+def test_read_results_returns_the_newest_with_their_samples(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lm-eval has written no results into .*; see logs/harness\.log"):
         read_results(tmp_path)
     folder = tmp_path / "tiny"
@@ -84,7 +84,7 @@ def test_the_newest_results_are_read_with_their_samples(tmp_path: Path) -> None:
     assert samples == {"choose": [CHOSEN]}
 
 
-def test_what_a_harness_cannot_be_asked() -> None:
+def test_options_that_the_harness_lacks_are_refused() -> None:
     assert harness_tasks("gsm8k:test.jsonl") == harness_tasks(None) == ()
     with pytest.raises(ConfigError, match=r"--tasks names 'b\.jsonl' together with tasks of lm-eval"):
         harness_tasks("lm-eval:a,b.jsonl")

@@ -1,4 +1,4 @@
-"""Where a harness finds the model: its endpoint is asked itself, and what it does not say yet is asked again."""
+"""`served_model`: the endpoint of a served model, asked directly and until it is complete."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answering(folder: Path, reply: bytes) -> Iterator[list[str]]:
         thread.join(DEADLINE_S)
 
 
-def test_it_is_asked_past_the_proxies_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_model_bypasses_the_proxies_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
     for name in ("no_proxy", "NO_PROXY"):
@@ -64,7 +64,7 @@ def test_it_is_asked_past_the_proxies_of_the_environment(tmp_path: Path, monkeyp
         b'{"data": [{"starling": {"version": -1, "max_model_len": 256}}]}  ',
     ],
 )
-def test_what_is_not_served_yet_is_asked_again(tmp_path: Path, reply: bytes) -> None:
+def test_served_model_is_none_until_it_is_served(tmp_path: Path, reply: bytes) -> None:
     assert served_model(tmp_path) is None, "no file yet"
     with answering(tmp_path, reply):
         assert served_model(tmp_path) is None

@@ -1,4 +1,4 @@
-"""Runs that learn from pairs, and from teachers, as the command line sees them."""
+"""Recipes of runs on pairs and with teachers: their replicas and checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_run_of_pairs_needs_no_rollouts_and_no_rewards(kind: str) -> None:
     assert last.startswith("model: ")
 
 
-def test_lines_are_shown_for_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_screen_prints_steps_of_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     screen = PlainScreen(recipe("dpo", preference={"num_steps": 10}))
     for version in range(5):
         metrics = {"loss": 0.5} if version else {}
@@ -67,7 +67,7 @@ def test_a_run_with_a_teacher_starts_one_and_needs_no_scorers() -> None:
     assert recipe("rl", reward=SCORERS).replicas["teacher"] == 0
 
 
-def test_what_is_launched_is_what_the_controller_waits_for(tmp_path: Path) -> None:
+def test_controller_waits_for_the_launched_replicas(tmp_path: Path) -> None:
     teacher = tmp_path / "big"
     teacher.mkdir()
     (teacher / "config.json").write_text("{}")
@@ -93,9 +93,9 @@ def test_what_is_launched_is_what_the_controller_waits_for(tmp_path: Path) -> No
             {"teacher": {"path": "big"}, "evaluation": {"at_end": True}, "data": {"source": "a", "held_out": 1}},
             r"\[evaluation\] is on, and nothing scores in this run",
         ),
-        ("dpo", {"teacher": {"path": "big"}, "preference": {"num_steps": 1}}, "run.kind = 'dpo' makes no such steps"),
+        ("dpo", {"teacher": {"path": "big"}, "preference": {"num_steps": 1}}, "run.kind = 'dpo' has no such steps"),
     ],
 )
-def test_a_teacher_that_could_not_teach_is_refused(kind: str, sections: dict[str, Any], complaint: str) -> None:
+def test_teacher_without_a_use_is_refused(kind: str, sections: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         recipe(kind, **sections)

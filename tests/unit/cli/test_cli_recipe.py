@@ -1,4 +1,4 @@
-"""What follows from a recipe that nobody wrote into it."""
+"""Settings that `load_recipe` derives from others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RECIPE = Path(__file__).parents[3] / "tests/system/recipes/tiny.toml"
         (["--rollout.engine", "vllm", "--controller.start-s", "1000"], 1000.0),
     ],
 )
-def test_a_run_waits_for_its_rollouts_as_long_as_their_engine_may_take(flags: list[str], start_s: float) -> None:
+def test_start_timeout_covers_the_start_of_the_engine(flags: list[str], start_s: float) -> None:
     assert load_recipe([RECIPE], flags).controller.start_s == start_s
 
 
 COLOCATED = ("--rollout.engine", "vllm", "--launch.colocate", "true")
 
 
-def test_vllm_that_takes_turns_can_sleep(tmp_path: Path) -> None:
+def test_colocated_vllm_has_sleep_mode(tmp_path: Path) -> None:
     """What its process reads says so, with what else there is."""
     flags = (*COLOCATED, "--rollout.vllm.engine-args.block-size", "64")
     (tmp_path / "recipe.toml").write_text(to_toml(load_recipe([RECIPE], flags)))
@@ -38,6 +38,6 @@ def test_vllm_that_takes_turns_can_sleep(tmp_path: Path) -> None:
         assert "enable_sleep_mode" not in load_recipe([RECIPE], alone).rollout.vllm.engine_args
 
 
-def test_vllm_that_may_not_sleep_takes_no_turns() -> None:
+def test_colocated_vllm_without_sleep_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"colocate = true, but rollout.vllm.engine_args.enable_sleep_mode = False"):
         load_recipe([RECIPE], [*COLOCATED, "--rollout.vllm.engine-args", "{enable_sleep_mode = false}"])

@@ -1,4 +1,4 @@
-"""The page of the command line says what the commands say."""
+"""The reference page of the command line."""
 
 from __future__ import annotations
 

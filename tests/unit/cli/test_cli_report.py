@@ -7,7 +7,7 @@ from rich.console import Console
 from starling.cli.report.summary import alarm_rows, task_table
 
 
-def test_the_last_evaluation_is_shown_by_task() -> None:
+def test_task_table_shows_the_last_evaluation() -> None:
     add = {"num_prompts": 3, "reward_mean": 0.5, "pass_at_1": 0.5, "pass_at_k": 0.75, "k": 2}
     spell = {"num_prompts": 1, "reward_mean": None, "pass_at_1": None, "pass_at_k": None, "k": 0}
     whole = {"version": 7, "reward_mean": 0.5, "pass_at_1": 0.5, "pass_at_k": 0.75, "k": 2}
@@ -22,7 +22,7 @@ def test_the_last_evaluation_is_shown_by_task() -> None:
     assert ["spell", "1"] in lines
 
 
-def test_alarms_are_told_by_kind() -> None:
+def test_alarm_rows_group_alarms_by_kind() -> None:
     """When each was on, with the value that turned it on and its sentence; those that are over say so."""
     clip = {"kind": "alarm", "name": "clip", "value": 0.7, "bound": 0.5, "text": "most tokens are clipped"}
     lines = [
@@ -41,6 +41,6 @@ def test_alarms_are_told_by_kind() -> None:
     assert alarm_rows([]) == []
 
 
-def test_without_tasks_there_is_no_table() -> None:
+def test_task_table_is_none_without_tasks() -> None:
     assert task_table([]) is None
     assert task_table([{"version": 3, "reward_mean": 0.1, "k": 1}]) is None

@@ -1,4 +1,4 @@
-"""How often what dies is started again: within the bound, later each time, and as new after a quiet window."""
+"""Restarts: bounded within the window, with a growing backoff that ends with it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 from starling.cli.run.restarts import FIRST_DELAY_S, MAX_DELAY_S, Restarts
 
 
-def test_each_restart_within_the_window_waits_twice_as_long_and_the_last_is_refused() -> None:
+def test_backoff_doubles_within_the_window_until_the_bound() -> None:
     restarts = Restarts(3, window_s=60.0)
     assert [restarts.delay_s("rollout-0", now) for now in (0.0, 1.0, 5.0, 20.0)] == [0.5, 1.0, 2.0, None]
     assert restarts.count("rollout-0") == 3
 
 
-def test_a_death_that_is_long_ago_counts_no_more() -> None:
+def test_death_outside_the_window_is_forgotten() -> None:
     restarts = Restarts(1, window_s=60.0)
     assert restarts.delay_s("policy-0", 0.0) == FIRST_DELAY_S
     assert restarts.delay_s("policy-0", 59.9) is None
     assert restarts.delay_s("policy-0", 60.0) == FIRST_DELAY_S
 
 
-def test_processes_are_counted_by_themselves() -> None:
+def test_processes_are_counted_separately() -> None:
     restarts = Restarts(1, window_s=60.0)
     assert restarts.delay_s("rollout-0", 0.0) == restarts.delay_s("rollout-1", 0.0) == FIRST_DELAY_S
     assert Restarts(0, window_s=60.0).delay_s("rollout-0", 0.0) is None

@@ -1,4 +1,4 @@
-"""The live screen: what it shows of a snapshot."""
+"""The live screen of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shown(snapshot: RunSnapshot) -> str:
     return captured.get()
 
 
-def test_an_alarm_is_on_the_screen_while_it_is_on() -> None:
+def test_live_screen_shows_active_alarms() -> None:
     """As it stands, brackets and all: it is no markup."""
     snapshot = RunSnapshot(
         phase="rl", version=2, last_step=5, num_supervised_steps=0, elapsed_s=1.0, waiting_for="the policy"

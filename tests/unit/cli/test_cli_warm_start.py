@@ -1,4 +1,4 @@
-"""Which states a recipe can go on from, before anything of a run is started."""
+"""Warm start: the saved states that a recipe can continue from."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_state(folder: Path, kind: TrainerKind, version: int) -> str:
     ("kind", "of", "version"),
     [("sft", "sft", 3), ("rl", "sft", 1), ("rl", "rl", 3), ("dpo", "dpo", 3), ("reward_model", "reward_model", 3)],
 )
-def test_a_run_goes_on_from_a_state_of_its_kind(tmp_path: Path, kind: str, of: TrainerKind, version: int) -> None:
+def test_recipe_continues_from_a_state_of_its_kind(tmp_path: Path, kind: str, of: TrainerKind, version: int) -> None:
     begun = start_from_state(recipe(kind), write_state(tmp_path, of, version))
     assert (begun.controller.begin_version, begun.controller.begin_prompt) == (version, 7)
     assert begun.policy.saving.begin_from == str(tmp_path)

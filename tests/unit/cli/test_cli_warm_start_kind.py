@@ -1,4 +1,4 @@
-"""What a recipe becomes that goes on from a state of another run."""
+"""Warm start: the settings that it adds to a recipe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCORED = {"reward": {"scorers": [{"name": "exact_match"}]}, "sft": {"num_steps":
     ("version", "trainer", "next_kind"),
     [(2, supervised(2), "sft"), (3, supervised(3), "rl"), (4, REINFORCED, "rl")],
 )
-def test_the_policy_is_told_what_its_first_step_learns_from(
+def test_kind_of_the_first_step_follows_from_the_state(
     tmp_path: Path, version: int, trainer: TrainerState, next_kind: TrainerKind
 ) -> None:
     path = state(tmp_path, version, trainer)

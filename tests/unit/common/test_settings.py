@@ -1,4 +1,4 @@
-"""Configuration: what stacks on what, and one clear sentence for each mistake."""
+"""Configuration: precedence of its sources, and one sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_files_stack_then_environment_then_flags(file: Path, monkeypatch: pytest
         (["--engine.max-rows", "many"], "engine.max_rows = 'many': Input should be a valid integer"),
         (["--engine.max-rows", "0"], "engine.max_rows = 0: Input should be greater than or equal to 1"),
         (["--engine.max-rows"], "--engine.max-rows needs a value"),
-        (["max_rows", "3"], "'max_rows' is no flag"),
+        (["max_rows", "3"], "'max_rows' is not a flag"),
         (["--run.name", "a/b"], "run.name = 'a/b'"),
     ],
 )
@@ -78,7 +78,7 @@ def test_a_misspelt_variable_is_an_error(file: Path, monkeypatch: pytest.MonkeyP
         load(Process, [file], others=OTHERS)
 
 
-def test_files_that_cannot_be_used(tmp_path: Path, file: Path) -> None:
+def test_unreadable_file_is_one_sentence(tmp_path: Path, file: Path) -> None:
     with pytest.raises(ConfigError, match=r"bse.toml does not exist; did you mean .*base.toml\?"):
         load(Process, [tmp_path / "bse.toml"])
     broken = tmp_path / "broken.toml"

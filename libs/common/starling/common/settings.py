@@ -1,4 +1,4 @@
-"""How every process of Starling reads its configuration.
+"""Configuration of every process.
 
 TOML files stack (a later one wins), then the environment (``STARLING_ROLLOUT__MAX_ROWS=8``), then flags
 (``--rollout.max-rows 8``). What results is validated once and is frozen. An unknown key is an error that names the
@@ -35,20 +35,20 @@ class SettingsSection(BaseModel):
 
 
 class RunSettings(SettingsSection):
-    """What the whole run shares."""
+    """Settings of the whole run."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its files go to <folder>/<name>/attempt-<n>/."""
     kind: Literal["rl", "sft", "dpo", "reward_model", "replay", "generate", "evaluate", "infer", "serve"] = "rl"
     """`rl`: reinforcement learning, after [sft] steps if there are any. `sft`: supervised fine-tuning only. `dpo`:
-    learning from pairs of a chosen and a rejected response. `reward_model`: teaching a model to score, from such.
+    learning from pairs of a chosen and a rejected response. `reward_model`: training a model to score, from pairs.
     `replay`: as rl, from the trajectories in the files of another run. Without a policy: `generate` writes such files,
     `evaluate` answers prompts and scores them, `infer` answers them; `serve` answers requests at the rollouts'
     endpoints until it is stopped."""
     seed: int = 0
-    """Decides the initial weights, the order of the data and every sampled token."""
+    """Seed of the initial weights, the order of the data and every sampled token."""
     folder: Path = Path("runs")
-    """Where runs are kept."""
+    """Folder of all runs."""
     id: str = ""
     """Identity of this attempt on the wire; set by `starling run`. Replicas of another run are refused."""
 
@@ -74,47 +74,47 @@ class NetworkSettings(SettingsSection):
     curve: bool = True
     """Encrypt and authenticate every connection to the controller."""
     heartbeat_s: float = Field(default=1.0, gt=0)
-    """How often each replica tells its whole state."""
+    """Interval at which each replica reports its state."""
     lease_s: float = Field(default=10.0, gt=0)
-    """A replica that is silent for so long has left; what it worked on is given to others."""
+    """A replica without a heartbeat for this long has left; its groups are given to other replicas."""
     connect_s: float = Field(default=60.0, gt=0)
     """How long a starting replica waits for the controller."""
     silence_s: float = Field(default=300.0, gt=0)
-    """How long the controller may be silent before a replica gives up; it may be starting again meanwhile."""
+    """How long a replica waits for a controller that does not answer, which may be restarting."""
 
 
 class LoraSettings(SettingsSection):
-    """Low-rank adapters (arXiv:2106.09685) that are trained, and travel, instead of the weights themselves."""
+    """Low-rank adapters (arXiv:2106.09685), trained and published instead of the weights themselves."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0.0, allow_inf_nan=False)
-    """What an adapter adds is scaled by alpha / rank."""
+    """The output of an adapter is scaled by alpha / rank."""
     targets: str | tuple[str, ...] = "all-linear"
     """Which layers get one: a regular expression that matches the whole name, a list of endings of names, or
     `all-linear`, all but the output layer."""
     exclude: str | tuple[str, ...] = ()
-    """Which of them get none, said in the same way: `".*visual.*"` leaves out a vision tower."""
+    """Layers without one, in the same form: `".*visual.*"` leaves out a vision tower."""
     parameters: tuple[str, ...] = ()
-    """Endings of names of weights that are no layer of their own, as `mlp.experts.down_proj`: the experts of a layer
-    are one tensor. What is added to them is made in full in each pass, so this takes memory and time."""
+    """Endings of names of weights that are not a layer of their own, as `mlp.experts.down_proj`: the experts of a layer
+    are one tensor. Their update is computed in full in each pass, which takes memory and time."""
     rank_pattern: dict[str, int] = {}
-    """Other ranks, by regular expressions for the end of the name; the first that matches counts."""
+    """Ranks of some layers, by regular expressions for the end of the name; the first match counts."""
     alpha_pattern: dict[str, float] = {}
-    """Other alphas, in the same way."""
+    """Alphas of some layers, in the same form."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732): large ranks then learn as fast as small ones."""
     dora: bool = False
     """Learn the length of each row of a weight apart from its direction (arXiv:2402.09353)."""
     dropout: float = 0.0
-    """Only 0 is possible."""
+    """Must be 0."""
     modules_to_save: tuple[str, ...] = ()
-    """Endings of names of modules that are trained whole, beside the adapters."""
+    """Endings of names of modules that are trained in full, besides the adapters."""
     init: Literal["kaiming", "gaussian", "orthogonal"] = "kaiming"
-    """How the first factor is drawn; at first an adapter adds nothing. Those that change the base weights too (PiSSA,
-    OLoRA, LoftQ) are not among them: each rollout would have to change its own to the same bits."""
+    """Initialisation of the first factor; an adapter adds nothing at first. Methods that also change the base weights
+    (PiSSA, OLoRA, LoftQ) are not supported: each rollout would have to change its own weights to the same bits."""
     adapter: str = ""
-    """A folder of adapters in peft's form to begin with, instead of new ones."""
+    """A folder with initial adapters in peft's format, instead of new ones."""
     merged: bool = False
     """Checkpoints hold the whole model with its adapters merged into it, instead of the adapters alone."""
 
@@ -143,32 +143,32 @@ class ModelSettings(SettingsSection):
     path: str = ""
     """A Hugging Face model folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type of the weights, in training and on the way."""
+    """Element type of the weights, in training and in transfers."""
     device: str = "auto"
-    """Where to compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
+    """Device: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if there is one."""
     lora: LoraSettings | None = None
     """Train adapters on top of the weights in `path`; these never change, and every replica reads them itself."""
     trust_remote_code: bool = False
-    """Run Python code that lies in the model's folder."""
+    """Run Python code from the model's folder."""
 
 
 class WeightsSettings(SettingsSection):
-    """How versions of the weights travel, and how they are proven."""
+    """Transfer and verification of weight versions."""
 
     quantise: Literal["", "fp8_row", "fp8_block", "mxfp8", "mxfp4", "nvfp4"] = ""
-    """The form in which rollouts hold their linear layers; empty for that of the policy. The policy quantises, and only
-    codes and scales travel. Embeddings, heads, norms and routers stay as they are; see
+    """Format of the linear layers in rollouts; empty for that of the policy. The policy quantises, and only
+    codes and scales are sent. Embeddings, heads, norms and routers stay as they are; see
     `docs/how-to/low-precision.md`."""
     digests: Literal["full", "sampled", "off"] = "full"
-    """Compare digests of all bytes, of a sixteenth (another one each version), or none, of what a rollout adopts.
+    """Verify an adopted version by digests of all bytes, of a sixteenth (another one each version), or of none.
 
-    `full` is right while it takes less than a twentieth of a pull, which `starling sync-report` tells; only `full`
-    lets what changed travel alone.
+    Keep `full` while it takes less than a twentieth of a pull (see `starling sync-report`); only `full` allows the
+    transfer of changed weights alone.
     """
 
 
 class ServiceSettings(BaseSettings):
-    """What the process of any service reads; each service adds the sections that it owns."""
+    """Settings of every service; each service adds its own sections."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -238,7 +238,7 @@ def _sentence(error: ValidationError) -> str:
 
 
 def _own(schema: type[BaseModel], tree: Tree, foreign: set[str], origin: str) -> Tree:
-    """Return `tree` without the sections of others. Raises ConfigError for a key that nobody knows."""
+    """Return `tree` without the sections of other services. Raises ConfigError for an unknown key."""
     own = {key: value for key, value in tree.items() if key not in foreign}
     problem = _unknown_key(schema, own, ())
     if problem is not None:
@@ -262,7 +262,7 @@ def flags_tree(schema: type[BaseModel], flags: Sequence[str]) -> Tree:
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--") or len(flag) < 3:
-            raise ConfigError(f"{flag!r} is no flag; settings are given as --section.key value")
+            raise ConfigError(f"{flag!r} is not a flag; settings are given as --section.key value")
         name, equals, value = flag[2:].partition("=")
         keys = name.replace("-", "_").split(".")
         if not equals:
@@ -282,7 +282,7 @@ def child_environment(**extra: str) -> dict[str, str]:
 
 
 def environment_variable(name: str) -> str | None:
-    """Read one variable of the environment; every other module asks here."""
+    """Read one variable of the environment, for every other module."""
     return os.environ.get(name)
 
 
@@ -317,7 +317,7 @@ def iter_settings(schema: type[BaseModel], prefix: str = "", defaults: BaseModel
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the settings class that a field holds, if it is a section (or an optional one)."""
+    """Return the settings class of a field that is a section, or an optional one."""
     candidates = [field.annotation, *typing.get_args(field.annotation)]
     is_union = typing.get_origin(field.annotation) in (None, typing.Union, types.UnionType)
     for candidate in candidates if is_union else []:
@@ -358,7 +358,7 @@ def _unknown_key(schema: type[BaseModel], tree: Tree, path: tuple[str, ...]) -> 
 def _sections(
     field: FieldInfo, value: Any, path: tuple[str, ...]
 ) -> Iterator[tuple[type[BaseModel], Tree, tuple[str, ...]]]:
-    """Yield the sections that a value holds: itself, or the members of a list."""
+    """Yield the sections in a value: itself, or the members of a list."""
     one, many = section_of(field), item_of(field)
     if one is not None and isinstance(value, dict):
         yield one, value, path

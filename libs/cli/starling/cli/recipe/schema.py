@@ -1,4 +1,4 @@
-"""A recipe: the configuration of a whole run, from which every service reads its own sections."""
+"""Recipe: the configuration of a whole run, from which every service reads its own sections."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from starling.reward.settings import RewardSettings
 from starling.rollout.settings import RolloutSettings, TeacherSettings
 
 IMPORTS_S = 60.0
-"""What a process may take to import what its engine needs, before that begins to start."""
+"""Time for the imports of an engine's process, before the engine starts."""
 MODEL_FOLDER = "model"
-"""Where in an attempt's folder a model from nothing is."""
+"""Folder of a [model.scratch] model, in the folder of an attempt."""
 
 
 class RecipeModel(ModelSettings):
-    """The model: a folder, or one made from nothing."""
+    """The model: a folder, or a small one with random weights."""
 
     scratch: ScratchSettings | None = None
     """Make a small model and its tokenizer in the run's folder, instead of reading `path`."""
 
 
 class LaunchSettings(SettingsSection):
-    """What `starling run` starts on this machine."""
+    """Processes that `starling run` starts on this machine."""
 
     num_rollouts: int = Field(default=1, ge=0)
     """Rollout replicas."""
     gpus_per_rollout: int = Field(default=0, ge=0)
-    """GPUs that each of them sees, by CUDA_VISIBLE_DEVICES: the first the first so many, and so on. 0: all see all."""
+    """GPUs of each rollout, by CUDA_VISIBLE_DEVICES and in the order of the rollouts. 0: each rollout sees all GPUs."""
     num_rewards: int = Field(default=1, ge=0)
     """Reward replicas; none where the recipe has no scorers."""
     num_teachers: int = Field(default=1, ge=0)
     """Teachers, where the recipe has a [teacher]."""
     colocate: bool = False
-    """Policy and rollouts share their devices, and take turns: who is not at work keeps its tensors in the memory of
-    the host. With `rl.max_staleness` above 0, rollouts give back what they have in hand whenever a step is full."""
+    """Policy and rollouts share their devices in turn: the inactive ones keep their tensors in the memory of the host.
+    With `rl.max_staleness` above 0, rollouts hand back unfinished groups whenever a step is full."""
     num_threads: int = Field(default=1, ge=1)
-    """Threads that each process computes with (OMP_NUM_THREADS). Processes that spin on shared cores are very slow."""
+    """Compute threads of each process (OMP_NUM_THREADS). Processes that spin on shared cores are very slow."""
     screen: Literal["auto", "live", "plain"] = "auto"
     """`live`: one screen that is redrawn. `plain`: lines. `auto`: live on a terminal."""
     stop_s: float = Field(default=300.0, gt=0)
-    """How long an orderly stop may take (the step in hand, the checkpoint) before everything is killed."""
+    """How long an orderly stop may take (the current step, the checkpoint) before everything is killed."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often each process that dies is started again within `restart_window_s`, before the run fails."""
+    """Restarts of each process that dies within `restart_window_s`, before the run fails."""
     restart_window_s: float = Field(default=600.0, gt=0)
-    """A death that is longer ago counts no more."""
+    """Window in which restarts are counted."""
 
 
 class Recipe(ControllerProcess):
@@ -79,8 +79,8 @@ class Recipe(ControllerProcess):
             raise ValueError("[model.scratch] has no weights that [model.lora] could adapt; give the path of a model")
         if self.model.scratch is not None and self.run.learns_from is None:
             raise ValueError(
-                f"[model.scratch] has no weights, and run.kind = {self.run.kind!r} has no policy to draw any; give the "
-                "path of a model"
+                f"[model.scratch] has no weights, and run.kind = {self.run.kind!r} has no policy to initialise them; "
+                "give the path of a model"
             )
         check_adapters(self.model, self.policy, self.weights)
         generates, scores = self.generates, self.kind.is_scored
@@ -97,8 +97,8 @@ class Recipe(ControllerProcess):
             )
         if self.launch.colocate and not self.kind.publishes(self.plan()):
             raise ValueError(
-                f"launch.colocate = true, but run.kind = {self.run.kind!r} has no policy and rollouts that could take "
-                "turns; remove it"
+                f"launch.colocate = true, but run.kind = {self.run.kind!r} has no policy and rollouts to share "
+                "devices; remove it"
             )
         if self.launch.colocate and self.rollout.engine == "vllm":
             self._check_sleep()
@@ -109,7 +109,7 @@ class Recipe(ControllerProcess):
         return self
 
     def _check_sleep(self) -> None:
-        """Who takes turns gives its memory away."""
+        """An engine that shares its devices must free their memory."""
         wanted = self.rollout.vllm.engine_args.get("enable_sleep_mode", True)
         if wanted is not True:
             raise ValueError(
@@ -118,10 +118,10 @@ class Recipe(ControllerProcess):
             )
 
     def _check_teacher(self, teacher: TeacherSettings) -> None:
-        """A teacher is for the groups of reinforcement learning, and is there for all of them."""
+        """A teacher scores the groups of reinforcement learning, all of them."""
         if self.plan().num_steps == 0 or not self.kind.keeps_tokens:
             raise ValueError(
-                f"[teacher] sees what the policy generates, and run.kind = {self.run.kind!r} makes no such steps; "
+                f"[teacher] scores generated completions, and run.kind = {self.run.kind!r} has no such steps; "
                 "remove it, or set run.kind = 'rl' and rl.num_steps"
             )
         if not teacher.path:
@@ -133,7 +133,7 @@ class Recipe(ControllerProcess):
 
     @property
     def generates(self) -> bool:
-        """Whether rollouts generate anything."""
+        """Whether rollouts generate completions."""
         return self.kind.needs_rollouts(self.plan())
 
     @property
