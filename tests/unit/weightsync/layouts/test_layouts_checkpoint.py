@@ -193,7 +193,7 @@ def test_unfinished_folder_leaves_no_files(tmp_path: Path) -> None:
 def test_full_disk_is_refused(tmp_path: Path) -> None:
     huge = TensorSpec(name="huge", shape=(1 << 60,), dtype="uint8")
     with pytest.raises(
-        WeightsError, match=r"out of 11529215\d+ bytes cannot be made: the disk has \d+ bytes left; free"
+        WeightsError, match=r"out of 11529215\d+ bytes cannot be created: the disk has \d+ bytes left; free"
     ):
         create_folder(tmp_path / "out", [huge])
     assert os.listdir(tmp_path) == []
@@ -213,7 +213,7 @@ def test_full_disk_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "out")], capture_output=True, text=True, timeout=60, check=True
     )
-    assert "cannot be made: [Errno 27] File too large; free space or choose another disk." in done.stdout
+    assert "cannot be created: [Errno 27] File too large; free space or choose another disk." in done.stdout
     assert os.listdir(tmp_path) == []
 
 
@@ -232,7 +232,7 @@ def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
     [
         (b"", "no header fits its 0 bytes"),
         ((1 << 40).to_bytes(8, "little") + b"{}", "no header fits its 10 bytes"),
-        (broken(b"[1]"), "its header is no table"),
+        (broken(b"[1]"), "its header is not a table"),
         (broken(b"{nonsense"), "cannot be read as a safetensors file"),
         (broken(b"[" * 100_000), "cannot be read as a safetensors file"),
         (broken({"a": 3}), "tensor a lacks dtype, shape or offsets"),
@@ -277,10 +277,10 @@ def test_invalid_folders_are_refused(tmp_path: Path) -> None:
         open_folder(tmp_path)
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
     for index, message in (
-        (b"[]", "is no index of tensors"),
-        (b'{"weight_map": {"a": "../x.safetensors"}}', "which is no file of the folder"),
-        (b'{"weight_map": {"a": ".."}}', "which is no file of the folder"),
-        (b'{"weight_map": {"a": 3}}', "which is no file of the folder"),
+        (b"[]", "is not an index of tensors"),
+        (b'{"weight_map": {"a": "../x.safetensors"}}', "which is not a file of the folder"),
+        (b'{"weight_map": {"a": ".."}}', "which is not a file of the folder"),
+        (b'{"weight_map": {"a": 3}}', "which is not a file of the folder"),
         (b'{"weight_map": {"b": "x.safetensors"}}', "does not have tensor b"),
         (b'{"weight_map": {"a": "y.safetensors"}}', "cannot be read as a safetensors file"),
     ):

@@ -70,14 +70,14 @@ def test_parse_parallelism(text: str, axes: tuple[tuple[Any, int], ...], replica
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fsdp", "'fsdp' in 'fsdp' is no parallelism"),
-        ("tp8,x2", "is no parallelism"),
+        ("fsdp", "'fsdp' in 'fsdp' is not a parallelism"),
+        ("tp8,x2", "is not a parallelism"),
         ("tp0", "size of zero"),
         ("hsdp0x2", "size of zero"),
         ("tp2 tp4", "names an axis twice"),
         ("tp2 tep4", "names an axis twice"),
         ("dp2 hsdp2x2", "names an axis twice"),
-        ("x2 x4", "stands twice"),
+        ("x2 x4", "is repeated in"),
         ("x0", "size of zero"),
     ],
 )
@@ -168,7 +168,7 @@ def test_trillion_parameter_layout_has_few_splits() -> None:
             "4 heads cannot be shared",
         ),
         (DENSE, "pp4", "3 layers cannot make a pipeline of 4"),
-        (EXPERTS, "ep2 tp2 fsdp2", "ep and fsdp stand apart"),
+        (EXPERTS, "ep2 tp2 fsdp2", "ep and fsdp are not adjacent"),
     ],
 )
 def test_unfit_parallelism_is_refused(config: dict[str, Any], parallelism: str, message: str) -> None:

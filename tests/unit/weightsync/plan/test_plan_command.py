@@ -106,7 +106,7 @@ def test_plan_reads_layout_files_and_a_topology(tmp_path: Path, capsys: pytest.C
     [
         (["fsdp4", "tp2"], "needs the model too: --model NAME"),
         (["fsdp4", "tp2", "--model", "gpt-9"], "'gpt-9' is neither a file nor a known model; known: deepseek-v3"),
-        (["fsdp4", "xy2", "--model", "qwen3-0.6b"], "'xy2' in 'xy2' is no parallelism"),
+        (["fsdp4", "xy2", "--model", "qwen3-0.6b"], "'xy2' in 'xy2' is not a parallelism"),
         (["tp1 x2", "tp2", "--model", "qwen3-0.6b"], "the source 'tp1 x2' is 2 replicas"),
         (
             ["fsdp4", "tp2", "--model", "qwen3-0.6b", "--topology", "{small}"],

@@ -1,1 +1,1 @@
-"""Makers of layouts: live modules, checkpoints, engines' workers, and models that exist only as a configuration."""
+"""Layouts of checkpoints, of engine workers, and of models that exist only as a configuration. Without torch."""

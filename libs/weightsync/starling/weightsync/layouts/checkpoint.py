@@ -1,14 +1,14 @@
-"""Checkpoint folders of Hugging Face's form as sources and destinations: safetensors files, and an index if several.
+"""Checkpoint folders in Hugging Face format as sources and destinations: safetensors files, and an index if several.
 
-A folder is a replica of one rank. Each file is a storage of flat bytes, named for the file, and a shard's
-`offset_bytes` counts from the file's first byte; files are mapped, so a plan reads and writes them like any memory.
+A folder is a replica of one rank. Each file is a storage of flat bytes with the name of the file, and a shard's
+`offset_bytes` counts from the file's first byte; files are memory-mapped, so a plan reads and writes them as memory.
 
     with open_folder(path) as folder:                     # a source
         folder.layout("checkpoint"), folder.memories
 
     with create_folder(path, specs) as folder:            # a destination
         ...                                               # fill folder.memories by folder.layout("export")
-        folder.finish()                                   # only now the folder is there, whole and on the disk
+        folder.finish()                                   # makes the folder visible, complete and on disk
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ MAX_FILE_BYTES: Final = 5_000_000_000
 
 
 class Folder:
-    """The mapped files of a checkpoint and what lies where in them."""
+    """The mapped files of a checkpoint, and the positions of its tensors."""
 
     def __init__(self, entries: Mapping[str, Sequence[HeaderEntry]], ties: Mapping[str, str]) -> None:
-        """Describe files by name; they are mapped by who makes this."""
+        """Describe files by name; the caller maps them."""
         self.memories: dict[str, npt.NDArray[np.uint8]] = {}
         """The bytes of each file, by its name."""
         self._entries = {entry.spec.name: (file, entry) for file, held in entries.items() for entry in held}
@@ -93,7 +93,7 @@ class Folder:
         }
 
     def close(self) -> None:
-        """Let go of the files; they are unmapped when the last view of them is gone."""
+        """Release the files; they are unmapped when the last view of them is gone."""
         self.memories.clear()
 
     def __enter__(self) -> Self:
@@ -112,20 +112,20 @@ def open_folder(path: str | Path, ties: Mapping[str, str] | None = None) -> Fold
 
     Args:
         path: a folder with one index or one safetensors file, as `save_pretrained` writes it, or such a file.
-        ties: names that the checkpoint leaves out because they share the memory of another, with their owners.
+        ties: names that the checkpoint omits because they are tied, with their owners.
 
     Raises:
-        WeightsError: no checkpoint there, files that are missing or broken, or that contradict the index.
+        WeightsError: no checkpoint, missing or invalid files, or files that contradict the index.
     """
     path = Path(path)
     folder = path.parent if path.is_file() else path
-    wanted, index = ({path.name: None}, path.name) if path.is_file() else _sought(path)
+    wanted, index = ({path.name: None}, path.name) if path.is_file() else _listed_files(path)
     entries: dict[str, Sequence[HeaderEntry]] = {}
     for file, names in wanted.items():
         held = {entry.spec.name: entry for entry in read_header(folder / file)}
         missing = next((name for name in names or () if name not in held), None)
         if missing is not None:
-            raise WeightsError(f"{folder / file} does not have tensor {missing}, which {index} seeks there.")
+            raise WeightsError(f"{folder / file} does not have tensor {missing}, which {index} lists there.")
         entries[file] = [held[name] for name in names] if names is not None else list(held.values())
     opened = Folder(entries, ties or {})
     for file in wanted:
@@ -137,8 +137,8 @@ def open_folder(path: str | Path, ties: Mapping[str, str] | None = None) -> Fold
     return opened
 
 
-def _sought(folder: Path) -> tuple[dict[str, list[str] | None], str]:
-    """Return the files of a checkpoint with the tensors to take from each, None for all, and who says so."""
+def _listed_files(folder: Path) -> tuple[dict[str, list[str] | None], str]:
+    """Return the files of a checkpoint with the tensors to read from each (None: all), and the file that lists them."""
     indices = sorted(folder.glob(f"*{INDEX_ENDING}"))
     files = sorted(path.name for path in folder.glob(f"*{ENDING}"))
     if not indices and len(files) == 1:
@@ -152,11 +152,11 @@ def _sought(folder: Path) -> tuple[dict[str, list[str] | None], str]:
     try:
         places = json.loads(index.read_bytes())["weight_map"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{index} is no index of tensors: {error}.") from error
+        raise WeightsError(f"{index} is not an index of tensors: {error}.") from error
     wanted: dict[str, list[str] | None] = {}
     for name, file in places:
         if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
-            raise WeightsError(f"{index} seeks tensor {name} in {file!r}, which is no file of the folder.")
+            raise WeightsError(f"{index} lists tensor {name} in {file!r}, which is not a file of the folder.")
         names = wanted.setdefault(file, [])
         if names is not None:
             names.append(name)
@@ -164,7 +164,7 @@ def _sought(folder: Path) -> tuple[dict[str, list[str] | None], str]:
 
 
 class NewFolder(Folder):
-    """A checkpoint in the making: complete files under another name, until `finish` puts them in their place."""
+    """A checkpoint that is being written: files in a temporary folder, until `finish` renames it."""
 
     def __init__(
         self,
@@ -177,14 +177,14 @@ class NewFolder(Folder):
         """Reserve and map `files` in the folder `partial`, which exists and becomes `path`; `index` names the index."""
         super().__init__({file: entries for file, (_, entries) in files.items()}, ties)
         self.path = path
-        """Where the checkpoint will be."""
+        """Path of the finished checkpoint."""
         self._partial, self._index = partial, index
         self._maps: dict[str, mmap.mmap] = {}
         for file, (header, entries) in files.items():
             size_bytes = max((entry.offset_bytes + entry.size_bytes for entry in entries), default=len(header))
             handle = os.open(partial / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                # Without this, a disk that fills up later would kill the process at a write to the mapping.
+                # Without this, a full disk would kill the process at a write to the mapping.
                 os.posix_fallocate(handle, 0, size_bytes)
                 os.pwrite(handle, header, 0)
                 self._maps[file] = mmap.mmap(handle, size_bytes)
@@ -196,7 +196,7 @@ class NewFolder(Folder):
         """Write a further file of the checkpoint, such as `config.json`.
 
         Raises:
-            WeightsError: the disk does not take it, or `name` is no plain file name.
+            WeightsError: it cannot be written, or `name` is not a plain file name.
         """
         if Path(name).name != name or name in (self._index, *self.memories):
             raise WeightsError(f"{name!r} cannot be a further file of checkpoint {self.path}; choose another name.")
@@ -206,12 +206,12 @@ class NewFolder(Folder):
             raise WeightsError(f"{name} of checkpoint {self.path} cannot be written: {error}.") from error
 
     def finish(self) -> None:
-        """Write everything to the disk, add the index, and put the checkpoint in its place.
+        """Sync everything to disk, add the index, and rename the checkpoint to its path.
 
-        Views of the files must not be written to any more.
+        Views of the files must not be written to afterwards.
 
         Raises:
-            WeightsError: the disk fails, or something else has taken the place; then no trace of it is left.
+            WeightsError: a disk error, or the path exists by now; then no files are left behind.
         """
         try:
             for mapped in self._maps.values():
@@ -233,7 +233,7 @@ class NewFolder(Folder):
         self._maps.clear()
 
     def close(self) -> None:
-        """Let go of the files, and remove them unless `finish` has put them in their place."""
+        """Release the files, and remove them unless `finish` has completed."""
         super().close()
         self._maps.clear()
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -247,26 +247,26 @@ def create_folder(
     max_file_bytes: int = MAX_FILE_BYTES,
     metadata: Mapping[str, str] | None = None,
 ) -> NewFolder:
-    """Make the files of a checkpoint, with headers and room for the tensors, ready to be filled.
+    """Create the files of a checkpoint, with headers and space for the tensors, to be filled.
 
-    Room on the disk is reserved at once. Tied names are left out, as readers expect.
+    Disk space is reserved at once. Tied names are omitted, as readers expect.
 
     Args:
-        path: where the checkpoint will be after `finish`; it must not exist, or be an empty folder.
+        path: path of the checkpoint after `finish`; it must not exist, or be an empty folder.
         specs: the tensors, in the order in which they fill the files.
-        stem: what the names of the files begin with; diffusers expects `diffusion_pytorch_model`.
-        max_file_bytes: when to begin a new file.
-        metadata: what the headers say besides.
+        stem: prefix of the file names; diffusers expects `diffusion_pytorch_model`.
+        max_file_bytes: size at which a new file begins.
+        metadata: further metadata of the headers.
 
     Raises:
-        WeightsError: the place is taken, the disk is too small, or a tensor cannot be written. Nothing is left behind.
+        WeightsError: the path exists, the disk is too small, or a tensor cannot be written. Nothing is left behind.
     """
     path, listed = Path(path).absolute(), tuple(specs)
     check_specs(str(path), listed)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise WeightsError(f"{path} exists; remove it or choose another folder for the checkpoint.")
     owned = [spec for spec in listed if not spec.same_as]
-    files = _shared_out(owned, stem, max_file_bytes, {"format": "pt", **(metadata or {})})
+    files = _make_files(owned, stem, max_file_bytes, {"format": "pt", **(metadata or {})})
     size_bytes = sum(len(header) + sum(entry.size_bytes for entry in entries) for header, entries in files.values())
     partial = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -281,14 +281,14 @@ def create_folder(
     except (OSError, ValueError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise WeightsError(
-            f"Checkpoint {path} of {size_bytes} bytes cannot be made: {error}; free space or choose another disk."
+            f"Checkpoint {path} of {size_bytes} bytes cannot be created: {error}; free space or choose another disk."
         ) from error
 
 
-def _shared_out(
+def _make_files(
     specs: Sequence[TensorSpec], stem: str, max_file_bytes: int, metadata: Mapping[str, str]
 ) -> dict[str, tuple[bytes, Sequence[HeaderEntry]]]:
-    """Deal tensors out to files, in order, and name the files."""
+    """Distribute tensors over files, in order, and name the files."""
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:

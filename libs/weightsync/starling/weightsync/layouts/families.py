@@ -1,6 +1,9 @@
-"""The vision towers of families of models: what stands before a decoder, and makes tokens of patches.
+"""Model families: names and shapes of the tensors of a model, from its configuration, and how parallelism may cut them.
 
-By the names of the published checkpoints, from the `vision_config` of the model's configuration.
+One function per family lists the canonical tensors, by the names of the published checkpoints; vision towers, which
+turn patches into tokens before the decoder, come from the `vision_config`. `FAMILIES` adds the differences between
+families in a module's own parameters: how transformers stacks and renames tensors, and which ones vLLM fuses. Neither
+weights nor torch are needed, so a model can be planned before it exists.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from starling.weightsync.plan.layout import ITEM_BYTES
 def qwen2_tower(config: Config, dtype: str) -> tuple[Weight, ...]:
     """List the tower of Qwen2-VL.
 
-    Tensor parallelism in vLLM cuts the rows of its joined queries, keys and values as they lie, whichever they are.
+    Tensor parallelism in vLLM cuts the rows of its joined queries, keys and values without regard to which they are.
     """
     read, make = _vision(config), Tensors(dtype, tower=True)
     hidden, heads, at = read.size("embed_dim"), read.size("num_heads"), "visual"
@@ -50,7 +53,7 @@ def qwen2_5_tower(config: Config, dtype: str) -> tuple[Weight, ...]:
 
 
 def qwen3_tower(config: Config, dtype: str) -> tuple[Weight, ...]:
-    """List the tower of Qwen3-VL, and the mergers that feed its deeper features into the decoder's first layers."""
+    """List the tower of Qwen3-VL, and the deepstack mergers that feed its features into the decoder's first layers."""
     read, make = _vision(config), Tensors(dtype, tower=True)
     hidden, at = read.size("hidden_size"), "model.visual"
     merged, out = hidden * read.size("spatial_merge_size", 2) ** 2, read.size("out_hidden_size")
@@ -77,7 +80,7 @@ def _vision(config: Config) -> Entries:
 
 
 def _patches(read: Entries, make: Tensors, at: str, hidden: int, *, patch_size: int) -> Weight:
-    """Return the convolution that takes patches in; a family has its usual `patch_size`."""
+    """Return the patch embedding convolution; `patch_size` is the default of the family."""
     patch, frames = read.size("patch_size", patch_size), read.size("temporal_patch_size", 2)
     channels = read.size("in_channels", read.size("in_chans", 3))
     return make(f"{at}.patch_embed.proj.weight", hidden, channels, frames, patch, patch)
@@ -88,51 +91,51 @@ def _norms(make: Tensors, block: str, hidden: int) -> Iterator[Weight]:
 
 
 def _attention(make: Tensors, block: str, hidden: int, heads: int) -> Iterator[Weight]:
-    """Yield an attention whose queries, keys and values are joined, of which tensor parallelism cuts each."""
+    """Yield an attention with joined queries, keys and values; tensor parallelism cuts each of the three."""
     for name, shape in (("weight", (3 * hidden, hidden)), ("bias", (3 * hidden,))):
         yield make(f"{block}.attn.qkv.{name}", *shape, cut="rows", units=3 * heads, blocks=3)
     yield from make.linear(f"{block}.attn.proj", hidden, hidden, cut="columns", units=heads, layer=-1, bias=True)
 
 
 def _pair(make: Tensors, first: str, second: str, hidden: int, inner: int, out: int) -> Iterator[Weight]:
-    """Yield two projections, one after the other."""
+    """Yield two consecutive projections."""
     yield from make.linear(first, inner, hidden, cut="rows", layer=-1, bias=True)
     yield from make.linear(second, out, inner, cut="columns", layer=-1, bias=True)
 
 
 def _merger(read: Entries, make: Tensors, first: str, second: str, hidden: int, out: int) -> Iterator[Weight]:
-    """Yield what makes one token of neighbouring patches."""
+    """Yield the merger of neighbouring patches into one token."""
     merged = hidden * read.size("spatial_merge_size", 2) ** 2
     yield from _pair(make, first, second, merged, merged, out)
 
 
 class Fusion(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter that holds several canonical tensors of one module, one after the other along dim 0.
+    """A parameter that holds several canonical tensors of one module, concatenated along dim 0.
 
-    It stands only where all its members are.
+    It exists only if all its members do.
     """
 
     members: tuple[str, ...]
-    """The last parts of the tensors' names before `.weight` or `.bias`, in the order in which they lie."""
+    """The last parts of the tensors' names before `.weight` or `.bias`, in order."""
     name: str
-    """What stands in their place."""
+    """Name of the parameter that replaces them."""
     stacked: bool = False
-    """Members are those of every expert: one more dim in front counts the experts, and `.weight` is dropped."""
+    """Members of all experts are stacked along a new first dim, and `.weight` is dropped."""
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """What is peculiar to one family of models."""
+    """Properties of one model family."""
 
     weights: Callable[[Config, str], Model]
     transformers: tuple[Fusion, ...] = ()
     """Fused parameters of the class in transformers."""
     transformers_prefixes: tuple[tuple[str, str], ...] = ()
-    """Beginnings of canonical names and what transformers has instead; the first that fits."""
+    """Prefixes of canonical names and their replacements in transformers; the first match applies."""
     vllm: tuple[Fusion, ...] = ()
     """Fused parameters of the class in vLLM."""
     vllm_prefixes: tuple[tuple[str, str], ...] = ()
     vllm_repeats_ends: bool = False
-    """vLLM has what is before and after the layers in every stage of a pipeline, also where it does not use it."""
+    """vLLM has the tensors before and after the layers in every pipeline stage, even where it does not use them."""
 
 
 def model_of(config: Config, dtype: str = "") -> Model:
@@ -143,12 +146,12 @@ def model_of(config: Config, dtype: str = "") -> Model:
         dtype: element type of the weights; by default the one in the configuration, else bfloat16.
 
     Raises:
-        WeightsError: an unknown family, a missing or unfit entry, or an element type that does not travel.
+        WeightsError: an unknown family, a missing or invalid entry, or an unsupported element type.
     """
     family = family_of(config)
     dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in ITEM_BYTES:
-        raise WeightsError(f"Weights of element type {dtype} do not travel; choose one of {', '.join(ITEM_BYTES)}.")
+        raise WeightsError(f"Element type {dtype} is not supported; choose one of {', '.join(ITEM_BYTES)}.")
     return family.weights(config, dtype)
 
 
@@ -268,37 +271,37 @@ def _qwen2_5_vl(config: Config, dtype: str) -> Model:
 
 
 def _qwen3_vl(config: Config, dtype: str) -> Model:
-    """List a vision tower and a Qwen3 decoder, into whose first layers mergers of their own feed deeper features."""
+    """List a vision tower with deepstack mergers, and a Qwen3 decoder."""
     decoder = _renamed(_qwen3(_text_entries(config), dtype), "model.", "model.language_model.")
     return _with_tower(decoder, "qwen3_vl", qwen3_tower(config, dtype))
 
 
 def _qwen3_vl_moe(config: Config, dtype: str) -> Model:
-    """List the same with a decoder of experts.
+    """List the same with a mixture-of-experts decoder.
 
     Published files hold all experts of a layer in one tensor, transposed, and those that transformers writes in one
-    that is not. Here each expert has its own, as in the files of `qwen3_moe`: what trainers and engines hold is made of
-    the same rows.
+    that is not. Here each expert has its own, as in the files of `qwen3_moe`: the parameters of trainers and engines
+    consist of the same rows.
     """
     decoder = _renamed(_qwen3_moe(_text_entries(config), dtype), "model.", "model.language_model.")
     return _with_tower(decoder, "qwen3_vl_moe", qwen3_tower(config, dtype))
 
 
 def _text_entries(config: Config) -> Config:
-    """Return the entries of the decoder: in `text_config` or, in older files, beside it."""
+    """Return the entries of the decoder: in `text_config` or, in older files, at the top level."""
     text = {**config, **(config.get("text_config") or {})}
-    # A tie is the whole model's: the text part of the configuration may repeat it, or not.
+    # A tie belongs to the whole model: the text part of the configuration may or may not repeat it.
     text["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     return text
 
 
 def _with_tower(decoder: Model, family: str, tower: Sequence[Weight]) -> Model:
-    """Put a vision tower before a decoder."""
+    """Return a decoder with a vision tower before it."""
     return msgspec.structs.replace(decoder, family=family, weights=(*tower, *decoder.weights))
 
 
 def _renamed(model: Model, before: str, now: str) -> Model:
-    """Return `model` with another beginning of names."""
+    """Return `model` with another prefix of names."""
 
     def name(given: str) -> str:
         return now + given.removeprefix(before) if given.startswith(before) else given
@@ -397,4 +400,4 @@ FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
 }
-"""The families by `model_type` of their configurations."""
+"""Families by the `model_type` of their configurations."""

@@ -1,4 +1,4 @@
-"""Parameters of a module from canonical tensors: concatenates, stacks and renames by a family's table."""
+"""Fused parameters: canonical tensors concatenated, stacked and renamed by the table of a family."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LocalWeight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def transformers_table(config: Config, dtype: str = "") -> Table:
-    """List the parameters, and the buffers that are saved, of the class of transformers for a configuration.
+    """List the parameters and persistent buffers of the transformers class of a configuration.
 
-    In their full shapes: sharding is seen from the live tensors. Arguments and errors as `model_of`.
+    In their full shapes: the sharding comes from the live tensors. Arguments and errors as `model_of`.
     """
     family, model = family_of(config), model_of(config, dtype)
     weights = (
@@ -39,12 +39,12 @@ def transformers_table(config: Config, dtype: str = "") -> Table:
 def fused_parameters(
     weights: Iterable[LocalWeight], fusions: Sequence[Fusion], prefixes: Sequence[tuple[str, str]] = ()
 ) -> tuple[Parameter, ...]:
-    """Put tensors that a rank holds together into the parameters of its module.
+    """Combine the tensors of a rank into the parameters of its module.
 
     Args:
-        weights: in the order of the model; what is stacked is stacked in this order.
-        fusions: the table; where it says nothing, a tensor is a parameter of its own.
-        prefixes: beginnings of names and what replaces them; the first that fits.
+        weights: in the order of the model, in which they are stacked.
+        fusions: the table; a tensor that is not in it is a parameter of its own.
+        prefixes: prefixes of names and their replacements; the first match applies.
     """
     groups: dict[str, list[tuple[LocalWeight, Fusion | None]]] = {}
     for local in weights:
@@ -61,7 +61,7 @@ def fused_parameters(
 
 
 def _target(weight: Weight, fusions: Sequence[Fusion]) -> tuple[str, Fusion | None]:
-    """Return the name of the parameter that `weight` goes into, and the rule that says so."""
+    """Return the name of the parameter that contains `weight`, and the fusion that applies."""
     owner, _, kind = weight.spec.name.rpartition(".")
     module, _, member = owner.rpartition(".")
     for fusion in fusions:
@@ -75,7 +75,7 @@ def _target(weight: Weight, fusions: Sequence[Fusion]) -> tuple[str, Fusion | No
 def _parameter(
     name: str, members: Sequence[LocalWeight], num_stacked: int, prefixes: Sequence[tuple[str, str]]
 ) -> Parameter:
-    """Lay `members` one after the other along dim 0; with `num_stacked`, so many at each index of a further dim."""
+    """Concatenate `members` along dim 0; with `num_stacked`, so many at each index of a new first dim."""
     parts: list[ParameterPart] = []
     row = 0
     for index, local in enumerate(members):
@@ -116,7 +116,7 @@ def layout_of_parameters(
         replica: name of the replica.
         specs: every canonical tensor, with the tied ones.
         ranks: the parameters of each rank.
-        places: where each rank runs; unknown when empty.
+        places: place of each rank; unknown if empty.
     """
     index = {spec.name: i for i, spec in enumerate(specs)}
     held = tuple(

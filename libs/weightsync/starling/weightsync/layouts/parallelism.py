@@ -1,7 +1,7 @@
-"""How each axis of parallelism places one weight: tensor, pipeline and expert parallelism as placements.
+"""Placements of a weight along the axes of tensor, pipeline and expert parallelism.
 
-These are the rules that trainers and engines share; what they do not share (padding of the vocabulary, whether whole
-experts are dealt out) is an argument.
+Trainers and engines share these rules; where they differ (padding of the vocabulary, distribution of whole experts)
+there is an argument.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def tensor_parallel(weight: Weight, num_ranks: int, *, vocabulary_multiple: int 
     Args:
         weight: what to place.
         num_ranks: length of the axis.
-        vocabulary_multiple: the number of rows of embeddings is rounded up to a multiple of this before it is shared
-            out, as engines do; 1 for none.
+        vocabulary_multiple: the number of rows of embeddings is padded to a multiple of this before it is split, as
+            engines do; 1 for none.
 
     Raises:
-        WeightsError: heads that cannot be dealt out evenly, or a padded vocabulary that cannot.
+        WeightsError: heads or a padded vocabulary that cannot be split evenly.
     """
     spec, cut = weight.spec, weight.cut
     if cut == "whole" or num_ranks == 1:
@@ -47,19 +47,19 @@ def tensor_parallel(weight: Weight, num_ranks: int, *, vocabulary_multiple: int 
 
 
 def expert_parallel(weight: Weight, num_experts: int, num_ranks: int) -> Placement:
-    """Place a routed expert's `weight` along an axis that deals out whole experts, neighbours together.
+    """Place a routed expert's `weight` along an axis that distributes whole experts, neighbours together.
 
-    With a remainder the first ranks have one expert more.
+    With a remainder the first ranks have one more expert.
     """
     share, more = divmod(num_experts, num_ranks)
-    crowded = more * (share + 1)
-    if weight.expert < crowded:
+    in_larger_shares = more * (share + 1)
+    if weight.expert < in_larger_shares:
         return Only(indices=(weight.expert // (share + 1),))
-    return Only(indices=(more + (weight.expert - crowded) // share,))
+    return Only(indices=(more + (weight.expert - in_larger_shares) // share,))
 
 
 def pipeline_parallel(weight: Weight, model: Model, layers_of_stages: Sequence[int]) -> Placement:
-    """Place `weight` along an axis of pipeline stages, `layers_of_stages` of which each has that many layers.
+    """Place `weight` along an axis of pipeline stages with `layers_of_stages` layers each.
 
     An embedding that is tied to the head is held by the first and by the last stage.
     """
@@ -78,9 +78,9 @@ def pipeline_parallel(weight: Weight, model: Model, layers_of_stages: Sequence[i
 
 
 def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Deal `num_layers` out to the stages of a pipeline; a remainder goes to the last stages but the very last.
+    """Distribute `num_layers` over the stages of a pipeline; a remainder goes to the last stages except the very last.
 
-    The last stage has the head and the first the embedding to compute too, so they come last: engines do the same.
+    The last stage also computes the head and the first the embedding, so they get no extra layer: engines do the same.
 
     Raises:
         WeightsError: fewer layers than stages.

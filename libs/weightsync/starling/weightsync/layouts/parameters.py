@@ -1,7 +1,7 @@
-"""Parameters and the tensors inside them: how canonical tensors lie in an engine's or a module's own parameters.
+"""Parameters of a module or engine, and the canonical tensors that they consist of.
 
-Engines fuse projections, stack experts and rename; checkpoints do not. A `Parameter` says which box of which canonical
-tensor lies where in it, so that fusion is settled here, once, and whoever plans sees only boxes.
+Engines fuse projections, stack experts and rename; checkpoints do not. A `Parameter` maps boxes of canonical tensors to
+positions in it, so that the planner only sees boxes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starling.weightsync.plan.layout import ITEM_BYTES, Box, Shard, TensorSpec
 
 
 class ParameterPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where one box of one canonical tensor lies in a parameter."""
+    """Position of one box of one canonical tensor in a parameter."""
 
     tensor: str
     """The tensor's canonical name."""
@@ -25,11 +25,11 @@ class ParameterPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     offset: tuple[int, ...]
     """Index of the box's first element in the parameter, per dim of the parameter."""
     dims: tuple[int, ...]
-    """The dim of the parameter along which each dim of the tensor runs; the parameter may have more."""
+    """Dim of the parameter for each dim of the tensor; the parameter may have more dims."""
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One parameter of a module, in the module's own name and shape, and what it is made of."""
+    """One parameter of a module, with the module's own name and shape, and its parts."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,27 +39,27 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """The canonical tensors of a model, and the parameters that a module makes of them."""
+    """The canonical tensors of a model, and the parameters of a module that consist of them."""
 
     tensors: tuple[TensorSpec, ...]
-    """Of the whole model, with the tied names."""
+    """Canonical tensors of the whole model, with the tied names."""
     parameters: tuple[Parameter, ...]
-    """In the module's own names. A tied name is a parameter too, made of its owner: some ranks hold a copy."""
+    """With the module's own names. A tied name is a parameter too, with parts of its owner: some ranks hold a copy."""
 
 
 def in_terms_of(table: Table, other: Table) -> Table:
-    """Say what the parameters of `table` are made of by those of `other`, in place of the canonical tensors.
+    """Return `table` with its parameters expressed in parts of the parameters of `other`, not of canonical tensors.
 
-    Whoever publishes the parameters of a module as they are, by the module's own names, needs no table; who has other
-    ones, such as an engine's workers, then says which of those it takes. Neighbours that lie one after the other in
-    both become one part: of stacked experts one for all, not one for each.
+    A publisher of a module's parameters under the module's own names needs no table; a destination with other
+    parameters, such as an engine's workers, then refers to those. Parts that are adjacent in both become one part: one
+    for all stacked experts, not one for each.
 
     Args:
-        table: of the same model; each tensor of it is in some parameter of `other`.
-        other: what is taken for tensors now. Of parameters that are made of the same tensors the first owns them.
+        table: of the same model; each of its tensors is in some parameter of `other`.
+        other: its parameters become the tensors. Of parameters with the same tensors the first owns them.
 
     Raises:
-        WeightsError: a stack in `other` that is none in `table`.
+        WeightsError: a stacked parameter of `other` that is not stacked in `table`.
     """
     homes: dict[str, list[tuple[str, ParameterPart]]] = {}
     owners: dict[str, str] = {}
@@ -83,7 +83,7 @@ def in_terms_of(table: Table, other: Table) -> Table:
 
 
 def _moved(part: ParameterPart, home: ParameterPart, name: str, num_dims: int) -> ParameterPart | None:
-    """Return what of `part` comes from parameter `name`, of which `home` is a part; `num_dims` of the one it fills."""
+    """Return the part of `part` from `home`, a part of parameter `name`; `num_dims` of the filled parameter."""
     shared = intersection(part.box, home.box)
     if shared is None:
         return None
@@ -94,9 +94,9 @@ def _moved(part: ParameterPart, home: ParameterPart, name: str, num_dims: int) -
         start[there] += shared.offset[at] - home.box.offset[at]
         size[there], dims[there] = shared.size[at], here
     for there in range(len(size)):
-        if there not in dims:  # of the stack it is one index, wherever that lies
+        if there not in dims:  # a single index of the stack
             if not unused:
-                raise WeightsError(f"{name} stacks {part.tensor}, which the parameter that is to hold it does not.")
+                raise WeightsError(f"{name} stacks {part.tensor}, but the parameter that it fills does not.")
             dims[there] = unused.pop(0)
     offset = list(part.offset)
     for at, here in enumerate(part.dims):
@@ -108,7 +108,7 @@ def _moved(part: ParameterPart, home: ParameterPart, name: str, num_dims: int) -
 
 
 def _merged(parts: Iterable[ParameterPart]) -> tuple[ParameterPart, ...]:
-    """Join parts that follow each other along the first dim of their tensor, and likewise where they are put."""
+    """Join parts that are adjacent along the first dim, both in their tensor and in the parameter."""
     made: list[ParameterPart] = []
     last: dict[tuple[object, ...], int] = {}
     for part in parts:
@@ -130,7 +130,7 @@ def _merged(parts: Iterable[ParameterPart]) -> tuple[ParameterPart, ...]:
 
 
 def whole(name: str, shape: Sequence[int], dtype: str) -> Parameter:
-    """Return the parameter that is one canonical tensor of the same name and shape."""
+    """Return the parameter that consists of one canonical tensor of the same name and shape."""
     box = Box(offset=(0,) * len(shape), size=tuple(shape))
     part = ParameterPart(tensor=name, box=box, offset=box.offset, dims=tuple(range(len(shape))))
     return Parameter(name=name, shape=tuple(shape), dtype=dtype, parts=(part,))
@@ -152,14 +152,14 @@ def shards_of(
     strides: Sequence[int],
     held: Iterable[Held] | None = None,
 ) -> tuple[Shard, ...]:
-    """Return the shards that a rank keeps in the memory of one parameter.
+    """Return the shards of a rank in the memory of one parameter.
 
     Args:
         parameter: the whole parameter and its parts.
         tensors: index of each canonical tensor in the layout, by name.
         storage: name of the memory, which begins with the first element of the rank's local tensor.
         strides: elements of memory from one index to the next, per dim of the local tensor.
-        held: the boxes of the parameter that the local tensor is made of; by default all of it.
+        held: the boxes of the parameter in the local tensor; by default all of it.
     """
 
     def shard(part: ParameterPart, box: Box, index: Sequence[int]) -> Shard:

@@ -1,10 +1,10 @@
-"""Which boxes of a tensor a rank holds, from how the tensor is placed on a mesh. Pure arithmetic.
+"""Placements on a mesh, and the boxes of a tensor that each rank holds. Pure.
 
 A mesh is a grid of ranks, counted in row-major order; a tensor has one placement per axis of the mesh. They apply from
-the first axis to the last, each to what the axes before it left over: exactly what `torch.distributed.tensor` does,
-whose `Replicate`, `Shard` and `_StridedShard` have their equals here. `Sharded` can say more, because engines do more:
-shares of a fixed length (padded vocabularies) and shares that several ranks hold (key-value heads). `Only` is for
-pipeline stages and whole experts, which some ranks hold and others do not.
+the first axis to the last, each to the remaining part: as in `torch.distributed.tensor`, whose `Replicate`, `Shard` and
+`_StridedShard` have equivalents here. `Sharded` is more general, as engines need: shares of a fixed length (padded
+vocabularies) and shares that several ranks hold (key-value heads). `Only` is for pipeline stages and whole experts,
+which only some ranks hold.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from starling.weightsync.plan.compact import TensorSplit, make_tensor_split
 from starling.weightsync.plan.layout import Box
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Ascending, disjoint pieces of one dim, each its first element and its length, one after the other in local memory."""
+"""Ascending, disjoint pieces of one dim, as first element and length, concatenated in local memory."""
 
 
 class Replicate(msgspec.Struct, frozen=True, kw_only=True, tag="replicate"):
-    """Every rank along the axis holds all."""
+    """Every rank along the axis holds the whole tensor."""
 
 
 class Sharded(msgspec.Struct, frozen=True, kw_only=True, tag="split"):
-    """The ranks along the axis hold one share each of a dim, near-equal and the larger ones first, as `torch.chunk`."""
+    """Each rank along the axis holds one share of a dim, near-equal and the larger ones first, as `torch.chunk`."""
 
     dim: int
     factor: int = 1
@@ -39,13 +39,13 @@ class Sharded(msgspec.Struct, frozen=True, kw_only=True, tag="split"):
     already several projections in one, their number.
     """
     chunk: int = 0
-    """Length of each share when it is not derived from the dim; the last shares may be shorter, or empty."""
+    """Length of each share if it is not derived from the dim; the last shares may be shorter, or empty."""
     copies: int = 1
-    """How many neighbouring ranks hold the same share."""
+    """Number of neighbouring ranks that hold the same share."""
 
 
 class Only(msgspec.Struct, frozen=True, kw_only=True, tag="only"):
-    """The ranks at these indices of the axis hold all, the others nothing."""
+    """The ranks at these indices of the axis hold the whole tensor, the others nothing."""
 
     indices: tuple[int, ...]
 
@@ -56,7 +56,7 @@ REPLICATE = Replicate()
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A box that a rank holds, and where it begins in the rank's local tensor."""
+    """A box that a rank holds, and its position in the rank's local tensor."""
 
     box: Box
     origin: tuple[int, ...]
@@ -118,7 +118,7 @@ def local_shape(
 
 
 def split_of_mesh(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]) -> TensorSplit:
-    """Return the boxes of all ranks of `mesh` as the planner's split; arguments and errors as `held_boxes`."""
+    """Return the boxes of all ranks of `mesh` as a `TensorSplit`; arguments and errors as `held_boxes`."""
     rows = [
         (rank, held.box)
         for rank in range(math.prod(mesh))
@@ -132,7 +132,7 @@ def split_of_mesh(shape: Sequence[int], mesh: Sequence[int], placements: Sequenc
 def _runs(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[Runs] | None:
-    """Return what the rank holds of each dim, or None when it holds nothing."""
+    """Return the runs of each dim that the rank holds, or None if it holds nothing."""
     if not len(mesh) == len(coordinate) == len(placements):
         raise WeightsError(
             f"{len(placements)} placements and coordinate {tuple(coordinate)} do not fit a mesh of shape {tuple(mesh)}."
@@ -176,7 +176,7 @@ def _share(runs: Runs, split: Sharded, num_ranks: int, index: int) -> Runs:
 
 
 def _take(runs: Runs, low: int, high: int) -> list[tuple[int, int]]:
-    """Return elements `low` to `high` (not included) of `runs` laid one after the other."""
+    """Return elements `low` to `high` (exclusive) of the concatenated `runs`."""
     taken: list[tuple[int, int]] = []
     origin = 0
     for first, n in runs:

@@ -1,4 +1,4 @@
-"""Configurations of well-known models, to plan without a checkpoint: only the entries that shapes follow from."""
+"""Configurations of well-known models, for planning without a checkpoint: only the entries that determine shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The safetensors format: headers as data, read without trust and written as readers expect them.
+"""Headers of safetensors files: validated parsing, and writing.
 
 A file is eight bytes of length N (little-endian), N bytes of JSON that give each tensor's element type, shape and first
 and last byte after the header, and then the tensors' bytes, without gaps.
@@ -38,7 +38,7 @@ CODES: Final[dict[str, str]] = {
     "float64": "F64",
     "complex64": "C64",
 }
-"""The format's name of each element type that travels."""
+"""The format's name of each supported element type."""
 
 _TYPES: Final = {code: dtype for dtype, code in CODES.items()}
 
@@ -59,10 +59,10 @@ class HeaderEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_header(path: Path) -> Entries:
-    """Read which tensors a file holds and where, in the order of their bytes.
+    """Read the tensors of a file and their positions, in the order of their bytes.
 
     Raises:
-        WeightsError: a file that is missing, cut short or not in the format, naming it.
+        WeightsError: a file that is missing, truncated or malformed, naming it.
     """
     try:
         size_bytes = path.stat().st_size
@@ -75,7 +75,7 @@ def read_header(path: Path) -> Entries:
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} cannot be read as a safetensors file: {error}.") from error
     if not isinstance(header, dict):
-        raise WeightsError(f"{path} is not a safetensors file: its header is no table of tensors.")
+        raise WeightsError(f"{path} is not a safetensors file: its header is not a table of tensors.")
     entries = sorted(
         (_entry(path, name, item, 8 + length) for name, item in header.items() if name != "__metadata__"),
         key=lambda entry: (entry.offset_bytes, entry.size_bytes),
@@ -105,13 +105,13 @@ def _entry(path: Path, name: str, item: Any, base: int) -> HeaderEntry:
     if entry.offset_bytes % ITEM_BYTES[entry.spec.dtype]:
         raise WeightsError(
             f"{path}: tensor {name} begins at byte {entry.offset_bytes}, which no {entry.spec.dtype} may; "
-            "save the checkpoint anew with safetensors."
+            "save the checkpoint again with safetensors."
         )
     return entry
 
 
 def make_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, Entries]:
-    """Return the first bytes of a file of these tensors, and where each of them lies in it.
+    """Return the header of a file of these tensors, and the position of each of them.
 
     The widest element types come first, so that every tensor is aligned to its elements.
     """

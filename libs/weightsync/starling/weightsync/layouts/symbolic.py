@@ -1,18 +1,18 @@
-"""Layouts of models that exist only as a configuration, for a parallelism given as a few words.
+"""Layouts of models that exist only as a configuration, for a parallelism in words.
 
 `fsdp256`, `hsdp4x64`, `tp8 x16`, `ep64 fsdp4`, `pp4 tp8`: axes of a mesh, the first one outermost, and the number of
-replicas. A tensor is described once, not once per rank: millions of shards follow from a few hundred patterns.
+replicas. A tensor is described once, not once per rank: a few hundred patterns describe millions of shards.
 
 | axis | places |
 |---|---|
-| `dp N` | everything whole on each rank |
+| `dp N` | all tensors, replicated |
 | `fsdp N` | each tensor by dim 0 |
 | `hsdp R x S` | each tensor by dim 0 over S ranks, R times |
 | `tp N` | rows or columns of projections, vocabularies, heads (shared by neighbours if there are fewer than N) |
-| `ep N` | routed experts, whole; of all else it is one axis with `fsdp` if there is one, and otherwise `dp` |
-| `tep N` | routed experts, whole; of all else it is `tp` |
+| `ep N` | whole routed experts; for other tensors it is joined with `fsdp` if there is one, and otherwise `dp` |
+| `tep N` | whole routed experts; for other tensors it is `tp` |
 | `pp N` | layers |
-| `x N` | so many replicas, each with all of the above |
+| `x N` | number of replicas |
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WORD: Final = re.compile(r"(?:(dp|fsdp|tp|ep|tep|pp)(\d+)|hsdp(\d+)x(\d+)|x(\d+
 
 
 class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is spread over the ranks of one replica, and how many replicas there are."""
+    """Parallelism of one replica, and the number of replicas."""
 
     axes: tuple[tuple[Axis, int], ...]
     """Names and lengths, the outermost first."""
@@ -66,12 +66,12 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SymbolicTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor and how it is placed on the mesh of its replica."""
+    """One tensor and its placements on the mesh of its replica."""
 
     spec: TensorSpec
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...]
-    """One per axis of the mesh. A tied tensor has none of its own: its owner's are meant."""
+    """One per axis of the mesh. A tied tensor uses those of its owner."""
 
 
 class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ def parse_parallelism(text: str) -> Parallelism:
     """Read words such as `hsdp4x64` or `pp4 tp8 x16`.
 
     Raises:
-        WeightsError: a word that is none, an axis that stands twice, or a size of zero.
+        WeightsError: an unknown word, a repeated axis, or a size of zero.
     """
     axes: list[tuple[Axis, int]] = []
     num_replicas = 0
@@ -94,12 +94,12 @@ def parse_parallelism(text: str) -> Parallelism:
         found = _WORD.fullmatch(word)
         if found is None:
             raise WeightsError(
-                f"{word!r} in {text!r} is no parallelism; use dp2, fsdp8, hsdp4x8, tp8, ep8, tep8, pp4, x16."
+                f"{word!r} in {text!r} is not a parallelism; use dp2, fsdp8, hsdp4x8, tp8, ep8, tep8, pp4, x16."
             )
         axis, size, copies, shares, replicas = found.groups()
         if replicas:
             if num_replicas:
-                raise WeightsError(f"The number of replicas stands twice in {text!r}.")
+                raise WeightsError(f"The number of replicas is repeated in {text!r}.")
             num_replicas = int(replicas)
         elif axis:
             axes.append((cast(Axis, axis), int(size)))
@@ -111,7 +111,7 @@ def parse_parallelism(text: str) -> Parallelism:
     doubled = next((axis for axis in names if names.count(axis) > 1), None)
     if doubled or {"tp", "tep"} <= set(names) or {"ep", "tep"} <= set(names):
         raise WeightsError(
-            f"{text!r} names an axis twice; each of dp, fsdp, tp, ep and pp may stand once, tep for tp and ep."
+            f"{text!r} names an axis twice; each of dp, fsdp, tp, ep and pp may occur once, tep for tp and ep."
         )
     return Parallelism(axes=tuple(axes) or (("dp", 1),), num_replicas=num_replicas or 1)
 
@@ -124,17 +124,17 @@ def model_layout(
     vocabulary_multiple: int = 1,
     layers_of_stages: Sequence[int] = (),
 ) -> ModelLayout:
-    """Describe how a model is spread, from its configuration and a parallelism in words.
+    """Describe the layout of a model, from its configuration and a parallelism in words.
 
     Args:
         config: contents of the model's `config.json`.
         parallelism: as `parse_parallelism` reads it.
         dtype: element type of the weights; by default the configuration's, else bfloat16.
         vocabulary_multiple: rows of embeddings are padded to a multiple of this, 64 for vLLM.
-        layers_of_stages: layers of each pipeline stage; by default as `even_stages` deals them out.
+        layers_of_stages: layers of each pipeline stage; by default by `even_stages`.
 
     Raises:
-        WeightsError: an unknown family, words that cannot be read, or sizes that do not fit the model.
+        WeightsError: an unknown family, unknown words, or sizes that do not fit the model.
     """
     model, spread = model_of(config, dtype), parse_parallelism(parallelism)
     sizes = dict(spread.axes)
@@ -145,7 +145,7 @@ def model_layout(
     known: dict[tuple[object, ...], tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
     tensors: list[SymbolicTensor] = []
     for weight in model.weights:
-        # Equal rules for equal keys: tens of thousands of experts share a few hundred tuples.
+        # Computed once per key: tens of thousands of experts share a few hundred.
         key = (weight.spec.shape, weight.cut, weight.units, weight.blocks, weight.stage, weight.layer, weight.expert)
         if key not in known:
             known[key] = _place(weight, model, spread, stages, vocabulary_multiple)
@@ -155,12 +155,12 @@ def model_layout(
 
 
 def compact_layout(layout: ModelLayout, replica: str, places: Sequence[Place] = ()) -> CompactLayout:
-    """Write one replica of `layout` in the planner's columns: one split per distinct shape and placement.
+    """Return one replica of `layout` in compact form: one split per distinct shape and placement.
 
     Args:
         layout: from `model_layout`.
         replica: name of the replica.
-        places: where each rank runs; unknown when empty.
+        places: place of each rank; unknown if empty.
     """
     splits: list[TensorSplit] = []
     known: dict[object, int] = {}
@@ -185,9 +185,9 @@ def compact_layout(layout: ModelLayout, replica: str, places: Sequence[Place] = 
 
 
 def shard_layout(layout: ModelLayout, replica: str, places: Sequence[Place] = ()) -> Layout:
-    """Write one replica of `layout` shard by shard, each tensor in row-major memory of its own name.
+    """Return one replica of `layout` shard by shard, each tensor in row-major memory of its own name.
 
-    For small models: it makes one object per shard. Arguments as `compact_layout`.
+    For small models: there is one object per shard. Arguments as `compact_layout`.
     """
     ranks: list[RankLayout] = []
     for rank in range(layout.parallelism.num_ranks):
@@ -217,7 +217,7 @@ def _check_axes(spread: Parallelism, text: str, vocabulary_multiple: int) -> Non
     names = [axis for axis, _ in spread.axes]
     if "ep" in names and "fsdp" in names and abs(names.index("ep") - names.index("fsdp")) != 1:
         raise WeightsError(
-            f"In {text!r} ep and fsdp stand apart, but share out what is no expert's together; join them."
+            f"In {text!r} ep and fsdp are not adjacent, but split the tensors outside experts together; join them."
         )
     if vocabulary_multiple > 1 and "fsdp" in names:
         raise WeightsError(f"{text!r} has an axis fsdp: trainers do not pad vocabularies, so the multiple must be 1.")
@@ -228,7 +228,7 @@ def _place(
 ) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
     """Return the mesh of one weight and its placement along each axis.
 
-    `ep` beside `fsdp` makes one axis with it for whatever is no routed expert's.
+    `ep` and an adjacent `fsdp` are one axis for tensors that are not of routed experts.
     """
     routed = weight.expert >= 0
     axes = list(spread.axes)
@@ -237,7 +237,7 @@ def _place(
         first = min(names.index("ep"), names.index("fsdp"))
         axes[first : first + 2] = [("fsdp", axes[first][1] * axes[first + 1][1])]
     placements: list[Placement] = []
-    factor = 1  # number of shares that the axes inside make of dim 0: fsdp cuts each of them
+    factor = 1  # number of shares of dim 0 by the inner axes, each of which fsdp cuts
     for axis, size in reversed(axes):
         placement: Placement = REPLICATE
         if axis == "pp":

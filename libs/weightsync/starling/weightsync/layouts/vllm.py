@@ -1,9 +1,9 @@
-"""What each worker of a vLLM engine holds, from the model's configuration and the sizes of its parallel groups.
+"""Layouts of vLLM workers, from the model's configuration and the sizes of the parallel groups.
 
-Ranks are counted as vLLM counts them: pipeline stages outside, tensor parallelism inside. The arithmetic is that of
+Ranks are numbered as in vLLM: pipeline stages outside, tensor parallelism inside. The arithmetic is that of
 vLLM's own layers: fused projections, key-value heads shared by neighbouring ranks where there are fewer heads than
-ranks, embeddings padded to a multiple of 64 rows, stacked experts. Parameters are those that loading fills; a backend
-that repacks them afterwards keeps its own copy.
+ranks, embeddings padded to a multiple of 64 rows, stacked experts. The parameters are those that loading fills; a
+backend that repacks them keeps its own copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starling.weightsync.layouts.weights import Config, Model, Weight
 from starling.weightsync.plan.layout import Layout, Place
 
 VOCABULARY_MULTIPLE: Final = 64
-"""Embeddings and heads have a number of rows that is a multiple of this."""
+"""Embeddings and heads are padded to a multiple of this number of rows."""
 
 
 def worker_table(
@@ -38,16 +38,16 @@ def worker_table(
     layers_of_stages: Sequence[int] = (),
     dtype: str = "",
 ) -> Table:
-    """List the parameters of one worker, in their local shapes, and which canonical boxes fill them.
+    """List the parameters of one worker, in their local shapes, and the canonical boxes that fill them.
 
     Args:
         config: contents of the model's `config.json`.
         rank: of the worker, stage by stage.
         tp: size of tensor parallelism.
         pp: number of pipeline stages.
-        whole_experts: whether whole experts are dealt out over the `tp` ranks, rather than a share of each.
-        whole_tower: whether each rank has the whole vision tower and images are dealt out, rather than a share of it.
-        layers_of_stages: layers of each stage; by default as vLLM deals them out.
+        whole_experts: whether whole experts are distributed over the `tp` ranks (expert parallelism).
+        whole_tower: whether each rank has the whole vision tower and images are distributed (data parallelism).
+        layers_of_stages: layers of each stage; by default as in vLLM.
         dtype: as for `model_of`.
 
     Raises:
@@ -73,11 +73,11 @@ def worker_layout(
 ) -> Layout:
     """Make the layout of a whole engine; arguments and errors as `worker_table`.
 
-    Storages are named for the workers' parameters and taken to be row-major.
+    Storages have the names of the workers' parameters and are assumed to be row-major.
 
     Args:
         replica: name of the engine, for messages and plans.
-        places: where each worker runs; unknown when empty.
+        places: place of each worker; unknown if empty.
     """
     model, family = model_of(config, dtype), family_of(config)
     groups = _groups(model, tp, pp, layers_of_stages, whole_experts, whole_tower)
@@ -86,7 +86,7 @@ def worker_layout(
 
 
 class _Groups(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine's workers share a model."""
+    """Parallel groups of an engine."""
 
     tp: int
     layers_of_stages: tuple[int, ...]
@@ -109,7 +109,7 @@ def _parameters(family: Family, model: Model, rank: int, groups: _Groups) -> tup
     stage, index = divmod(rank, groups.tp)
     held: list[LocalWeight] = []
     for weight in model.weights:
-        if weight.spec.same_as or not _lives(weight, family, model, stage, groups):
+        if weight.spec.same_as or not _is_held(weight, family, model, stage, groups):
             continue
         placement = _placement(weight, model, groups)
         if isinstance(placement, Only) and index not in placement.indices:
@@ -118,8 +118,8 @@ def _parameters(family: Family, model: Model, rank: int, groups: _Groups) -> tup
     return fused_parameters(held, family.vllm, family.vllm_prefixes)
 
 
-def _lives(weight: Weight, family: Family, model: Model, stage: int, groups: _Groups) -> bool:
-    """Say whether a stage of the pipeline has `weight`: vLLM makes some in all of them, and uses them in one."""
+def _is_held(weight: Weight, family: Family, model: Model, stage: int, groups: _Groups) -> bool:
+    """Whether a pipeline stage has `weight`: vLLM makes some in all stages, and uses them in one."""
     if weight.tower or (family.vllm_repeats_ends and weight.stage != "layer"):
         return True
     lives = pipeline_parallel(weight, model, groups.layers_of_stages)
@@ -142,7 +142,7 @@ def _local(weight: Weight, tp: int, index: int, placement: Placement) -> LocalWe
     shape = weight.spec.shape
     mine = REPLICATE if isinstance(placement, Only) else placement
     extent, held = _share(shape, tp, index, mine)
-    if weight.cut == "vocabulary":  # the local tensor has its padding, wherever the rank's rows end
+    if weight.cut == "vocabulary":  # the local tensor includes the padding
         padded = mine.chunk if isinstance(mine, Sharded) else -(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         extent = (padded, *shape[1:])
     return LocalWeight(weight=weight, shape=extent, held=held)
@@ -152,5 +152,5 @@ def _local(weight: Weight, tp: int, index: int, placement: Placement) -> LocalWe
 def _share(
     shape: tuple[int, ...], tp: int, index: int, placement: Placement
 ) -> tuple[tuple[int, ...], tuple[Held, ...]]:
-    """Return the shape and the boxes of a local tensor: few tensors differ in them."""
+    """Return the shape and the boxes of a local tensor, cached: many tensors share them."""
     return local_shape(shape, (tp,), (index,), (placement,)), held_boxes(shape, (tp,), (index,), (placement,))

@@ -1,4 +1,4 @@
-"""One canonical tensor of a model and what a parallel layout must know of it; and how a family's table is written."""
+"""Canonical tensors of a model with their properties for parallel layouts, and builders for the tables of families."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import TensorSpec
 
 Config: TypeAlias = Mapping[str, Any]
-"""A model's configuration as its `config.json` says it."""
+"""Contents of a model's `config.json`."""
 
 Cut: TypeAlias = Literal["whole", "rows", "columns", "vocabulary", "key_value"]
 """How tensor parallelism divides a tensor.
@@ -25,22 +25,22 @@ Stage: TypeAlias = Literal["first", "layer", "last"]
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True):
-    """One canonical tensor and what a parallel layout must know of it."""
+    """One canonical tensor and its properties for parallel layouts."""
 
     spec: TensorSpec
     cut: Cut = "whole"
     units: int = 0
-    """Number of equal pieces that must stay whole (attention heads); 0 where any element may begin a share."""
+    """Number of equal pieces that must not be cut (attention heads); 0 if a share may begin at any element."""
     blocks: int = 1
-    """Number of projections that the checkpoint itself holds one after the other along dim 0."""
+    """Number of projections that the checkpoint itself concatenates along dim 0."""
     stage: Stage = "layer"
-    """Which pipeline stage holds it: the first, the one with its layer, or the last."""
+    """Pipeline stage that holds it: the first, the one of its layer, or the last."""
     layer: int = -1
     """Index of its layer; -1 outside the layers."""
     expert: int = -1
-    """Index of its expert; -1 for what is not a routed expert's."""
+    """Index of its routed expert; -1 for none."""
     tower: bool = False
-    """Of a vision tower: it runs before the first layer, and so lives where that does."""
+    """Part of a vision tower: it runs before the first layer, and is held by the first stage."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,19 +54,19 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of the model, tied tensors once."""
+        """Number of parameters of the model, tied tensors counted once."""
         return sum(math.prod(weight.spec.shape) for weight in self.weights if not weight.spec.same_as)
 
 
 class Entries:
-    """Entries of a configuration, with one sentence for a missing one."""
+    """Typed access to a configuration, with one error sentence for a missing entry."""
 
     def __init__(self, config: Config) -> None:
         """Read from `config`."""
         self._config = config
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return a number that is not negative. Raises WeightsError without one."""
+        """Return a non-negative number. Raises WeightsError if there is none."""
         value = self._config.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -74,12 +74,12 @@ class Entries:
         return value
 
     def num_experts(self, name: str) -> int:
-        """Return the number of routed experts, which files name in one of two ways."""
+        """Return the number of routed experts, which files store under one of two names."""
         other = self._config.get("num_local_experts")
         return self.size(name, other if isinstance(other, int) else None)
 
     def flag(self, name: str) -> bool:
-        """Return whether an entry is there and true."""
+        """Return whether an entry is present and true."""
         return bool(self._config.get(name))
 
     def indices(self, name: str) -> tuple[int, ...]:
@@ -88,10 +88,10 @@ class Entries:
 
 
 class Tensors:
-    """Makes weights of one element type."""
+    """Builder of weights of one element type."""
 
     def __init__(self, dtype: str, *, tower: bool = False) -> None:
-        """Make weights of element type `dtype`, those of a `tower` or others."""
+        """Build weights of element type `dtype`, of a vision `tower` or of the decoder."""
         self._dtype, self._tower = dtype, tower
 
     def __call__(
@@ -107,7 +107,7 @@ class Tensors:
         dtype: str = "",
         same_as: str = "",
     ) -> Weight:
-        """Make one weight of the given name and shape; the rest as in `Weight` and `TensorSpec`."""
+        """Return one weight of the given name and shape; further arguments as in `Weight` and `TensorSpec`."""
         spec = TensorSpec(name=name, shape=shape, dtype=dtype or self._dtype, same_as=same_as)
         return Weight(
             spec=spec,
@@ -143,7 +143,7 @@ class Tensors:
             yield self(f"{at}.down_proj.weight", hidden, inner, cut="columns", layer=layer, expert=e)
 
     def ends(self, vocabulary: int, hidden: int, tied: bool) -> tuple[Weight, tuple[Weight, Weight]]:
-        """Return what stands before the layers and what stands after them."""
+        """Return the weights before the layers and after them."""
         embedding = self("model.embed_tokens.weight", vocabulary, hidden, cut="vocabulary", stage="first")
         norm = self("model.norm.weight", hidden, stage="last")
         same_as = embedding.spec.name if tied else ""
