@@ -62,7 +62,7 @@ def walk(recipe: Recipe, folder: Path) -> None:
     scorers = [(s.weight, resolve_scorer(s.name, s.options)) for s in recipe.reward.scorers] if recipe.reward else []
     source, destination = layout_of(version_tensors(policy), "policy-0"), layout_of(engine.tensors(), "rollout-0")
     publisher, puller, plan = Publisher(source, transport="local"), Puller(destination), make_plan(source, destination)
-    ledger = TrainBuffer(num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, max_staleness=0, max_tries=0)
+    buffer = TrainBuffer(num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, max_staleness=0, max_tries=0)
     for step in range(1, rl.num_steps + 1):
         offer = publisher.publish(
             step - 1, version_tensors(policy)
@@ -71,9 +71,9 @@ def walk(recipe: Recipe, folder: Path) -> None:
         puller.switch(engine.tensors())
         assert puller.attest(engine.tensors(), offer) == offer.root
         engine.set_version(offer.version)
-        groups = [ledger.admit(prompts.prompt(ledger.num_admitted)) for _ in range(ledger.free_slots())]  # 1 admit
+        groups = [buffer.admit(prompts.prompt(buffer.num_admitted)) for _ in range(buffer.free_slots())]  # 1 admit
         for group in groups:  # 2 dispatch
-            ledger.move(group, GroupState.LEASED)
+            buffer.move(group, GroupState.LEASED)
             seed = draw_seed(recipe.run.seed, group.purpose, group.ordinal, group.tries)
             sampling = msgspec.structs.replace(recipe.sampling.to_wire(), seed=seed)
             engine.add(GroupRequest(group.key, encode_prompt(tokenizer, group.prompt), rl.group_size, sampling))
@@ -83,12 +83,12 @@ def walk(recipe: Recipe, folder: Path) -> None:
         for group in groups:  # 4 interact: a single turn, the completion is the trajectory
             texts = [decode(tokenizer, c.token_ids.tolist()) for c in results[group.key].completions]
             p = group.prompt
-            ledger.move(group, GroupState.GENERATED)
+            buffer.move(group, GroupState.GENERATED)
             rewards = [sum(w * score(t, p.reference, p.text, p.metadata) for w, score in scorers) for t in texts]
-            ledger.store_rewards(group, tuple(rewards), {})  # 5 score
-        sealed = [scored(results[group.key], group.rewards) for group in ledger.freeze_next(step)]
-        metrics = trainer.step(sealed, step=step, temperature=recipe.sampling.temperature)  # 6 credit, 7 pack, 8 learn
-        ledger.retire(step)
+            buffer.store_rewards(group, tuple(rewards), {})  # 5 score
+        frozen = [scored(results[group.key], group.rewards) for group in buffer.freeze_next(step)]
+        metrics = trainer.step(frozen, step=step, temperature=recipe.sampling.temperature)  # 6 credit, 7 pack, 8 learn
+        buffer.retire(step)
         print(f"step {step}: reward {metrics['reward_mean']:.3f}")
     publisher.close()
     save_hf(policy, tokenizer, folder / "checkpoint")

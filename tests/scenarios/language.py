@@ -1,4 +1,4 @@
-"""The language of the scenarios: blocks of events, each with what the controller makes of it. README.md explains it."""
+"""Language of the scenarios: blocks of events, each with the commands that follow. See README.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block:
     events: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     separator: str = SEPARATOR
-    """`UNSEEN` for a way to where the story begins, which other scenarios show."""
+    """`UNSEEN` for the way to where the scenario begins, which other scenarios show."""
 
 
 def parse(text: str) -> list[Block]:
@@ -61,7 +61,7 @@ def written(blocks: list[Block]) -> str:
 
 
 def play(blocks: list[Block], folder: Path) -> list[Block]:
-    """Feed the events to a controller, and return the blocks with what it made of them.
+    """Feed the events to a controller, and return the blocks with its commands.
 
     Raises:
         ValueError: a line that is not understood.
@@ -77,7 +77,7 @@ def play(blocks: list[Block], folder: Path) -> list[Block]:
                 continue
             if harness is None:
                 raise ValueError(f"{event!r} comes before the plan; begin with 'plan', and its numbers")
-            lines += _happens(harness, event)
+            lines += _apply(harness, event)
         shown = lines or [NOTHING] if block.events and block.separator == SEPARATOR else []
         played.append(Block(block.before, block.events, shown, block.separator))
     if harness is not None:
@@ -99,7 +99,7 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, str]]:
     return [word for word in words if "=" not in word], pairs
 
 
-def _happens(harness: Harness, event: str) -> list[str]:
+def _apply(harness: Harness, event: str) -> list[str]:
     first, *words = shlex.split(event)
     match first:
         case "crash":
@@ -141,7 +141,7 @@ def _wait(harness: Harness, seconds: float, *, beating: bool) -> list[str]:
     return lines
 
 
-# --- what replicas say ---------------------------------------------------------------------------------------------
+# --- messages of replicas ---------------------------------------------------------------------------------------------
 
 Words = list[str]
 Options = dict[str, str]
@@ -168,7 +168,7 @@ def joins(harness: Harness, replica: Replica, words: Words, options: Options) ->
 
 
 def restarts(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """Its process begins anew, with nothing in hand, and says hello."""
+    """Its process restarts without work, and says hello."""
     replica.epoch += 1
     replica.version = -1
     replica.held.clear()
@@ -183,7 +183,7 @@ def returns(harness: Harness, replica: Replica, words: Words, options: Options) 
 
 
 def beats(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It says what it holds, or what follows 'holding', and its version."""
+    """It reports its leases, or those after 'holding', and its version."""
     held = list(replica.held)
     if words[:1] == ["holding"]:
         held = [_lease(harness, replica, *word.split(":", 1)) for word in words[1:] if word != "nothing"]
@@ -193,14 +193,14 @@ def beats(harness: Harness, replica: Replica, words: Words, options: Options) ->
 
 
 def dies(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """Its process dies, and with it its connection; 'silently': nobody notices, a host is gone."""
+    """Its process dies, and with it its connection; 'silently': without closing it, as when a host fails."""
     replica.is_up = False
     replica.held.clear()
     return [] if words == ["silently"] else harness._step(ReplicaDisconnected(harness.now, replica.name))
 
 
 def leaves(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It says farewell."""
+    """It says goodbye."""
     replica.is_up = False
     return harness.hears(replica.name, wire.Leave(reason=" ".join(words) or "drained"))
 
@@ -242,7 +242,7 @@ def scores(harness: Harness, replica: Replica, words: Words, options: Options) -
 
 
 def teaches(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has scored the tokens of groups, and tells the `top` likeliest besides."""
+    """It has scored the tokens of groups, with the `top` likeliest tokens besides."""
     lines = []
     for word in words:
         lease = _lease(harness, replica, "teach", word)
@@ -268,7 +268,7 @@ def publishes(harness: Harness, replica: Replica, words: Words, options: Options
 
 
 def adopts(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has pulled a version and uses it; 'torn': what it holds is not what was offered."""
+    """It has pulled a version and uses it; 'torn': its weights are not those of the offer."""
     lease, version = _lease(harness, replica, "adopt", words[0]), int(words[0])
     replica.version = version
     adopted = wire.WeightsAdopted(
@@ -298,7 +298,7 @@ def exports(harness: Harness, replica: Replica, words: Words, options: Options) 
 
 
 def fails(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It cannot do a piece of work, ``generate:t0`` for example; 'for good': nor could any other replica."""
+    """It cannot do a piece of work, ``generate:t0`` for example; 'for good': no other replica can either."""
     kind, subject = words[0].split(":", 1)
     return harness.fails(
         replica.name, _lease(harness, replica, kind, subject), options.get("reason", "no luck"), fatal="good" in words
@@ -315,7 +315,7 @@ def _lease(harness: Harness, replica: Replica, kind: str, subject: str = "") -> 
     return found
 
 
-# --- what operators say --------------------------------------------------------------------------------------------
+# --- messages of operators --------------------------------------------------------------------------------------------
 
 
 def sets(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:

@@ -1,7 +1,7 @@
 """Scenario harness: the controller's core, its journal on disk, and scripted replicas.
 
-The controller may die after any event: at once, after its records were written and before anything was said, or before
-either. It is then made again from the journal, through the code by which a real one takes up a run.
+The controller may crash after any event: with all its commands carried out, with only its records written, or with
+neither. It then recovers from the journal, through the code by which a real one resumes a run.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Undone = Literal["", "unsaid", "unwritten"]
 
 @dataclass
 class Replica:
-    """What one replica knows of itself."""
+    """The state of one replica."""
 
     name: str
     options: dict[str, str]
-    """As it said when it joined last."""
+    """The options of its last hello."""
     epoch: int = 1
     version: int = -1
     held: dict[str, wire.LeasedCommand] = field(default_factory=dict)
-    """Work that it was given, until it is told to forget it."""
+    """Its leases, until they are released."""
     is_up: bool = True
 
 
 class Harness(Script):
-    """A script whose controller can die."""
+    """A script whose controller can crash."""
 
     def __init__(self, folder: Path, num_held_out: int, **changes: Any) -> None:
         """`changes` are those of the plan of `transcript`; the journal lies in `folder`."""
@@ -63,10 +63,10 @@ class Harness(Script):
         self.written: list[int] = []
         """The steps whose groups are in files, in the order in which they were written."""
         self.ended = False
-        self.begins_again()
+        self.restart_controller()
 
-    def begins_again(self) -> list[str]:
-        """Make the controller, from whatever is in the journal."""
+    def restart_controller(self) -> list[str]:
+        """Start the controller from the journal."""
         self.store = Journal(self.file)
         begun = start_incarnation(self.store, "scenario", self.plan)
         self.controller = Controller(
@@ -77,18 +77,18 @@ class Harness(Script):
         return [f"journal <- {noted(ControllerStarted(incarnation=begun.number))}"]
 
     def crashes(self, undone: Undone = "") -> list[str]:
-        """The controller dies, and begins again; of its last commands, what is `undone` never happened."""
+        """The controller crashes and restarts; the `undone` ones of its last commands are never carried out."""
         self.arrive(undone)
         self.store.close()
-        return self.begins_again()
+        return self.restart_controller()
 
     def hears(self, sender: str, message: wire.Up, *buffers: bytes, epoch: int = 0) -> list[str]:
-        """`sender` says `message`, as the incarnation that it is of."""
+        """`sender` sends `message`, under its present incarnation."""
         replica = self.replicas.get(sender)
         return super().hears(sender, message, *buffers, epoch=epoch or (replica.epoch if replica else 1))
 
     def answers(self) -> list[str]:
-        """The journal gives back what it was asked for last."""
+        """The journal answers the last `Fetch`."""
         self.arrive()
         return self._step(Fetched(self.now, self.wanted, self.store.fetch(self.wanted)))
 
@@ -110,9 +110,9 @@ class Harness(Script):
         return [text for text in shown if text is not None]
 
     def arrive(self, undone: Undone = "") -> None:
-        """Do what the controller wanted last, but for what its death prevents.
+        """Carry out the last commands, except those that a crash prevents.
 
-        What comes before the first record is done at once; whatever comes later waits for the records.
+        Commands before the first record are carried out at once; later ones wait for the records.
         """
         commands, self.commands = self.commands, []
         first = next((index for index, command in enumerate(commands) if isinstance(command, Write)), len(commands))

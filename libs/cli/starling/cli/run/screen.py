@@ -21,6 +21,7 @@ from rich.text import Text
 from starling.cli.recipe.schema import Recipe
 from starling.common.ids import Activity, Objective
 from starling.common.wire.telemetry import RunSnapshot
+from starling.controller.core.kinds import TRAINED_PHASES
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_NOTICES = 4
@@ -61,7 +62,7 @@ class PlainScreen:
         self._next_step = 0
         self._every = {
             recipe.kind.objective: max(1, recipe.examples.num_steps // 5),
-            **dict.fromkeys(("rl", "replay"), max(1, recipe.rl.num_steps // 20)),
+            **dict.fromkeys(TRAINED_PHASES, max(1, recipe.rl.num_steps // 20)),
         }
         self._phase = ""
         self._num_evaluations = 0
@@ -178,7 +179,7 @@ class LiveScreen:
         elif "loss" in snapshot.step:
             table.add_row("loss", f"{snapshot.step['loss']:.4f}")
         if "staleness_max" in snapshot.step:
-            allowed = "" if snapshot.phase == "replay" else f" of {self._recipe.rl.max_staleness} allowed"
+            allowed = "" if self._recipe.kind.reads_trajectories else f" of {self._recipe.rl.max_staleness} allowed"
             mean, most = snapshot.step["staleness_mean"], snapshot.step["staleness_max"]
             table.add_row("staleness", f"mean {mean:.2f}, most {most:.0f}{allowed}")
         for alarm in snapshot.alarms:
@@ -231,7 +232,7 @@ def step_text(snapshot: RunSnapshot) -> str:
     step = snapshot.step
     speed = sum(r.gauges.get("tokens_per_s", 0.0) for r in snapshot.replicas if r.role == "rollout")
     parts = [f"step {snapshot.version} of {snapshot.last_step}", f"{duration(snapshot.elapsed_s)}"]
-    if snapshot.rewards and snapshot.phase in ("rl", "replay"):
+    if snapshot.rewards and snapshot.phase in TRAINED_PHASES:
         parts.append(f"reward {recent_mean(snapshot.rewards):.3f}")
         parts.append(f"staleness {step.get('staleness_max', 0):.0f}")
         parts.append(f"{speed:,.0f} tokens/s")
