@@ -206,7 +206,7 @@ SERVE: Final = RunKind("serve", Feed.REQUESTS, Results.RETURNED, is_scored=False
 KINDS: Final[Mapping[str, RunKind]] = MappingProxyType(
     {kind.name: kind for kind in (RL, SFT, DPO, REWARD_MODEL, REPLAY, GENERATE, EVALUATE, INFER, SERVE)}
 )
-TRAINED_PHASES: Final = frozenset(kind.activity for kind in KINDS.values() if kind.trains)
+TRAINED_PHASES: Final[frozenset[str]] = frozenset(kind.activity for kind in KINDS.values() if kind.trains)
 """Phases in which groups are trained. In other phases they are answers."""
 
 
