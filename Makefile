@@ -45,7 +45,7 @@ types: $(DEV)
 	$(BIN)/mypy
 
 imports: $(DEV)
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 # One shard alone, without its campaign: `make unit`; `.venv/bin/python tests/shards.py list` shows them all.
 unit sim system vllm: $(DEV)
