@@ -1,16 +1,17 @@
-"""Planning a trillion parameters, and how long the plan says it takes.
+"""Planning time and memory for a trillion parameters, and the estimated transfer time.
 
     OMP_NUM_THREADS=1 python bench/weightsync_plan.py [--quick]
 
-The model has 61 layers, 384 experts, a hidden size of 7168 and experts of 2048 (Kimi K2). 256 ranks hold it, by FSDP
-alone or with experts in parallel; 16 replicas of 8 ranks with tensor parallelism want it. Each case runs in a process
-of its own, on one core, from the configuration to the encoded plan of one replica; the same for all 128 ranks as one
-destination, without relays. Figures: seconds and peak memory of the slowest case, and the size of the largest plan.
+The model has 61 layers, 384 experts, a hidden size of 7168 and experts of 2048 (Kimi K2). The source has 256 ranks,
+with FSDP alone or with expert parallelism; the destinations are 16 replicas of 8 ranks with tensor parallelism. Each
+case runs in a process of its own, on one core, from the configuration to the encoded plan of one replica; and for all
+128 ranks as one destination, without relays. Figures: seconds and peak memory of the slowest case, and the size of the
+largest plan.
 
-Last, the prediction for the setting of which Perplexity report 1.3 s: 1T parameters from 256 GPUs in bfloat16 to 128
-in FP8, a card of 400 Gbit/s for each GPU. How their 128 GPUs divide into replicas is not said, but it decides: a
-replica of n GPUs takes at least 1 TB / n / 50 GB/s. So the prediction is made for several n, and none of them is a
-comparison. It takes the cards at their full rate, and leaves out the computing of FP8 and its scales.
+Last, the estimate for the setting in which Perplexity report 1.3 s: 1T parameters from 256 GPUs in bfloat16 to 128 in
+FP8, with a 400 Gbit/s card per GPU. The number of replicas on their 128 GPUs is not published, but it is decisive: a
+replica of n GPUs takes at least 1 TB / n / 50 GB/s. So the estimate is made for several n, and none of them is a
+comparison. It assumes the full rate of the cards, and excludes the computation of FP8 and its scales.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What quantising at the source costs a rank, by format, beside the copy that it makes without.
+"""Cost of quantising at the source, by format, relative to the plain copy into the snapshot.
 
     OMP_NUM_THREADS=1 python bench/weightsync_quantise.py [--quick]
 
-A weight of bf16 that one rank holds whole is quantised into a snapshot, maxima and codes, as `Publisher.snapshot` does
-it, and copied into one, by turns. Times are seconds of the thread's processor time (what others do on the machine
-still slows memory down, for both sides); a figure is the median over the rounds of quantising over copying.
+A bf16 weight that one rank holds whole is quantised into a snapshot (maxima and codes) as in `Publisher.snapshot`, and
+copied into one, alternating. Times are CPU seconds of the thread (other processes still slow memory down, for both
+sides); a figure is the median over the rounds of the ratio of quantising to copying.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def family_of(config: Config) -> Family:
 
 
 class _Text(msgspec.Struct, frozen=True, kw_only=True):
-    """What tells the decoders with ordinary attention apart."""
+    """Differences between the decoders with ordinary attention."""
 
     qkv_bias: bool = False
     output_bias: bool = False

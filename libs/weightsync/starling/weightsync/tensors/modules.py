@@ -1,7 +1,7 @@
 """Layouts of live tensors: plain modules, distributed tensors, and the parameters of an engine's worker.
 
-Each rank describes what it holds itself, with `layout_of`; who knows all ranks joins the descriptions, with
-`starling.weightsync.plan.layout.join_ranks`.
+Each rank describes its own tensors with `layout_of`; `starling.weightsync.plan.layout.join_ranks` joins the layouts of
+all ranks.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ def layout_of(
     names: Mapping[str, str] | None = None,
     base: str = "",
 ) -> Layout:
-    """Describe the tensors that this process holds of a module, as a layout of one rank.
+    """Describe the tensors of a module in this process as a layout of one rank.
 
-    A plain tensor is held whole; of a `DTensor` the rank holds the boxes that its mesh and placements say. Tensors that
+    A plain tensor is held whole; of a `DTensor` the rank holds the boxes given by its mesh and placements. Tensors that
     are the same memory (address, shape, strides and element type) are tied: the first name owns the memory, the others
-    get a `TensorSpec` with `same_as`. The storage names of the layout are the keys of `tensors`, so
-    `local_tensors(tensors)` serves to publish, to switch and to attest.
+    get a `TensorSpec` with `same_as`. The storage names of the layout are the keys of `tensors`, so that
+    `local_tensors(tensors)` can be published, switched and attested.
 
     Args:
         tensors: parameters and persistent buffers by the module's own names; any strides.
-        replica: the name of the replica, for messages and plans.
-        place: where the tensors are; by default this host and the device of the first tensor.
-        table: what the module's parameters are made of, where they are not the canonical tensors themselves: from
+        replica: name of the replica, for messages and plans.
+        place: place of the tensors; by default this host and the device of the first tensor.
+        table: parts of the module's parameters, if they are not the canonical tensors themselves: from
             `transformers_table` or `worker_table`. Every one of `tensors` must be listed in it.
-        names: the names that the table (else: the checkpoint) has for parameters which are named otherwise in
-            `tensors`, as in the stages of a pipeline.
-        base: what adapters are on top of; from `starling.weightsync.tensors.adapters.base_digest`.
+        names: names in the table (or else the checkpoint) of parameters that have other names in `tensors`, as in the
+            stages of a pipeline.
+        base: digest of the base weights of adapters; from `starling.weightsync.tensors.adapters.base_digest`.
 
     Raises:
-        WeightsError: a tensor that is not strided, is on `meta`, has an element type that does not travel, is a partial
-            sum, or is not what `table` says.
+        WeightsError: a tensor that is not strided, is on `meta`, has an unsupported element type, is a partial sum, or
+            contradicts `table`.
     """
     known = {plain_name(parameter.name): parameter for parameter in table.parameters} if table else {}
     specs = {spec.name: spec for spec in table.tensors} if table else {}
@@ -85,13 +85,13 @@ def layout_of(
 
 
 def local_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the memory that this process holds of each tensor: itself, or the local part of a `DTensor`."""
+    """Return the local part of each tensor: the tensor itself, or the local tensor of a `DTensor`."""
     return {key: local_tensor(tensor) for key, tensor in tensors.items()}
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory that this process holds of `tensor`, detached."""
-    # `to_local` would give a view of a view; a layout speaks of the memory itself.
+    """Return the local part of `tensor`, detached."""
+    # `to_local` would return a view of a view; a layout describes the memory itself.
     local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
@@ -100,7 +100,7 @@ def placements_of(tensor: DTensor, name: str) -> tuple[Placement, ...]:
     """Return the placements of `tensor` along the axes of its mesh.
 
     Raises:
-        WeightsError: partial sums, which no rank holds, or an order of splitting other than from first axis to last.
+        WeightsError: partial sums, which no rank holds, or a shard order other than from first axis to last.
     """
     spec = tensor._spec
     order = getattr(spec, "shard_order", None)
@@ -124,7 +124,7 @@ def _placement(placement: TorchPlacement, name: str) -> Placement:
 
 
 def _held(tensor: DTensor, name: str, replica: str) -> tuple[Held, ...]:
-    """Return the boxes of `tensor` that this process holds."""
+    """Return the boxes of `tensor` in this process."""
     mesh, coordinate = tensor.device_mesh, _coordinate(tensor.device_mesh)
     placements = placements_of(tensor, name)
     if coordinate is None:
@@ -142,14 +142,14 @@ def _held(tensor: DTensor, name: str, replica: str) -> tuple[Held, ...]:
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """Return this process's index along each axis of `mesh`, None outside it.
 
-    From the rank of now: meshes that are equal share what they remember, even over a new start of the process group.
+    From the present rank: equal meshes share cached values, even after the process group was re-initialised.
     """
     here = (mesh.mesh == mesh.get_rank()).nonzero()
     return tuple(here[0].tolist()) if len(here) else None
 
 
 def _memory(tensor: torch.Tensor, key: str, replica: str) -> Memory:
-    """Return what this process holds of `tensor`: tensors for which it is the same are tied."""
+    """Return the identity of the local memory of `tensor`, which is equal for tied tensors."""
     local = local_tensor(tensor)
     if local.layout is not torch.strided or local.device.type == "meta":
         raise WeightsError(f"Tensor {key} of {replica} is {local.layout} on {local.device} and has no memory.")
@@ -182,7 +182,7 @@ def _listed(known: Mapping[str, Parameter], name: str, tensor: torch.Tensor, rep
 
 
 def plain_name(name: str) -> str:
-    """Return `name` without what wrappers add and without what vLLM's versions disagree on."""
+    """Return `name` without the prefixes of wrappers and the differences between vLLM versions."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
         name = name.replace(wrapper, "")
     return name.replace(".experts.routed_experts.", ".experts.")
@@ -197,7 +197,7 @@ def detect_place(tensors: Iterable[torch.Tensor]) -> Place:
 def folder_tensors(folder: Folder) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint as views of its mapped files, by their names.
 
-    Those of a checkpoint that was opened to be read must not be written to.
+    Tensors of a checkpoint that was opened for reading must not be written to.
     """
     tensors: dict[str, torch.Tensor] = {}
     specs = {spec.name: spec for spec in folder.tensors}
