@@ -33,7 +33,7 @@ def test_replica_must_exit_before_others_get_its_devices() -> None:
 
 def test_unshared_devices_are_kept_forever() -> None:
     membership, leases = MembershipLease("rollout-0/7/"), LeaseTable(resend_s=2.0)
-    assert membership.is_valid(0.0), "nobody has said anything yet"
+    assert membership.is_valid(0.0), "nothing was received yet"
     membership.sent(1, 0.0)
     membership.welcomed("rollout-0/7/1", wire.Welcome(heartbeat_s=1.0, lease_s=10.0), leases, 0.0)
     assert membership.is_valid(1e9)

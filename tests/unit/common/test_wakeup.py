@@ -54,7 +54,7 @@ def test_wakeup_never_sets_a_closed_descriptor() -> None:
         os.set_blocking(ends[0], False)
         time.sleep(0.0001)
         try:
-            failures += [OSError("somebody wrote")] if os.read(ends[0], 8) else []
+            failures += [OSError("written to a closed descriptor")] if os.read(ends[0], 8) else []
         except BlockingIOError:
             pass
         for end in ends:

@@ -122,7 +122,7 @@ def test_hub_closes_the_connection_of_an_oversized_frame(keys: Path, monkeypatch
 
 def test_hub_ignores_a_peer_without_a_key(harness: HubHarness, keys: Path) -> None:
     with socket_of(harness.hub.address, None) as stranger, running_link(harness.hub.address, keys):
-        with contextlib.suppress(zmq.Again):  # its handshake may have failed by now, and nobody is there to send to
+        with contextlib.suppress(zmq.Again):  # its handshake may have failed by now, and there is no peer
             stranger.send_multipart(codec.pack(envelope(), HELLO), zmq.NOBLOCK)
         harness.welcome("rollout-0")
         assert not harness.hub.dropped, "its handshake already failed"

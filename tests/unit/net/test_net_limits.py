@@ -78,7 +78,7 @@ def test_role_may_send_its_own_messages_only(tmp_path: Path, name: str) -> None:
             for sample in samples:
                 buffers = (b"offer",) if isinstance(sample, wire.WeightsPublished) else ()
                 socket.send_multipart(codec.pack(envelope(name), sample, buffers))
-            # The last to come is a good one of somebody else, who has not been disturbed.
+            # The last message is a valid one of another peer, which was not affected.
             harness.poll_until(
                 lambda: harness.hub.dropped["role"] + harness.hub.dropped["size"] + len(harness.events) == len(samples)
             )

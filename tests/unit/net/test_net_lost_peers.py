@@ -52,7 +52,7 @@ def test_link_reconnects_to_a_restarted_controller(keys: Path, monkeypatch: pyte
             second.hub.send("rollout-0", wire.RequestHello())
             second.next(wire.Hello)
             second.hub.send("rollout-0", wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
-            second.next(wire.GroupGenerated)  # what nobody released is still there
+            second.next(wire.GroupGenerated)  # not released yet, so it is resent
             second.hub.send("rollout-0", score("score:2:0"))
             assert received(link, ReceivedCommand).message == score("score:2:0")
         finally:
@@ -101,7 +101,7 @@ def test_closed_link_leaves_no_descriptor(keys: Path) -> None:
                 harness.welcome("rollout-0")
             harness.wait_disconnected("rollout-0")
 
-        come_and_go()  # what is opened once for good is open from now on
+        come_and_go()  # descriptors that are opened once per process are open from now on
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
             come_and_go()

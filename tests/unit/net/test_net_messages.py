@@ -119,7 +119,7 @@ def test_lease_released_before_its_result_is_cancelled(harness: HubHarness, keys
         harness.hub.send("rollout-0", score("score:2:0"))
         received(link, ReceivedCommand)
         link.answer("score:2:0", generated("score:2:0"))
-        assert harness.next(wire.GroupGenerated)[1].lease == "score:2:0", "nobody wanted the first"
+        assert harness.next(wire.GroupGenerated)[1].lease == "score:2:0", "the first was cancelled"
 
 
 def test_request_hello_is_answered_with_the_present_version(harness: HubHarness, keys: Path) -> None:
@@ -269,7 +269,7 @@ def test_no_release_is_sent_after_leave(harness: HubHarness, keys: Path) -> None
     leases = tuple(f"score:{i}:0" for i in range(MAX_RELEASES))
     with socket_of(harness.hub.address, keys) as socket:  # a link would close its connection, and who is first then?
         socket.send_multipart(codec.pack(envelope(seq=1), wire.Hello(role="rollout", host="h", pid=1, num_slots=1)))
-        socket.send_multipart(codec.pack(envelope(seq=2), wire.Leave(reason="it was told to go")))
+        socket.send_multipart(codec.pack(envelope(seq=2), wire.Leave(reason="it was drained")))
         harness.next(wire.Leave, "rollout-1")
         harness.hub.release("rollout-1", leases)
         harness.hub.send("rollout-1", wire.Drain(reason="this is heard first"))
@@ -311,7 +311,7 @@ def test_receive_ends_on_wake_and_on_put(harness: HubHarness, keys: Path) -> Non
 
 
 def test_receive_raises_the_error_of_the_heartbeat_thread(harness: HubHarness, keys: Path) -> None:
-    """Without its heartbeats the controller takes this replica for lost, and nobody here would know."""
+    """Without heartbeats the controller considers this replica lost, so the working thread must fail too."""
     with running_link(harness.hub.address, keys) as link:
         harness.welcome("rollout-0")
         link.report(gauges={"tokens_per_s": object()})  # type: ignore[dict-item]
@@ -332,7 +332,7 @@ def test_polling_the_descriptors_misses_no_command(harness: HubHarness, keys: Pa
             harness.hub.send("rollout-0", score(f"score:{number}:0"))
             delivered = None
             while delivered is None:
-                assert poller.poll(20_000), f"command {number} lies there, and nobody says so"
+                assert poller.poll(20_000), f"command {number} is in the socket, but no descriptor is readable"
                 delivered = link.receive(0.0)
             link.answer(f"score:{number}:0", generated(f"score:{number}:0"))
             harness.events += harness.hub.poll(0.0)
@@ -341,7 +341,7 @@ def test_polling_the_descriptors_misses_no_command(harness: HubHarness, keys: Pa
 def test_more_than_a_burst_arrives_once_and_in_order(
     harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies in the socket behind a burst is announced by nobody: the working thread must look for it itself."""
+    """Messages behind a burst are not signalled by the descriptor: the working thread must read them itself."""
     monkeypatch.setattr(link_module, "LOOK_EVERY_S", 60.0)  # the keeper, which would find it too, is slow
     num = 3 * link_module.BURST + 1
     leases = [f"score:{number}:0" for number in range(num)]

@@ -121,7 +121,7 @@ def test_results_wait_in_the_lease_table_and_not_in_the_socket(keys: Path) -> No
             second.until(heard="Heartbeat")
             second.kill()
             heard = [line["heard"] for line in second.lines if "heard" in line]
-            assert heard[:2] == ["Heartbeat", "Hello"], "it tells its state, is asked who it is, and says so"
+            assert heard[:2] == ["Heartbeat", "Hello"], "it sends its state, gets `RequestHello`, and answers"
             assert heard.count("GroupGenerated") == 1
 
 
@@ -176,12 +176,12 @@ def test_heartbeat_reports_offers_and_waits(harness: HubHarness, keys: Path) -> 
         link.report(version=6, offered=6, waits=(wait,))
         beats: list[wire.Heartbeat] = []
 
-        def told() -> bool:
+        def has_reported() -> bool:
             beats.append(harness.next(wire.Heartbeat)[1])
             return bool(beats[-1].waits) and beats[-1].waits[0].since_s > beats[0].waits[0].since_s
 
         harness.poll_until(lambda: bool(harness.next(wire.Heartbeat)[1].waits))
-        harness.poll_until(told)
+        harness.poll_until(has_reported)
         assert (beats[-1].version, beats[-1].offered, beats[-1].waits[0].what) == (6, 6, wait.what)
         link.report(waits=())
         harness.poll_until(lambda: harness.next(wire.Heartbeat)[1] == wire.Heartbeat(version=6, offered=6))

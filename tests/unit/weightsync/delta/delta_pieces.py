@@ -17,7 +17,7 @@ SHARES = (0.0, 0.0003, 0.003, 0.01, 0.05, 0.11, 0.3, 0.9)
 
 
 def random_piece(rng: np.random.Generator, num_elements: int, item_bytes: int) -> Piece:
-    """Return random bits: some are NaN, infinite or -0.0 for whoever reads them as numbers."""
+    """Return random bits: some are NaN, infinite or -0.0 when read as numbers."""
     return np.frombuffer(rng.bytes(num_elements * item_bytes), ITEM_TYPES[item_bytes]).copy()
 
 

@@ -41,7 +41,7 @@ TEXT: dict[str, Any] = {
 
 
 def every_type() -> dict[str, torch.Tensor]:
-    """A tensor of each element type that travels, of random bits."""
+    """A tensor of each supported element type, of random bits."""
     generator = torch.Generator().manual_seed(1)
     made = {}
     for index, (dtype, size) in enumerate(ITEM_BYTES.items()):

@@ -71,7 +71,7 @@ def topologies(draw: st.DrawFn) -> Topology | None:
 def replicas(draw: st.DrawFn, name: str, specs: Sequence[TensorSpec], max_copies: int, *, partial: bool) -> Layout:
     """Ranks that hold the model in some tiling, boxes up to `max_copies` times; fused into one padded storage each.
 
-    Shards are in any order, some are empty, and with `partial` some boxes of a tensor are held by nobody.
+    Shards are in any order, some are empty, and with `partial` some boxes of a tensor are held by no rank.
     """
     num_ranks = draw(st.integers(1, 5))
     held: list[list[tuple[int, Box]]] = [[] for _ in range(num_ranks)]

@@ -22,7 +22,7 @@ from starling.weightsync.transports.source import PiecesByName
 
 
 def live_arrays(layout: Layout, rank: int) -> list[Array]:
-    """Where each shard lies in memory that nobody touches."""
+    """Address of each shard in memory that is never accessed."""
     found: list[Array] = []
     for shard in layout.ranks[rank].shards:
         item = ITEM_BYTES[layout.tensors[shard.tensor].dtype]
@@ -42,7 +42,7 @@ def stage_of(plan: Plan, layout: Layout, rank: int, in_place: bool) -> ReadSched
 
 
 def snapshot_memory(pieces: tuple[ShardPiece, ...]) -> Array:
-    """Room for pieces, which nobody touches."""
+    """Memory for pieces, which is never accessed."""
     return np.empty(sum(piece.size_bytes + 64 for piece in pieces), np.uint8)
 
 

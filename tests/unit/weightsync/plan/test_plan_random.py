@@ -204,7 +204,7 @@ def test_plan_cache_plans_once_for_equal_replicas(monkeypatch: pytest.MonkeyPatc
     assert made == ["rollout-0"]
     near = msgspec.structs.replace(source.ranks[0], place=Place(host="h"))
     plans.plan(source, msgspec.structs.replace(destination, ranks=(near,)))
-    assert len(made) == 1, "far from a source of which nobody knows where it is"
+    assert len(made) == 1, "far from a source with an unknown place"
     source = msgspec.structs.replace(source, ranks=(near,))
     for host in ("h", "i", "j"):
         at = msgspec.structs.replace(near, place=Place(host=host))

@@ -115,9 +115,9 @@ def test_timelines_are_read_from_the_metrics_of_a_run() -> None:
     assert (first.version, second.version, second.adoptions) == (4, 5, ())
     assert (first.offer_s, second.offer_s) == (0.5, 0.0)
     assert [adoption.replica for adoption in first.adoptions] == ["rollout-0", "rollout-1"], "3 was published before"
-    told = time_split([first])
-    assert told is not None
-    assert told.sent_share == pytest.approx(0.4)
+    split = time_split([first])
+    assert split is not None
+    assert split.sent_share == pytest.approx(0.4)
     assert first.adoptions[0].parts == pytest.approx(
         {"prepare": 0.1, "read": 0.25, "confirm": 0.05, "switch": 0.1, "wait": 0.5}
     )

@@ -109,7 +109,7 @@ def test_power_of_two_scales_may_be_float32() -> None:
         ),
         # The last block is short and whole all the same.
         (FP8_BLOCK, (300, 200), box((256, 300), (128, 200)), box((2, 3), (1, 2)), box((2, 3), (1, 2)), ()),
-        # Inside one block: it is owned by whoever holds its first element.
+        # Inside one block: it is owned by the rank that holds its first element.
         (FP8_BLOCK, (256, 256), box((3, 9), (0, 4)), box((0, 1), (0, 1)), box((1, 1), (0, 1)), (box((0, 1), (0, 1)),)),
         # A row cut in two.
         (FP8_ROW, (4, 10), box((1, 3), (0, 5)), box((1, 3), (0, 1)), box((1, 3), (0, 1)), (box((1, 3), (0, 1)),)),
