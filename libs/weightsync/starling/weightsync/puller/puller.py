@@ -31,7 +31,7 @@ from starling.weightsync.plan.offer import Offer, RankOffer, Transport, check_of
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.puller.attestation import Attestation, split_digests
 from starling.weightsync.puller.deadline import Deadline, never
-from starling.weightsync.puller.fetch import BucketFetcher, FetchOptions, ReceivedDelta
+from starling.weightsync.puller.fetch import BucketFetcher, FetchOptions, FetchStats, ReceivedDelta
 from starling.weightsync.puller.relay import Relay
 from starling.weightsync.puller.report import PullProgress, PullReport
 from starling.weightsync.puller.schedule import BucketRead, ReadSchedule, make_schedule
@@ -293,27 +293,8 @@ class Puller:
         fetcher = BucketFetcher(schedule, sources, buffers, self._pool, options, self._connections.numbers, bases)
         prepared = time.perf_counter()
         fetcher.run(deadline)
-        end = time.perf_counter()
-        stats = fetcher.stats
-        offers = {source.key: source.offer for group in sources.values() for source in group}
-        return PullReport(
-            version=offer.version,
-            transport="+".join(sorted({offers[key].transport for key in stats.bytes_by_source})),
-            lanes=tuple(sorted({lane for lanes in stats.lanes.values() for lane in lanes})),
-            num_buckets=len(schedule.reads),
-            num_retries=stats.num_retries,
-            num_deltas=stats.num_deltas,
-            size_bytes=schedule.total_bytes,
-            buffer_bytes=buffers.size_bytes,
-            bytes_by_source={offers[key].address: size for key, size in stats.bytes_by_source.items()},
-            seconds=end - begin,
-            prepare_s=prepared - begin,
-            read_s=end - prepared - stats.confirm_s,
-            unpack_s=stats.unpack_s,
-            digest_s=stats.digest_s,
-            wait_s=stats.wait_s,
-            confirm_s=stats.confirm_s,
-        )
+        times = (begin, prepared, time.perf_counter())
+        return _report(offer.version, schedule, sources, buffers, fetcher.stats, times)
 
     def _bases_of(self, schedule: ReadSchedule, *, in_place: bool) -> list[int]:
         """Return the version that each read's boxes hold; the fetcher keeps the list up to date."""
@@ -373,3 +354,34 @@ class Puller:
             own = [planned, *copies]
             groups[number] = [*fallbacks, *own] if fallbacks_first else [*own, *fallbacks]
         return self._connections.connections(groups)
+
+
+def _report(
+    version: int,
+    schedule: ReadSchedule,
+    sources: Mapping[int, Sequence[SourceConnection]],
+    buffers: BufferPool,
+    stats: FetchStats,
+    times: tuple[float, float, float],
+) -> PullReport:
+    """Return the report of a pull that began, was prepared and ended at `times`."""
+    begin, prepared, end = times
+    offers = {source.key: source.offer for group in sources.values() for source in group}
+    return PullReport(
+        version=version,
+        transport="+".join(sorted({offers[key].transport for key in stats.bytes_by_source})),
+        lanes=tuple(sorted({lane for lanes in stats.lanes.values() for lane in lanes})),
+        num_buckets=len(schedule.reads),
+        num_retries=stats.num_retries,
+        num_deltas=stats.num_deltas,
+        size_bytes=schedule.total_bytes,
+        buffer_bytes=buffers.size_bytes,
+        bytes_by_source={offers[key].address: size for key, size in stats.bytes_by_source.items()},
+        seconds=end - begin,
+        prepare_s=prepared - begin,
+        read_s=end - prepared - stats.confirm_s,
+        unpack_s=stats.unpack_s,
+        digest_s=stats.digest_s,
+        wait_s=stats.wait_s,
+        confirm_s=stats.confirm_s,
+    )
