@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -167,23 +168,22 @@ class RunPlan:
 
     def timeout_s(self, kind: LeaseKind) -> float:
         """Return how long a lease of this kind may take."""
-        match kind:
-            case "generate":
-                return self.generate_s
-            case "score":
-                return self.score_s
-            case "teach":
-                return self.teach_s
-            case "train":
-                return self.train_s
-            case "publish":
-                return self.publish_s
-            case "adopt":
-                return self.adopt_s
-            case "checkpoint" | "save":
-                return self.save_s
-            case "sleep" | "wake":
-                return self.sleep_s
+        return self._timeouts[kind]
+
+    @cached_property
+    def _timeouts(self) -> dict[LeaseKind, float]:
+        return {
+            "generate": self.generate_s,
+            "score": self.score_s,
+            "teach": self.teach_s,
+            "train": self.train_s,
+            "publish": self.publish_s,
+            "adopt": self.adopt_s,
+            "checkpoint": self.save_s,
+            "save": self.save_s,
+            "sleep": self.sleep_s,
+            "wake": self.sleep_s,
+        }
 
 
 def draw_seed(seed: int, purpose: str, ordinal: int, tries: int) -> int:
