@@ -1,4 +1,4 @@
-"""A process that writes a journal until it is killed, and says after each commit how many records are durable."""
+"""Process that writes a journal until it is killed, and prints the number of durable records after each commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short run in which every replica answers at once, recorded as the controller's shell records it."""
+"""Short run in which every replica answers at once, recorded as the controller's shell records it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of a file whose disk fills up: they wait, they come in order, and nobody fails for them."""
+"""Append-only files on a disk that fills up: lines wait and keep their order, and no error is raised."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_lines_that_find_no_room_wait_for_it(disk: Path) -> None:
+def test_append_file_lines_wait_while_the_disk_is_full(disk: Path) -> None:
     (disk / "ballast").write_bytes(bytes(48 << 10))
     lines = AppendFile(disk / "metrics.jsonl")
     wanted = [f"{number} {'x' * 100}" for number in range(300)]
@@ -40,7 +40,7 @@ def test_lines_that_find_no_room_wait_for_it(disk: Path) -> None:
     lines.close()
 
 
-def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
+def test_append_file_appends_to_an_existing_file(tmp_path: Path) -> None:
     for word in ("one", "two"):
         lines = AppendFile(tmp_path / "metrics.jsonl")
         lines.write(word)

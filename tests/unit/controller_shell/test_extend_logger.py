@@ -1,4 +1,4 @@
-"""`docs/how-to/extend/logger.md`: its example is a logger, and does what the page says."""
+"""`docs/how-to/extend/logger.md`: its example is a working logger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starling.controller.shell.loggers.logger import RunInfo
 PAGE = (Path(__file__).parents[3] / "docs/how-to/extend/logger.md").read_text()
 
 
-def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_example_is_a_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written to a file and named in a recipe, it gets a run's steps and samples."""
     [example] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "my_logger.py").write_text(example)
@@ -29,7 +29,7 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "rewards.csv").read_text().splitlines() == ["2,0.5", "2,ab>,ba,1.0"]
 
 
-def test_the_names_of_settings_on_the_page_exist() -> None:
+def test_page_settings_exist() -> None:
     """So that nobody looks for one in vain."""
     named = set(re.findall(r"`logging\.(\w+)`", PAGE))
     assert named

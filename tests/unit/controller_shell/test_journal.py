@@ -1,4 +1,4 @@
-"""The journal: what `commit` returned for is there, whatever happens, and the rest is what a plain list would be."""
+"""The journal: committed records survive anything, and its content equals that of a plain list."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.db"
 
 
-def test_the_records_come_back_in_order_after_reopening(path: Path) -> None:
+def test_journal_reads_records_in_order_after_reopening(path: Path) -> None:
     kept = [
         JournalEntry(RunBegun(run="r", plan={"seed": 3})),
         JournalEntry(ControllerStarted(incarnation=1)),
@@ -103,7 +103,7 @@ def test_the_records_come_back_in_order_after_reopening(path: Path) -> None:
         assert list(journal.read()) == [*kept, scored("t1")]
 
 
-def test_what_was_not_committed_is_not_there(path: Path) -> None:
+def test_journal_drops_uncommitted_records(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, scored("t0"))
         journal.append(scored("t1").record)
@@ -112,7 +112,7 @@ def test_what_was_not_committed_is_not_there(path: Path) -> None:
         assert list(journal.read()) == [scored("t0")]
 
 
-def test_groups_of_committed_steps_come_without_texts_and_payload_and_are_fetched_whole(path: Path) -> None:
+def test_journal_reads_committed_groups_without_payload_and_fetches_them_whole(path: Path) -> None:
     first, second = generated("t0", "first"), generated("t1", "second")
     with contextlib.closing(Journal(path)) as journal:
         write(journal, first, second, scored("t0"), scored("t1"), sealed(1, 0), sealed(2, 1))
@@ -122,7 +122,7 @@ def test_groups_of_committed_steps_come_without_texts_and_payload_and_are_fetche
         assert journal.fetch(1) == (first, scored("t0"))
 
 
-def test_fetch_follows_the_order_of_the_step_and_takes_the_last_generation(path: Path) -> None:
+def test_fetch_keeps_the_order_of_the_step_and_takes_the_last_generation(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, generated("t4", "thrown away"), scored("t4", 0.0), generated("t2", "b"), scored("t2"))
         write(journal, JournalEntry(GroupRequeued(key="t4", tries=1)), generated("t4", "again"), scored("t4", 0.5))
@@ -131,7 +131,7 @@ def test_fetch_follows_the_order_of_the_step_and_takes_the_last_generation(path:
         assert journal.fetch(8) == ()
 
 
-def test_what_a_teacher_made_of_a_group_is_kept_as_long_as_the_group(path: Path) -> None:
+def test_journal_keeps_teacher_logprobs_as_long_as_the_group(path: Path) -> None:
     whole = (generated("t0", "a"), taught("t0", "of a"), scored("t0"))
     with contextlib.closing(Journal(path)) as journal:
         write(journal, *whole)
@@ -145,7 +145,7 @@ def test_what_a_teacher_made_of_a_group_is_kept_as_long_as_the_group(path: Path)
     assert num_contents(path) == 0
 
 
-def test_the_newest_tokens_of_an_interrupted_group_are_kept_until_there_is_more_of_it(path: Path) -> None:
+def test_journal_keeps_the_newest_partial_completions(path: Path) -> None:
     def interrupted(key: str, tokens: str) -> JournalEntry:
         partial = (PartialCompletionMeta(num_tokens=1),)
         record = PartialCompletionsStored(
@@ -171,27 +171,27 @@ def test_the_newest_tokens_of_an_interrupted_group_are_kept_until_there_is_more_
 @pytest.mark.parametrize(
     "end", [GroupRequeued(key="t0", tries=1), GroupDiscarded(key="t0", prompt="p", reason="r")], ids=["back", "gone"]
 )
-def test_contents_of_a_group_that_was_thrown_away_go_at_once(path: Path, end: GroupRequeued | GroupDiscarded) -> None:
+def test_journal_deletes_contents_of_a_discarded_group(path: Path, end: GroupRequeued | GroupDiscarded) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, generated("t0", "a"), taught("t0", "b"), JournalEntry(end))
         assert list(journal.read()) == [light(generated("t0", "a")), light(taught("t0", "b")), JournalEntry(end)]
     assert num_contents(path) == 0
 
 
-def test_a_group_that_is_generated_twice_has_the_contents_of_the_second(path: Path) -> None:
+def test_journal_keeps_the_second_generation_of_a_group(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, generated("t0", "a"), generated("t0", "b"))
         assert list(journal.read()) == [light(generated("t0", "a")), generated("t0", "b")]
     assert num_contents(path) == 4
 
 
-def test_texts_of_an_evaluation_go_when_they_are_scored(path: Path) -> None:
+def test_journal_deletes_evaluation_texts_after_scoring(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, generated("e0", "a"), generated("e1", "b"), scored("e0"))
         assert list(journal.read()) == [light(generated("e0", "a")), generated("e1", "b"), scored("e0")]
 
 
-def test_pruned_steps_are_gone_and_their_pages_are_used_again(path: Path) -> None:
+def test_journal_reuses_pages_of_pruned_steps(path: Path) -> None:
     sizes = []
     with contextlib.closing(Journal(path)) as journal:
         for step in range(1, 30):
@@ -210,7 +210,7 @@ def test_pruned_steps_are_gone_and_their_pages_are_used_again(path: Path) -> Non
     assert num_contents(path) == 0
 
 
-def test_pruning_goes_on_where_a_dead_controller_left_it(path: Path) -> None:
+def test_journal_resumes_pruning_after_a_crash(path: Path) -> None:
     num = module.PRUNED_PER_COMMIT + 5
     with contextlib.closing(Journal(path)) as journal:
         write(journal, *(kept for n in range(num) for kept in (generated(f"t{n}", "a"), scored(f"t{n}"))))
@@ -231,7 +231,7 @@ def num_contents(path: Path) -> int:
         return db.execute("SELECT count(*) FROM contents").fetchone()[0]
 
 
-def test_another_process_may_read_while_the_controller_writes(path: Path) -> None:
+def test_read_journal_while_a_controller_writes(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, scored("t0"))
         reading = read_journal(path)
@@ -289,7 +289,7 @@ class Model:
 
 @given(st.randoms(use_true_random=False), st.integers(5, 60))
 @settings(max_examples=60, deadline=None)
-def test_any_run_reads_as_the_list_that_it_is(rng: random.Random, length: int) -> None:
+def test_journal_equals_a_list_model(rng: random.Random, length: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.db"
         journal, model = Journal(path), Model()
@@ -368,7 +368,7 @@ def start_writer(path: Path, seed: str) -> tuple[subprocess.Popen[str], IO[str]]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_was_committed_survives_sigkill(path: Path, seed: int) -> None:
+def test_journal_commits_survive_sigkill(path: Path, seed: int) -> None:
     rng, said = random.Random(f"kill {seed}"), 0
     for life in range(2):
         writer, stdout = start_writer(path, f"{seed} {life}")
@@ -412,7 +412,7 @@ def fill(journal: Journal, written: list[JournalEntry]) -> None:
         write(journal, written[-1])
 
 
-def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
+def test_journal_full_disk_loses_nothing(small_disk: Path) -> None:
     written = []
     with contextlib.closing(Journal(small_disk / "journal.db")) as journal:
         with pytest.raises(JournalFullError, match="is full; free some space, 1 records wait"):
@@ -432,7 +432,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
 # --- files that are no journals ------------------------------------------------------------------------------------
 
 
-def test_two_controllers_cannot_write_one_journal(path: Path) -> None:
+def test_journal_is_locked_by_its_writer(path: Path) -> None:
     writer, stdout = start_writer(path, "0")
     stdout.readline()
     with pytest.raises(ConfigError, match=f"is in use by the controller with pid {writer.pid}; stop it"):
@@ -443,20 +443,20 @@ def test_two_controllers_cannot_write_one_journal(path: Path) -> None:
     Journal(path).close()
 
 
-def test_a_file_of_something_else_is_refused(path: Path) -> None:
+def test_journal_rejects_another_kind_of_file(path: Path) -> None:
     path.write_bytes(b"seq,kind\n" * 1000)
     with pytest.raises(ConfigError, match="is not a journal; move the file away"):
         Journal(path)
 
 
-def test_a_database_of_another_program_is_refused(path: Path) -> None:
+def test_journal_rejects_a_database_of_another_application(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE a (b)")
     with pytest.raises(ConfigError, match="a database of another application"):
         Journal(path)
 
 
-def test_a_journal_of_another_version_is_refused(path: Path) -> None:
+def test_journal_rejects_another_version(path: Path) -> None:
     Journal(path).close()
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA user_version = 9")
@@ -464,7 +464,7 @@ def test_a_journal_of_another_version_is_refused(path: Path) -> None:
         Journal(path)
 
 
-def test_a_damaged_journal_is_refused(path: Path) -> None:
+def test_journal_rejects_a_damaged_file(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         for n in range(200):
             write(journal, generated(f"t{n}", "x" * 500))
@@ -479,7 +479,7 @@ def test_a_damaged_journal_is_refused(path: Path) -> None:
         list(journal.read())
 
 
-def test_a_record_that_does_not_decode_is_damage(path: Path) -> None:
+def test_journal_rejects_an_undecodable_record(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, scored("t0"))
     with contextlib.closing(sqlite3.connect(path)) as db:
@@ -489,14 +489,14 @@ def test_a_record_that_does_not_decode_is_damage(path: Path) -> None:
         list(journal.read())
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_journal_rejects_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.*needs a writable folder"):
         Journal(tmp_path / "nowhere" / "journal.db")
     with pytest.raises(ConfigError, match="does not exist; give the path of the journal of a run"):
         next(read_journal(tmp_path / "journal.db"))
 
 
-def test_a_journal_that_breaks_under_the_controller_says_so(path: Path) -> None:
+def test_journal_commit_reports_a_broken_file(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         with contextlib.closing(sqlite3.connect(path)) as db:
             db.execute("DROP TABLE contents")
@@ -505,7 +505,7 @@ def test_a_journal_that_breaks_under_the_controller_says_so(path: Path) -> None:
             journal.commit()
 
 
-def test_only_the_newest_version_that_a_replica_has_proven_is_kept(path: Path) -> None:
+def test_journal_keeps_the_newest_adoption_of_each_replica(path: Path) -> None:
     journal = Journal(path)
     for version in range(5):
         for name in ("rollout-0", "rollout-1"):

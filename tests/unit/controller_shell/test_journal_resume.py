@@ -1,4 +1,4 @@
-"""What a controller finds in its journal when it begins, and what it makes of it."""
+"""Start of an incarnation of the controller from an existing journal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def taken_up(path: Path, run: str = "r", plan: RunPlan = PLAN) -> int:
         journal.close()
 
 
-def test_every_beginning_is_another_incarnation(tmp_path: Path) -> None:
+def test_start_incarnation_counts_up(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     assert [taken_up(path) for _ in range(3)] == [1, 2, 3]
     journal = Journal(path)
@@ -46,14 +46,14 @@ def test_every_beginning_is_another_incarnation(tmp_path: Path) -> None:
     assert records[1:] == [ControllerStarted(incarnation=number) for number in (1, 2, 3)]
 
 
-def test_the_journal_of_another_run_is_not_taken_up(tmp_path: Path) -> None:
+def test_start_incarnation_rejects_another_run(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     taken_up(path)
     with pytest.raises(ConfigError, match="is the journal of run r, not of s; give this run another folder"):
         taken_up(path, "s")
 
 
-def test_what_the_journal_counts_by_may_not_change_and_the_rest_may(tmp_path: Path) -> None:
+def test_start_incarnation_rejects_changed_plan_numbers(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     taken_up(path)
     assert taken_up(path, plan=replace(PLAN, num_steps=50, max_staleness=3)) == 2
@@ -61,7 +61,7 @@ def test_what_the_journal_counts_by_may_not_change_and_the_rest_may(tmp_path: Pa
         taken_up(path, plan=replace(PLAN, prompts_per_step=2))
 
 
-def test_steps_that_are_not_in_the_metrics_are_told_again() -> None:
+def test_missing_lines_of_steps() -> None:
     records = [
         JournalEntry(StepCommitted(step=1, metrics={"phase": "sft", "loss": 2.0})),
         JournalEntry(StepFrozen(step=2, ordinals=(0,), prompts=("p0",))),
@@ -75,7 +75,7 @@ def test_steps_that_are_not_in_the_metrics_are_told_again() -> None:
     assert [line["step"] for line in missing_lines(records, set())] == [1, 2, 2]
 
 
-def test_files_of_a_run_without_a_policy_are_told_as_such() -> None:
+def test_missing_lines_of_files() -> None:
     records = [
         JournalEntry(StepFrozen(step=1, ordinals=(0,), prompts=("p0",))),
         JournalEntry(StepCommitted(step=1, metrics={"phase": "infer"})),
@@ -83,7 +83,7 @@ def test_files_of_a_run_without_a_policy_are_told_as_such() -> None:
     assert [line["kind"] for line in missing_lines(records, set())] == ["step", "answered"]
 
 
-def test_prompts_that_are_there_no_more_are_missed_before_anything_is_done() -> None:
+def test_check_num_prompts_rejects_missing_prompts() -> None:
     opened = [JournalEntry(GroupsOpened(first=0, num=3)), JournalEntry(GroupsOpened(first=3, num=2))]
     plan = replace(PLAN, kind=INFER, num_prompts=5)
     check_num_prompts(opened, plan)

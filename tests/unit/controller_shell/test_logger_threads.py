@@ -1,4 +1,4 @@
-"""A logger may hang, raise, or be slow: the run goes on, what is lost is counted, and no committed step comes never."""
+"""Loggers that hang, raise or are slow: the run goes on, losses are counted, every committed step is logged."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def look_until_given_up(one: LoggerThread) -> None:
         never.wait(0.005)
 
 
-def test_everything_comes_in_order(tmp_path: Path, recording: Recording) -> None:
+def test_logger_thread_keeps_order(tmp_path: Path, recording: Recording) -> None:
     """And the mark is the last step that was taken."""
     one = outlet(tmp_path)
     one.begin(recording.make)
@@ -95,7 +95,7 @@ def test_everything_comes_in_order(tmp_path: Path, recording: Recording) -> None
     assert (recording.first_step, one.last_step, one.num_dropped) == (1, 5, 0)
 
 
-def test_a_slow_logger_drops_what_it_cannot_hold(tmp_path: Path, recording: Recording) -> None:
+def test_logger_thread_drops_entries_beyond_its_queue(tmp_path: Path, recording: Recording) -> None:
     """Whoever hands it over never waits; the count is exact."""
     one = outlet(tmp_path, max_waiting=3)
     recording.gate.clear()
@@ -112,7 +112,7 @@ def test_a_slow_logger_drops_what_it_cannot_hold(tmp_path: Path, recording: Reco
     assert one.problem == "3 entries wait already"
 
 
-def test_a_logger_that_hangs_is_given_up(tmp_path: Path, recording: Recording) -> None:
+def test_logger_thread_gives_up_a_hanging_logger(tmp_path: Path, recording: Recording) -> None:
     """What it has in hand and what waits for it is counted, and the end of the run does not wait for it."""
     one = outlet(tmp_path, deadline_s=0.01)
     recording.gate.clear()
@@ -130,7 +130,7 @@ def test_a_logger_that_hangs_is_given_up(tmp_path: Path, recording: Recording) -
     assert not recording.is_closed
 
 
-def test_a_logger_that_hangs_when_it_is_made_is_given_up(tmp_path: Path) -> None:
+def test_logger_thread_gives_up_a_logger_that_hangs_at_start(tmp_path: Path) -> None:
     """As one does that waits for a network."""
     gate = threading.Event()
 
@@ -145,7 +145,7 @@ def test_a_logger_that_hangs_when_it_is_made_is_given_up(tmp_path: Path) -> None
     gate.set()
 
 
-def test_the_end_of_the_run_waits_for_a_bounded_time(tmp_path: Path, recording: Recording) -> None:
+def test_logger_thread_close_is_bounded(tmp_path: Path, recording: Recording) -> None:
     """A logger that is still busy then is left behind, and what it had not taken is told."""
     one = outlet(tmp_path)
     recording.gate.clear()
@@ -158,7 +158,7 @@ def test_the_end_of_the_run_waits_for_a_bounded_time(tmp_path: Path, recording: 
     assert one.problem == "it had not finished when the run ended"
 
 
-def test_what_a_logger_raises_is_dropped_and_told(tmp_path: Path) -> None:
+def test_logger_thread_counts_exceptions(tmp_path: Path) -> None:
     """The next step comes all the same; the mark does not go back."""
     recording = Recording(fails_at=frozenset({2, 4}))
     one = outlet(tmp_path)
@@ -170,7 +170,7 @@ def test_what_a_logger_raises_is_dropped_and_told(tmp_path: Path) -> None:
     assert (one.num_dropped, one.problem, one.last_step) == (2, "ConnectionError: no luck with 4", 5)
 
 
-def test_a_logger_that_only_raises_is_given_up(tmp_path: Path) -> None:
+def test_logger_thread_gives_up_after_repeated_exceptions(tmp_path: Path) -> None:
     """It is not called for ever."""
     num = MAX_FAILURES + 5
     recording = Recording(fails_at=frozenset(range(1, num + 1)))
@@ -181,7 +181,7 @@ def test_a_logger_that_only_raises_is_given_up(tmp_path: Path) -> None:
     assert one.problem.startswith(f"it failed {MAX_FAILURES} times in a row, the last time with ConnectionError")
 
 
-def test_a_logger_that_cannot_begin_is_told(tmp_path: Path) -> None:
+def test_logger_thread_reports_a_failed_start(tmp_path: Path) -> None:
     """With its own words."""
 
     def make(first_step: int) -> Recording:
@@ -201,7 +201,7 @@ def committed(*steps: int) -> list[JournalEntry]:
     return [JournalEntry(StepCommitted(step=step, metrics={"phase": "rl", "loss": float(step)})) for step in steps]
 
 
-def test_a_restart_hands_over_what_was_missed_and_nothing_twice(tmp_path: Path) -> None:
+def test_logger_fanout_passes_missed_steps_after_a_restart(tmp_path: Path) -> None:
     """The logger took 2 of 4 steps before the crash; a logger that is new in the recipe gets them all."""
     first, second, new = Recording(), Recording(), Recording()
     fanout = LoggerFanout({"mine.py:log": first.make}, LoggingSettings(), tmp_path)
@@ -218,7 +218,7 @@ def test_a_restart_hands_over_what_was_missed_and_nothing_twice(tmp_path: Path) 
     assert (new.first_step, new.steps()) == (1, [1, 2, 3, 4, 5])
 
 
-def test_a_mark_that_cannot_be_read_means_all_steps_again(tmp_path: Path) -> None:
+def test_logger_fanout_passes_all_steps_without_a_readable_mark(tmp_path: Path) -> None:
     """At least once is the promise."""
     (tmp_path / MARKS).mkdir()
     (tmp_path / MARKS / "mine").write_text("nonsense")
@@ -227,7 +227,7 @@ def test_a_mark_that_cannot_be_read_means_all_steps_again(tmp_path: Path) -> Non
     assert recording.steps() == [1, 2]
 
 
-def test_what_loggers_get(tmp_path: Path) -> None:
+def test_logger_fanout_passes_steps_samples_and_evaluations(tmp_path: Path) -> None:
     """Numbers of a step with its alarms, evaluations of their version, samples as they are; nothing else."""
     recording = Recording()
     fanout = LoggerFanout({"mine": recording.make}, LoggingSettings(), tmp_path)
@@ -243,7 +243,7 @@ def test_what_loggers_get(tmp_path: Path) -> None:
     ]
 
 
-def test_one_bad_logger_does_not_harm_another(tmp_path: Path, recording: Recording) -> None:
+def test_logger_fanout_isolates_loggers(tmp_path: Path, recording: Recording) -> None:
     """The other gets everything, and the end tells only of the bad one."""
     good = Recording()
     recording.gate.clear()

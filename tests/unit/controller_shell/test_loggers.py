@@ -1,4 +1,4 @@
-"""The real loggers: what they write is read back by what they are made for. Nothing here needs a network."""
+"""The real loggers, whose output is read back with their own libraries, without a network."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_wandb_keeps_the_run_offline(tmp_path: Path) -> None:
     assert json.loads(table.read_text())["columns"] == ["prompt", "completion", "reward"]
 
 
-def test_a_run_of_wandb_may_have_no_slash_in_its_id() -> None:
+def test_wandb_run_id_has_no_slash() -> None:
     """The rest stays, so that a run that is taken up again is the same run."""
     assert run_id("demo/attempt-1/0badcafe") == "demo-attempt-1-0badcafe"
 
@@ -168,7 +168,7 @@ number = 3
 '''
 
 
-def test_own_loggers_are_functions_classes_or_objects(tmp_path: Path) -> None:
+def test_import_logger_takes_functions_classes_and_objects(tmp_path: Path) -> None:
     """A function takes metrics only; a class is made when the run begins; an object is as it is."""
     (tmp_path / "mine.py").write_text(OWN)
     for name in ("log", "Full", "ready"):
@@ -195,7 +195,7 @@ def test_own_loggers_are_functions_classes_or_objects(tmp_path: Path) -> None:
         ("{folder}/mine.py:number", "is not a logger: give a function"),
     ],
 )
-def test_what_is_no_logger_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
+def test_import_logger_rejects_other_objects(tmp_path: Path, name: str, sentence: str) -> None:
     """At the start, before anything is computed."""
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("1 / 0\n")
@@ -207,7 +207,7 @@ def test_what_is_no_logger_is_one_sentence(tmp_path: Path, name: str, sentence: 
 # --- the names in a recipe -----------------------------------------------------------------------------------------
 
 
-def test_names_in_a_recipe(tmp_path: Path) -> None:
+def test_makers_reject_unknown_and_repeated_names(tmp_path: Path) -> None:
     """Known ones are found without importing them; others are a sentence each."""
     assert list(makers(["tensorboard", "wandb", "trackio"], info(tmp_path))) == ["tensorboard", "wandb", "trackio"]
     with pytest.raises(ConfigError, match=r"names 'tensorbord', which is not a logger; did you mean tensorboard\?"):
@@ -216,7 +216,7 @@ def test_names_in_a_recipe(tmp_path: Path) -> None:
         makers(["wandb", "wandb"], info(tmp_path))
 
 
-def test_a_package_that_is_not_installed_is_one_sentence(tmp_path: Path) -> None:
+def test_makers_reject_a_missing_package(tmp_path: Path) -> None:
     """In an interpreter that has it not, and said at the start; without the logger it is not missed."""
     code = (
         "import sys; sys.modules['wandb'] = None\n"

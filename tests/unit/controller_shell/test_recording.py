@@ -1,4 +1,4 @@
-"""What is recorded is what was taken, up to where the controller died, the cap, or the end of the disk."""
+"""Recordings hold all events up to a crash, the size limit, or a full disk."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def replayed(event: Event) -> Event:
 
 @given(st.lists(EVENTS, max_size=12), st.lists(RECORDS, max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_what_was_recorded_is_read(events: list[Event], past: list[JournalEntry]) -> None:
+def test_recording_reads_back_what_was_recorded(events: list[Event], past: list[JournalEntry]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events-3.rec"
         recorder = recorder_at(path, past)
@@ -93,7 +93,7 @@ def test_what_was_recorded_is_read(events: list[Event], past: list[JournalEntry]
     assert found == [*map(replayed, events), PromptFrame("examples", 7, HELD_OUT[0]), RecordingEnd("")]
 
 
-def test_a_recording_that_is_cut_off_anywhere_reads_up_to_there(tmp_path: Path) -> None:
+def test_recording_cut_off_anywhere_reads_up_to_there(tmp_path: Path) -> None:
     path, cut = tmp_path / "whole.rec", tmp_path / "cut.rec"
     recorder = recorder_at(path, [JournalEntry(ControllerStarted(incarnation=2))])
     events: list[Event] = [hello("reward-0", "reward", 1.0), Ticked(1.5), ReplicaDisconnected(2.0, "reward-0")]
@@ -114,7 +114,7 @@ def test_a_recording_that_is_cut_off_anywhere_reads_up_to_there(tmp_path: Path) 
     assert lengths == {0, 1, 2, 3}
 
 
-def test_a_frame_whose_bytes_are_others_ends_the_recording(tmp_path: Path) -> None:
+def test_recording_ends_at_a_corrupt_frame(tmp_path: Path) -> None:
     recorder = recorder_at(tmp_path / "events-1.rec")
     for event in (ReplicaDisconnected(1.0, "rollout-0"), ReplicaDisconnected(2.0, "rollout-1")):
         recorder.event(event)
@@ -126,7 +126,7 @@ def test_a_frame_whose_bytes_are_others_ends_the_recording(tmp_path: Path) -> No
     assert ended.cut_off
 
 
-def test_zeros_at_the_end_are_no_entries(tmp_path: Path) -> None:
+def test_recording_ignores_trailing_zeros(tmp_path: Path) -> None:
     path = tmp_path / "events-1.rec"
     recorder = recorder_at(path)
     recorder.event(Ticked(1.0))
@@ -139,7 +139,7 @@ def test_zeros_at_the_end_are_no_entries(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_what_came_before_the_last_tick_is_in_the_file(tmp_path: Path) -> None:
+def test_recorder_flushes_at_ticks(tmp_path: Path) -> None:
     recorder = recorder_at(tmp_path / "events-1.rec")
     for event in (ReplicaDisconnected(1.0, "a"), Ticked(2.0), ReplicaDisconnected(3.0, "b")):
         recorder.event(event)
@@ -150,7 +150,7 @@ def test_what_came_before_the_last_tick_is_in_the_file(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_the_cap_ends_the_recording_and_says_so(tmp_path: Path) -> None:
+def test_recorder_stops_at_its_size_limit(tmp_path: Path) -> None:
     recorder = recorder_at(tmp_path / "events-1.rec", cap_bytes=2000)
     for n in range(1000):
         recorder.event(ReplicaDisconnected(float(n), "rollout-0"))
@@ -168,7 +168,7 @@ def test_the_cap_ends_the_recording_and_says_so(tmp_path: Path) -> None:
     assert ended == RecordingEnd(recorder.stopped)
 
 
-def test_a_cap_that_is_too_small_for_the_beginning_is_said_by_the_reader(tmp_path: Path) -> None:
+def test_recording_without_its_beginning_is_rejected(tmp_path: Path) -> None:
     past = [JournalEntry(ControllerStarted(incarnation=n)) for n in range(100)]
     recorder = recorder_at(tmp_path / "events-1.rec", past, cap_bytes=2000)
     recorder.event(Ticked(1.0))
@@ -177,21 +177,21 @@ def test_a_cap_that_is_too_small_for_the_beginning_is_said_by_the_reader(tmp_pat
         read_recording(recorder.path)
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_controller() -> None:
+def test_recorder_stops_on_a_full_disk() -> None:
     recorder = recorder_at(Path("/dev/full"))
     recorder.event(Ticked(1.0))
     recorder.close()
     assert recorder.stopped == "cannot write /dev/full: No space left on device"
 
 
-def test_a_folder_that_is_not_there_ends_the_recording_and_not_the_controller(tmp_path: Path) -> None:
+def test_recorder_stops_without_its_folder(tmp_path: Path) -> None:
     recorder = recorder_at(tmp_path / "nowhere" / "events-1.rec")
     recorder.event(Ticked(1.0))
     recorder.close()
     assert "No such file" in recorder.stopped
 
 
-def test_what_cannot_be_written_ends_the_recording_and_not_the_controller(tmp_path: Path) -> None:
+def test_recorder_stops_at_an_unencodable_value(tmp_path: Path) -> None:
     recorder = recorder_at(tmp_path / "events-1.rec")
     recorder.prompt("prompts", 0, wire.Prompt(id="p", metadata={"n": 1 << 80}))
     recorder.event(Ticked(1.0))
@@ -209,7 +209,7 @@ def test_what_cannot_be_written_ends_the_recording_and_not_the_controller(tmp_pa
         (b"starling-recording 1\n", "has only the first line"),
     ],
 )
-def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_recording_rejects_another_kind_of_file(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "events-1.rec"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=problem):

@@ -1,4 +1,4 @@
-"""A replay has the state that was, and `starling replay` says it."""
+"""A replay reconstructs the recorded state, and `starling replay` prints it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "events-1.rec"
 
 
-def test_every_event_has_the_commands_that_it_had(path: Path) -> None:
+def test_replay_reproduces_the_commands_of_every_event(path: Path) -> None:
     controller, said = record_run(path)
     assert controller.state.version == PLAN.last_step, "the run has made all its steps"
     for number, commands in enumerate(said, 1):
@@ -63,7 +63,7 @@ def test_every_event_has_the_commands_that_it_had(path: Path) -> None:
     assert replay(path, 0).controller.state.version == 0
 
 
-def test_a_state_in_the_midst_of_a_run_is_made_again(path: Path) -> None:
+def test_replay_until_reproduces_an_earlier_state(path: Path) -> None:
     controller, _ = record_run(path, max_events=12)
     replayed = replay(path)
     was, made = (snapshot(one.state, MetricsHistory(0.0), 4.0, 0) for one in (controller, replayed.controller))
@@ -73,7 +73,7 @@ def test_a_state_in_the_midst_of_a_run_is_made_again(path: Path) -> None:
     assert leases == {name: sorted(controller.state.replicas.leases.of(name, *LEASE_KINDS)) for name in leases}
 
 
-def test_an_event_whose_prompts_were_cut_off_is_left_out(path: Path) -> None:
+def test_replay_leaves_out_an_event_without_its_prompts(path: Path) -> None:
     record_run(path)
     entries = list(read_recording(path)[2])
     last = max(i for i, entry in enumerate(entries) if isinstance(entry, PromptFrame))
@@ -93,13 +93,13 @@ def _end_of_frame(path: Path, entry: int) -> int:
     return at
 
 
-def test_more_events_than_there_are_is_an_error(path: Path) -> None:
+def test_replay_rejects_too_many_events(path: Path) -> None:
     _, said = record_run(path, max_events=9)
     with pytest.raises(ConfigError, match="has 9 events; give --until a number up to that"):
         replay(path, len(said) + 1)
 
 
-def test_the_event_that_the_core_fails_at_is_named(path: Path) -> None:
+def test_replay_names_the_event_at_which_the_core_fails(path: Path) -> None:
     recorder = Recorder(path, run="r", incarnation=1, plan=PLAN, past=(), held_out=HELD_OUT, cap_bytes=1 << 20)
     recorder.event(hello("reward-0", "reward", 1.0))
     for position in range(10):
@@ -113,7 +113,7 @@ def test_the_event_that_the_core_fails_at_is_named(path: Path) -> None:
     assert replay(path, 1).num_events == 1
 
 
-def test_a_prompt_that_is_missing_though_nothing_was_cut_off_is_an_error(path: Path) -> None:
+def test_replay_rejects_a_missing_prompt(path: Path) -> None:
     recorder = Recorder(path, run="r", incarnation=1, plan=PLAN, past=(), held_out=HELD_OUT, cap_bytes=1 << 20)
     recorder.event(hello("policy-0", "policy", 1.0))
     recorder.close()
@@ -136,7 +136,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_crash_report_replays(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_of_a_crash_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.zip"
     assert cli.main(["record", str(folder), "--out", str(out)]) == 0
     assert "incarnations 1, 2 of the controller" in capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_a_crash_report_replays(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["num_events"] == 9
 
 
-def test_the_state_is_printed_in_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_command_prints_the_state(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", str(folder), "--until", "3"]) == 0
     shown = capsys.readouterr().out
     for words in (
@@ -173,7 +173,7 @@ def test_the_state_is_printed_in_words(folder: Path, capsys: pytest.CaptureFixtu
         (["record", "attempt-1", "--out", "nowhere/x.zip"], "cannot write nowhere/x.zip: No such file"),
     ],
 )
-def test_bad_input_gets_one_sentence(
+def test_replay_command_rejects_bad_input(
     folder: Path,
     arguments: list[str],
     problem: str,
@@ -188,7 +188,7 @@ def test_bad_input_gets_one_sentence(
     assert said.count("\n") == 1
 
 
-def test_events_are_said_in_words() -> None:
+def test_replay_command_describes_events() -> None:
     held = wire.HeldLease(lease="generate:t3:1.4", phase="working")
     beat = wire.Heartbeat(leases=(held,), version=2)
     assert describe_event(Received(1.0, "rollout-0", 1, beat)) == (
@@ -203,7 +203,7 @@ def test_events_are_said_in_words() -> None:
     assert describe_event(Stored(1.0, 5)) == "the groups of step 5 are in a file"
 
 
-def test_streams_are_told_apart(path: Path) -> None:
+def test_replay_keeps_streams_apart(path: Path) -> None:
     record_run(path)
     reads = [entry for entry in read_recording(path)[2] if isinstance(entry, PromptFrame)]
     assert {read.stream for read in reads} == {"prompts", "examples"}

@@ -1,4 +1,4 @@
-"""The kinds of run: what each makes of its sections, and what it refuses."""
+"""The kinds of run: the plan and the data of each, and the settings that it rejects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def settings(kind: str, source: str = "rows.jsonl", **sections: Any) -> Controll
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])
-def test_a_run_of_preferences_makes_its_steps_and_no_others(kind: str) -> None:
+def test_preference_run_makes_only_its_steps(kind: str) -> None:
     plan = settings(kind, preference=PAIRS).plan()
     assert (plan.kind.objective, plan.num_supervised_steps, plan.examples_per_step) == (kind, 5, 3)
     assert (plan.num_steps, plan.last_step) == (0, 5)
@@ -31,7 +31,7 @@ def test_a_run_of_preferences_makes_its_steps_and_no_others(kind: str) -> None:
     assert plan.phase(1) == plan.phase(5) == kind
 
 
-def test_reinforcement_begins_with_supervised_steps() -> None:
+def test_rl_run_begins_with_supervised_steps() -> None:
     plan = settings("rl", sft={"num_steps": 2}, rl={"num_steps": 3}).plan()
     assert [plan.phase(step) for step in (1, 2, 3)] == ["sft", "sft", "rl"]
     assert plan.last_step == 5
@@ -58,12 +58,12 @@ def test_reinforcement_begins_with_supervised_steps() -> None:
         ("replay", {"sft": {"num_steps": 1}}, "sft.data is missing"),
     ],
 )
-def test_steps_that_would_not_be_made_are_refused(kind: str, sections: dict[str, Any], complaint: str) -> None:
+def test_settings_reject_steps_that_the_kind_does_not_make(kind: str, sections: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         settings(kind, **sections)
 
 
-def test_a_run_without_a_policy_has_files_for_steps() -> None:
+def test_run_without_policy_has_files_as_steps() -> None:
     plan = settings("generate", rl={"num_steps": 3, "prompts_per_step": 4}, controller={"window": 10}).plan()
     assert (plan.num_prompts, plan.num_steps, plan.max_staleness, plan.group_size) == (12, 3, 2, 8)
     kind = plan.kind
@@ -76,7 +76,7 @@ def test_a_run_without_a_policy_has_files_for_steps() -> None:
     assert plan.phase(1) == "generate"
 
 
-def test_the_held_out_prompts_are_evaluated_where_there_are_some(tmp_path: Path) -> None:
+def test_evaluate_run_prefers_held_out_prompts(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{n}?", "chosen": str(n)}) + "\n" for n in range(70)))
     everything = load_data(settings("evaluate", str(rows), evaluation={"num_completions": 3, "temperature": 0.7}))
@@ -94,7 +94,7 @@ def test_the_held_out_prompts_are_evaluated_where_there_are_some(tmp_path: Path)
 ROW = {"question": "Why?", "chosen": "So."}
 
 
-def test_the_data_must_have_what_the_steps_need(tmp_path: Path) -> None:
+def test_load_data_rejects_rows_without_responses(tmp_path: Path) -> None:
     pairs, answers = tmp_path / "pairs.jsonl", tmp_path / "answers.jsonl"
     pairs.write_text(json.dumps({**ROW, "rejected": "No."}))
     answers.write_text(json.dumps({**ROW, "rejected": ""}))

@@ -1,4 +1,4 @@
-"""`samples.jsonl`: whole lines, in bounded space."""
+"""`samples.jsonl`: whole lines in bounded space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_rows_are_lines_with_their_step(tmp_path: Path) -> None:
+def test_samples_are_lines_with_their_step(tmp_path: Path) -> None:
     """And another incarnation goes on behind them."""
     for step in (1, 2):
         samples = Samples(tmp_path, 1 << 20)
@@ -24,7 +24,7 @@ def test_rows_are_lines_with_their_step(tmp_path: Path) -> None:
     assert steps_in(tmp_path / SAMPLES) == [1, 1, 2, 2]
 
 
-def test_the_newest_stay_and_the_space_is_bounded(tmp_path: Path) -> None:
+def test_samples_are_rotated_in_bounded_space(tmp_path: Path) -> None:
     """Two files of at most half the space, give or take a step; over a restart too."""
     most = 4000
     row = {"completion": "x" * 180}

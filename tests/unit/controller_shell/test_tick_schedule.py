@@ -1,11 +1,11 @@
-"""Time passes for the controller when it has heard what came, and also when it never has."""
+"""Ticks follow the messages that have arrived, but are not postponed for ever."""
 
 from __future__ import annotations
 
 from starling.controller.shell.ticks import MAX_BACKLOG_S, TICK_S, TickSchedule
 
 
-def test_time_passes_in_steps() -> None:
+def test_tick_schedule_ticks_at_its_interval() -> None:
     ticks = TickSchedule(10.0)
     assert ticks.left_s(10.0) == 0.0
     assert ticks.is_due(10.0, has_more=False)
@@ -14,7 +14,7 @@ def test_time_passes_in_steps() -> None:
     assert ticks.is_due(10.0 + TICK_S, has_more=False)
 
 
-def test_what_came_while_the_process_stood_still_is_heard_first() -> None:
+def test_tick_schedule_waits_for_the_backlog() -> None:
     ticks = TickSchedule(0.0)
     assert ticks.is_due(0.0, has_more=False)
     assert not ticks.is_due(60.0, has_more=True)
@@ -22,7 +22,7 @@ def test_what_came_while_the_process_stood_still_is_heard_first() -> None:
     assert ticks.is_due(60.2, has_more=False)
 
 
-def test_a_flood_does_not_stop_the_time() -> None:
+def test_tick_schedule_bounds_the_wait_for_the_backlog() -> None:
     ticks = TickSchedule(0.0)
     ticked = [now for now in range(100) if ticks.is_due(float(now), has_more=True)]
     assert ticked == list(range(int(MAX_BACKLOG_S), 100))

@@ -1,4 +1,4 @@
-"""Files of trajectories: whole, once, in order; and read again as the groups of a run that replays."""
+"""Trajectory files: complete, written once and in order, and read again as the groups of a run that replays."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stored(folder: Path) -> list[list[StoredGroup]]:
     return [list(read_file(folder / FOLDER, line)) for line in read_index(folder / FOLDER)]
 
 
-def test_files_are_written_beside_whoever_wants_them_in_their_order(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_trajectory_writer_writes_in_order_in_its_thread(files: TrajectoryFiles, tmp_path: Path) -> None:
     woken = threading.Semaphore(0)
     writing = TrajectoryWriter(files, woken.release)
     for step in (1, 2):
@@ -67,7 +67,7 @@ def test_files_are_written_beside_whoever_wants_them_in_their_order(files: Traje
     writing.close()
 
 
-def test_what_cannot_be_written_is_told_to_whoever_asks(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_trajectory_writer_raises_errors_in_written(files: TrajectoryFiles, tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("a file where the folder is to be")
     woken = threading.Semaphore(0)
     writing = TrajectoryWriter(files, woken.release)
@@ -90,7 +90,7 @@ class Announced(list[StoredGroup]):
         return super().__iter__()
 
 
-def test_nothing_is_being_written_any_more_after_the_end(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_trajectory_writer_close_waits_for_the_current_file(files: TrajectoryFiles, tmp_path: Path) -> None:
     """Whoever takes the run up then looks at the folder, and would cut a line off that is just being written."""
     groups = Announced(map(group, range(100)))
     writing = TrajectoryWriter(files, lambda: None)
@@ -100,7 +100,7 @@ def test_nothing_is_being_written_any_more_after_the_end(files: TrajectoryFiles,
     assert [line.step for line in read_index(tmp_path / FOLDER)] == [1]
 
 
-def test_what_is_written_is_read_again_also_by_another_decoder(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_trajectory_files_are_read_by_msgpack_too(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(0), group(1, usable=False)])
     files.write(2, [group(2)])
     assert stored(tmp_path) == [[group(0), group(1, usable=False)], [group(2)]]
@@ -111,7 +111,7 @@ def test_what_is_written_is_read_again_also_by_another_decoder(files: Trajectory
     assert plain["groups"][1]["problem"] == "odd"
 
 
-def test_the_page_reads_them_as_it_says(
+def test_replay_page_example_reads_trajectory_files(
     files: TrajectoryFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -125,7 +125,7 @@ def test_the_page_reads_them_as_it_says(
     assert found["others"] == []
 
 
-def test_a_step_is_written_once_whoever_writes_it(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_trajectory_files_write_a_step_once(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(0)])
     before = (tmp_path / FOLDER / "step-000001.msgpack").stat()
     TrajectoryFiles(tmp_path, "run/1").write(1, [group(0)])
@@ -136,7 +136,7 @@ def test_a_step_is_written_once_whoever_writes_it(files: TrajectoryFiles, tmp_pa
 
 @examples(deadline=None, max_examples=25)  # each writes to the disk, and waits until it is there
 @given(cut=st.integers(1, 200), has_file=st.booleans())
-def test_a_death_while_writing_loses_nothing(
+def test_trajectory_files_survive_a_crash_while_writing(
     tmp_path_factory: pytest.TempPathFactory, cut: int, has_file: bool
 ) -> None:
     """The second file's line is cut short, or wholly missing; its file may be there or not."""
@@ -157,7 +157,7 @@ def test_a_death_while_writing_loses_nothing(
     assert stored(place) == [[group(0)], [group(1)], [group(2)]]
 
 
-def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_trajectory_files_report_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("in the way")
     with pytest.raises(
         TrajectoryFilesError, match=r"the trajectories of step 1 cannot be written to .*: File exists; free some space"
@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
         TrajectoryFiles(tmp_path, "run/1").write(1, [group(0)])
 
 
-def test_damage_is_found_and_named(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_trajectory_files_detect_damage(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(0)])
     folder = tmp_path / FOLDER
     [line] = read_index(folder)
@@ -186,7 +186,7 @@ def test_damage_is_found_and_named(files: TrajectoryFiles, tmp_path: Path) -> No
 # --- replay --------------------------------------------------------------------------------------------------------
 
 
-def test_steps_take_the_groups_in_order_whatever_files_they_are_in(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_trajectories_steps_take_groups_in_order_across_files(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(0), group(1, usable=False), group(2)])
     files.write(2, [group(3, usable=False)])
     files.write(3, [group(4), group(5), group(6)])
@@ -211,7 +211,7 @@ def settings(folder: Path, **sections: Any) -> ControllerProcess:
     return ControllerProcess.model_validate({**tree, **sections})
 
 
-def test_a_replay_begins_where_its_state_ended(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_load_data_replay_begins_at_the_prompt_of_its_state(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(n) for n in range(5)])
     loaded = load_data(settings(tmp_path / FOLDER))
     assert loaded.trajectories is not None
@@ -223,19 +223,19 @@ def test_a_replay_begins_where_its_state_ended(files: TrajectoryFiles, tmp_path:
     assert [kept.record.key for kept in begun.trajectories.entries(2)[::2]] == ["t3", "t4"]  # type: ignore[union-attr]
 
 
-def test_too_few_groups_for_the_steps(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_load_data_rejects_too_few_groups_for_the_steps(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(n) for n in range(3)])
     with pytest.raises(ConfigError, match=r"has 3 groups, and 2 steps x 2 prompts need 4; set rl.num_steps = 1"):
         load_data(settings(tmp_path / FOLDER))
 
 
-def test_fewer_groups_than_one_step_takes(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_load_data_rejects_fewer_groups_than_one_step(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(0)])
     with pytest.raises(ConfigError, match=r"has 1 groups, and a step takes 2; set rl.prompts_per_step = 1 or less"):
         load_data(settings(tmp_path / FOLDER))
 
 
-def test_what_only_answers_has_no_tokens_to_train(files: TrajectoryFiles, tmp_path: Path) -> None:
+def test_load_data_rejects_trajectories_without_tokens(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [structs.replace(group(n), tensors=(), buffers=()) for n in range(4)])
     with pytest.raises(ConfigError, match=r"has texts without tokens, .* trained; give those of a run with"):
         load_data(settings(tmp_path / FOLDER))

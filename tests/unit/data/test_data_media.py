@@ -1,4 +1,4 @@
-"""Images and videos of rows: found where the columns say, and in the order in which the conversation names them."""
+"""Images and videos of rows: their columns, and their order in the conversation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def content_of(uri: str) -> bytes:
     return base64.b64decode(body)
 
 
-def test_media_are_taken_in_the_order_of_the_markers() -> None:
+def test_media_follow_the_order_of_the_markers() -> None:
     prompt = make(
         {"question": "<image> or <video> or <image>?", "images": ["/a", "/b"], "film": "/c"},
         video_column="film",
@@ -45,13 +45,13 @@ def test_media_are_taken_in_the_order_of_the_markers() -> None:
     assert prompt.messages[0].content == "<image> or <video> or <image>?"
 
 
-def test_without_markers_they_stand_before_the_first_user_message() -> None:
+def test_media_without_markers_come_before_the_first_user_message() -> None:
     prompt = make({"question": "Which?", "images": ["/a", "/b"]}, system="Be brief.")
     assert [message.content for message in prompt.messages] == ["Be brief.", "<image><image>Which?"]
     assert make({"question": "Which?", "images": None}).messages[0].content == "Which?"
 
 
-def test_a_content_of_parts_is_read() -> None:
+def test_message_content_may_be_parts() -> None:
     parts = [{"type": "text", "text": "See "}, {"type": "image"}, {"type": "text", "text": "!"}]
     prompt = make({"question": [{"role": "user", "content": parts}], "images": "/a"})
     assert prompt.messages[0].content == "See <image>!"
@@ -59,7 +59,7 @@ def test_a_content_of_parts_is_read() -> None:
         make({"question": [{"role": "user", "content": [{"type": "audio"}]}], "images": "/a"})
 
 
-def test_what_a_column_may_hold() -> None:
+def test_media_column_values() -> None:
     picture = Image.new("RGB", (3, 2), "red")
     file = io.BytesIO()
     picture.save(file, "png")
@@ -81,12 +81,12 @@ def test_what_a_column_may_hold() -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "I", "I;16", "F", "RGBA", "CMYK", "YCbCr", "LAB", "HSV"])
-def test_an_image_of_any_mode_is_taken(mode: str) -> None:
+def test_image_of_any_mode_is_accepted(mode: str) -> None:
     (media,) = make({"question": "Which?", "images": Image.new(mode, (3, 2))}).media
     assert Image.open(io.BytesIO(content_of(media.uri))).size == (3, 2)
 
 
-def test_a_decoded_image_whose_file_is_damaged() -> None:
+def test_damaged_decoded_image_is_rejected() -> None:
     file = io.BytesIO()
     Image.effect_noise((64, 64), 50.0).save(file, "png")
     cut = Image.open(io.BytesIO(file.getvalue()[:500]))
@@ -95,7 +95,7 @@ def test_a_decoded_image_whose_file_is_damaged() -> None:
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_images_of_a_hugging_face_dataset_stay_the_files_that_they_are(tmp_path: Path, many: bool) -> None:
+def test_hugging_face_images_are_not_decoded(tmp_path: Path, many: bool) -> None:
     file = io.BytesIO()
     Image.new("CMYK", (3, 2)).save(file, "jpeg")
     value = {"bytes": file.getvalue(), "path": None}
@@ -107,7 +107,7 @@ def test_images_of_a_hugging_face_dataset_stay_the_files_that_they_are(tmp_path:
     assert content_of(load_prompts(settings).prompt(0).media[0].uri) == file.getvalue()
 
 
-def test_images_of_a_hugging_face_folder_travel_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face_folder_images_are_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "pictures"
     folder.mkdir()
@@ -117,7 +117,7 @@ def test_images_of_a_hugging_face_folder_travel_themselves(tmp_path: Path, monke
     assert content_of(load_prompts(settings).prompt(0).media[0].uri) == (folder / "a.jpg").read_bytes()
 
 
-def test_a_row_of_a_hugging_face_dataset_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_hugging_face_row_is_rejected(tmp_path: Path) -> None:
     image = {"inner": {"bytes": b"no image", "path": None}}
     features = datasets.Features({"question": datasets.Value("string"), "images": {"inner": datasets.Image()}})
     rows = {"question": ["a"], "images": [image]}
@@ -126,7 +126,7 @@ def test_a_row_of_a_hugging_face_dataset_that_cannot_be_read(tmp_path: Path) -> 
         load_prompts(DataSettings(source=f"hf:{tmp_path / 'rows'}", image_column="images", reference_column=""))
 
 
-def test_relative_paths_begin_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_start_at_the_dataset_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"question": "Which?", "images": "pictures/a.png"}))
     settings = {"image_column": "images", "reference_column": ""}
@@ -136,7 +136,7 @@ def test_relative_paths_begin_beside_the_file(tmp_path: Path, monkeypatch: pytes
     assert load_prompts(DataSettings(source="rows.jsonl", **settings)).prompt(0).media == prompt.media
 
 
-def test_rows_that_show_other_images_ask_another_thing(tmp_path: Path) -> None:
+def test_rows_with_other_images_are_other_questions(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     rows = [{"question": "Which?", "images": f"/{name}.png"} for name in "abc"]
     source.write_text("\n".join(json.dumps(row) for row in rows))
@@ -155,6 +155,6 @@ def test_rows_that_show_other_images_ask_another_thing(tmp_path: Path) -> None:
         ({"question": "Why?", "images": bytes(MAX_INLINE_BYTES)}, "a prompt holds at most 8388608: give paths"),
     ],
 )
-def test_refuses_a_row(columns: dict[str, Any], complaint: str) -> None:
+def test_media_of_a_row_are_checked(columns: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         make(columns)

@@ -1,4 +1,4 @@
-"""How a row becomes a prompt, and what the stream promises: every row once a pass, resumable, nothing held out."""
+"""Prompts of rows, and the stream: each row once per epoch, resumable, without held-out rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_reference(value: object, reference: str) -> None:
     assert make({"question": "Why?", "answer": value}).reference == reference
 
 
-def test_metadata_holds_the_chosen_columns_and_what_the_source_adds() -> None:
+def test_metadata_has_chosen_columns_and_source_metadata() -> None:
     row = DataRow({"question": "Why?", "tests": ["a"], "other": 1}, {"reasoning_gym": {"task": "t"}})
     settings = DataSettings(source="rows.jsonl", reference_column="", metadata_columns=("tests",))
     assert make_prompt(row, 0, settings).metadata == {"reasoning_gym": {"task": "t"}, "tests": ["a"]}
@@ -96,13 +96,13 @@ def test_metadata_holds_the_chosen_columns_and_what_the_source_adds() -> None:
         ),
     ],
 )
-def test_refuses_a_row(columns: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
+def test_make_prompt_rejects_a_row(columns: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         make(columns, **changes)
     assert "row 4 of 'rows.jsonl'" in str(caught.value)
 
 
-def test_prompt_of_the_user_stays_as_it_is() -> None:
+def test_make_prompt_keeps_a_prompt_of_the_user() -> None:
     own = Prompt(id="mine", text="Why?", reference="So.", metadata={"a": 1})
     settings = DataSettings(source="m:f", format="{question}")
     assert make_prompt(own, 0, settings) == own
@@ -114,7 +114,7 @@ def test_prompt_of_the_user_stays_as_it_is() -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 2**40))
-def test_every_row_once_in_every_pass(num_rows: int, pass_: int, seed: int) -> None:
+def test_prompt_source_visits_every_row_once_per_epoch(num_rows: int, pass_: int, seed: int) -> None:
     source = stream(num_rows, seed=seed)
     prompts = [source.prompt(pass_ * num_rows + offset) for offset in range(len(source))]
     assert sorted(prompt.text for prompt in prompts) == sorted(f"row {row}" for row in range(num_rows))
@@ -123,14 +123,14 @@ def test_every_row_once_in_every_pass(num_rows: int, pass_: int, seed: int) -> N
 
 
 @given(st.integers(1, 40), st.lists(st.integers(0, 500), max_size=20), st.booleans())
-def test_the_position_alone_decides_the_prompt(num_rows: int, positions: list[int], shuffle: bool) -> None:
+def test_prompt_source_depends_on_the_position_only(num_rows: int, positions: list[int], shuffle: bool) -> None:
     whole = stream(num_rows, shuffle=shuffle)
     expected = [whole.prompt(position) for position in range(501)]
     resumed = stream(num_rows, shuffle=shuffle)
     assert [resumed.prompt(position) for position in positions] == [expected[position] for position in positions]
 
 
-def test_passes_and_seeds_differ_in_order() -> None:
+def test_prompt_source_shuffles_by_epoch_and_seed() -> None:
     orders = {
         tuple(stream(50, seed=seed).prompt(pass_ * 50 + offset).text for offset in range(50))
         for seed in range(3)
@@ -139,19 +139,19 @@ def test_passes_and_seeds_differ_in_order() -> None:
     assert len(orders) == 9
 
 
-def test_without_shuffle_the_rows_come_in_their_order() -> None:
+def test_prompt_source_without_shuffle_keeps_order() -> None:
     ids = [stream(3, shuffle=False).prompt(position).id for position in range(5)]
     assert ids == ["train/0/0", "train/0/1", "train/0/2", "train/1/0", "train/1/1"]
 
 
-def test_the_order_is_the_same_in_every_version() -> None:
+def test_prompt_source_order_is_stable_across_versions() -> None:
     """Recorded once: a run that resumes after an upgrade must see the same prompts."""
     assert [stream(6, seed=3).prompt(position).id for position in range(6)] == [
         f"train/0/{row}" for row in (1, 2, 5, 0, 3, 4)
     ]
 
 
-def test_a_position_before_the_start_is_refused() -> None:
+def test_prompt_source_rejects_negative_positions() -> None:
     with pytest.raises(ValueError, match="index_in_run = -1"):
         stream(3).prompt(-1)
 
@@ -180,7 +180,7 @@ def test_held_out_prompts_are_never_trained(
     assert {f"word {word}" for word in words} == {prompt.text for prompt in (*trained, *evaluated)}
 
 
-def test_held_out_rows_depend_on_no_seed(tmp_path: Path) -> None:
+def test_held_out_rows_do_not_depend_on_the_seed(tmp_path: Path) -> None:
     source = write_words(tmp_path / "rows.jsonl", [f"word {word}" for word in range(30)])
     first, second = (load_prompts(DataSettings(source=source, held_out=5, seed=seed)) for seed in (0, 1))
     assert first.held_out_prompts() == second.held_out_prompts()
@@ -190,19 +190,19 @@ def test_held_out_rows_depend_on_no_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held_out", [3, 4])
-def test_holding_out_everything_is_refused(tmp_path: Path, held_out: int) -> None:
+def test_load_prompts_rejects_holding_out_all_rows(tmp_path: Path, held_out: int) -> None:
     source = write_words(tmp_path / "rows.jsonl", ["a", "b", "c"])
     with pytest.raises(ConfigError, match=f"held_out = {held_out} leaves no training rows of the 3 rows"):
         load_prompts(DataSettings(source=source, held_out=held_out))
 
 
-def test_rows_that_all_ask_the_same_cannot_be_held_out(tmp_path: Path) -> None:
+def test_load_prompts_rejects_equal_questions_in_both_sets(tmp_path: Path) -> None:
     source = write_words(tmp_path / "rows.jsonl", ["a", "a", "a"])
     with pytest.raises(ConfigError, match="has the same question as one of the 1 held-out"):
         load_prompts(DataSettings(source=source, held_out=1))
 
 
-def test_reasoning_gym_gives_disjoint_words_by_a_format() -> None:
+def test_load_prompts_of_reasoning_gym_with_a_format() -> None:
     settings = DataSettings(
         source="reasoning_gym:spell_backward",
         size=2000,

@@ -1,4 +1,4 @@
-"""Rows to learn responses from: which text is the response, and what is said of a row that lacks it."""
+"""Responses to learn: their text, and the errors of rows without one."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def make(columns: dict[str, Any], needs: Needs = "pair", **changes: Any) -> Prom
     return make_prompt(DataRow({**GOOD, **columns}), 4, settings, needs)
 
 
-def test_a_pair() -> None:
+def test_make_prompt_with_a_pair() -> None:
     prompt = make({})
     assert (prompt.messages[0].content, prompt.reference, prompt.rejected) == ("Why?", "So.", "No.")
 
 
-def test_a_response_may_be_the_end_of_a_conversation() -> None:
+def test_response_may_be_the_end_of_a_conversation() -> None:
     prompt = make({"chosen": TALK, "rejected": [*TALK[:1], {"role": "assistant", "content": "No."}]})
     assert (prompt.reference, prompt.rejected) == ("So.", "No.")
     assert make({"chosen": TALK}, "response").reference == "So."
 
 
-def test_prompts_alone_carry_no_rejected_response() -> None:
+def test_make_prompt_ignores_the_rejected_response_by_default() -> None:
     assert make({}, "prompt").rejected == make({}, "response").rejected == ""
 
 
@@ -56,7 +56,7 @@ def test_prompts_alone_carry_no_rejected_response() -> None:
         ({"chosen": {"a": 1}}, "pair", {}, "a response is a text, or a list of messages"),
     ],
 )
-def test_a_row_that_lacks_something(
+def test_make_prompt_rejects_missing_responses(
     columns: dict[str, Any], needs: Needs, changes: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
@@ -74,7 +74,7 @@ def test_a_row_that_lacks_something(
         (Prompt(id="a", text="q"), "response", "has no response to learn"),
     ],
 )
-def test_a_prompt_of_the_user_that_lacks_something(prompt: Prompt, needs: Needs, complaint: str) -> None:
+def test_make_prompt_rejects_user_prompts_without_responses(prompt: Prompt, needs: Needs, complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"row 7 of 'own.py:rows' {complaint}"):
         make_prompt(prompt, 7, DataSettings(source="own.py:rows", reference_column=""), needs)
 
@@ -106,7 +106,7 @@ def as_function(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize("kind", [as_jsonl, as_parquet, as_dataset, as_function])
 @pytest.mark.parametrize("lacking", ["question", "chosen", "rejected"])
-def test_every_source_names_the_row(kind: Any, lacking: str, tmp_path: Path) -> None:
+def test_load_prompts_names_the_row_without_response(kind: Any, lacking: str, tmp_path: Path) -> None:
     source = kind(tmp_path, [GOOD, GOOD, {**GOOD, lacking: None}])
     with pytest.raises(ConfigError, match=f"row 2 of '{source}'") as caught:
         load_prompts(DataSettings(source=source, **COLUMNS), "pair")

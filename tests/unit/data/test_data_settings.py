@@ -1,4 +1,4 @@
-"""What DataSettings takes and refuses."""
+"""Validation of DataSettings."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from starling.controller.data.settings import DataSettings
         ({"prompt_colum": "question"}, "prompt_colum"),
     ],
 )
-def test_refuses(changes: dict[str, Any], complaint: str) -> None:
+def test_data_settings_reject_invalid_formats(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         DataSettings.model_validate({"source": "rows.jsonl", **changes})
 
 
 @pytest.mark.parametrize("format_", ["", "{question}\n", "{metadata[word]}>", "{{literal}} {question!r:>8}"])
-def test_takes_a_format(format_: str) -> None:
+def test_data_settings_accept_a_format(format_: str) -> None:
     assert DataSettings(source="rows.jsonl", format=format_).format == format_
 
 
-def test_every_field_is_described_and_frozen() -> None:
+def test_data_settings_fields_are_described_and_frozen() -> None:
     settings = DataSettings(source="rows.jsonl")
     assert all(field.description for field in DataSettings.model_fields.values())
     with pytest.raises(ValidationError, match="frozen"):
         settings.source = "other.jsonl"
 
 
-def test_plain_text_has_no_place_for_images() -> None:
+def test_data_settings_reject_images_with_a_format() -> None:
     with pytest.raises(ValidationError, match="format makes plain text, and images"):
         DataSettings(source="rows.jsonl", format="{question}", image_column="image")

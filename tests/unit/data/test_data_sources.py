@@ -1,4 +1,4 @@
-"""Rows from real files, folders, tasks and functions, and one clear sentence for each that cannot be used."""
+"""Rows of real files, folders, tasks and functions, and the error of each unusable source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_jsonl_and_parquet_give_the_same_rows(tmp_path: Path, limit: int) -> Non
     assert load_columns(write_parquet(tmp_path / "rows.parquet"), limit=limit) == expected
 
 
-def test_jsonl_skips_blank_lines_and_reads_no_further_than_the_limit(tmp_path: Path) -> None:
+def test_jsonl_skips_blank_lines_and_stops_at_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"question": "é"}\n  \n{"question": "b"}\nnot json\n', encoding="utf-8")
     assert load_columns(path, limit=2) == [{"question": "é"}, {"question": "b"}]
@@ -64,7 +64,7 @@ def test_jsonl_skips_blank_lines_and_reads_no_further_than_the_limit(tmp_path: P
         ("rows.csv", b"a,b\n", "ends in '.csv': give a file that ends in .jsonl"),
     ],
 )
-def test_refuses_a_file(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+def test_load_rows_rejects_a_file(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=complaint):
         load_columns(tmp_path / name)
@@ -81,7 +81,7 @@ def test_refuses_a_file(tmp_path: Path, name: str, content: bytes, complaint: st
         ("reasoning-gym:spell_backward", "neither a file nor another known source"),
     ],
 )
-def test_names_what_is_missing(tmp_path: Path, source: str, complaint: str) -> None:
+def test_load_rows_names_missing_files(tmp_path: Path, source: str, complaint: str) -> None:
     write_jsonl(tmp_path / "train.jsonl")
     with pytest.raises(ConfigError, match=complaint):
         load_columns(source.format(folder=tmp_path))
@@ -125,7 +125,7 @@ def test_hugging_face_folder_saved_to_disk(hugging_face: Path) -> None:
         load_columns(f"hf:{hugging_face / 'many'}", split="trian")
 
 
-def test_unknown_hugging_face_dataset(hugging_face: Path) -> None:
+def test_load_rows_rejects_an_unknown_hugging_face_dataset(hugging_face: Path) -> None:
     with pytest.raises(ConfigError, match=r"'nobody/nothing' cannot be loaded .*check its name"):
         load_columns("hf:nobody/nothing")
 
@@ -149,7 +149,7 @@ def test_reasoning_gym_questions_are_distinct_and_follow_the_options() -> None:
 @pytest.mark.parametrize(
     "task", ["spell_backward", "basic_arithmetic", "countdown", "knights_knaves", "word_ladder", "n_queens"]
 )
-def test_reasoning_gym_metadata_is_enough_for_the_scorer_of_the_task(task: str) -> None:
+def test_reasoning_gym_metadata_suffices_for_the_scorer(task: str) -> None:
     from reasoning_gym.factory import create_dataset
 
     rows = load_rows(DataSettings(source=f"reasoning_gym:{task}", size=3))
@@ -171,7 +171,7 @@ def test_reasoning_gym_metadata_is_enough_for_the_scorer_of_the_task(task: str) 
         ("spell_backward", {"min_word_len": 30, "max_word_len": 30}, "correct the options"),
     ],
 )
-def test_refuses_a_reasoning_gym_task(task: str, options: dict[str, Any], complaint: str) -> None:
+def test_load_rows_rejects_a_reasoning_gym_task(task: str, options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_columns(f"reasoning_gym:{task}", options=options)
 
@@ -218,7 +218,7 @@ def factories(tmp_path: Path) -> Path:
     return path
 
 
-def test_function_of_a_file(factories: Path) -> None:
+def test_load_rows_calls_a_function_of_a_file(factories: Path) -> None:
     assert load_rows(DataSettings(source=f"{factories}:rows")) == [
         DataRow({"question": "a", "answer": "b"}),
         Prompt(id="mine", text="c", reference="d"),
@@ -227,7 +227,7 @@ def test_function_of_a_file(factories: Path) -> None:
     assert sys.modules["json"] is json
 
 
-def test_function_of_a_module(factories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_rows_calls_a_function_of_a_module(factories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factories.rename(factories.with_name("rows_of_a_test.py"))
     monkeypatch.syspath_prepend(factories.parent)
     assert len(load_rows(DataSettings(source="rows_of_a_test:rows"))) == 2
@@ -245,7 +245,7 @@ def test_function_of_a_module(factories: Path, monkeypatch: pytest.MonkeyPatch) 
         ("odd", "row 1 of .* is 7: return dicts"),
     ],
 )
-def test_refuses_a_function(factories: Path, name: str, complaint: str) -> None:
+def test_load_rows_rejects_a_function(factories: Path, name: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_columns(f"{factories}:{name}")
 
@@ -258,7 +258,7 @@ def test_refuses_a_function(factories: Path, name: str, complaint: str) -> None:
         ("{folder}/bad.py:rows", "cannot be imported: SyntaxError"),
     ],
 )
-def test_refuses_a_module(tmp_path: Path, source: str, complaint: str) -> None:
+def test_load_rows_rejects_a_module(tmp_path: Path, source: str, complaint: str) -> None:
     (tmp_path / "bad.py").write_text("def rows(:\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=complaint):
         load_columns(source.format(folder=tmp_path))
