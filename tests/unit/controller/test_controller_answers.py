@@ -37,7 +37,7 @@ class Answering(Script):
         """Incarnation of every replica: they are started anew with the controller."""
 
     def begins(self, *rollouts: str, slots: int = 2) -> list[str]:
-        """Everybody joins; the rollouts hold version 0."""
+        """All replicas join; the rollouts hold version 0."""
         if self.plan.num_rewards:
             self.joins("reward-0", slots=8, epoch=self.epoch)
         for name in rollouts or ("rollout-0",):
@@ -85,7 +85,7 @@ class Answering(Script):
         return [self.aliases.short(lease) for lease in self.state.replicas.leases.of(name, "generate")]
 
     def dies(self) -> None:
-        """The controller dies, and is made again from its journal."""
+        """The controller crashes, and recovers from its journal."""
         past = [JournalEntry(write.record, write.payload) for write in self.journal]
         self.controller = Controller(
             self.plan,

@@ -9,7 +9,7 @@ Rules that have no meaning in this one, and why:
 | one that has ended stays in the collective, or is left out of it     | there is no collective between replicas       |
 | building the collective is a fence for transfers, and not overtaken  | as above; a version is pulled by whoever      |
 |                                                                      | needs it, from an offer that stays            |
-| the members left over build the collective anew, also a single one   | a step is dealt again to those left over:     |
+| the members left over build the collective anew, also a single one   | a step is dispatched to those left over:      |
 |                                                                      | `tests/scenarios/policy_dies_*.txt`           |
 | transfers that would repeat another are dropped while one is         | one version at most is being published, then  |
 | under way                                                            | the newest: `test_controller_walk.py`         |
@@ -288,7 +288,7 @@ ROWS = [
         lambda script: script.scores("score:t0:0", 1.0, 1.0, 1.0),
         ["reward-0 <- release score:t0:0", "(waiting train0)", "rollout-0 <- generate:t0:1 train0 >= v0"],
     ),
-    # --- the farewell ---------------------------------------------------------------------------------------------
+    # --- the goodbye ---------------------------------------------------------------------------------------------
     Row(
         "whoever has not heard it is told with each heartbeat",
         drained,
@@ -296,13 +296,13 @@ ROWS = [
         ["rollout-0 <- welcome", f"rollout-0 <- {COMPLETE}"],
     ),
     Row(
-        "a farewell that comes twice is one",
+        "a repeated goodbye counts once",
         drained,
         lambda script: ends_without(script, "rollout-0", "rollout-0"),
         [],
     ),
     Row(
-        "the run is over with the last farewell",
+        "the run is over with the last goodbye",
         drained,
         lambda script: ends_without(script, "policy-0", "reward-0", "rollout-0"),
         ["(left rollout-0)", "done: the run is complete"],

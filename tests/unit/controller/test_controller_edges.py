@@ -234,7 +234,7 @@ def test_setting_has_its_last_value() -> None:
     assert script.state.training.changes.now("rl.max_tries", 0) == 49
 
 
-def taken_up(before: Script) -> Script:
+def resumed(before: Script) -> Script:
     """Return the script of the next controller of this run."""
     after = Script(before.plan)
     after.journal, after.aliases = list(before.journal), before.aliases
@@ -247,7 +247,7 @@ def test_journaled_evaluation_request_survives_crashes() -> None:
     script = Script()
     script.joins("policy-0")
     assert script.hears("operator-0", wire.RequestEvaluation(request="a", num_completions=3))[-1].startswith("oper")
-    script = taken_up(script)
+    script = resumed(script)
     assert [wanted.num_completions for wanted in script.state.evaluations.requested] == [3]
     assert script.hears("operator-0", wire.RequestEvaluation(request="a", num_completions=3))
     assert len(script.state.evaluations.requested) == 1
@@ -255,7 +255,7 @@ def test_journaled_evaluation_request_survives_crashes() -> None:
     script.waits(10.0)
     script.begins()
     assert script.state.evaluations.current is not None
-    script = taken_up(script)
+    script = resumed(script)
     assert not script.state.evaluations.requested
     assert script.state.evaluations.granted == {"a"}
 
@@ -265,12 +265,12 @@ def test_journaled_stop_survives_crashes() -> None:
     script.begins()
     script.hears("operator-0", wire.RequestStop(request="a", reason="maintenance"))
     script.hears("operator-0", wire.RequestStop(request="b", reason="another"))
-    script = taken_up(script)
+    script = resumed(script)
     script.waits(0.0)
     script.waits(10.0)
     script.waits(SMALL.drain_s + 1)
     assert script.log[-1] == "done: maintenance"
-    assert not taken_up(script).state.lifecycle.stopping, "from here on the run can be taken up"
+    assert not resumed(script).state.lifecycle.stopping, "from here on the run can be taken up"
 
 
 def test_journaled_stop_has_a_deadline_after_a_crash() -> None:
@@ -278,7 +278,7 @@ def test_journaled_stop_has_a_deadline_after_a_crash() -> None:
     script.begins()
     script.finishes("generate:t0:0", "generate:t1:0")
     script.hears("operator-0", wire.RequestStop(request="a", reason="maintenance"))
-    script = taken_up(script)
+    script = resumed(script)
     script.joins("policy-0")
     for _ in range(40):
         script.waits(1.0)
@@ -290,14 +290,14 @@ def test_stop_by_signal_is_not_journaled() -> None:
     script = Script()
     script.begins()
     script.stops()
-    assert not taken_up(script).state.lifecycle.stopping
+    assert not resumed(script).state.lifecycle.stopping
 
 
 def test_replica_that_returns_late_must_report_its_leases_first() -> None:
     script = Script()
     script.begins()
     script.generates("rollout-0", "generate:t0:0")
-    script = taken_up(script)
+    script = resumed(script)
     script.waits(0.0)
     script.waits(10.0)
     assert not to("reward-0", script.joins("reward-0"))

@@ -84,7 +84,7 @@ def test_policy_with_a_saved_state_replays_only_later_steps() -> None:
     script.adopts("rollout-0", 1)
     assert script.makes_groups(2, 3, version=1)[-1].startswith("policy-0 <- train:2:0")
     script.joins("policy-0", epoch=2, version=1)
-    assert "policy-0 <- train:2:1 train2 train3" in script.log, "the step in hand is dealt again, with the same groups"
+    assert "policy-0 <- train:2:1 train2 train3" in script.log, "the active step is dispatched again with its groups"
 
 
 def test_policy_that_made_the_active_step_is_not_asked_again() -> None:

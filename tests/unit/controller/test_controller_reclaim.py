@@ -52,7 +52,7 @@ def scoring() -> Script:
 
 
 def training(*, shares: bool = False) -> Script:
-    """Return a run whose first step is sealed."""
+    """Return a run whose first step is frozen."""
     script = Script()
     script.begins()
     script.makes_groups(0, 1)
@@ -106,7 +106,7 @@ CLAIMS = [
     Claim("completions that were thrown away", scoring, "reward-0", ("score:t0:1.1",), ()),
     Claim("a group that is not generated", scoring, "reward-0", ("score:t1:1.1",), ()),
     Claim("one score twice", scoring, "reward-0", ("score:t0:1.8", "score:t0:1.9"), ("score:t0:1.8",)),
-    Claim("a step that is sealed", training, "policy-0", ("train:1:1.1",), ("train:1:1.1",)),
+    Claim("a step that is frozen", training, "policy-0", ("train:1:1.1",), ("train:1:1.1",)),
     Claim("a step that is not", training, "policy-0", ("train:2:1.1",), ()),
     Claim(
         "a share of a step, whose other shares nobody knows",
@@ -148,7 +148,7 @@ def test_reclaimed_and_lost_work_is_dispatched_again() -> None:
     script.beats("reward-0")
     lines = script.beats("rollout-0", version=0)
     assert [line.split(" <- ")[1].split(":")[1] for line in lines if "generate" in line] == ["t0"], (
-        "nobody has the command to send it again, so it is dealt anew"
+        "nobody has the command to send it again, so it is dispatched anew"
     )
 
 

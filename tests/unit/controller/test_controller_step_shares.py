@@ -1,4 +1,4 @@
-"""How the groups of a step are dealt to several policies."""
+"""How the groups of a step are dispatched to several policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared devices: who is told to sleep and to wake, and when."""
+"""Shared devices: which replicas are sent to sleep and woken, and when."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def told(script: Script) -> list[str]:
 def test_one_step_of_a_colocated_run() -> None:
     script = Script(colocate=True)
     script.joins("policy-0")
-    assert told(script) == ["policy-0 wakes"], "nobody else is there"
+    assert told(script) == ["policy-0 wakes"], "no other replica is there"
     script.joins("reward-0", slots=8)
     script.joins("rollout-0")
     assert told(script) == ["rollout-0 sleeps"]
@@ -109,12 +109,12 @@ def test_restarted_controller_wakes_no_replica_at_once() -> None:
     sharing = TimeSharing(shared=True, lease_s=10.0)
     sharing.restart(0.0)
     assert sharing.obstacle([], 19.0) == "replicas that were lost before the controller's restart"
-    assert sharing.obstacle([member_of("rollout-0")], 20.0) == "rollout-0", "of whom nobody knows whether it sleeps"
+    assert sharing.obstacle([member_of("rollout-0")], 20.0) == "rollout-0", "whose state is not known"
     sharing.active = "rollout"
     assert sharing.obstacle([], 299.0) == "replicas that were lost before the controller's restart", (
         "a policy in a step"
     )
-    assert sharing.obstacle([member_of("policy-0")], 20.0) == "policy-0", "which is the one that was"
+    assert sharing.obstacle([member_of("policy-0")], 20.0) == "policy-0", "which is the one from before"
 
 
 def test_rollout_that_gave_groups_back_to_sleep_gets_work_when_it_wakes() -> None:

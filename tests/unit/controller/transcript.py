@@ -64,7 +64,7 @@ class Stream:
 
 
 class Aliases:
-    """Short names of leases, as ``generate:t0:1`` for the second at that group: what tests read and write."""
+    """Short names of leases, as ``generate:t0:1`` for the second at that group: as tests read and write them."""
 
     def __init__(self) -> None:
         self._short: dict[str, str] = {}
@@ -127,7 +127,7 @@ def _said(message: wire.Down, aliases: Aliases) -> str:
 
 
 class Script:
-    """A controller that is told one event after the other, and answers in lines."""
+    """A controller that handles one event after the other; its commands are returned as lines."""
 
     def __init__(self, plan: RunPlan = SMALL, num_held_out: int = 2, **changes: Any) -> None:
         self.plan = replace(plan, **changes)
@@ -142,7 +142,7 @@ class Script:
         self.log: list[str] = []
 
     def hears(self, sender: str, message: wire.Up, *buffers: bytes, epoch: int = 1) -> list[str]:
-        """`sender` says `message`."""
+        """`sender` sends `message`."""
         if hasattr(message, "lease"):
             message = msgspec.structs.replace(message, lease=self.aliases.long(message.lease))
         return self._step(Received(self.now, sender, epoch, message, buffers))
@@ -157,7 +157,7 @@ class Script:
         return self._step(Ticked(self.now))
 
     def stops(self, reason: str = "enough") -> list[str]:
-        """Somebody wants the run to end."""
+        """A signal asks the run to end."""
         return self._step(StopRequested(self.now, reason))
 
     def _step(self, event: Event) -> list[str]:
@@ -169,7 +169,7 @@ class Script:
 
     @property
     def sent(self) -> list[Send]:
-        """What the last event made it say."""
+        """The messages that the last event led to."""
         return [command for command in self.commands if isinstance(command, Send)]
 
     def sent_lines(self) -> list[str]:
@@ -196,7 +196,7 @@ class Script:
     def beats(
         self, name: str, *held: str, version: int = -1, epoch: int = 1, progress: wire.LeaseProgress | None = None
     ) -> list[str]:
-        """`name` sends its heartbeat; `progress` is that of all that it holds."""
+        """`name` sends its heartbeat; `progress` is that of each of its leases."""
         leases = tuple(
             wire.HeldLease(lease=self.aliases.long(lease), phase="working", progress=progress) for lease in held
         )
@@ -222,7 +222,7 @@ class Script:
         return self.hears(name, adopted)
 
     def generates(self, name: str, lease: str, version: int = 0, num: int = 2) -> list[str]:
-        """`name` has generated a group, all tokens by `version`."""
+        """`name` has generated a group, with all tokens of `version`."""
         meta = wire.TrajectoryMeta(
             status=wire.Status.OK, num_tokens=1, text="y", oldest_version=version, newest_version=version
         )
@@ -237,7 +237,7 @@ class Script:
     def interrupts(
         self, name: str, lease: str, *lengths: int, version: int = 0, temperature: float = -1.0, lost: bool = False
     ) -> list[str]:
-        """`name` gives a group back, with so many tokens of each completion, all by `version`."""
+        """`name` gives a group back, with so many tokens of each completion, all of `version`."""
         num = sum(lengths)
         tensors = tuple(
             wire.TensorMeta(dtype=kind, shape=(num,), nbytes=4 * num) for kind in ("int32", "float32", "int32")
@@ -267,7 +267,7 @@ class Script:
         k: int = 0,
         names: tuple[str, ...] = TEACHER_TENSORS,
     ) -> list[str]:
-        """The teacher has scored the tokens of a group; `k`: it tells so many of the likeliest besides."""
+        """The teacher has scored the tokens of a group; `k`: with so many of the likeliest tokens."""
         kinds = (("float32", (num_tokens,)), ("int32", (num_tokens, k)), ("float32", (num_tokens, k)))
         tensors = tuple(
             wire.TensorMeta(dtype=kind, shape=shape, nbytes=4 * math.prod(shape), name=tensor)
@@ -283,11 +283,11 @@ class Script:
         return self.hears(name, trained, epoch=epoch)
 
     def saves_state(self, step: int) -> list[str]:
-        """The policy has saved a state that it can continue from."""
+        """The policy has saved a state that it can resume from."""
         return self.hears("policy-0", wire.CheckpointSaved(lease=f"save:{step}:0", step=step, path="/s", state=True))
 
     def fetched(self, step: int) -> list[str]:
-        """The journal gives back what `step` was made of."""
+        """The journal returns the groups of `step`."""
         return self._step(Fetched(self.now, step, self.records_of(step)))
 
     def records_of(self, step: int) -> tuple[JournalEntry, ...]:
@@ -301,7 +301,7 @@ class Script:
         return tuple(found)
 
     def finishes(self, *leases: str, version: int = 0) -> list[str]:
-        """Whoever has these groups generates them, and `reward-0` scores them; returns the last answer."""
+        """The rollouts that have these groups generate them, and `reward-0` scores them; returns the last lines."""
         lines: list[str] = []
         for short in leases:
             lease = self.state.replicas.leases.get(self.aliases.long(short))
@@ -311,7 +311,7 @@ class Script:
         return lines
 
     def attempt_of(self, name: str, what: str) -> int:
-        """Return which attempt at `what` the replica has in hand."""
+        """Return the attempt at `what` that the replica works on."""
         shorts = [self.aliases.short(lease.id) for lease in self.state.replicas.leases.all_of(name)]
         [found] = [short for short in shorts if short.startswith(what + ":")]
         return int(found.rpartition(":")[2])
@@ -322,13 +322,13 @@ class Script:
         return self.hears(name, failed)
 
     def leaves(self, name: str) -> list[str]:
-        """`name` says farewell."""
+        """`name` says goodbye."""
         return self.hears(name, wire.Leave(reason="drained"))
 
     # --- whole stretches -------------------------------------------------------------------------------------------
 
     def begins(self, *rollouts: str, slots: int = 2) -> list[str]:
-        """Everybody joins, version 0 is published and adopted; returns the last answer."""
+        """All replicas join, version 0 is published and adopted; returns the last lines."""
         self.joins("policy-0")
         if self.plan.num_rewards:
             self.joins("reward-0", slots=8)
