@@ -46,3 +46,8 @@ def test_recorded_plan_is_read_back(kind: RunKind) -> None:
 def test_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="no kind of run that learns by 'ppo' and does 'rl'"):
         kind_of("ppo", "rl")
+
+
+def test_recorded_plan_with_a_wrong_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expected `int`"):
+        RunPlan.from_fields({**SMALL.to_fields(), "group_size": "two"})

@@ -159,7 +159,10 @@ class RunPlan:
         """
         numbers = dict(fields)
         kind = kind_of(numbers.pop("objective", "sft"), numbers.pop("activity", "rl"))
-        return replace(msgspec.convert(numbers, cls), kind=kind)
+        try:
+            return replace(msgspec.convert(numbers, cls), kind=kind)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from None
 
     def welcome(self, role: Role) -> Welcome:
         """Return the answer to each heartbeat of a member of this role."""

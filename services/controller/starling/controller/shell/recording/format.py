@@ -34,6 +34,7 @@ from starling.controller.core.events import (
     Stored,
     Ticked,
 )
+from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import JournalEntry, Record
 
 MAGIC: Final = b"starling-recording "
@@ -188,9 +189,10 @@ def read_recording(source: RecordingPath) -> tuple[RecordingHeader, list[Journal
         raise ConfigError(f"{source} has only the first line of a recording; the controller died when it started")
     try:
         header = _headers.decode(first)
+        RunPlan.from_fields(header.plan)
         frames = _decoded(bodies)
         before = [frame for _, frame in zip(range(header.num_before), frames, strict=False)]
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{source} cannot be decoded: {error}; read it with the version that recorded it") from None
     past = [entry_from(frame) for frame in before if isinstance(frame, JournalFrame)]
     if len(past) < header.num_before:
