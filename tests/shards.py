@@ -62,10 +62,12 @@ _VLLM = (("TORCH_COMPILE_DISABLE", "1"),)
 
 SHARDS = (
     Shard("unit", ("tests/unit", "tests/scenarios"), 4.0),
+    Shard("processes", ("tests/processes",), 2.0, services=True),
     Shard("sim", ("tests/sim",), 0.7),
     Shard("system", ("tests/system",), 3.0, services=True),
     Shard("vllm", ("tests/vllm",), 2.5, services=True, environment=_VLLM),
     Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 4.0, campaign=True),
+    Shard("processes-campaign", ("tests/processes",), 0.5, campaign=True, services=True),
     Shard("sim-campaign", ("tests/sim",), 2.0, campaign=True),
     Shard("system-campaign", ("tests/system",), 9.0, campaign=True, services=True),
     Shard("vllm-campaign", ("tests/vllm",), 15.0, campaign=True, services=True, environment=_VLLM),

@@ -16,7 +16,8 @@ import openai
 import torch
 import transformers
 from engines import COMMON, PublisherProcess, forward_logprobs, publisher_process, read_model
-from replica_desk import DEADLINE_S, Desk, replica
+from fake_hub import DEADLINE_S, FakeHub
+from replica_processes import replica
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.wire import messages as wire
@@ -62,7 +63,7 @@ def talking_checkpoints(base: Path, num: int = 2) -> list[Path]:
 class Service:
     """A rollout's process that has adopted `version`, and what its weights must be."""
 
-    desk: Desk
+    hub: FakeHub
     process: subprocess.Popen[str]
     source: PublisherProcess
     plan: Plan
@@ -88,8 +89,8 @@ class Service:
     def adopt(self) -> None:
         """Have it adopt the next version, as a controller does."""
         offer = self.source.publish(self.version + 1)
-        order = wire.AdoptWeights(lease=self.desk.lease("adopt"), version=offer.version, source="policy-0")
-        adopted, _ = self.desk.ask(NAME, order, wire.WeightsAdopted, (encode(offer), encode(self.plan)))
+        order = wire.AdoptWeights(lease=self.hub.lease("adopt"), version=offer.version, source="policy-0")
+        adopted, _ = self.hub.ask(NAME, order, wire.WeightsAdopted, (encode(offer), encode(self.plan)))
         assert adopted.version == offer.version
         self.version = offer.version
 
@@ -120,18 +121,18 @@ def service(base: Path, *flags: str) -> Iterator[Service]:
     shared = ("--model.path", str(folders[0]), "--model.dtype", "float32", "--rollout.load-weights", "true")
     own = ("--rollout.engine", "vllm", "--rollout.max-rows", str(ROWS), "--rollout.adoption", "recompute")
     api = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
-    desk = Desk()
+    hub = FakeHub()
     try:
         with (
             publisher_process(folders) as publisher,
-            replica(desk, NAME, run, *shared, *own, *vllm, *api, *flags) as process,
+            replica(hub, NAME, run, *shared, *own, *vllm, *api, *flags, fresh=True) as process,
         ):
-            hello, (layout,) = desk.hello(NAME)
+            hello, (layout,) = hub.hello(NAME)
             assert hello.version == 0
-            desk.heartbeat(NAME, lambda _: (run / "api/rollout-0.json").is_file())
+            hub.heartbeat(NAME, lambda _: (run / "api/rollout-0.json").is_file())
             endpoint = json.loads((run / "api/rollout-0.json").read_text())
             plan = make_plan(publisher.layout, decode_layout(layout))
             models = [read_model(folder) for folder in folders]
-            yield Service(desk, process, publisher, plan, models, **endpoint)
+            yield Service(hub, process, publisher, plan, models, **endpoint)
     finally:
-        desk.close()
+        hub.close()

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import verifiers as vf
 from datasets import Dataset
-from replica_desk import DEADLINE_S, ended
+from fake_hub import DEADLINE_S
+from replica_processes import exit_code
 from service import CALL, CONTEXT, NAME, ROWS, Service, service
 
 from starling.common.wire import messages as wire
@@ -185,9 +186,9 @@ def test_disconnected_client_cancels_its_request(served: Service, client: openai
     ) as stream:
         next(iter(stream))
     # Without the cancellation it would outlast the other stream, which would never run alone.
-    served.desk.heartbeat(NAME, lambda status: status.gauges.get("rows") == 1.0)
+    served.hub.heartbeat(NAME, lambda status: status.gauges.get("rows") == 1.0)
     beside.end()
-    served.desk.heartbeat(NAME, lambda status: status.gauges.get("rows") == 0.0)
+    served.hub.heartbeat(NAME, lambda status: status.gauges.get("rows") == 0.0)
 
 
 def test_tool_calls_are_parsed(served: Service, client: openai.OpenAI) -> None:
@@ -242,7 +243,7 @@ def world_group(served: Service) -> wire.GenerateGroup:
     """Ask for four trajectories in the world."""
     prompt = wire.Prompt(id="p", messages=(wire.ChatMessage(role="user", content="go"),), metadata={"seed": 7})
     return wire.GenerateGroup(
-        lease=served.desk.lease("generate"),
+        lease=served.hub.lease("generate"),
         purpose="train",
         prompt=prompt,
         num_completions=4,
@@ -253,7 +254,7 @@ def world_group(served: Service) -> wire.GenerateGroup:
 
 def test_environment_group_returns_tokens_and_logprobs(served: Service) -> None:
     message = world_group(served)
-    generated, buffers = served.desk.ask(NAME, message, wire.GroupGenerated)
+    generated, buffers = served.hub.ask(NAME, message, wire.GroupGenerated)
     kinds = (np.int32, np.int32, np.float32, np.int32, np.uint8)
     prompt_ids, ids, logprobs, versions, mask = (
         np.frombuffer(buffer, kind) for buffer, kind in zip(buffers, kinds, strict=True)
@@ -325,14 +326,14 @@ def test_killed_engine_is_restarted_and_loses_no_token(served: Service, client: 
     """The last test of this file: the weights are those of the folder afterwards."""
     stream = Running(client, served.model, CONTEXT - 200, seed=4, **NEVER_ENDS)
     message = world_group(served)
-    served.desk.send(NAME, message)
+    served.hub.send(NAME, message)
     before = served.version
     family = psutil.Process(served.process.pid).children(recursive=True)
     ours = [process for process in family if "EngineCore" in " ".join(process.cmdline())]
     assert ours
     for process in ours:
         process.kill()
-    served.desk.answer(NAME, message.lease, wire.GroupGenerated)
+    served.hub.answer(NAME, message.lease, wire.GroupGenerated)
     stream.end()
     last = stream.pieces[-1].choices[0]
     assert last.finish_reason == "length"
@@ -342,4 +343,4 @@ def test_killed_engine_is_restarted_and_loses_no_token(served: Service, client: 
     answer = client.chat.completions.create(model=served.model, messages=HELLO, max_tokens=5)
     assert answer.choices[0].starling["versions"][0]["version"] == 0  # type: ignore[attr-defined]
     served.process.terminate()
-    assert ended(served.process) == 0
+    assert exit_code(served.process) == 0

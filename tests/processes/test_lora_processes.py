@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from replica_desk import Desk, ended, replica
+from fake_hub import FakeHub
+from replica_processes import exit_code, replica
 from safetensors.torch import load_file
 from test_policy_process import step_of
 
@@ -43,9 +44,9 @@ def adapter_bytes(base: Path) -> int:
     return sum(4 * (RANK * (rows + columns) + rows) for rows, columns in shapes)
 
 
-def generate(desk: Desk, version: int) -> wire.GenerateGroup:
+def generate(hub: FakeHub, version: int) -> wire.GenerateGroup:
     return wire.GenerateGroup(
-        lease=desk.lease("generate"),
+        lease=hub.lease("generate"),
         purpose="train",
         prompt=wire.Prompt(id="p", text="abc>"),
         num_completions=2,
@@ -54,17 +55,17 @@ def generate(desk: Desk, version: int) -> wire.GenerateGroup:
     )
 
 
-def test_only_adapters_travel(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_only_adapters_travel(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     base, other = (with_weights(model, tmp_path / name, seed) for seed, name in enumerate(("base", "other")))
     shared = ("--model.device", "cpu", *LORA)
     with (
-        replica(desk, "policy-0", tmp_path, *shared, *OWN, "--model.path", str(base)) as policy,
-        replica(desk, "rollout-0", tmp_path, *shared, "--model.path", str(base)) as rollout,
-        replica(desk, "rollout-1", tmp_path, *shared, "--model.path", str(other)),
-        replica(desk, "rollout-2", tmp_path, *shared, "--model.path", str(base), "--model.lora.alpha", "4"),
+        replica(hub, "policy-0", tmp_path, *shared, *OWN, "--model.path", str(base)) as policy,
+        replica(hub, "rollout-0", tmp_path, *shared, "--model.path", str(base)) as rollout,
+        replica(hub, "rollout-1", tmp_path, *shared, "--model.path", str(other)),
+        replica(hub, "rollout-2", tmp_path, *shared, "--model.path", str(base), "--model.lora.alpha", "4"),
     ):
         names = ("policy-0", "rollout-0", "rollout-1", "rollout-2")
-        layouts = {name: decode(Layout, desk.hello(name)[1][0]) for name in names}
+        layouts = {name: decode(Layout, hub.hello(name)[1][0]) for name in names}
         for name in ("rollout-1", "rollout-2"):
             with pytest.raises(
                 WeightsError, match=f"{name} has its adapters on other weights than policy-0, or scales"
@@ -74,26 +75,26 @@ def test_only_adapters_travel(desk: Desk, model: Path, tmp_path: Path) -> None:
         assert plan.total_bytes == adapter_bytes(base)
         for version in range(3):
             if version:
-                step, buffers = step_of(desk.lease("train"), version + 2)  # of groups
+                step, buffers = step_of(hub.lease("train"), version + 2)  # of groups
                 buffers = tuple(bytes(len(one)) if at % 4 == 3 else one for at, one in enumerate(buffers))  # version 0
                 step = wire.TrainStep(lease=step.lease, step=version, groups=step.groups, num_steps=2)
-                desk.ask("policy-0", step, wire.StepTrained, buffers)
-            publish = wire.PublishWeights(lease=desk.lease("publish"), version=version)
-            _, (offer,) = desk.ask("policy-0", publish, wire.WeightsPublished)
-            order = wire.AdoptWeights(lease=desk.lease("adopt"), version=version, source="policy-0")
-            adopted, _ = desk.ask("rollout-0", order, wire.WeightsAdopted, (offer, encode(plan)))
+                hub.ask("policy-0", step, wire.StepTrained, buffers)
+            publish = wire.PublishWeights(lease=hub.lease("publish"), version=version)
+            _, (offer,) = hub.ask("policy-0", publish, wire.WeightsPublished)
+            order = wire.AdoptWeights(lease=hub.lease("adopt"), version=version, source="policy-0")
+            adopted, _ = hub.ask("rollout-0", order, wire.WeightsAdopted, (offer, encode(plan)))
             assert adopted.root == decode_offer(offer).root
             assert adopted.size_bytes == adapter_bytes(base)
             roots.add(adopted.root)
-            desk.ask("rollout-0", generate(desk, version), wire.GroupGenerated)
+            hub.ask("rollout-0", generate(hub, version), wire.GroupGenerated)
         assert len(roots) == 3
 
-        saved, _ = desk.ask("policy-0", wire.SaveCheckpoint(lease=desk.lease("save"), step=2), wire.CheckpointSaved)
+        saved, _ = hub.ask("policy-0", wire.SaveCheckpoint(lease=hub.lease("save"), step=2), wire.CheckpointSaved)
         assert json.loads((Path(saved.path) / "adapter_config.json").read_text())["use_dora"]
         assert not (Path(saved.path) / "model.safetensors").exists()
         for process in (policy, rollout):
             process.terminate()
-        assert [ended(process) for process in (policy, rollout)] == [0, 0]
+        assert [exit_code(process) for process in (policy, rollout)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -105,9 +106,9 @@ def test_only_adapters_travel(desk: Desk, model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_go_with_adapters(
-    desk: Desk, model: Path, tmp_path: Path, flags: tuple[str, ...], reason: str
+    hub: FakeHub, model: Path, tmp_path: Path, flags: tuple[str, ...], reason: str
 ) -> None:
-    with replica(desk, "policy-0", tmp_path, "--model.path", str(model), *LORA, *flags) as policy:
+    with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *LORA, *flags) as policy:
         _, errors = policy.communicate(timeout=120.0)
     assert policy.returncode == 2
     assert reason in errors

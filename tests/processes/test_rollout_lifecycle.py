@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL
-from replica_desk import DEADLINE_S, Desk, ended, replica
+from fake_hub import DEADLINE_S, FakeHub
+from replica_processes import SMALL, exit_code, replica
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.wire import messages as wire
@@ -136,10 +136,10 @@ def flags(model: Path, *more: str) -> tuple[str, ...]:
     return ("--model.path", str(model), "--model.device", "cpu", "--rollout.load-weights", "true", *more)
 
 
-def group(desk: Desk, max_tokens: int, text: str = "abc>", **more: Any) -> wire.GenerateGroup:
+def group(hub: FakeHub, max_tokens: int, text: str = "abc>", **more: Any) -> wire.GenerateGroup:
     """Ask for the two most likely completions, which are the same."""
     return wire.GenerateGroup(
-        lease=desk.lease("generate"),
+        lease=hub.lease("generate"),
         purpose="train",
         prompt=wire.Prompt(id="p", text=text),
         num_completions=2,
@@ -149,9 +149,9 @@ def group(desk: Desk, max_tokens: int, text: str = "abc>", **more: Any) -> wire.
     )
 
 
-def runs(desk: Desk) -> None:
+def runs(hub: FakeHub) -> None:
     """Wait until it generates, and has told so."""
-    desk.heartbeat(NAME, lambda told: told.gauges.get("rows", 0) > 0 and told.gauges["tokens_per_s"] > 0)
+    hub.heartbeat(NAME, lambda told: told.gauges.get("rows", 0) > 0 and told.gauges["tokens_per_s"] > 0)
 
 
 def arrays(buffers: tuple[bytes, ...]) -> tuple[Any, Any, Any]:
@@ -161,114 +161,114 @@ def arrays(buffers: tuple[bytes, ...]) -> tuple[Any, Any, Any]:
     return ids, logprobs, versions
 
 
-def test_a_group_goes_on_elsewhere_with_what_was_left_of_it(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_a_group_goes_on_elsewhere_with_what_was_left_of_it(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     exclusive = flags(model, "--rollout.exclusive", "true")
-    with replica(desk, NAME, tmp_path, *exclusive) as first:
-        hello, _ = desk.hello(NAME)
+    with replica(hub, NAME, tmp_path, *exclusive) as first:
+        hello, _ = hub.hello(NAME)
         assert hello.version == 0, "it has the weights of the folder"
-        asked = group(desk, ENDLESS)
-        desk.send(NAME, asked)
-        runs(desk)
+        asked = group(hub, ENDLESS)
+        hub.send(NAME, asked)
+        runs(hub)
         first.terminate()
-        left, buffers = desk.answer(NAME, asked.lease, wire.GroupInterrupted)
+        left, buffers = hub.answer(NAME, asked.lease, wire.GroupInterrupted)
         assert left.temperature == asked.sampling.temperature
         assert left.reason == "stopped by SIGTERM"
-        assert ended(first) == 0
+        assert exit_code(first) == 0
     num = left.partial[0].num_tokens
     assert 0 < num < ENDLESS
     assert [meta.status for meta in left.partial] == [None, None]
     more = num + 20
-    with replica(desk, NAME, tmp_path, *exclusive):
-        desk.hello(NAME)
-        plain = group(desk, more)
-        _, whole = desk.ask(NAME, plain, wire.GroupGenerated)
-        again = group(desk, more, partial=left.partial, tensors=left.tensors)
-        generated, result = desk.ask(NAME, again, wire.GroupGenerated, buffers)
+    with replica(hub, NAME, tmp_path, *exclusive):
+        hub.hello(NAME)
+        plain = group(hub, more)
+        _, whole = hub.ask(NAME, plain, wire.GroupGenerated)
+        again = group(hub, more, partial=left.partial, tensors=left.tensors)
+        generated, result = hub.ask(NAME, again, wire.GroupGenerated, buffers)
         assert [trajectory.num_tokens for trajectory in generated.trajectories] == [more, more]
         assert result == whole, "to the bit"
         assert arrays(result)[0][:, :num].tolist() == arrays(buffers)[0].tolist()
 
-        bad = group(desk, more, partial=(wire.PartialCompletionMeta(num_tokens=num + 1),) * 2, tensors=left.tensors)
-        failed, _ = desk.ask(NAME, bad, wire.LeaseFailed, buffers)
+        bad = group(hub, more, partial=(wire.PartialCompletionMeta(num_tokens=num + 1),) * 2, tensors=left.tensors)
+        failed, _ = hub.ask(NAME, bad, wire.LeaseFailed, buffers)
         assert failed.fatal
         assert f"its partial completions have {2 * num + 2} tokens, and buffers of" in failed.reason
 
 
-def test_asleep_it_has_handed_over_what_it_ran(desk: Desk, model: Path, tmp_path: Path) -> None:
-    with replica(desk, NAME, tmp_path, *flags(model)) as process:
-        desk.hello(NAME)
-        asked = group(desk, ENDLESS)
-        desk.send(NAME, asked)
-        runs(desk)
-        desk.ask(NAME, wire.Sleep(lease=desk.lease("sleep")), wire.Slept)
-        left, _ = desk.answer(NAME, asked.lease, wire.GroupInterrupted)
+def test_asleep_it_has_handed_over_what_it_ran(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    with replica(hub, NAME, tmp_path, *flags(model)) as process:
+        hub.hello(NAME)
+        asked = group(hub, ENDLESS)
+        hub.send(NAME, asked)
+        runs(hub)
+        hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
+        left, _ = hub.answer(NAME, asked.lease, wire.GroupInterrupted)
         assert left.partial[0].num_tokens > 0
-        desk.ask(NAME, wire.Sleep(lease=desk.lease("sleep")), wire.Slept)
-        later = group(desk, 4)
-        desk.send(NAME, later)
-        told = desk.heartbeat(NAME, lambda told: bool(told.waits))
+        hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
+        later = group(hub, 4)
+        hub.send(NAME, later)
+        told = hub.heartbeat(NAME, lambda told: bool(told.waits))
         assert [wait.what for wait in told.waits] == ["an order to wake up"]
-        desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.Woken)
-        desk.answer(NAME, later.lease, wire.GroupGenerated)
+        hub.ask(NAME, wire.Wake(lease=hub.lease("wake")), wire.Woken)
+        hub.answer(NAME, later.lease, wire.GroupGenerated)
         process.terminate()
-        assert ended(process) == 0
+        assert exit_code(process) == 0
 
 
 SHARED = wire.Welcome(heartbeat_s=0.05, lease_s=5.0, shares_devices=True)
 
 
-def test_who_loses_the_controller_gives_shared_devices_away(desk: Desk, model: Path, tmp_path: Path) -> None:
-    desk.welcome = SHARED
-    with replica(desk, NAME, tmp_path, *flags(model)) as process:
-        desk.hello(NAME)
-        asked = group(desk, ENDLESS)
-        desk.send(NAME, asked)
-        runs(desk)
-        desk.is_silent = True
-        desk.next(NAME, wire.Hello)
-        late = wire.Wake(lease=desk.lease("wake"))
-        desk.send(NAME, late)
-        left, _ = desk.answer(NAME, asked.lease, wire.GroupInterrupted)
+def test_who_loses_the_controller_gives_shared_devices_away(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    hub.welcome = SHARED
+    with replica(hub, NAME, tmp_path, *flags(model)) as process:
+        hub.hello(NAME)
+        asked = group(hub, ENDLESS)
+        hub.send(NAME, asked)
+        runs(hub)
+        hub.ignores_heartbeats = True
+        hub.next(NAME, wire.Hello)
+        late = wire.Wake(lease=hub.lease("wake"))
+        hub.send(NAME, late)
+        left, _ = hub.answer(NAME, asked.lease, wire.GroupInterrupted)
         assert left.partial[0].num_tokens > 0
-        desk.is_silent = False
-        desk.hello(NAME)
-        later = group(desk, 4)
-        desk.send(NAME, later)
-        told = desk.heartbeat(NAME, lambda told: bool(told.waits))
+        hub.ignores_heartbeats = False
+        hub.hello(NAME)
+        later = group(hub, 4)
+        hub.send(NAME, later)
+        told = hub.heartbeat(NAME, lambda told: bool(told.waits))
         assert [wait.what for wait in told.waits] == ["an order to wake up"]
         assert late.lease not in {held.lease for held in told.leases}, "it came when it could be anybody's turn"
-        desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.Woken)
-        desk.answer(NAME, later.lease, wire.GroupGenerated)
+        hub.ask(NAME, wire.Wake(lease=hub.lease("wake")), wire.Woken)
+        hub.answer(NAME, later.lease, wire.GroupGenerated)
         process.terminate()
-        assert ended(process) == 0
+        assert exit_code(process) == 0
 
 
-def test_who_cannot_give_shared_devices_away_ends(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_who_cannot_give_shared_devices_away_ends(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "stuck.py"
     file.write_text(STUCK)
-    desk.welcome = SHARED
-    with replica(desk, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Stuck")) as process:
-        desk.hello(NAME)
-        desk.heartbeat(NAME, lambda told: True)
-        assert ended(process) == 1
+    hub.welcome = SHARED
+    with replica(hub, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Stuck")) as process:
+        hub.hello(NAME)
+        hub.heartbeat(NAME, lambda told: True)
+        assert exit_code(process) == 1
 
 
-def test_an_engine_that_is_lost_is_made_again(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_is_lost_is_made_again(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "fragile.py"
     file.write_text(FRAGILE)
     own = ("--rollout.engine", f"{file}:Fragile", "--rollout.max-engine-restarts", "1")
-    with replica(desk, NAME, tmp_path, *flags(model, *own)) as process:
-        desk.hello(NAME)
+    with replica(hub, NAME, tmp_path, *flags(model, *own)) as process:
+        hub.hello(NAME)
         for times in (1, 2):
-            asked = group(desk, ENDLESS)
-            desk.send(NAME, asked)
-            runs(desk)
+            asked = group(hub, ENDLESS)
+            hub.send(NAME, asked)
+            runs(hub)
             (tmp_path / "break").touch()
-            left, _ = desk.answer(NAME, asked.lease, wire.GroupInterrupted)
+            left, _ = hub.answer(NAME, asked.lease, wire.GroupInterrupted)
             assert left.reason == "its engine was lost: somebody broke it"
             assert left.partial[0].num_tokens > 0
             if times == 1:
-                desk.ask(NAME, group(desk, 4), wire.GroupGenerated)
+                hub.ask(NAME, group(hub, 4), wire.GroupGenerated)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 1
         assert errors.splitlines()[-1] == (
@@ -286,80 +286,84 @@ def comes(file: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_who_is_told_to_stop_while_its_engine_starts_ends(desk: Desk, model: Path, tmp_path: Path, times: int) -> None:
+def test_who_is_told_to_stop_while_its_engine_starts_ends(
+    hub: FakeHub, model: Path, tmp_path: Path, times: int
+) -> None:
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     (tmp_path / "times").write_text(str(times))
-    with replica(desk, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Slow")) as process:
+    with replica(hub, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Slow")) as process:
         if times == 2:
-            desk.hello(NAME)
+            hub.hello(NAME)
             (tmp_path / "break").touch()
         comes(tmp_path / "starting")
         process.terminate()
-        assert ended(process) == 0
+        assert exit_code(process) == 0
         assert (tmp_path / "ended").exists(), "whatever it had started it could end"
         if times == 2:
-            left, _ = desk.next(NAME, wire.Leave)
+            left, _ = hub.next(NAME, wire.Leave)
             assert left.reason == "stopped by SIGTERM"
 
 
-def test_an_engine_that_is_lost_before_it_has_weights_is_made_again(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_is_lost_before_it_has_weights_is_made_again(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "fragile.py"
     file.write_text(FRAGILE)
     published = version_tensors(load_model(model, init="random", seed=6))
     source = layout_of(published, "policy-0")
     own = ("--rollout.engine", f"{file}:Fragile", "--rollout.load-weights", "false")
     with (
-        replica(desk, NAME, tmp_path, *flags(model), *own),
+        replica(hub, NAME, tmp_path, *flags(model), *own),
         Publisher(source, transport="tcp", delta_versions=0) as publisher,
     ):
-        _, (layout,) = desk.hello(NAME)
+        _, (layout,) = hub.hello(NAME)
         (tmp_path / "kill").touch()
-        desk.heartbeat(NAME, lambda _: not (tmp_path / "kill").exists())
-        order = wire.AdoptWeights(lease=desk.lease("adopt"), version=1, source="policy-0")
+        hub.heartbeat(NAME, lambda _: not (tmp_path / "kill").exists())
+        order = wire.AdoptWeights(lease=hub.lease("adopt"), version=1, source="policy-0")
         plan = encode(make_plan(source, decode(Layout, layout)))
-        desk.ask(NAME, order, wire.WeightsAdopted, (encode(publisher.publish(1, published)), plan))
-        desk.ask(NAME, group(desk, 4), wire.GroupGenerated)
+        hub.ask(NAME, order, wire.WeightsAdopted, (encode(publisher.publish(1, published)), plan))
+        hub.ask(NAME, group(hub, 4), wire.GroupGenerated)
 
 
-def test_an_engine_that_is_lost_asleep_is_made_again_when_it_is_woken(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_is_lost_asleep_is_made_again_when_it_is_woken(
+    hub: FakeHub, model: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "fragile.py"
     file.write_text(FRAGILE)
-    with replica(desk, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Fragile")):
-        desk.hello(NAME)
-        desk.ask(NAME, wire.Sleep(lease=desk.lease("sleep")), wire.Slept)
+    with replica(hub, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Fragile")):
+        hub.hello(NAME)
+        hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
         (tmp_path / "kill").touch()
-        desk.ask(NAME, wire.Sleep(lease=desk.lease("sleep")), wire.Slept)
-        asked = group(desk, 4)
-        desk.send(NAME, asked)
-        told = desk.heartbeat(NAME, lambda told: bool(told.waits))
+        hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
+        asked = group(hub, 4)
+        hub.send(NAME, asked)
+        told = hub.heartbeat(NAME, lambda told: bool(told.waits))
         assert [wait.what for wait in told.waits] == ["an order to wake up"]
         assert (tmp_path / "kill").exists(), "nobody touched it"
-        failed, _ = desk.ask(NAME, wire.Wake(lease=desk.lease("wake")), wire.LeaseFailed)
+        failed, _ = hub.ask(NAME, wire.Wake(lease=hub.lease("wake")), wire.LeaseFailed)
         assert failed.reason == "somebody broke it"
-        desk.answer(NAME, asked.lease, wire.GroupGenerated)
+        hub.answer(NAME, asked.lease, wire.GroupGenerated)
 
 
-def test_a_pull_in_place_that_fails_is_told_of_and_made_good(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_a_pull_in_place_that_fails_is_told_of_and_made_good(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     published = version_tensors(load_model(model, init="random", seed=6))
     source = layout_of(published, "policy-0")
-    with replica(desk, NAME, tmp_path, *flags(model, "--rollout.double-buffer", "false")):
-        _, (layout,) = desk.hello(NAME)
+    with replica(hub, NAME, tmp_path, *flags(model, "--rollout.double-buffer", "false")):
+        _, (layout,) = hub.hello(NAME)
         plan = encode(make_plan(source, decode(Layout, layout)))
         with Publisher(source, transport="tcp", delta_versions=0) as publisher:
             gone = encode(publisher.publish(1, published))
-        order = wire.AdoptWeights(lease=desk.lease("adopt"), version=1, source="policy-0")
-        failed, _ = desk.ask(NAME, order, wire.LeaseFailed, (gone, plan))
+        order = wire.AdoptWeights(lease=hub.lease("adopt"), version=1, source="policy-0")
+        failed, _ = hub.ask(NAME, order, wire.LeaseFailed, (gone, plan))
         assert "WeightsError" in failed.reason
-        assert desk.heartbeat(NAME, lambda told: told.version == -1).waits == ()
-        asked = group(desk, 4)
-        desk.send(NAME, asked)
-        told = desk.heartbeat(NAME, lambda told: bool(told.waits))
+        assert hub.heartbeat(NAME, lambda told: told.version == -1).waits == ()
+        asked = group(hub, 4)
+        hub.send(NAME, asked)
+        told = hub.heartbeat(NAME, lambda told: bool(told.waits))
         assert [wait.what for wait in told.waits] == ["an order to adopt version 0 or newer"]
         with Publisher(source, transport="tcp", delta_versions=0) as publisher:
-            order = wire.AdoptWeights(lease=desk.lease("adopt"), version=2, source="policy-0")
-            desk.ask(NAME, order, wire.WeightsAdopted, (encode(publisher.publish(2, published)), plan))
-        _, result = desk.answer(NAME, asked.lease, wire.GroupGenerated)
+            order = wire.AdoptWeights(lease=hub.lease("adopt"), version=2, source="policy-0")
+            hub.ask(NAME, order, wire.WeightsAdopted, (encode(publisher.publish(2, published)), plan))
+        _, result = hub.answer(NAME, asked.lease, wire.GroupGenerated)
         assert set(arrays(result)[2].ravel()) == {2}
 
 
@@ -372,33 +376,33 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_new_weights_in_every_mode(desk: Desk, model: Path, tmp_path: Path, mode: str) -> None:
+def test_new_weights_in_every_mode(hub: FakeHub, model: Path, tmp_path: Path, mode: str) -> None:
     published = version_tensors(load_model(model, init="random", seed=6))
     source = layout_of(published, "policy-0")
     with (
-        replica(desk, NAME, tmp_path, *flags(model, *MODES[mode])) as process,
+        replica(hub, NAME, tmp_path, *flags(model, *MODES[mode])) as process,
         Publisher(source, transport="tcp", delta_versions=0) as publisher,
     ):
-        _, (layout,) = desk.hello(NAME)
+        _, (layout,) = hub.hello(NAME)
         plan = make_plan(source, decode(Layout, layout))
         buffers = (encode(publisher.publish(1, published)), encode(plan))
-        asked = group(desk, LONG if mode == "finish" else ENDLESS)
-        desk.send(NAME, asked)
-        runs(desk)
-        order = wire.AdoptWeights(lease=desk.lease("adopt"), version=1, source="policy-0")
-        adopted, _ = desk.ask(NAME, order, wire.WeightsAdopted, buffers)
+        asked = group(hub, LONG if mode == "finish" else ENDLESS)
+        hub.send(NAME, asked)
+        runs(hub)
+        order = wire.AdoptWeights(lease=hub.lease("adopt"), version=1, source="policy-0")
+        adopted, _ = hub.ask(NAME, order, wire.WeightsAdopted, buffers)
         assert adopted.mode == {"in place": "recompute"}.get(mode, mode)
         assert (adopted.recomputed_tokens > 0) == (adopted.mode == "recompute")
         if mode == "in place":  # elsewhere the switch may well take longer than the pull of so small a model
             assert adopted.pause_s > adopted.pull_s
         if mode != "finish":
-            desk.send(NAME, wire.ReleaseLeases(leases=(asked.lease,)))
+            hub.send(NAME, wire.ReleaseLeases(leases=(asked.lease,)))
         else:
             assert adopted.drain_s > 0.0
-            generated, result = desk.answer(NAME, asked.lease, wire.GroupGenerated)
+            generated, result = hub.answer(NAME, asked.lease, wire.GroupGenerated)
             assert {trajectory.newest_version for trajectory in generated.trajectories} == {0}
             assert set(arrays(result)[2].ravel()) == {0}
-        _, result = desk.ask(NAME, group(desk, 5, "ab>"), wire.GroupGenerated)
+        _, result = hub.ask(NAME, group(hub, 5, "ab>"), wire.GroupGenerated)
         assert set(arrays(result)[2].ravel()) == {1}
         process.send_signal(signal.SIGTERM)
-        assert ended(process) == 0
+        assert exit_code(process) == 0

@@ -1,4 +1,4 @@
-"""A desk, and a model that is small enough to load in no time."""
+"""A fake hub for each test, and a model folder for all of them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from replica_desk import Desk
+from fake_hub import FakeHub
+from replica_processes import SMALL
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "tie_word_embeddings": True,
-}
-
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.close()
+def hub() -> Iterator[FakeHub]:
+    hub = FakeHub()
+    yield hub
+    hub.close()
 
 
 @pytest.fixture(scope="session")

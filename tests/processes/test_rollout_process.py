@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from replica_desk import Desk, ended, replica
+from fake_hub import FakeHub
+from replica_processes import exit_code, replica
 from test_policy_process import step_of
 
 from starling.common.wire import messages as wire
@@ -23,16 +24,16 @@ pytestmark = pytest.mark.slow
 SEED = 11
 
 
-def publish(desk: Desk, name: str, version: int) -> bytes:
-    message = wire.PublishWeights(lease=desk.lease("publish"), version=version)
-    published, (offer,) = desk.ask(name, message, wire.WeightsPublished)
+def publish(hub: FakeHub, name: str, version: int) -> bytes:
+    message = wire.PublishWeights(lease=hub.lease("publish"), version=version)
+    published, (offer,) = hub.ask(name, message, wire.WeightsPublished)
     assert published.version == version
     return offer
 
 
-def order(desk: Desk, source: str, offer: bytes, plan: bytes) -> tuple[wire.AdoptWeights, tuple[bytes, ...]]:
+def order(hub: FakeHub, source: str, offer: bytes, plan: bytes) -> tuple[wire.AdoptWeights, tuple[bytes, ...]]:
     version = decode_offer(offer).version
-    return wire.AdoptWeights(lease=desk.lease("adopt"), version=version, source=source), (offer, plan)
+    return wire.AdoptWeights(lease=hub.lease("adopt"), version=version, source=source), (offer, plan)
 
 
 def pulled(layout: Layout, offer: bytes, model: Path) -> dict[str, torch.Tensor]:
@@ -47,9 +48,9 @@ def pulled(layout: Layout, offer: bytes, model: Path) -> dict[str, torch.Tensor]
     return mine
 
 
-def generate(desk: Desk, min_version: int) -> wire.GenerateGroup:
+def generate(hub: FakeHub, min_version: int) -> wire.GenerateGroup:
     return wire.GenerateGroup(
-        lease=desk.lease("generate"),
+        lease=hub.lease("generate"),
         purpose="train",
         prompt=wire.Prompt(id="p", text="abc>"),
         num_completions=2,
@@ -58,35 +59,35 @@ def generate(desk: Desk, min_version: int) -> wire.GenerateGroup:
     )
 
 
-def test_weights_go_from_rollout_to_rollout(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_weights_go_from_rollout_to_rollout(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     shared = ("--model.path", str(model), "--model.device", "cpu", "--run.seed", str(SEED))
     own = ("--policy.init", "random", "--policy.transport", "tcp")
     serving = ("--rollout.transport", "tcp", "--rollout.version-timeout-s", "0.5")
     with (
-        replica(desk, "policy-0", tmp_path, *shared, *own) as policy,
-        replica(desk, "rollout-0", tmp_path, *shared, *serving) as first,
-        replica(desk, "rollout-1", tmp_path, *shared, *serving) as second,
+        replica(hub, "policy-0", tmp_path, *shared, *own) as policy,
+        replica(hub, "rollout-0", tmp_path, *shared, *serving) as first,
+        replica(hub, "rollout-1", tmp_path, *shared, *serving) as second,
     ):
         layouts = {}
         for name in ("policy-0", "rollout-0", "rollout-1"):
-            hello, (layout,) = desk.hello(name)
+            hello, (layout,) = hub.hello(name)
             assert (hello.serves, hello.version) == (True, 0 if name == "policy-0" else -1)
             layouts[name] = decode(Layout, layout)
 
-        early = wire.PublishWeights(lease=desk.lease("publish"), version=0)
-        failed, _ = desk.ask("rollout-0", early, wire.LeaseFailed)
+        early = wire.PublishWeights(lease=hub.lease("publish"), version=0)
+        failed, _ = hub.ask("rollout-0", early, wire.LeaseFailed)
         assert "this rollout holds no version that it could prove" in failed.reason
         assert not failed.fatal, "it may hold it soon"
 
-        offers = {"policy-0": publish(desk, "policy-0", 0)}
+        offers = {"policy-0": publish(hub, "policy-0", 0)}
         for source, name in (("policy-0", "rollout-0"), ("rollout-0", "rollout-1")):
             plan = encode(make_plan(layouts[source], layouts[name]))
-            adopted, _ = desk.ask(name, *_flat(order(desk, source, offers[source], plan)))
+            adopted, _ = hub.ask(name, *_flat(order(hub, source, offers[source], plan)))
             assert adopted.version == 0
-            offers[name] = publish(desk, name, 0)
-            assert publish(desk, name, 0) == offers[name], "the same offer again"
+            offers[name] = publish(hub, name, 0)
+            assert publish(hub, name, 0) == offers[name], "the same offer again"
             assert adopted.root == decode_offer(offers[source]).root
-            assert desk.heartbeat(name, lambda told: told.offered == 0).version == 0
+            assert hub.heartbeat(name, lambda told: told.offered == 0).version == 0
         roots = {name: decode_offer(offer).root for name, offer in offers.items()}
         assert len(set(roots.values())) == 1, "who holds the same boxes has the same root, whoever it is"
 
@@ -97,33 +98,33 @@ def test_weights_go_from_rollout_to_rollout(desk: Desk, model: Path, tmp_path: P
             assert all(torch.equal(found[key], value) for key, value in expected.items()), name
 
         # A group that needs a version which does not come goes back; one that is there is generated.
-        failed, _ = desk.ask("rollout-1", generate(desk, 5), wire.LeaseFailed)
+        failed, _ = hub.ask("rollout-1", generate(hub, 5), wire.LeaseFailed)
         assert failed.reason == "an order to adopt version 5 or newer did not come within 0.5 s"
-        generated, _ = desk.ask("rollout-1", generate(desk, 0), wire.GroupGenerated)
+        generated, _ = hub.ask("rollout-1", generate(hub, 0), wire.GroupGenerated)
         assert len(generated.trajectories) == 2
 
         # The next version reaches one of them; the other is stopped in the midst of a pull from a policy that hangs.
-        step, buffers = step_of(desk.lease("train"), 1)
-        desk.ask("policy-0", step, wire.StepTrained, buffers)
-        offer = publish(desk, "policy-0", 1)
+        step, buffers = step_of(hub.lease("train"), 1)
+        hub.ask("policy-0", step, wire.StepTrained, buffers)
+        offer = publish(hub, "policy-0", 1)
         plan = encode(make_plan(layouts["policy-0"], layouts["rollout-0"]))
-        adopted, _ = desk.ask("rollout-0", *_flat(order(desk, "policy-0", offer, plan)))
-        again = publish(desk, "rollout-0", 1)
+        adopted, _ = hub.ask("rollout-0", *_flat(order(hub, "policy-0", offer, plan)))
+        again = publish(hub, "rollout-0", 1)
         assert decode_offer(again).root == adopted.root == decode_offer(offer).root
         assert decode_offer(again).root != roots["rollout-0"], "other weights"
         policy.send_signal(signal.SIGSTOP)
-        message, buffers = order(desk, "policy-0", offer, plan)
-        desk.send("rollout-1", message, buffers)
-        told = desk.heartbeat("rollout-1", lambda told: bool(told.waits))
+        message, buffers = order(hub, "policy-0", offer, plan)
+        hub.send("rollout-1", message, buffers)
+        told = hub.heartbeat("rollout-1", lambda told: bool(told.waits))
         assert [(wait.what, wait.on) for wait in told.waits] == [("the weights of version 1", "policy-0")]
         assert 0.0 < told.waits[0].seconds_left <= 60.0
         assert told.version == 0, "it generates with what it has"
         for process in (first, second):
             process.terminate()
-        assert [ended(process) for process in (first, second)] == [0, 0]
+        assert [exit_code(process) for process in (first, second)] == [0, 0]
         policy.send_signal(signal.SIGCONT)
         policy.terminate()
-        assert ended(policy) == 0
+        assert exit_code(policy) == 0
 
 
 def _flat(

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replica_desk import DEADLINE_S, Desk, ended, replica
+from fake_hub import DEADLINE_S, FakeHub
+from replica_processes import exit_code, replica
 
 from starling.common.wire import messages as wire
 from starling.weightsync.plan.offer import decode_offer
@@ -53,10 +54,10 @@ def step_of(lease: str, step: int, **fields: Any) -> tuple[wire.TrainStep, tuple
     return message, tuple(buffers)
 
 
-def train(desk: Desk, step: int, **fields: Any) -> dict[str, float]:
+def train(hub: FakeHub, step: int, **fields: Any) -> dict[str, float]:
     """Have a step made, and return its metrics but for those of time."""
-    message, buffers = step_of(desk.lease("train"), step, **fields)
-    trained, _ = desk.ask("policy-0", message, wire.StepTrained, buffers)
+    message, buffers = step_of(hub.lease("train"), step, **fields)
+    trained, _ = hub.ask("policy-0", message, wire.StepTrained, buffers)
     assert trained.step == step
     shares = [value for name, value in trained.metrics.items() if name.startswith("time/") and name.endswith("_share")]
     assert math.isclose(math.fsum(shares), 1.0, rel_tol=1e-12)
@@ -64,102 +65,102 @@ def train(desk: Desk, step: int, **fields: Any) -> dict[str, float]:
     return {name: v for name, v in trained.metrics.items() if name not in timed and not name.startswith("time/")}
 
 
-def save(desk: Desk, step: int) -> dict[str, str]:
+def save(hub: FakeHub, step: int) -> dict[str, str]:
     """Have a state saved, and return the digests of its files."""
-    message = wire.SaveCheckpoint(lease=desk.lease("save"), step=step, state=True)
-    saved, _ = desk.ask("policy-0", message, wire.CheckpointSaved)
+    message = wire.SaveCheckpoint(lease=hub.lease("save"), step=step, state=True)
+    saved, _ = hub.ask("policy-0", message, wire.CheckpointSaved)
     assert saved.state
     digests: dict[str, str] = json.loads((Path(saved.path) / "state.json").read_text())["state"]["digests"]
     return digests
 
 
-def publish(desk: Desk, version: int) -> bytes:
-    message = wire.PublishWeights(lease=desk.lease("publish"), version=version)
-    published, (encoded,) = desk.ask("policy-0", message, wire.WeightsPublished)
+def publish(hub: FakeHub, version: int) -> bytes:
+    message = wire.PublishWeights(lease=hub.lease("publish"), version=version)
+    published, (encoded,) = hub.ask("policy-0", message, wire.WeightsPublished)
     assert published.version == version
     assert decode_offer(encoded).version == version
     return encoded
 
 
-def test_a_killed_policy_goes_on_with_the_same_bits(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_a_killed_policy_goes_on_with_the_same_bits(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     flags = ("--model.path", str(model), *FLAGS)
-    with replica(desk, "policy-0", tmp_path / "crashed", *flags) as policy:
-        hello, _ = desk.hello("policy-0")
+    with replica(hub, "policy-0", tmp_path / "crashed", *flags) as policy:
+        hello, _ = hub.hello("policy-0")
         assert (hello.version, hello.serves, hello.shares_steps) == (0, True, False)
-        first = [train(desk, step) for step in (1, 2, 3)]
-        save(desk, 3)
-        first += [train(desk, 4)]
+        first = [train(hub, step) for step in (1, 2, 3)]
+        save(hub, 3)
+        first += [train(hub, 4)]
         policy.kill()
-    with replica(desk, "policy-0", tmp_path / "crashed", *flags) as policy:
-        assert desk.hello("policy-0")[0].version == 3
-        publish(desk, 3)
+    with replica(hub, "policy-0", tmp_path / "crashed", *flags) as policy:
+        assert hub.hello("policy-0")[0].version == 3
+        publish(hub, 3)
         # The version that the step names was published by the process that is gone.
-        assert train(desk, 4, replayed=True, published=4) == first[3]
-        first += [train(desk, step) for step in (5, 6)]
-        root = decode_offer(publish(desk, LAST)).root
-        digests = save(desk, LAST)
+        assert train(hub, 4, replayed=True, published=4) == first[3]
+        first += [train(hub, step) for step in (5, 6)]
+        root = decode_offer(publish(hub, LAST)).root
+        digests = save(hub, LAST)
         policy.terminate()
-        assert ended(policy) == 0
-    with replica(desk, "policy-0", tmp_path / "whole", *flags) as policy:
-        assert desk.hello("policy-0")[0].version == 0
-        assert [train(desk, step, replayed=True) for step in range(1, LAST + 1)] == first
-        assert save(desk, LAST) == digests, "weights, optimizer, reference and generators"
-        assert decode_offer(publish(desk, LAST)).root == root
-        desk.send("policy-0", wire.Drain(reason="the run is over"))
-        assert ended(policy) == 0
+        assert exit_code(policy) == 0
+    with replica(hub, "policy-0", tmp_path / "whole", *flags) as policy:
+        assert hub.hello("policy-0")[0].version == 0
+        assert [train(hub, step, replayed=True) for step in range(1, LAST + 1)] == first
+        assert save(hub, LAST) == digests, "weights, optimizer, reference and generators"
+        assert decode_offer(publish(hub, LAST)).root == root
+        hub.send("policy-0", wire.Drain(reason="the run is over"))
+        assert exit_code(policy) == 0
     assert sorted(path.name for path in (tmp_path / "crashed/states").iterdir()) == ["version-3", "version-6"]
 
 
-def test_who_loses_the_controller_gives_shared_devices_away(desk: Desk, model: Path, tmp_path: Path) -> None:
-    desk.welcome = wire.Welcome(heartbeat_s=0.05, lease_s=5.0, shares_devices=True)
-    with replica(desk, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as process:
-        desk.hello("policy-0")
-        publish(desk, 0)
-        desk.is_silent = True
-        desk.next("policy-0", wire.Hello)
-        desk.is_silent = False
-        desk.hello("policy-0")
-        assert refused(desk, wire.PublishWeights(lease=desk.lease("publish"), version=0)) == (
+def test_who_loses_the_controller_gives_shared_devices_away(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    hub.welcome = wire.Welcome(heartbeat_s=0.05, lease_s=5.0, shares_devices=True)
+    with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as process:
+        hub.hello("policy-0")
+        publish(hub, 0)
+        hub.ignores_heartbeats = True
+        hub.next("policy-0", wire.Hello)
+        hub.ignores_heartbeats = False
+        hub.hello("policy-0")
+        assert refused(hub, wire.PublishWeights(lease=hub.lease("publish"), version=0)) == (
             "this policy is asleep: wake it first"
         )
-        desk.ask("policy-0", wire.Wake(lease=desk.lease("wake")), wire.Woken)
-        publish(desk, 0)
+        hub.ask("policy-0", wire.Wake(lease=hub.lease("wake")), wire.Woken)
+        publish(hub, 0)
         process.terminate()
-        assert ended(process) == 0
+        assert exit_code(process) == 0
 
 
-def refused(desk: Desk, message: Any, buffers: tuple[bytes, ...] = ()) -> str:
-    failed, _ = desk.ask("policy-0", message, wire.LeaseFailed, buffers)
+def refused(hub: FakeHub, message: Any, buffers: tuple[bytes, ...] = ()) -> str:
+    failed, _ = hub.ask("policy-0", message, wire.LeaseFailed, buffers)
     assert failed.fatal
     return failed.reason
 
 
-def test_what_a_policy_says_to_orders(desk: Desk, model: Path, tmp_path: Path) -> None:
-    with replica(desk, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as policy:
-        desk.hello("policy-0")
-        early, buffers = step_of(desk.lease("train"), 1, published=0)
-        desk.send("policy-0", early, buffers)
-        heartbeat = desk.heartbeat("policy-0", lambda told: bool(told.waits))
+def test_what_a_policy_says_to_orders(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as policy:
+        hub.hello("policy-0")
+        early, buffers = step_of(hub.lease("train"), 1, published=0)
+        hub.send("policy-0", early, buffers)
+        heartbeat = hub.heartbeat("policy-0", lambda told: bool(told.waits))
         assert [(wait.what, wait.on) for wait in heartbeat.waits] == [
             ("the command to publish version 0, before step 1", "controller")
         ]
         assert 0.0 < heartbeat.waits[0].seconds_left <= 60.0
         assert heartbeat.offered == -1
-        offer = publish(desk, 0)
-        desk.answer("policy-0", early.lease, wire.StepTrained)
-        assert publish(desk, 0) == offer, "it holds version 1 now, and offers version 0 still"
-        heartbeat = desk.heartbeat("policy-0", lambda told: told.version == 1 and not told.waits)
+        offer = publish(hub, 0)
+        hub.answer("policy-0", early.lease, wire.StepTrained)
+        assert publish(hub, 0) == offer, "it holds version 1 now, and offers version 0 still"
+        heartbeat = hub.heartbeat("policy-0", lambda told: told.version == 1 and not told.waits)
         assert heartbeat.offered == 0
 
-        shared, _ = step_of(desk.lease("train"), 2, num_replicas=2, replica=1, num_groups=8)
-        assert "shared by 2 policies, and this policy trains only whole steps" in refused(desk, shared)
-        unknown, _ = step_of(desk.lease("train"), 2, settings={"policy.optimizer.betas": 0.5})
-        assert "policy.optimizer.betas = 0.5 cannot be changed from one step to the next" in refused(desk, unknown)
-        adopt = wire.AdoptWeights(lease=desk.lease("adopt"), version=2, source="policy-1", with_state=True)
-        assert "adopts none from others" in refused(desk, adopt, (b"offer", b"plan"))
-        assert train(desk, 2, settings={"policy.sft.optimizer.learning_rate": 0.5})["learning_rate"] == 0.5
+        shared, _ = step_of(hub.lease("train"), 2, num_replicas=2, replica=1, num_groups=8)
+        assert "shared by 2 policies, and this policy trains only whole steps" in refused(hub, shared)
+        unknown, _ = step_of(hub.lease("train"), 2, settings={"policy.optimizer.betas": 0.5})
+        assert "policy.optimizer.betas = 0.5 cannot be changed from one step to the next" in refused(hub, unknown)
+        adopt = wire.AdoptWeights(lease=hub.lease("adopt"), version=2, source="policy-1", with_state=True)
+        assert "adopts none from others" in refused(hub, adopt, (b"offer", b"plan"))
+        assert train(hub, 2, settings={"policy.sft.optimizer.learning_rate": 0.5})["learning_rate"] == 0.5
         policy.terminate()
-        assert ended(policy) == 0
+        assert exit_code(policy) == 0
 
 
 @pytest.mark.parametrize(
@@ -173,13 +174,13 @@ def test_what_a_policy_says_to_orders(desk: Desk, model: Path, tmp_path: Path) -
     ],
 )
 def test_what_is_wrong_with_a_recipe_is_told_before_the_policy_joins(
-    desk: Desk, model: Path, tmp_path: Path, flags: tuple[str, ...], said: str
+    hub: FakeHub, model: Path, tmp_path: Path, flags: tuple[str, ...], said: str
 ) -> None:
-    with replica(desk, "policy-0", tmp_path, "--model.path", str(model), *FLAGS, *flags) as policy:
+    with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *FLAGS, *flags) as policy:
         _, errors = policy.communicate(timeout=DEADLINE_S)
     sentence = errors.splitlines()[-1]
     assert sentence.startswith("starling policy-0: ")
     assert said in sentence
     assert "Traceback" not in errors
     assert policy.returncode == 2
-    assert not desk.called()
+    assert not hub.has_unread()

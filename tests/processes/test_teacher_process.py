@@ -10,7 +10,8 @@ from subprocess import Popen
 import numpy as np
 import pytest
 import torch
-from replica_desk import Desk, ended, replica
+from fake_hub import FakeHub
+from replica_processes import exit_code, replica
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
@@ -32,25 +33,25 @@ def taught(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def teacher(desk: Desk, folder: Path, model: Path, taught: Path, *flags: str) -> Iterator[Popen[str]]:
+def teacher(hub: FakeHub, folder: Path, model: Path, taught: Path, *flags: str) -> Iterator[Popen[str]]:
     given = ["--model.path", str(model), "--teacher.path", str(taught), "--teacher.dtype", "float32", *flags]
-    with replica(desk, "teacher-0", folder, *given) as process:
+    with replica(hub, "teacher-0", folder, *given) as process:
         yield process
 
 
-def order(desk: Desk, ids: list[int], *lengths: int) -> tuple[wire.ScoreTokens, tuple[bytes, ...]]:
+def order(hub: FakeHub, ids: list[int], *lengths: int) -> tuple[wire.ScoreTokens, tuple[bytes, ...]]:
     buffers = tuple(np.array(some, np.int32).tobytes() for some in ([1, 2, 3], ids))
     tensors = tuple(wire.TensorMeta(dtype="int32", shape=(len(b) // 4,), nbytes=len(b)) for b in buffers)
-    lease = desk.lease("teach")
+    lease = hub.lease("teach")
     return wire.ScoreTokens(lease=lease, prompt_id="p", lengths=lengths, temperature=0.5, tensors=tensors), buffers
 
 
-def test_it_scores_tokens_and_leaves_when_all_is_done(desk: Desk, tmp_path: Path, model: Path, taught: Path) -> None:
-    with teacher(desk, tmp_path, model, taught, "--teacher.top-k", "2", "--teacher.num-slots", "3") as process:
-        hello, _ = desk.hello("teacher-0")
+def test_it_scores_tokens_and_leaves_when_all_is_done(hub: FakeHub, tmp_path: Path, model: Path, taught: Path) -> None:
+    with teacher(hub, tmp_path, model, taught, "--teacher.top-k", "2", "--teacher.num-slots", "3") as process:
+        hello, _ = hub.hello("teacher-0")
         assert (hello.role, hello.num_slots, hello.has_layout, hello.version) == ("teacher", 3, False, -1)
-        message, given = order(desk, [4, 5, 6], 2, 1)
-        answer, buffers = desk.ask("teacher-0", message, wire.TokensScored, given)
+        message, given = order(hub, [4, 5, 6], 2, 1)
+        answer, buffers = hub.ask("teacher-0", message, wire.TokensScored, given)
         assert [tensor.name for tensor in answer.tensors] == [
             "teacher_logprobs",
             "teacher_top_ids",
@@ -67,13 +68,13 @@ def test_it_scores_tokens_and_leaves_when_all_is_done(desk: Desk, tmp_path: Path
             likeliest += logprobs.topk(2, dim=-1).indices.tolist()
         np.testing.assert_allclose(np.frombuffer(buffers[0], np.float32), expected, rtol=0, atol=1e-5)
         assert np.frombuffer(buffers[1], np.int32).reshape(3, 2).tolist() == likeliest
-        failed, _ = desk.ask("teacher-0", *_with(order(desk, [10_000], 1)))
+        failed, _ = hub.ask("teacher-0", *_with(order(hub, [10_000], 1)))
         assert isinstance(failed, wire.LeaseFailed)
         assert failed.fatal
         assert "prompt p: token 10000 is not in the teacher's vocabulary" in failed.reason
-        desk.send("teacher-0", wire.Drain(reason="done"))
-        assert desk.next("teacher-0", wire.Leave)[0].reason == "done"
-        assert ended(process) == 0
+        hub.send("teacher-0", wire.Drain(reason="done"))
+        assert hub.next("teacher-0", wire.Leave)[0].reason == "done"
+        assert exit_code(process) == 0
 
 
 def _with(
@@ -82,17 +83,19 @@ def _with(
     return ordered[0], wire.LeaseFailed, ordered[1]
 
 
-def test_a_teacher_of_another_vocabulary_does_not_start(desk: Desk, tmp_path: Path, model: Path, taught: Path) -> None:
+def test_a_teacher_of_another_vocabulary_does_not_start(
+    hub: FakeHub, tmp_path: Path, model: Path, taught: Path
+) -> None:
     settings = ScratchSettings(config={"hidden_size": 16}, alphabet="xyz", max_length=16)
     make_model_folder(settings, tmp_path / "other")
-    with teacher(desk, tmp_path, tmp_path / "other", taught) as process:
+    with teacher(hub, tmp_path, tmp_path / "other", taught) as process:
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert "what one samples the other must read; give a teacher of the same vocabulary" in errors
+    assert "the teacher must read what the model samples; give a teacher of the same vocabulary" in errors
 
 
-def test_a_teacher_without_a_model_does_not_start(desk: Desk, tmp_path: Path, model: Path) -> None:
-    with teacher(desk, tmp_path, model, tmp_path / "nowhere") as process:
+def test_a_teacher_without_a_model_does_not_start(hub: FakeHub, tmp_path: Path, model: Path) -> None:
+    with teacher(hub, tmp_path, model, tmp_path / "nowhere") as process:
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert f"the model folder {tmp_path}/nowhere does not exist" in errors

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from replica_desk import DEADLINE_S, RUN, Desk, ended, replica
+from fake_hub import DEADLINE_S, RUN, FakeHub
+from replica_processes import exit_code, replica
 from test_policy_process import FLAGS, refused, step_of, train
 
 from starling.common.observe.process import EXIT_FAILED
@@ -60,100 +61,100 @@ def states_of(storage: Storage) -> list[int]:
     return [version for version, name in state_versions(storage) if "state.json" in storage.names(name)]
 
 
-def test_a_policy_saves_in_s3_and_goes_on_from_there(desk: Desk, model: Path, tmp_path: Path, bucket: Bucket) -> None:
+def test_a_policy_saves_in_s3_and_goes_on_from_there(hub: FakeHub, model: Path, tmp_path: Path, bucket: Bucket) -> None:
     flags = ("--model.path", str(model), *FLAGS, *bucket.flags, "--policy.saving.best=-loss")
     flags += ("--policy.saving.hf-every=2",)
     home, options = bucket.storage.below(RUN), bucket.storage.fs.storage_options
     states = home.below("states")
-    with replica(desk, "policy-0", tmp_path, *flags) as policy:
-        assert desk.hello("policy-0")[0].version == 0
-        train(desk, 1)
+    with replica(hub, "policy-0", tmp_path, *flags) as policy:
+        assert hub.hello("policy-0")[0].version == 0
+        train(hub, 1)
         policy.send_signal(signal.SIGUSR1)
-        desk.heartbeat("policy-0", lambda told: states_of(states) == [1])
-        train(desk, 2)
-        train(desk, 3, next_prompt=9)
-        order = wire.SaveCheckpoint(lease=desk.lease("save"), step=3, state=True, metrics={"loss": 0.25})
-        saved, _ = desk.ask("policy-0", order, wire.CheckpointSaved)
+        hub.heartbeat("policy-0", lambda told: states_of(states) == [1])
+        train(hub, 2)
+        train(hub, 3, next_prompt=9)
+        order = wire.SaveCheckpoint(lease=hub.lease("save"), step=3, state=True, metrics={"loss": 0.25})
+        saved, _ = hub.ask("policy-0", order, wire.CheckpointSaved)
         assert saved.path == f"s3://bucket/runs/{RUN}/states/version-3"
         assert "config.json" in home.names("checkpoints", "step-2"), "the export came before"
         policy.kill()
     found = find_state(saved.path, options)
     assert (found.state.run, found.state.next_prompt, found.state.metrics["loss"]) == (RUN, 9, 0.25)
-    with replica(desk, "policy-0", tmp_path / "elsewhere", *flags) as policy:
-        assert desk.hello("policy-0")[0].version == 3
-        train(desk, 4, next_prompt=12)
+    with replica(hub, "policy-0", tmp_path / "elsewhere", *flags) as policy:
+        assert hub.hello("policy-0")[0].version == 3
+        train(hub, 4, next_prompt=12)
         policy.terminate()
-        assert ended(policy) == 0
+        assert exit_code(policy) == 0
     assert states_of(states)[:2] == [4, 3], "what it had made it saved before it left"
     newest = find_state(states.url(), options)
     assert (newest.state.version, newest.state.next_prompt) == (4, 12)
 
 
-def test_steps_go_on_while_a_storage_stands_still(desk: Desk, model: Path, tmp_path: Path, bucket: Bucket) -> None:
+def test_steps_go_on_while_a_storage_stands_still(hub: FakeHub, model: Path, tmp_path: Path, bucket: Bucket) -> None:
     flags = ("--model.path", str(model), *FLAGS, *bucket.flags, "--policy.saving.patience-s=2")
-    with replica(desk, "policy-0", tmp_path, *flags) as policy:
-        desk.hello("policy-0")
-        train(desk, 1)
+    with replica(hub, "policy-0", tmp_path, *flags) as policy:
+        hub.hello("policy-0")
+        train(hub, 1)
         bucket.server.send_signal(signal.SIGSTOP)
-        order = wire.SaveCheckpoint(lease=desk.lease("save"), step=1, state=True)
-        desk.send("policy-0", order)
-        train(desk, 2)
-        another = wire.SaveCheckpoint(lease=desk.lease("save"), step=2, state=True)
-        desk.send("policy-0", another)
-        wait = desk.heartbeat("policy-0", lambda told: bool(told.waits)).waits[0]
+        order = wire.SaveCheckpoint(lease=hub.lease("save"), step=1, state=True)
+        hub.send("policy-0", order)
+        train(hub, 2)
+        another = wire.SaveCheckpoint(lease=hub.lease("save"), step=2, state=True)
+        hub.send("policy-0", another)
+        wait = hub.heartbeat("policy-0", lambda told: bool(told.waits)).waits[0]
         assert (wait.what, wait.on) == ("the state of version 1 to be written", "storage")
-        failed, _ = desk.answer("policy-0", another.lease, wire.LeaseFailed)
+        failed, _ = hub.answer("policy-0", another.lease, wire.LeaseFailed)
         assert "the state of version 1 is not written after" in failed.reason, "it waits its patience, no more"
         bucket.server.send_signal(signal.SIGCONT)
-        saved, _ = desk.answer("policy-0", order.lease, wire.CheckpointSaved)
+        saved, _ = hub.answer("policy-0", order.lease, wire.CheckpointSaved)
         assert find_state(saved.path, bucket.storage.fs.storage_options).state.version == 1
         policy.terminate()
-        assert ended(policy) == 0
+        assert exit_code(policy) == 0
 
 
 def test_a_state_is_of_the_moment_that_it_was_ordered_and_what_fails_is_told(
-    desk: Desk, model: Path, tmp_path: Path
+    hub: FakeHub, model: Path, tmp_path: Path
 ) -> None:
-    with replica(desk, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as policy:
-        desk.hello("policy-0")
-        train(desk, 1)
-        leases = [desk.lease("save"), desk.lease("checkpoint")]
-        desk.send("policy-0", wire.SaveCheckpoint(lease=leases[0], step=1, state=True))
-        desk.send("policy-0", wire.SaveCheckpoint(lease=leases[1], step=1))
-        train(desk, 2)
-        assert desk.answer("policy-0", leases[0], wire.CheckpointSaved)[0].step == 1
-        assert desk.answer("policy-0", leases[1], wire.CheckpointSaved)[0].path.endswith("checkpoints/step-1")
+    with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as policy:
+        hub.hello("policy-0")
+        train(hub, 1)
+        leases = [hub.lease("save"), hub.lease("checkpoint")]
+        hub.send("policy-0", wire.SaveCheckpoint(lease=leases[0], step=1, state=True))
+        hub.send("policy-0", wire.SaveCheckpoint(lease=leases[1], step=1))
+        train(hub, 2)
+        assert hub.answer("policy-0", leases[0], wire.CheckpointSaved)[0].step == 1
+        assert hub.answer("policy-0", leases[1], wire.CheckpointSaved)[0].path.endswith("checkpoints/step-1")
         assert find_state(str(tmp_path)).state.version == 1
-        late = wire.SaveCheckpoint(lease=desk.lease("save"), step=1, state=True)
-        assert "step 1 cannot be saved: this policy holds version 2" in refused(desk, late)
+        late = wire.SaveCheckpoint(lease=hub.lease("save"), step=1, state=True)
+        assert "step 1 cannot be saved: this policy holds version 2" in refused(hub, late)
         (tmp_path / "states" / "version-2").write_text("in the way")
-        blocked = wire.SaveCheckpoint(lease=desk.lease("save"), step=2, state=True)
-        assert "states/version-2 is a file: remove it" in refused(desk, blocked)
+        blocked = wire.SaveCheckpoint(lease=hub.lease("save"), step=2, state=True)
+        assert "states/version-2 is a file: remove it" in refused(hub, blocked)
         assert find_state(str(tmp_path)).state.version == 1, "the one before is as it was"
         (tmp_path / "states" / "version-2").unlink()
         policy.terminate()
-        assert ended(policy) == 0
+        assert exit_code(policy) == 0
     assert find_state(str(tmp_path)).state.version == 2
 
 
-def test_a_run_goes_on_from_a_state_of_another(desk: Desk, model: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_state_of_another(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     flags = ("--model.path", str(model), *FLAGS)
-    with replica(desk, "policy-0", tmp_path / "one", *flags) as policy:
-        desk.hello("policy-0")
-        metrics = [train(desk, step) for step in (1, 2, 3)]
+    with replica(hub, "policy-0", tmp_path / "one", *flags) as policy:
+        hub.hello("policy-0")
+        metrics = [train(hub, step) for step in (1, 2, 3)]
         policy.terminate()
-        assert ended(policy) == 0
+        assert exit_code(policy) == 0
     begin = ("--policy.saving.begin-from", str(tmp_path / "one"))
-    with replica(desk, "policy-0", tmp_path / "other", *flags, *begin) as policy:
-        assert desk.hello("policy-0")[0].version == 3
-        metrics.append(train(desk, 4))
+    with replica(hub, "policy-0", tmp_path / "other", *flags, *begin) as policy:
+        assert hub.hello("policy-0")[0].version == 3
+        metrics.append(train(hub, 4))
         policy.terminate()
-        assert ended(policy) == 0
-    with replica(desk, "policy-0", tmp_path / "whole", *flags) as policy:
-        desk.hello("policy-0")
-        assert [train(desk, step) for step in (1, 2, 3, 4)] == metrics
+        assert exit_code(policy) == 0
+    with replica(hub, "policy-0", tmp_path / "whole", *flags) as policy:
+        hub.hello("policy-0")
+        assert [train(hub, step) for step in (1, 2, 3, 4)] == metrics
         policy.terminate()
-        assert ended(policy) == 0
+        assert exit_code(policy) == 0
     digests = [find_state(str(tmp_path / name)).state.digests for name in ("other", "whole")]
     assert digests[0] == digests[1]
 
@@ -178,24 +179,24 @@ algorithm = Algorithm(loss=loss)
 
 
 def test_a_policy_whose_step_broke_off_ends_and_begins_again_from_its_state(
-    desk: Desk, model: Path, tmp_path: Path
+    hub: FakeHub, model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "breaks.py").write_text(BREAKS)
     flags = ("--model.path", str(model), *FLAGS, "--policy.algorithm.num-passes", "2")
     flags += ("--policy.algorithm.name", f"{tmp_path}/breaks.py:algorithm", "--policy.algorithm.kl-coefficient", "0")
-    with replica(desk, "policy-0", tmp_path, *flags) as policy:
-        desk.hello("policy-0")
-        train(desk, 1)
-        train(desk, 2)
-        save = wire.SaveCheckpoint(lease=desk.lease("save"), step=2, state=True)
-        desk.send("policy-0", save)
-        message, buffers = step_of(desk.lease("train"), 3)
-        desk.send("policy-0", message, buffers)
+    with replica(hub, "policy-0", tmp_path, *flags) as policy:
+        hub.hello("policy-0")
+        train(hub, 1)
+        train(hub, 2)
+        save = wire.SaveCheckpoint(lease=hub.lease("save"), step=2, state=True)
+        hub.send("policy-0", save)
+        message, buffers = step_of(hub.lease("train"), 3)
+        hub.send("policy-0", message, buffers)
         _, errors = policy.communicate(timeout=DEADLINE_S)
     assert policy.returncode == EXIT_FAILED, "who ends with a mistake in the recipe is not started again"
     assert "its weights are not a version" in errors
     assert "no second pass" in errors
     assert "Traceback" not in errors
     assert find_state(str(tmp_path)).state.version == 2, "the state that was being written is whole"
-    with replica(desk, "policy-0", tmp_path, *flags):
-        assert desk.hello("policy-0")[0].version == 2
+    with replica(hub, "policy-0", tmp_path, *flags):
+        assert hub.hello("policy-0")[0].version == 2

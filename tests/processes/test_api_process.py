@@ -10,7 +10,8 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from replica_desk import DEADLINE_S, Desk, ended, replica
+from fake_hub import DEADLINE_S, FakeHub
+from replica_processes import exit_code, replica
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
@@ -49,11 +50,11 @@ def address(folder: Path) -> dict[str, str]:
     return told
 
 
-def test_the_endpoint_comes_and_goes_with_its_replica(desk: Desk, trained: Path, tmp_path: Path) -> None:
+def test_the_endpoint_comes_and_goes_with_its_replica(hub: FakeHub, trained: Path, tmp_path: Path) -> None:
     flags = ("--model.path", str(trained), "--model.device", "cpu", "--rollout.load-weights", "true")
     own = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
-    with replica(desk, "rollout-0", tmp_path, *flags, *own) as process:
-        hello, _ = desk.hello("rollout-0")
+    with replica(hub, "rollout-0", tmp_path, *flags, *own) as process:
+        hello, _ = hub.hello("rollout-0")
         assert hello.version == 0
         told = address(tmp_path)
         assert told["api_key"] == "a key of mine"
@@ -68,7 +69,7 @@ def test_the_endpoint_comes_and_goes_with_its_replica(desk: Desk, trained: Path,
         with pytest.raises(openai.APIError, match="this replica leaves; ask another one") as failed:
             list(stream)
         assert failed.value.code == "stopping"
-        assert ended(process) == 0
+        assert exit_code(process) == 0
     assert not (tmp_path / "api/rollout-0.json").exists()
 
 
@@ -80,10 +81,10 @@ def test_the_endpoint_comes_and_goes_with_its_replica(desk: Desk, trained: Path,
     ],
 )
 def test_an_address_that_cannot_be(
-    desk: Desk, trained: Path, tmp_path: Path, flags: tuple[str, ...], problem: str
+    hub: FakeHub, trained: Path, tmp_path: Path, flags: tuple[str, ...], problem: str
 ) -> None:
     shared = ("--model.path", str(trained), "--model.device", "cpu", "--rollout.load-weights", "true")
-    with replica(desk, "rollout-0", tmp_path, *shared, "--rollout.api.enabled", "true", *flags) as process:
+    with replica(hub, "rollout-0", tmp_path, *shared, "--rollout.api.enabled", "true", *flags) as process:
         _, errors = process.communicate(timeout=DEADLINE_S)
         assert process.returncode != 0
         assert problem in errors

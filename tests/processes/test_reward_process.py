@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from replica_desk import Desk, ended, replica
+from fake_hub import FakeHub
+from replica_processes import exit_code, replica
 
 from starling.common.wire import messages as wire
 
@@ -24,19 +25,19 @@ timeout_s = 90.0
 """
 
 
-def test_it_ends_while_a_scorer_hangs_and_says_so_before(desk: Desk, tmp_path: Path) -> None:
+def test_it_ends_while_a_scorer_hangs_and_says_so_before(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "recipe.toml").write_text(RECIPE.format(path=tmp_path / "slow.py"))
-    with replica(desk, "reward-0", tmp_path, "--config", str(tmp_path / "recipe.toml")) as reward:
-        desk.hello("reward-0")
+    with replica(hub, "reward-0", tmp_path, "--config", str(tmp_path / "recipe.toml")) as reward:
+        hub.hello("reward-0")
         texts = ("good", "hang")
         completions = tuple(wire.CompletionText(text=text, status=wire.Status.OK, num_tokens=4) for text in texts)
-        lease = desk.lease("score")
-        desk.send("reward-0", wire.ScoreGroup(lease=lease, prompt=wire.Prompt(id="p"), completions=completions))
-        told = desk.heartbeat("reward-0", lambda told: any("completion 1" in wait.what for wait in told.waits))
+        lease = hub.lease("score")
+        hub.send("reward-0", wire.ScoreGroup(lease=lease, prompt=wire.Prompt(id="p"), completions=completions))
+        told = hub.heartbeat("reward-0", lambda told: any("completion 1" in wait.what for wait in told.waits))
         (wait,) = (wait for wait in told.waits if "completion 1" in wait.what)
         assert wait.what == f"scorer slow on completion 1 of {lease}"
         assert wait.on.startswith("worker ")
         assert 0.0 < wait.seconds_left <= 90.0
         reward.terminate()
-        assert ended(reward) == 0
+        assert exit_code(reward) == 0
