@@ -196,7 +196,7 @@ class Shell:
 
     def _expire(self) -> None:
         for lease, reason in self._state.expire(time.monotonic()):
-            log.warning("held step expired", lease=lease, reason=reason)
+            log.warning("gave up", lease=lease, reason=reason)
             version, infra_lost = self._state.version, wire.Status.INFRA_LOST
             failed = wire.LeaseFailed(lease=lease, status=infra_lost, reason=reason, version=version)
             self._link.answer(lease, failed)
