@@ -16,7 +16,7 @@ import transformers
 from engines import DEADLINE_S, checkpoint, spec_of
 
 from starling.common.errors import ConfigError
-from starling.common.observe.process import StopRequested, StopSignal
+from starling.common.observe.process import ServiceStopped, StopSignal
 from starling.rollout.engine.base import EngineLostError
 from starling.rollout.engine.vllm import async_llm, launch
 from starling.rollout.engine.vllm.engine import VllmEngine
@@ -187,7 +187,7 @@ def test_cancelled_start_leaves_no_process(
 
     thread = threading.Thread(target=terminate)
     thread.start()
-    with pytest.raises(StopRequested), stop.interruptible():
+    with pytest.raises(ServiceStopped), stop.interruptible():
         VllmEngine(spec_of(folder))
     thread.join()
     assert engine_processes() == before

@@ -63,7 +63,7 @@ def test_without_a_deadline_the_process_is_not_killed() -> None:
 
 BROKEN_OFF = """
 import threading
-from starling.common.observe.process import StopRequested, StopSignal, run_service
+from starling.common.observe.process import ServiceStopped, StopSignal, run_service
 
 def body():
     stop = StopSignal(60.0)
@@ -72,12 +72,12 @@ def body():
         with stop.interruptible():
             print("ready", flush=True)
             threading.Event().wait(600.0)
-    except StopRequested as stopped:
+    except ServiceStopped as stopped:
         print("broken off by", stopped, flush=True)
     try:
         with stop.interruptible():
             print("begun", flush=True)
-    except StopRequested:
+    except ServiceStopped:
         print("not begun", flush=True)
 
 raise SystemExit(run_service("replica-0", body))

@@ -19,7 +19,7 @@ from starling.common.ids import Role
 from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.limits import role_of
 from starling.common.net.settings import LinkSettings
-from starling.common.observe.process import STOP_S, StopRequested, StopSignal, run_service, without_collection
+from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, run_service, without_collection
 from starling.common.settings import ServiceSettings, iter_settings, load, nearest
 
 log = structlog.get_logger(__name__)
@@ -240,7 +240,7 @@ def serve(
         try:
             with without_collection(), nullcontext() if role == "controller" else stop.interruptible():
                 shell = make_shell(settings, arguments)
-        except StopRequested:
+        except ServiceStopped:
             log.info("stopped_before_ready", signal=stop.name)
             return
         shell.run(stop)

@@ -30,7 +30,7 @@ STOP_S = 25.0
 """How long a replica may take to exit in good order; less than the half minute after which schedulers kill."""
 
 
-class StopRequested(BaseException):
+class ServiceStopped(BaseException):
     """Interrupts the main thread when the process is asked to stop. No `Exception`, so that no handler swallows it."""
 
 
@@ -62,19 +62,19 @@ class StopSignal:
         self._notify()
         if self._interruptible:
             self._interruptible = False
-            raise StopRequested(self.name)
+            raise ServiceStopped(self.name)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Let the signal interrupt the main thread in this block, which takes long and does not check the signal.
 
         Raises:
-            StopRequested: anywhere in the block when the signal arrives; at its start if it has arrived before.
+            ServiceStopped: anywhere in the block when the signal arrives; at its start if it has arrived before.
         """
         self._interruptible = True
         try:
             if self:
-                raise StopRequested(self.name)
+                raise ServiceStopped(self.name)
             yield
         finally:
             self._interruptible = False

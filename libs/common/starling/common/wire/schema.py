@@ -69,7 +69,7 @@ NESTED = (
 )
 
 
-class Family(NamedTuple):
+class MessageFamily(NamedTuple):
     """Messages of one purpose, for the page of the protocol."""
 
     title: str
@@ -78,30 +78,30 @@ class Family(NamedTuple):
 
 
 FAMILIES: Final = (
-    Family(
+    MessageFamily(
         "Weight sync",
         "The controller asks a replica to offer a version, and others to pull it. The weights themselves travel from "
         "replica to replica, by the plan in `adopt_weights`.",
         (PublishWeights, WeightsPublished, AdoptWeights, WeightsAdopted),
     ),
-    Family(
+    MessageFamily(
         "Rollout",
         "A prompt goes to a rollout, its completions come back, and go on to the rewards and, for distillation, to a "
         "teacher.",
         (GenerateGroup, GroupGenerated, GroupInterrupted, ScoreGroup, GroupScored, ScoreTokens, TokensScored),
     ),
-    Family(
+    MessageFamily(
         "Evaluation",
         "An evaluation can be requested while a run is going on. Its groups travel as those of training do, with "
         "`purpose` `evaluate`.",
         (RequestEvaluation,),
     ),
-    Family(
+    MessageFamily(
         "Training",
         "Steps of the policy and its checkpoints.",
         (TrainStep, StepTrained, SaveCheckpoint, CheckpointSaved),
     ),
-    Family(
+    MessageFamily(
         "Membership",
         "Replicas join, report their state in heartbeats, share devices in time, and leave.",
         (
@@ -120,7 +120,7 @@ FAMILIES: Final = (
             Leave,
         ),
     ),
-    Family(
+    MessageFamily(
         "Operations",
         "Commands of an operator while a run is going on.",
         (QueryRun, ChangeSetting, RequestStop, OperatorReply),

@@ -46,7 +46,7 @@ class EngineFactory:
 
         Raises:
             EngineLostError: too many engines were lost.
-            StopRequested: the process is to stop; there is no engine now.
+            ServiceStopped: the process is to stop; there is no engine now.
         """
         lost.close()
         while True:

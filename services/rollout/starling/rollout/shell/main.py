@@ -13,7 +13,7 @@ import structlog
 from starling.algo.text import decode
 from starling.common.errors import StarlingError
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
-from starling.common.observe.process import STOP_S, StopRequested, StopSignal, end_process, end_within
+from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, end_process, end_within
 from starling.common.service import ServiceArguments, check_model_folder, link_settings, serve
 from starling.common.wire import messages as wire
 from starling.rollout.api.start import start_api
@@ -140,7 +140,7 @@ class Shell:
                             raise inbound.error
                     self._act(self._decide(inbound))
                     inbound = self._link.receive(0.0)
-                with suppress(StopRequested):  # `stop` is set, so the loop ends
+                with suppress(ServiceStopped):  # `stop` is set, so the loop ends
                     if not ended:
                         self._run_once(stop)
             if stop:
@@ -359,7 +359,7 @@ class Shell:
         """Replace the lost engine. Its groups are handed over to other replicas, with the tokens so far.
 
         Raises:
-            StopRequested: the process is to stop, and there is no engine now.
+            ServiceStopped: the process is to stop, and there is no engine now.
         """
         log.error("engine_lost", reason=str(error))
         self._act(self._core.lost())
