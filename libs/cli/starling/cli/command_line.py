@@ -31,7 +31,7 @@ PROGRAMS = {"rollout-only": "rollout --only", "policy-replay": "policy --replay"
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What a command line says besides the parameters of its command."""
+    """Parts of a command line besides the parameters of its command."""
 
     arguments: tuple[str, ...] = ()
     """All that follows the command's name, as it was given."""

@@ -166,7 +166,7 @@ def test_export_errors_are_one_sentence(tmp_path: Path, model: Path, capsys: pyt
     (tmp_path / "full" / "file").write_text("")
     states, out = str(tmp_path / "states"), str(tmp_path / "out")
     for arguments, words in (
-        ([states, out], f"nothing near {states} says which model it is of; give its folder with --model"),
+        ([states, out], f"no configuration near {states} that names the trained model; give its folder with --model"),
         ([str(folder), out], f"there is no intact state in {folder}"),
         ([states, str(tmp_path / "full"), "--model", str(model)], "exists and is not empty"),
         ([states, out, "--model", str(model), "--ema"], "has no averaged weights: omit --ema"),

@@ -25,7 +25,7 @@ TASKS = Group("Tasks", sort_key=3)
 RESULTS = Group("Results", sort_key=4)
 UNDER_WAY = Group("A run under way, instead of a model", sort_key=8)
 A_MODEL = frozenset({"--model", "--tasks", "--resume"})
-"""Any of them says that a model is to be evaluated, and not a run under way."""
+"""Flags of the evaluation of a model; without any of them a run under way is evaluated."""
 A_RUN = frozenset({"--num-completions", "--controller", "--key", "--run", "--timeout", "--json"})
 SETTINGS = "Any setting of a recipe may follow: --rollout.max-model-len 4096."
 
@@ -46,7 +46,7 @@ class AnswerOptions:
     """How each prompt is answered, once."""
 
     num_completions: Annotated[
-        int | None, Parameter(help="Completions of each prompt: 1 by default; of a run, as its recipe says.")
+        int | None, Parameter(help="Completions of each prompt: 1 by default; for a run, as in its recipe.")
     ] = None
     temperature: Annotated[float, Parameter(help="0: the likeliest token at each place.")] = 0.0
     max_tokens: Annotated[int, Parameter(help="Most tokens of each completion.")] = 1024

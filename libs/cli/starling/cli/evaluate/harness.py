@@ -132,10 +132,10 @@ def served_model(folder: Path) -> dict[str, Any] | None:
         request = urllib.request.Request(f"{address['base_url']}/models")
         request.add_header("Authorization", f"Bearer {address['api_key']}")
         with DIRECT.open(request, timeout=ANSWER_S) as reply:
-            told = json.loads(reply.read())["data"][0]["starling"]
+            reported = json.loads(reply.read())["data"][0]["starling"]
     except (OSError, http.client.HTTPException):  # not listening yet, or it exited during the reply
         return None
-    return {**address, "max_model_len": told["max_model_len"]} if told["version"] >= 0 else None
+    return {**address, "max_model_len": reported["max_model_len"]} if reported["version"] >= 0 else None
 
 
 def _arguments(asked: HarnessOptions, attempt: Attempt, served: dict[str, Any]) -> list[str]:
@@ -184,16 +184,16 @@ def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, list[dict[str,
 def summary(results: dict[str, Any]) -> dict[str, Any]:
     """Return the harness's results in the format of summary.json."""
     tasks = {}
-    for task, told in results["results"].items():
+    for task, figures in results["results"].items():
         num = results.get("n-samples", {}).get(task, {}).get("effective")
-        tasks[task] = {"num_prompts": num, "metrics": _metrics(told)}
+        tasks[task] = {"num_prompts": num, "metrics": _metrics(figures)}
     return {"harness": f"lm-eval {results.get('lm_eval_version', '')}".strip(), "tasks": tasks}
 
 
-def _metrics(told: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+def _metrics(figures: dict[str, Any]) -> dict[str, dict[str, float | None]]:
     """Return each metric's value and standard error; after a filter its name is ``metric/filter``."""
     found: dict[str, dict[str, float | None]] = {}
-    for key, value in told.items():
+    for key, value in figures.items():
         metric, comma, kind = key.partition(",")
         if not comma:
             continue
@@ -230,10 +230,10 @@ def table_of(found: dict[str, Any]) -> Table:
     table.add_column("metric")
     table.add_column("value", justify="right")
     table.add_column("stderr", justify="right")
-    for task, told in found["tasks"].items():
-        for metric, figures in told["metrics"].items():
+    for task, one in found["tasks"].items():
+        for metric, figures in one["metrics"].items():
             cells = ["" if (value := figures[part]) is None else f"{value:.3f}" for part in ("value", "stderr")]
-            num = told["num_prompts"]
+            num = one["num_prompts"]
             table.add_row(task, "" if num is None else str(num), metric, *cells)
     return table
 

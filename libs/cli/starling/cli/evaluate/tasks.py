@@ -6,7 +6,7 @@
 | `gsm8k:FILE` | `question`, `answer` | `gsm8k`: the last number |
 | `math:FILE` | `problem`, `answer` or `solution` | `math`: the expression |
 | `FILE.jsonl`, `FILE.parquet`, `hf:NAME`, `MODULE:FACTORY` | any source of [data], with `question` and `answer` | `--scorer` (`exact_match`) |
-| `FILE.toml` | what its [data] says | its [[scorers]] |
+| `FILE.toml` | its [data] | its [[scorers]] |
 """  # noqa: E501 - a table
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def _model_settings(config: Path | None, source: str, model: str, trusted: bool)
     if trusted:
         table["trust_remote_code"] = True
     if not table.get("path"):
-        where = f"nothing near {source} says" if config is None else f"{config} does not say"
-        raise ConfigError(f"{where} which model was trained; give its folder with --model")
+        where = f"no configuration near {source}" if config is None else f"no model.path in {config}"
+        raise ConfigError(f"{where} that names the trained model; give its folder with --model")
     try:
         return validate(ModelSettings, table), seed
     except ConfigError as error:

@@ -100,7 +100,7 @@ def stop(folder: RunFolder = None, /, *, connection: Flags = NO_CONNECTION) -> i
 
 
 def evaluate_run(num_completions: int, folder: Path | None, connection: Connection) -> int:
-    """Evaluate the newest version of a run on its held-out prompts; `num_completions` 0: as its recipe says."""
+    """Evaluate the newest version of a run on its held-out prompts; `num_completions` 0: as in its recipe."""
     from starling.common.wire.messages import RequestEvaluation
 
     return ask(lambda request: RequestEvaluation(request=request, num_completions=num_completions), folder, connection)

@@ -184,7 +184,7 @@ def to_text(forecast: SyncForecast, num_rows: int) -> str:
         f"moved             {_size(found.total_bytes)}",
         f"publisher sends   {_size(found.publisher_bytes)}",
         f"peak staging      {_size(found.peak_staging_bytes)} on a rank ({_size(_in_place(plan))} in place)",
-        f"snapshots         {_size(_snapshots(forecast.source))} on a rank of the source, beside what it packs",
+        f"snapshots         {_size(_snapshots(forecast.source))} on a rank of the source, besides the packed weights",
         f"plan              {_size(len(encode(plan)))}, {len(plan.moves)} classes of tensors",
         "",
         f"expected          {_time(found.seconds)}",

@@ -48,7 +48,7 @@ def replay(
     /,
     *,
     incarnation: Annotated[int | None, Parameter(help="Which start of the controller; by default the last.")] = None,
-    until: Annotated[int | None, Parameter(help="Stop after so many events; by default after all.")] = None,
+    until: Annotated[int | None, Parameter(help="Number of events to replay; by default all.")] = None,
     json: Annotated[bool, Parameter(help="Print one JSON object instead.")] = False,
 ) -> int:
     """Rebuild a controller's state from its recording, and print it."""

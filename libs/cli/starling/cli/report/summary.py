@@ -114,15 +114,17 @@ def file_rows(files: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def alarm_rows(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return one row for each kind of alarm: the steps, the first value with its bound, and the meaning."""
     spans: dict[str, list[str]] = {}
-    says: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for line in lines:
         if line["kind"] == "alarm":
             spans.setdefault(line["name"], []).append(f"since step {line['step']}")
-            says.setdefault(line["name"], f"{line['value']:.3g} against a bound of {line['bound']:g}: {line['text']}")
+            meanings.setdefault(
+                line["name"], f"{line['value']:.3g} against a bound of {line['bound']:g}: {line['text']}"
+            )
         elif line["kind"] == "alarm_over" and line["name"] in spans:
             began = spans[line["name"]][-1].removeprefix("since step ")
             spans[line["name"]][-1] = f"steps {began} to {line['step'] - 1}"
-    return [(f"alarm {name}", f"{_listed(spans[name])}; {says[name]}") for name in spans]
+    return [(f"alarm {name}", f"{_listed(spans[name])}; {meanings[name]}") for name in spans]
 
 
 def _listed(spans: list[str], most: int = 3) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starling.cli.run.attempt import Attempt
 
 NOT_EVALUATED = ("--evaluation.at-start=false", "--evaluation.at-end=false", "--evaluation.every=0")
-"""A run that trains no versions, or generates nothing, has nothing to evaluate, whatever its recipe says."""
+"""Settings of a run that trains no versions, or generates nothing, and so has nothing to evaluate."""
 MOST_USED = {
     "model.path": "folder of the model, in Hugging Face form",
     "data.source": "prompts: a .jsonl or .parquet, hf:NAME, or MODULE:FACTORY",

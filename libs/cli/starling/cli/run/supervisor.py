@@ -302,8 +302,8 @@ class Supervisor:
             child.reader.join(1.0)
         log = self.attempt.logs / f"{child.name}.log"
         lines = [line for line in child.last_lines if line.strip()]
-        said = (f"starling {child.name}: ", "starling: ")
-        sentence = next((line for line in reversed(lines) if line.startswith(said)), None)
+        prefixes = (f"starling {child.name}: ", "starling: ")
+        sentence = next((line for line in reversed(lines) if line.startswith(prefixes)), None)
         count = self._restarts.count(child.name)
         ending = f"{child.name} {child.ending()}" + (f" after {count} restart{'s' * (count > 1)}" if count else "")
         if sentence is not None:
