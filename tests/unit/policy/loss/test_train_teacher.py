@@ -156,7 +156,9 @@ def test_incomplete_teacher_data_is_refused(tiny: Make, make_groups: Make) -> No
         trainer.step(sampled_only, step=1)
     with pytest.raises(ConfigError, match="a teacher reported less about group"):
         trainer.step([groups[0], replace(groups[1], teacher=None)], step=1)
-    with pytest.raises(ConfigError, match="has 17 tokens and what its teacher says is of others: 3 log-probabilities"):
+    with pytest.raises(
+        ConfigError, match="has 17 tokens and its teacher's data does not match them: 3 log-probabilities"
+    ):
         replace(groups[0], teacher=TeacherLogprobs(np.zeros(3, np.float32)))
     with pytest.raises(ConfigError, match="a log-probability of its teacher is not finite"):
         replace(groups[0], teacher=TeacherLogprobs(np.full(17, -np.inf, np.float32)))
