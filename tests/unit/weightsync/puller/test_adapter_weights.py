@@ -79,5 +79,5 @@ def test_plan_between_different_base_models_is_refused() -> None:
 def test_join_of_ranks_with_different_base_models_is_refused() -> None:
     parts = [layout_of({f"{PREFIX}.{n}": torch.ones(2)}, "engine", base="one") for n in range(2)]
     assert join_ranks("engine", parts).base == "one"
-    with pytest.raises(WeightsError, match="The ranks of engine have their adapters on different weights"):
+    with pytest.raises(WeightsError, match="The ranks of engine have adapters on different base weights"):
         join_ranks("engine", [parts[0], layout_of(adapter(), "engine", base="two")])
