@@ -48,7 +48,7 @@ def test_a_template_that_refuses_or_forgets_is_told() -> None:
     chosen = tokenizer("chatml")
     messages = [USER, {"role": "assistant", "content": "x"}]
     for template, sentence in (
-        ("{{ raise_exception('no tools here') }}", "cannot write the chat .*no tools here"),
+        ("{{ raise_exception('no tools here') }}", "cannot render the chat .*no tools here"),
         ("{{ messages[0].content }}", "does not write what the assistant said in the chat"),
         (None, "the chat is a conversation and the tokenizer has no chat template"),
     ):
