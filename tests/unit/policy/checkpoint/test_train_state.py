@@ -222,9 +222,9 @@ def test_newest_state_of_empty_storage_is_none(tiny: Make, make_groups: Make, tm
     ("other", "difference"),
     [
         ({"hidden_size": 16}, "lm_head.weight is float32 \\[31, 32\\], and this model's is float32 \\[31, 16\\]"),
-        ({"num_hidden_layers": 1}, "it has model.layers.1.input_layernorm.weight, which this model has not"),
+        ({"num_hidden_layers": 1}, "it has model.layers.1.input_layernorm.weight, which this model does not have"),
         ({"num_hidden_layers": 3}, "it has no model.layers.2.input_layernorm.weight, which this model has"),
-        ({"tied": True}, "it has lm_head.weight, which this model has not"),
+        ({"tied": True}, "it has lm_head.weight, which this model does not have"),
     ],
 )
 def test_resume_state_of_other_model_is_refused(
@@ -280,7 +280,7 @@ def test_dcp_index_cannot_execute_code(tiny: Make, tmp_path: Path) -> None:
     header = json.loads((path / "state.json").read_text())["state"]
     header["digests"][".metadata"] = digest_of(index.read_bytes())
     (path / "state.json").write_bytes(encode_header(msgspec.convert(header, StateHeader)))
-    with pytest.raises(ConfigError, match=r"cannot be read \(it names pathlib\.Path\.touch, which is no part"):
+    with pytest.raises(ConfigError, match=r"cannot be read \(it names pathlib\.Path\.touch, which no index contains"):
         resume(learner, tmp_path / "states")
     assert not (tmp_path / "harm").exists()
 
