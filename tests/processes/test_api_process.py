@@ -1,4 +1,4 @@
-"""The endpoint of a rollout process: it is found by its file, answers while it may, and goes with its replica."""
+"""The HTTP server of a rollout process: its address file, its answers, and its end with the replica."""
 
 from __future__ import annotations
 
@@ -46,20 +46,22 @@ def address(folder: Path) -> dict[str, str]:
         assert time.monotonic() < until, "it never listened"
         time.sleep(0.05)
     assert file.stat().st_mode & 0o777 == 0o600
-    told: dict[str, str] = json.loads(file.read_text())
-    return told
+    status: dict[str, str] = json.loads(file.read_text())
+    return status
 
 
-def test_the_endpoint_comes_and_goes_with_its_replica(hub: FakeHub, trained: Path, tmp_path: Path) -> None:
+def test_api_server_starts_and_ends_with_its_replica(hub: FakeHub, trained: Path, tmp_path: Path) -> None:
     flags = ("--model.path", str(trained), "--model.device", "cpu", "--rollout.load-weights", "true")
     own = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
     with replica(hub, "rollout-0", tmp_path, *flags, *own) as process:
         hello, _ = hub.hello("rollout-0")
         assert hello.version == 0
-        told = address(tmp_path)
-        assert told["api_key"] == "a key of mine"
-        client = openai.OpenAI(base_url=told["base_url"], api_key=told["api_key"], max_retries=0, timeout=DEADLINE_S)
-        answer = client.completions.create(model=told["model"], prompt="abc", max_tokens=5)
+        status = address(tmp_path)
+        assert status["api_key"] == "a key of mine"
+        client = openai.OpenAI(
+            base_url=status["base_url"], api_key=status["api_key"], max_retries=0, timeout=DEADLINE_S
+        )
+        answer = client.completions.create(model=status["model"], prompt="abc", max_tokens=5)
         assert answer.choices[0].starling["versions"] == [{"version": 0, "start": 0, "end": 5}]  # type: ignore[attr-defined]
         assert client.models.retrieve("tiny").starling["version"] == 0  # type: ignore[attr-defined]
 
@@ -80,7 +82,7 @@ def test_the_endpoint_comes_and_goes_with_its_replica(hub: FakeHub, trained: Pat
         (("--rollout.api.port", "70000"), "rollout.api.port = 70000"),
     ],
 )
-def test_an_address_that_cannot_be(
+def test_invalid_api_address_is_rejected(
     hub: FakeHub, trained: Path, tmp_path: Path, flags: tuple[str, ...], problem: str
 ) -> None:
     shared = ("--model.path", str(trained), "--model.device", "cpu", "--rollout.load-weights", "true")

@@ -1,4 +1,4 @@
-"""Adapters between processes: they alone travel, onto weights that every replica has read itself."""
+"""Adapters between processes: only they are transferred, onto base weights that every replica has loaded itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def generate(hub: FakeHub, version: int) -> wire.GenerateGroup:
     )
 
 
-def test_only_adapters_travel(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_only_adapters_are_transferred(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     base, other = (with_weights(model, tmp_path / name, seed) for seed, name in enumerate(("base", "other")))
     shared = ("--model.device", "cpu", *LORA)
     with (
@@ -105,7 +105,7 @@ def test_only_adapters_travel(hub: FakeHub, model: Path, tmp_path: Path) -> None
         (("--weights.quantise", "fp8_row"), "weights.quantise = 'fp8_row' is not compatible with [model.lora]"),
     ],
 )
-def test_what_does_not_go_with_adapters(
+def test_settings_incompatible_with_adapters_are_rejected(
     hub: FakeHub, model: Path, tmp_path: Path, flags: tuple[str, ...], reason: str
 ) -> None:
     with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *LORA, *flags) as policy:

@@ -1,4 +1,4 @@
-"""When a policy process saves: as it is told, beside its steps, on an interval, on SIGUSR1, and before it leaves."""
+"""When a policy process saves: on command, during steps, at intervals, on SIGUSR1, and before it leaves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def states_of(storage: Storage) -> list[int]:
     return [version for version, name in state_versions(storage) if "state.json" in storage.names(name)]
 
 
-def test_a_policy_saves_in_s3_and_goes_on_from_there(hub: FakeHub, model: Path, tmp_path: Path, bucket: Bucket) -> None:
+def test_policy_saves_to_s3_and_resumes_from_there(hub: FakeHub, model: Path, tmp_path: Path, bucket: Bucket) -> None:
     flags = ("--model.path", str(model), *FLAGS, *bucket.flags, "--policy.saving.best=-loss")
     flags += ("--policy.saving.hf-every=2",)
     home, options = bucket.storage.below(RUN), bucket.storage.fs.storage_options
@@ -70,7 +70,7 @@ def test_a_policy_saves_in_s3_and_goes_on_from_there(hub: FakeHub, model: Path, 
         assert hub.hello("policy-0")[0].version == 0
         train(hub, 1)
         policy.send_signal(signal.SIGUSR1)
-        hub.heartbeat("policy-0", lambda told: states_of(states) == [1])
+        hub.heartbeat("policy-0", lambda status: states_of(states) == [1])
         train(hub, 2)
         train(hub, 3, next_prompt=9)
         order = wire.SaveCheckpoint(lease=hub.lease("save"), step=3, state=True, metrics={"loss": 0.25})
@@ -90,7 +90,7 @@ def test_a_policy_saves_in_s3_and_goes_on_from_there(hub: FakeHub, model: Path, 
     assert (newest.state.version, newest.state.next_prompt) == (4, 12)
 
 
-def test_steps_go_on_while_a_storage_stands_still(hub: FakeHub, model: Path, tmp_path: Path, bucket: Bucket) -> None:
+def test_steps_continue_while_storage_hangs(hub: FakeHub, model: Path, tmp_path: Path, bucket: Bucket) -> None:
     flags = ("--model.path", str(model), *FLAGS, *bucket.flags, "--policy.saving.patience-s=2")
     with replica(hub, "policy-0", tmp_path, *flags) as policy:
         hub.hello("policy-0")
@@ -101,7 +101,7 @@ def test_steps_go_on_while_a_storage_stands_still(hub: FakeHub, model: Path, tmp
         train(hub, 2)
         another = wire.SaveCheckpoint(lease=hub.lease("save"), step=2, state=True)
         hub.send("policy-0", another)
-        wait = hub.heartbeat("policy-0", lambda told: bool(told.waits)).waits[0]
+        wait = hub.heartbeat("policy-0", lambda status: bool(status.waits)).waits[0]
         assert (wait.what, wait.on) == ("the state of version 1 to be written", "storage")
         failed, _ = hub.answer("policy-0", another.lease, wire.LeaseFailed)
         assert "the state of version 1 is not written after" in failed.reason, "it waits its patience, no more"
@@ -112,9 +112,7 @@ def test_steps_go_on_while_a_storage_stands_still(hub: FakeHub, model: Path, tmp
         assert exit_code(policy) == 0
 
 
-def test_a_state_is_of_the_moment_that_it_was_ordered_and_what_fails_is_told(
-    hub: FakeHub, model: Path, tmp_path: Path
-) -> None:
+def test_saved_state_is_of_the_command_and_failures_are_reported(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as policy:
         hub.hello("policy-0")
         train(hub, 1)
@@ -137,7 +135,7 @@ def test_a_state_is_of_the_moment_that_it_was_ordered_and_what_fails_is_told(
     assert find_state(str(tmp_path)).state.version == 2
 
 
-def test_a_run_goes_on_from_a_state_of_another(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_run_begins_from_state_of_another_run(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     flags = ("--model.path", str(model), *FLAGS)
     with replica(hub, "policy-0", tmp_path / "one", *flags) as policy:
         hub.hello("policy-0")
@@ -178,9 +176,7 @@ algorithm = Algorithm(loss=loss)
 """
 
 
-def test_a_policy_whose_step_broke_off_ends_and_begins_again_from_its_state(
-    hub: FakeHub, model: Path, tmp_path: Path
-) -> None:
+def test_policy_with_failed_step_ends_and_resumes_from_its_state(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text(BREAKS)
     flags = ("--model.path", str(model), *FLAGS, "--policy.algorithm.num-passes", "2")
     flags += ("--policy.algorithm.name", f"{tmp_path}/breaks.py:algorithm", "--policy.algorithm.kl-coefficient", "0")

@@ -1,4 +1,4 @@
-"""The policy as a process: killed, started again, and told its steps once more, it makes the same bits."""
+"""The policy process: after a kill it repeats its steps bit for bit; its answers to commands."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def publish(hub: FakeHub, version: int) -> bytes:
     return encoded
 
 
-def test_a_killed_policy_goes_on_with_the_same_bits(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_policy_resumes_bitwise_after_kill(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     flags = ("--model.path", str(model), *FLAGS)
     with replica(hub, "policy-0", tmp_path / "crashed", *flags) as policy:
         hello, _ = hub.hello("policy-0")
@@ -111,7 +111,7 @@ def test_a_killed_policy_goes_on_with_the_same_bits(hub: FakeHub, model: Path, t
     assert sorted(path.name for path in (tmp_path / "crashed/states").iterdir()) == ["version-3", "version-6"]
 
 
-def test_who_loses_the_controller_gives_shared_devices_away(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_replica_that_loses_controller_releases_shared_devices(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     hub.welcome = wire.Welcome(heartbeat_s=0.05, lease_s=5.0, shares_devices=True)
     with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as process:
         hub.hello("policy-0")
@@ -135,12 +135,12 @@ def refused(hub: FakeHub, message: Any, buffers: tuple[bytes, ...] = ()) -> str:
     return failed.reason
 
 
-def test_what_a_policy_says_to_orders(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_policy_answers_to_commands(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *FLAGS) as policy:
         hub.hello("policy-0")
         early, buffers = step_of(hub.lease("train"), 1, published=0)
         hub.send("policy-0", early, buffers)
-        heartbeat = hub.heartbeat("policy-0", lambda told: bool(told.waits))
+        heartbeat = hub.heartbeat("policy-0", lambda status: bool(status.waits))
         assert [(wait.what, wait.on) for wait in heartbeat.waits] == [
             ("the command to publish version 0, before step 1", "controller")
         ]
@@ -149,7 +149,7 @@ def test_what_a_policy_says_to_orders(hub: FakeHub, model: Path, tmp_path: Path)
         offer = publish(hub, 0)
         hub.answer("policy-0", early.lease, wire.StepTrained)
         assert publish(hub, 0) == offer, "it holds version 1 now, and offers version 0 still"
-        heartbeat = hub.heartbeat("policy-0", lambda told: told.version == 1 and not told.waits)
+        heartbeat = hub.heartbeat("policy-0", lambda status: status.version == 1 and not status.waits)
         assert heartbeat.offered == 0
 
         shared, _ = step_of(hub.lease("train"), 2, num_replicas=2, replica=1, num_groups=8)
@@ -173,7 +173,7 @@ def test_what_a_policy_says_to_orders(hub: FakeHub, model: Path, tmp_path: Path)
         ),
     ],
 )
-def test_what_is_wrong_with_a_recipe_is_told_before_the_policy_joins(
+def test_invalid_recipe_is_reported_before_policy_joins(
     hub: FakeHub, model: Path, tmp_path: Path, flags: tuple[str, ...], said: str
 ) -> None:
     with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *FLAGS, *flags) as policy:

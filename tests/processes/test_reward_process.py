@@ -1,4 +1,4 @@
-"""The reward service as a process: it says whom it waits for, and a scorer that hangs does not keep it from ending."""
+"""The reward process: it reports what it waits for, and ends while a scorer hangs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ timeout_s = 90.0
 """
 
 
-def test_it_ends_while_a_scorer_hangs_and_says_so_before(hub: FakeHub, tmp_path: Path) -> None:
+def test_reward_service_reports_hanging_scorer_and_still_ends(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "recipe.toml").write_text(RECIPE.format(path=tmp_path / "slow.py"))
     with replica(hub, "reward-0", tmp_path, "--config", str(tmp_path / "recipe.toml")) as reward:
@@ -34,8 +34,8 @@ def test_it_ends_while_a_scorer_hangs_and_says_so_before(hub: FakeHub, tmp_path:
         completions = tuple(wire.CompletionText(text=text, status=wire.Status.OK, num_tokens=4) for text in texts)
         lease = hub.lease("score")
         hub.send("reward-0", wire.ScoreGroup(lease=lease, prompt=wire.Prompt(id="p"), completions=completions))
-        told = hub.heartbeat("reward-0", lambda told: any("completion 1" in wait.what for wait in told.waits))
-        (wait,) = (wait for wait in told.waits if "completion 1" in wait.what)
+        status = hub.heartbeat("reward-0", lambda status: any("completion 1" in wait.what for wait in status.waits))
+        (wait,) = (wait for wait in status.waits if "completion 1" in wait.what)
         assert wait.what == f"scorer slow on completion 1 of {lease}"
         assert wait.on.startswith("worker ")
         assert 0.0 < wait.seconds_left <= 90.0

@@ -1,4 +1,4 @@
-"""The engine of a rollout's process: interrupted, asleep, lost and made again, given new weights in every mode."""
+"""The engine of a rollout process: interrupted, asleep, lost and restarted, and new weights in every mode."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def group(hub: FakeHub, max_tokens: int, text: str = "abc>", **more: Any) -> wir
 
 def runs(hub: FakeHub) -> None:
     """Wait until it generates, and has told so."""
-    hub.heartbeat(NAME, lambda told: told.gauges.get("rows", 0) > 0 and told.gauges["tokens_per_s"] > 0)
+    hub.heartbeat(NAME, lambda status: status.gauges.get("rows", 0) > 0 and status.gauges["tokens_per_s"] > 0)
 
 
 def arrays(buffers: tuple[bytes, ...]) -> tuple[Any, Any, Any]:
@@ -161,7 +161,7 @@ def arrays(buffers: tuple[bytes, ...]) -> tuple[Any, Any, Any]:
     return ids, logprobs, versions
 
 
-def test_a_group_goes_on_elsewhere_with_what_was_left_of_it(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_interrupted_group_resumes_elsewhere_from_its_tokens(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     exclusive = flags(model, "--rollout.exclusive", "true")
     with replica(hub, NAME, tmp_path, *exclusive) as first:
         hello, _ = hub.hello(NAME)
@@ -194,7 +194,7 @@ def test_a_group_goes_on_elsewhere_with_what_was_left_of_it(hub: FakeHub, model:
         assert f"its partial completions have {2 * num + 2} tokens, and buffers of" in failed.reason
 
 
-def test_asleep_it_has_handed_over_what_it_ran(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_sleeping_rollout_hands_over_its_groups(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     with replica(hub, NAME, tmp_path, *flags(model)) as process:
         hub.hello(NAME)
         asked = group(hub, ENDLESS)
@@ -206,8 +206,8 @@ def test_asleep_it_has_handed_over_what_it_ran(hub: FakeHub, model: Path, tmp_pa
         hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
         later = group(hub, 4)
         hub.send(NAME, later)
-        told = hub.heartbeat(NAME, lambda told: bool(told.waits))
-        assert [wait.what for wait in told.waits] == ["an order to wake up"]
+        status = hub.heartbeat(NAME, lambda status: bool(status.waits))
+        assert [wait.what for wait in status.waits] == ["an order to wake up"]
         hub.ask(NAME, wire.Wake(lease=hub.lease("wake")), wire.Woken)
         hub.answer(NAME, later.lease, wire.GroupGenerated)
         process.terminate()
@@ -217,7 +217,7 @@ def test_asleep_it_has_handed_over_what_it_ran(hub: FakeHub, model: Path, tmp_pa
 SHARED = wire.Welcome(heartbeat_s=0.05, lease_s=5.0, shares_devices=True)
 
 
-def test_who_loses_the_controller_gives_shared_devices_away(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_replica_that_loses_controller_releases_shared_devices(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     hub.welcome = SHARED
     with replica(hub, NAME, tmp_path, *flags(model)) as process:
         hub.hello(NAME)
@@ -234,26 +234,26 @@ def test_who_loses_the_controller_gives_shared_devices_away(hub: FakeHub, model:
         hub.hello(NAME)
         later = group(hub, 4)
         hub.send(NAME, later)
-        told = hub.heartbeat(NAME, lambda told: bool(told.waits))
-        assert [wait.what for wait in told.waits] == ["an order to wake up"]
-        assert late.lease not in {held.lease for held in told.leases}, "it came when it could be anybody's turn"
+        status = hub.heartbeat(NAME, lambda status: bool(status.waits))
+        assert [wait.what for wait in status.waits] == ["an order to wake up"]
+        assert late.lease not in {held.lease for held in status.leases}, "it came when it could be anybody's turn"
         hub.ask(NAME, wire.Wake(lease=hub.lease("wake")), wire.Woken)
         hub.answer(NAME, later.lease, wire.GroupGenerated)
         process.terminate()
         assert exit_code(process) == 0
 
 
-def test_who_cannot_give_shared_devices_away_ends(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_replica_that_cannot_release_shared_devices_ends(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "stuck.py"
     file.write_text(STUCK)
     hub.welcome = SHARED
     with replica(hub, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Stuck")) as process:
         hub.hello(NAME)
-        hub.heartbeat(NAME, lambda told: True)
+        hub.heartbeat(NAME, lambda status: True)
         assert exit_code(process) == 1
 
 
-def test_an_engine_that_is_lost_is_made_again(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_lost_engine_is_restarted(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "fragile.py"
     file.write_text(FRAGILE)
     own = ("--rollout.engine", f"{file}:Fragile", "--rollout.max-engine-restarts", "1")
@@ -286,9 +286,7 @@ def comes(file: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_who_is_told_to_stop_while_its_engine_starts_ends(
-    hub: FakeHub, model: Path, tmp_path: Path, times: int
-) -> None:
+def test_stop_during_engine_start_ends_replica(hub: FakeHub, model: Path, tmp_path: Path, times: int) -> None:
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     (tmp_path / "times").write_text(str(times))
@@ -305,7 +303,7 @@ def test_who_is_told_to_stop_while_its_engine_starts_ends(
             assert left.reason == "stopped by SIGTERM"
 
 
-def test_an_engine_that_is_lost_before_it_has_weights_is_made_again(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_engine_lost_before_first_weights_is_restarted(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "fragile.py"
     file.write_text(FRAGILE)
     published = version_tensors(load_model(model, init="random", seed=6))
@@ -324,9 +322,7 @@ def test_an_engine_that_is_lost_before_it_has_weights_is_made_again(hub: FakeHub
         hub.ask(NAME, group(hub, 4), wire.GroupGenerated)
 
 
-def test_an_engine_that_is_lost_asleep_is_made_again_when_it_is_woken(
-    hub: FakeHub, model: Path, tmp_path: Path
-) -> None:
+def test_engine_lost_asleep_is_restarted_on_wake(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "fragile.py"
     file.write_text(FRAGILE)
     with replica(hub, NAME, tmp_path, *flags(model, "--rollout.engine", f"{file}:Fragile")):
@@ -336,15 +332,15 @@ def test_an_engine_that_is_lost_asleep_is_made_again_when_it_is_woken(
         hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
         asked = group(hub, 4)
         hub.send(NAME, asked)
-        told = hub.heartbeat(NAME, lambda told: bool(told.waits))
-        assert [wait.what for wait in told.waits] == ["an order to wake up"]
+        status = hub.heartbeat(NAME, lambda status: bool(status.waits))
+        assert [wait.what for wait in status.waits] == ["an order to wake up"]
         assert (tmp_path / "kill").exists(), "nobody touched it"
         failed, _ = hub.ask(NAME, wire.Wake(lease=hub.lease("wake")), wire.LeaseFailed)
         assert failed.reason == "somebody broke it"
         hub.answer(NAME, asked.lease, wire.GroupGenerated)
 
 
-def test_a_pull_in_place_that_fails_is_told_of_and_made_good(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_failed_pull_in_place_is_reported_and_next_version_adopted(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     published = version_tensors(load_model(model, init="random", seed=6))
     source = layout_of(published, "policy-0")
     with replica(hub, NAME, tmp_path, *flags(model, "--rollout.double-buffer", "false")):
@@ -355,11 +351,11 @@ def test_a_pull_in_place_that_fails_is_told_of_and_made_good(hub: FakeHub, model
         order = wire.AdoptWeights(lease=hub.lease("adopt"), version=1, source="policy-0")
         failed, _ = hub.ask(NAME, order, wire.LeaseFailed, (gone, plan))
         assert "WeightsError" in failed.reason
-        assert hub.heartbeat(NAME, lambda told: told.version == -1).waits == ()
+        assert hub.heartbeat(NAME, lambda status: status.version == -1).waits == ()
         asked = group(hub, 4)
         hub.send(NAME, asked)
-        told = hub.heartbeat(NAME, lambda told: bool(told.waits))
-        assert [wait.what for wait in told.waits] == ["an order to adopt version 0 or newer"]
+        status = hub.heartbeat(NAME, lambda status: bool(status.waits))
+        assert [wait.what for wait in status.waits] == ["an order to adopt version 0 or newer"]
         with Publisher(source, transport="tcp", delta_versions=0) as publisher:
             order = wire.AdoptWeights(lease=hub.lease("adopt"), version=2, source="policy-0")
             hub.ask(NAME, order, wire.WeightsAdopted, (encode(publisher.publish(2, published)), plan))
@@ -376,7 +372,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_new_weights_in_every_mode(hub: FakeHub, model: Path, tmp_path: Path, mode: str) -> None:
+def test_weights_are_adopted_in_every_mode(hub: FakeHub, model: Path, tmp_path: Path, mode: str) -> None:
     published = version_tensors(load_model(model, init="random", seed=6))
     source = layout_of(published, "policy-0")
     with (

@@ -1,4 +1,4 @@
-"""Rollouts as processes: they adopt from the policy and from each other, bit for bit, and end when they are told to."""
+"""Rollout processes adopt from the policy and from each other, bit for bit, and end on command."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def generate(hub: FakeHub, min_version: int) -> wire.GenerateGroup:
     )
 
 
-def test_weights_go_from_rollout_to_rollout(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+def test_rollout_adopts_from_rollout(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     shared = ("--model.path", str(model), "--model.device", "cpu", "--run.seed", str(SEED))
     own = ("--policy.init", "random", "--policy.transport", "tcp")
     serving = ("--rollout.transport", "tcp", "--rollout.version-timeout-s", "0.5")
@@ -87,7 +87,7 @@ def test_weights_go_from_rollout_to_rollout(hub: FakeHub, model: Path, tmp_path:
             offers[name] = publish(hub, name, 0)
             assert publish(hub, name, 0) == offers[name], "the same offer again"
             assert adopted.root == decode_offer(offers[source]).root
-            assert hub.heartbeat(name, lambda told: told.offered == 0).version == 0
+            assert hub.heartbeat(name, lambda status: status.offered == 0).version == 0
         roots = {name: decode_offer(offer).root for name, offer in offers.items()}
         assert len(set(roots.values())) == 1, "who holds the same boxes has the same root, whoever it is"
 
@@ -115,10 +115,10 @@ def test_weights_go_from_rollout_to_rollout(hub: FakeHub, model: Path, tmp_path:
         policy.send_signal(signal.SIGSTOP)
         message, buffers = order(hub, "policy-0", offer, plan)
         hub.send("rollout-1", message, buffers)
-        told = hub.heartbeat("rollout-1", lambda told: bool(told.waits))
-        assert [(wait.what, wait.on) for wait in told.waits] == [("the weights of version 1", "policy-0")]
-        assert 0.0 < told.waits[0].seconds_left <= 60.0
-        assert told.version == 0, "it generates with what it has"
+        status = hub.heartbeat("rollout-1", lambda status: bool(status.waits))
+        assert [(wait.what, wait.on) for wait in status.waits] == [("the weights of version 1", "policy-0")]
+        assert 0.0 < status.waits[0].seconds_left <= 60.0
+        assert status.version == 0, "it generates with what it has"
         for process in (first, second):
             process.terminate()
         assert [exit_code(process) for process in (first, second)] == [0, 0]

@@ -1,4 +1,4 @@
-"""The teacher as a process: it answers with its own log-probabilities, refuses what it cannot read, and ends."""
+"""The teacher process: it returns its log-probabilities, rejects invalid tokens, and ends when drained."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def order(hub: FakeHub, ids: list[int], *lengths: int) -> tuple[wire.ScoreTokens
     return wire.ScoreTokens(lease=lease, prompt_id="p", lengths=lengths, temperature=0.5, tensors=tensors), buffers
 
 
-def test_it_scores_tokens_and_leaves_when_all_is_done(hub: FakeHub, tmp_path: Path, model: Path, taught: Path) -> None:
+def test_teacher_scores_tokens_and_leaves_when_drained(hub: FakeHub, tmp_path: Path, model: Path, taught: Path) -> None:
     with teacher(hub, tmp_path, model, taught, "--teacher.top-k", "2", "--teacher.num-slots", "3") as process:
         hello, _ = hub.hello("teacher-0")
         assert (hello.role, hello.num_slots, hello.has_layout, hello.version) == ("teacher", 3, False, -1)
@@ -83,9 +83,7 @@ def _with(
     return ordered[0], wire.LeaseFailed, ordered[1]
 
 
-def test_a_teacher_of_another_vocabulary_does_not_start(
-    hub: FakeHub, tmp_path: Path, model: Path, taught: Path
-) -> None:
+def test_teacher_of_another_vocabulary_does_not_start(hub: FakeHub, tmp_path: Path, model: Path, taught: Path) -> None:
     settings = ScratchSettings(config={"hidden_size": 16}, alphabet="xyz", max_length=16)
     make_model_folder(settings, tmp_path / "other")
     with teacher(hub, tmp_path, tmp_path / "other", taught) as process:
@@ -94,7 +92,7 @@ def test_a_teacher_of_another_vocabulary_does_not_start(
     assert "the teacher must read what the model samples; give a teacher of the same vocabulary" in errors
 
 
-def test_a_teacher_without_a_model_does_not_start(hub: FakeHub, tmp_path: Path, model: Path) -> None:
+def test_teacher_without_model_does_not_start(hub: FakeHub, tmp_path: Path, model: Path) -> None:
     with teacher(hub, tmp_path, model, tmp_path / "nowhere") as process:
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 2

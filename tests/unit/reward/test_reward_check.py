@@ -29,9 +29,7 @@ def test_every_built_in_scorer_can_be_used() -> None:
     check_scorers(RewardSettings.model_validate({"scorers": scorers}))
 
 
-def test_a_user_scorer_is_found_by_path_and_beside_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_scorer_is_found_by_path_and_in_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("from beside import f\nclass A:\n    g = staticmethod(f)\n")
     (tmp_path / "beside.py").write_text("def f(completion, reference, prompt_text, metadata): return 1\n")
     (tmp_path / "signal.py").write_text("raise RuntimeError('I took the place of the standard library')\n")
@@ -68,7 +66,7 @@ def test_a_user_scorer_is_found_by_path_and_beside_the_working_directory(
         ("reasoning_gym:spell_backward", {"colour": 1}, r"refuses its options"),
     ],
 )
-def test_an_unusable_scorer_is_named_with_a_remedy(name: str, options: dict[str, Any], problem: str) -> None:
+def test_unusable_scorer_is_named_with_a_remedy(name: str, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check_scorers(settings(name, options=options))
 
@@ -83,7 +81,7 @@ def test_an_unusable_scorer_is_named_with_a_remedy(name: str, options: dict[str,
         ("def f(:", r"SyntaxError"),
     ],
 )
-def test_a_module_that_misbehaves_on_import_is_found_at_start(tmp_path: Path, code: str, problem: str) -> None:
+def test_module_that_fails_on_import_is_found_at_start(tmp_path: Path, code: str, problem: str) -> None:
     (tmp_path / "bad.py").write_text(code)
     with pytest.raises(ConfigError, match=problem):
         check_scorers(settings(f"{tmp_path / 'bad.py'}:f", start_timeout_s=1.0 if "while" in code else 60.0))

@@ -1,4 +1,4 @@
-"""The core: scores in any order become the rewards of a group, once."""
+"""The state machine: scores in any order become the rewards of a group, once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def phases(scores: GroupScores) -> dict[str, str]:
     return dict.fromkeys(scores.working, "working") | dict.fromkeys(scores.queued, "queued")
 
 
-def test_a_group_from_arrival_to_answer() -> None:
+def test_group_from_arrival_to_answer() -> None:
     scores = machine()
     (submit,) = scores.add(group("score:1:0", Status.OK, Status.TRUNCATED, Status.ENV_ERROR))
     assert isinstance(submit, SubmitTask)
@@ -71,7 +71,7 @@ def test_a_group_from_arrival_to_answer() -> None:
     assert phases(scores) == {}
 
 
-def test_a_failed_scorer_leaves_no_reward_and_says_why() -> None:
+def test_failed_scorer_leaves_no_reward_but_a_reason() -> None:
     scores = machine()
     scores.add(group("score:1:0", Status.OK, Status.OK))
     scores.record(Score("score:1:0", 0, 0, None, Status.REWARD_TIMEOUT, "it hung."))
@@ -85,7 +85,7 @@ def test_a_failed_scorer_leaves_no_reward_and_says_why() -> None:
     assert answer.message.components == {"right": (None, 2.0), "form": (None, -1.0)}
 
 
-def test_a_scorer_of_weight_0_is_only_observed() -> None:
+def test_scorer_of_weight_0_is_only_observed() -> None:
     scores = machine((WeightedScorer("right", 2.0), WeightedScorer("seen", 0.0)))
     scores.add(group("score:1:0", Status.OK))
     scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."))
@@ -95,7 +95,7 @@ def test_a_scorer_of_weight_0_is_only_observed() -> None:
     assert answer.message.problems == ("Completion 0: it raised.",)
 
 
-def test_a_punishment_takes_from_the_reward_and_a_negative_weight_turns_it_round() -> None:
+def test_negative_scores_and_weights() -> None:
     for weight, reward in ((0.5, 0.75), (-0.5, 1.25)):
         scores = machine((WeightedScorer("right", 1.0), WeightedScorer("overlong", weight)))
         scores.add(group("score:1:0", Status.OK))
@@ -107,7 +107,7 @@ def test_a_punishment_takes_from_the_reward_and_a_negative_weight_turns_it_round
 
 
 @pytest.mark.parametrize("values", [(1e308, 1e308), (1.7e308, -1.7e308), (1.7e308, 1.7e308)])
-def test_a_sum_beyond_floats_is_a_failure(values: tuple[float, float]) -> None:
+def test_sum_beyond_floats_is_a_failure(values: tuple[float, float]) -> None:
     scores = machine((WeightedScorer("a", 10.0), WeightedScorer("b", 10.0)))
     scores.add(group("score:1:0", Status.OK))
     scores.record(Score("score:1:0", 0, 0, values[0]))
@@ -118,7 +118,7 @@ def test_a_sum_beyond_floats_is_a_failure(values: tuple[float, float]) -> None:
 
 
 @pytest.mark.parametrize("statuses", [(), (Status.INFRA_LOST, Status.CANCELLED_STALE)])
-def test_a_group_with_nothing_to_score_is_answered_at_once(statuses: tuple[Status, ...]) -> None:
+def test_group_without_scorable_completion_is_answered_at_once(statuses: tuple[Status, ...]) -> None:
     scores = machine()
     (answer,) = scores.add(group("score:1:0", *statuses))
     assert isinstance(answer, SendScores)
@@ -153,7 +153,7 @@ def test_repeated_and_late_messages_change_nothing() -> None:
     assert scores.record(Score("score:1:0", 1, 0, 1.0)) == []
 
 
-def test_a_conversation_reads_as_its_contents() -> None:
+def test_prompt_text_joins_message_contents() -> None:
     messages = (ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="2+2?"))
     assert prompt_text(Prompt(id="x", messages=messages, text="unused")) == "Be brief.\n\n2+2?"
     assert prompt_text(Prompt(id="x", text="2+2?")) == "2+2?"
@@ -210,7 +210,7 @@ def test_slots_never_leak(steps: list[tuple[str, int]], num_slots: int) -> None:
     assert scores == machine(scores.scorers, num_slots)
 
 
-def test_a_scorer_that_is_for_other_prompts_adds_nothing() -> None:
+def test_scorer_for_other_tasks_adds_nothing() -> None:
     scorers = (WeightedScorer("sums", 1.0, ("sums",)), WeightedScorer("words", 1.0, ("words",)), TWO[1])
     scores = machine(scorers)
     message = group("score:1:0", Status.OK)
@@ -225,7 +225,7 @@ def test_a_scorer_that_is_for_other_prompts_adds_nothing() -> None:
     assert answer.message.components == {"sums": (None,), "words": (1.0,), "form": (1.0,)}
 
 
-def test_a_prompt_that_is_no_scorers_has_no_reward() -> None:
+def test_prompt_without_scorer_has_no_reward() -> None:
     (answer,) = machine((WeightedScorer("sums", 1.0, ("sums",)),)).add(group("score:1:0", Status.OK))
     assert isinstance(answer, SendScores)
     assert (answer.message.rewards, answer.message.statuses) == ((None,), (Status.REWARD_ERROR,))

@@ -1,4 +1,4 @@
-"""The pool with real processes: every way in which a scorer can fail, and that nothing outlives the service."""
+"""The pool with real processes: every way in which a scorer can fail, and no process outlives the service."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def pool() -> Iterator[ScoringPool]:
         ("write-into-line", "scorer 'act' ended its worker process"),
     ],
 )
-def test_a_failure_is_a_status_and_spoils_no_other_sample(pool: ScoringPool, text: str, problem: str) -> None:
+def test_failure_is_a_status_of_one_completion(pool: ScoringPool, text: str, problem: str) -> None:
     pool.submit(task("good", text, "good"))
     first, failed, last = collect(pool, 3)
     assert (first.value, first.status, first.problem) == (1.0, Status.OK, "")
@@ -102,19 +102,19 @@ def test_a_failure_is_a_status_and_spoils_no_other_sample(pool: ScoringPool, tex
 
 
 @pytest.mark.parametrize(("text", "value"), [("value true", 1.0), ("value int", 3.0), ("print", 1.0)])
-def test_numbers_of_every_kind_count_and_printing_does_no_harm(pool: ScoringPool, text: str, value: float) -> None:
+def test_any_number_is_a_score_and_printing_is_harmless(pool: ScoringPool, text: str, value: float) -> None:
     pool.submit(task(text, "good"))
     assert [score.value for score in collect(pool, 2)] == [value, 1.0]
 
 
-def test_a_long_problem_is_cut(pool: ScoringPool) -> None:
+def test_long_problem_is_shortened(pool: ScoringPool) -> None:
     pool.submit(task("raise-long"))
     (score,) = collect(pool, 1)
     assert score.problem.endswith("xxx....")
     assert len(score.problem) < 400
 
 
-def test_a_forked_child_cannot_speak_for_the_worker(pool: ScoringPool) -> None:
+def test_forked_child_cannot_report_for_worker(pool: ScoringPool) -> None:
     pool.submit(task("fork", *["good"] * 20))
     scores = collect(pool, 21)
     assert scores[0].value in (1.0, 7.0)
@@ -122,7 +122,7 @@ def test_a_forked_child_cannot_speak_for_the_worker(pool: ScoringPool) -> None:
 
 
 @pytest.mark.parametrize("text", ["hang", "hang-in-c"])
-def test_a_hanging_scorer_is_killed_at_its_limit(text: str) -> None:
+def test_hanging_scorer_is_killed_at_its_limit(text: str) -> None:
     with ScoringPool(settings("act", timeout_s=0.3)) as pool:
         before = pool.worker_pids()
         pool.submit(task("good", text, "good"))
@@ -135,7 +135,7 @@ def test_a_hanging_scorer_is_killed_at_its_limit(text: str) -> None:
         assert pool.gauges()["workers_replaced"] == 1
 
 
-def test_what_a_killed_scorer_had_started_is_killed_too(tmp_path: Path) -> None:
+def test_children_of_killed_scorer_are_killed(tmp_path: Path) -> None:
     note = tmp_path / "child"
     with ScoringPool(settings("act", timeout_s=2)) as pool:
         pool.submit(task(f"hang-with-child {note}"))
@@ -165,7 +165,7 @@ def test_scorers_receive_everything_and_their_options() -> None:
     assert score.value == 1.5, score.problem
 
 
-def test_scorers_are_told_of_a_completion_what_they_ask_for() -> None:
+def test_scorers_get_completion_fields_they_take() -> None:
     """Completions of one text are told apart; a negative weight is the reward's affair, not the score's."""
     scorers = [
         {"name": f"{MISBEHAVING}:told", "label": "told", "options": {"unit": 2}},
@@ -197,7 +197,7 @@ def test_many_tasks_and_long_texts_all_arrive_once() -> None:
         assert pool.gauges()["queue_depth"] == 0
 
 
-def test_a_cancelled_task_says_nothing_and_its_id_may_return() -> None:
+def test_cancelled_task_returns_no_scores_and_frees_its_id() -> None:
     with ScoringPool(settings("act", timeout_s=0.5)) as pool:
         pool.submit(task("hang", "good"))
         pool.cancel("score:0:0")
@@ -208,7 +208,7 @@ def test_a_cancelled_task_says_nothing_and_its_id_may_return() -> None:
         assert pool.poll() == []
 
 
-def test_what_each_worker_is_waited_for_is_told_with_its_limit() -> None:
+def test_waits_name_each_busy_worker_and_its_limit() -> None:
     with ScoringPool(settings("act", timeout_s=30.0, start_timeout_s=50.0)) as pool:
         (wait,) = pool.waits()
         assert (wait.what, wait.on) == ("the imports of a worker", f"worker {pool.worker_pids()[0]}")
@@ -224,14 +224,14 @@ def test_what_each_worker_is_waited_for_is_told_with_its_limit() -> None:
         assert wait.since_s + wait.seconds_left == pytest.approx(30.0)
 
 
-def test_a_task_in_work_cannot_be_submitted_again() -> None:
+def test_task_in_progress_cannot_be_submitted_again() -> None:
     with ScoringPool(settings("act")) as pool:
         pool.submit(task("good"))
         with pytest.raises(ValueError, match="being scored already"):
             pool.submit(task("good"))
 
 
-def test_an_idle_worker_that_was_killed_is_replaced() -> None:
+def test_killed_idle_worker_is_replaced() -> None:
     with ScoringPool(settings("act")) as pool:
         pool.submit(task("good"))
         collect(pool, 1)
@@ -282,7 +282,7 @@ def test_close_leaves_no_process_even_when_scorers_hang() -> None:
             os.kill(pid, 0)
 
 
-def test_a_pool_whose_scorers_no_longer_import_says_so(tmp_path: Path) -> None:
+def test_pool_reports_scorers_that_no_longer_import(tmp_path: Path) -> None:
     scorer = tmp_path / "vanishing.py"
     scorer.write_text("def f(c, r, p, m): return 1\n")
     wanted = RewardSettings.model_validate({"scorers": [{"name": f"{scorer}:f"}], "num_workers": 3})

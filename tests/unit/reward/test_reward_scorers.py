@@ -53,7 +53,7 @@ numbers = st.decimals(min_value=-(10**12), max_value=10**12, places=2, allow_nan
 
 
 @given(numbers, st.sampled_from(["{:,}", "{}", "${:,}", "**{}**", "\\boxed{{{}}}", "{:,} dollars.", "{}."]))
-def test_a_number_is_read_however_it_is_written(number: Decimal, form: str) -> None:
+def test_find_numbers_reads_every_notation(number: Decimal, form: str) -> None:
     written = form.format(number)
     assert find_numbers(written) == [number]
     assert GSM8K(f"First 3 then 4.\n#### {written}", f"2+2 is <<2+2=4>>4\n#### {number}", "", {}) == 1.0
@@ -62,7 +62,7 @@ def test_a_number_is_read_however_it_is_written(number: Decimal, form: str) -> N
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=6))
-def test_without_a_mark_the_last_number_counts(values: list[int]) -> None:
+def test_last_number_counts_without_mark(values: list[int]) -> None:
     assert final_number(" and ".join(f"{value:,}" for value in values)) == values[-1]
 
 
@@ -96,11 +96,11 @@ def test_final_numbers(text: str, number: int | str | None) -> None:
 
 
 @given(texts)
-def test_gsm8k_judges_any_completion(text: str) -> None:
+def test_gsm8k_scores_any_completion(text: str) -> None:
     assert GSM8K(text, "#### 7", "", {}) in (0.0, 1.0)
 
 
-def test_a_reference_without_a_number_is_an_error_not_a_reward() -> None:
+def test_gsm8k_rejects_reference_without_number() -> None:
     with pytest.raises(ValueError, match="contains no number"):
         GSM8K("7", "seven", "", {})
 
@@ -151,7 +151,7 @@ def test_math(completion: str, reference: str, value: float) -> None:
     assert scorer("math")(completion, reference, "", {}) == value
 
 
-def test_math_refuses_a_reference_that_is_no_expression() -> None:
+def test_math_rejects_reference_without_expression() -> None:
     with pytest.raises(ValueError, match="not a mathematical expression"):
         scorer("math")("1", "", "", {})
 
@@ -171,14 +171,14 @@ def test_reasoning_gym_scores_as_the_task_does(whole_row: bool) -> None:
     ("num_tokens", "value"),
     [(0, 0.0), (1, 0.0), (12, 0.0), (13, -0.25), (14, -0.5), (15, -0.75), (16, -1.0), (17, -1.0), (10**6, -1.0)],
 )
-def test_overlong_is_the_punishment_of_dapo(num_tokens: int, value: float) -> None:
+def test_overlong_is_the_penalty_of_dapo(num_tokens: int, value: float) -> None:
     """Equation 13: L_max = 16, L_cache = 4; the text does not matter."""
     plain = scorer("overlong", max_tokens=16, buffer=4)
     assert plain("a text", "", "", {}, num_tokens=num_tokens) == value
     assert scorer("overlong", max_tokens=16, buffer=4, scale=0.5)("", "", "", {}, num_tokens=num_tokens) == value / 2
 
 
-def test_the_environment_has_judged_already() -> None:
+def test_environment_scorer_returns_environment_reward() -> None:
     judged = scorer("environment")
     assert judged("a text", "", "", {}, reward=-0.25) == -0.25
     assert wanted_fields(judged) == ("reward",)

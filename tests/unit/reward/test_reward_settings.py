@@ -1,4 +1,4 @@
-"""Settings that cannot be meant are refused in one sentence."""
+"""Invalid settings are rejected in one sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ options = { pattern = "<answer>.*</answer>" }
 """
 
 
-def test_the_form_in_toml() -> None:
+def test_settings_in_toml() -> None:
     settings = RewardSettings.model_validate(tomllib.loads(WHOLE))
     assert [(s.label, s.weight) for s in settings.weighted_scorers()] == [("gsm8k", 1.0), ("form", 0.2)]
     assert settings.scorers[1].options == {"pattern": "<answer>.*</answer>"}
@@ -56,7 +56,7 @@ def test_the_form_in_toml() -> None:
         ({"scorers": [{"name": "gsm8k"}], "num_slots": 0}, "num_slots"),
     ],
 )
-def test_bad_settings_are_refused(values: dict[str, Any], problem: str) -> None:
+def test_invalid_reward_settings_are_rejected(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         RewardSettings.model_validate(values)
 

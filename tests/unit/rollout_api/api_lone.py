@@ -1,4 +1,4 @@
-"""A tiny model with random weights, an engine with an endpoint in a process of its own, and what it must say."""
+"""A tiny model with random weights, an engine with an HTTP server in a process of its own, and expected results."""
 
 from __future__ import annotations
 

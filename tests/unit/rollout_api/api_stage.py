@@ -1,4 +1,4 @@
-"""A replica without a controller, in this process: an engine in a thread, the endpoint, and episodes that use it."""
+"""A replica without a controller, in this process: an engine in a thread, the HTTP server, and its episodes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def parts(stage: Stage, played: Any, number: int) -> tuple[str, list[tuple[int, 
     ]
 
 
-def test_a_conversation_is_a_trajectory(api_model: Path) -> None:
+def test_agent_conversation_is_a_trajectory(api_model: Path) -> None:
     with agent_programs.told() as told, stage(api_model, *agent("converse", turns=3)) as made:
         played = made.play(PROMPT, 4, temperature=0.9)
         assert [t.reward for t in played.trajectories] == [3.0] * 4
@@ -55,7 +55,7 @@ def test_a_conversation_is_a_trajectory(api_model: Path) -> None:
             assert [text for mask, text in runs if not mask] == [";u:and 0?;a:", ";u:and 1?;a:"]
 
 
-def test_a_plain_function_that_streams(api_model: Path) -> None:
+def test_agent_may_be_plain_function_that_streams(api_model: Path) -> None:
     with agent_programs.told() as told, stage(api_model, *agent("plain")) as made:
         played = made.play(Prompt(id="p", text="go"), 2)
         for number, trajectory in enumerate(played.trajectories):
@@ -65,7 +65,7 @@ def test_a_plain_function_that_streams(api_model: Path) -> None:
             assert decode(made.tokenizer, trajectory.token_ids) == told[number][0]
 
 
-def test_the_branch_that_ends_last_is_the_trajectory(api_model: Path) -> None:
+def test_last_branch_is_the_trajectory(api_model: Path) -> None:
     with agent_programs.told() as told, stage(api_model, *agent("branching")) as made:
         played = made.play(PROMPT, 2)
         for number, trajectory in enumerate(played.trajectories):
@@ -80,7 +80,7 @@ def test_the_branch_that_ends_last_is_the_trajectory(api_model: Path) -> None:
             assert trajectory.reward == 0.5
 
 
-def test_what_the_agent_rewrote_is_not_trained(api_model: Path) -> None:
+def test_rewritten_messages_are_not_trained(api_model: Path) -> None:
     with stage(api_model, *agent("rewriting")) as made:
         played = made.play(PROMPT, 2)
         for number, trajectory in enumerate(played.trajectories):
@@ -98,7 +98,7 @@ def test_what_the_agent_rewrote_is_not_trained(api_model: Path) -> None:
         ((), {"max_tokens": 10}, Status.TRUNCATED, 3),
     ],
 )
-def test_what_an_episode_may_not_exceed(
+def test_agent_episode_limits(
     api_model: Path, limits: tuple[str, ...], sampling: Any, status: Status, turns: int
 ) -> None:
     with stage(api_model, *agent("endless", *limits)) as made:
@@ -118,14 +118,14 @@ def test_what_an_episode_may_not_exceed(
         ("hanging", 1, "the environment took longer than 1 s"),
     ],
 )
-def test_a_program_that_fails_costs_its_own_trajectory(api_model: Path, name: str, limit_s: int, problem: str) -> None:
+def test_failed_program_costs_its_own_trajectory(api_model: Path, name: str, limit_s: int, problem: str) -> None:
     with stage(api_model, *agent(name, "--rollout.environment.timeout-s", str(limit_s))) as made:
         for trajectory in made.play(PROMPT, 2).trajectories:
             assert trajectory.status is Status.ENV_ERROR
             assert problem in trajectory.problem
 
 
-def test_the_key_of_an_episode_ends_with_it(api_model: Path) -> None:
+def test_episode_key_is_revoked_at_its_end(api_model: Path) -> None:
     with agent_programs.told() as told, stage(api_model, *agent("leaking")) as made:
         made.play(PROMPT, 1)
         base_url, key = told[-1]

@@ -1,4 +1,4 @@
-"""What cannot be obeyed is refused by name, in OpenAI's form; what changes nothing is accepted."""
+"""Invalid parameters are rejected by name, in OpenAI's form; those without effect are accepted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), BAD_CHAT)
-def test_chats_that_cannot_be_obeyed(change: dict[str, Any], said: str) -> None:
+def test_invalid_chat_parameters_are_rejected(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ApiError) as refused:
         read_chat({**CHAT, **change})
     assert said in str(refused.value)
@@ -90,7 +90,7 @@ def test_chats_that_cannot_be_obeyed(change: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), BAD_TEXT)
-def test_texts_that_cannot_be_obeyed(change: dict[str, Any], said: str) -> None:
+def test_invalid_completion_parameters_are_rejected(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ApiError) as refused:
         read_text({**TEXT, **change})
     assert said in str(refused.value)
@@ -105,14 +105,14 @@ def test_texts_that_cannot_be_obeyed(change: dict[str, Any], said: str) -> None:
         (b"[" * 5000, "the body is nested too deeply"),
     ],
 )
-def test_bodies_that_are_none(raw: bytes, said: str) -> None:
+def test_invalid_bodies_are_rejected(raw: bytes, said: str) -> None:
     with pytest.raises(ApiError) as refused:
         read_body(raw)
     assert said in str(refused.value)
     assert refused.value.code == "invalid_json"
 
 
-def test_arguments_that_are_nested_too_deeply_are_text() -> None:
+def test_deeply_nested_arguments_stay_text() -> None:
     deep = "[" * 100_000
     function = {"name": "f", "arguments": deep}
     calls = [{"id": "1", "type": "function", "function": function}]
@@ -121,7 +121,7 @@ def test_arguments_that_are_nested_too_deeply_are_text() -> None:
     assert deep in message_key(message)[2][0][1]
 
 
-def test_what_changes_nothing_is_accepted() -> None:
+def test_parameters_without_effect_are_accepted() -> None:
     nothing: dict[str, Any] = {
         name: {"any": "thing"} if not isinstance(values[0], str | bool | int | list | dict) else values[0]
         for name, values in ACCEPTED_VALUES.items()
@@ -133,7 +133,7 @@ def test_what_changes_nothing_is_accepted() -> None:
     assert absent.options == plain, "null is absent"
 
 
-def test_all_that_is_obeyed_is_read() -> None:
+def test_all_parameters_are_read() -> None:
     ask = read_chat(
         {
             **CHAT,
@@ -194,7 +194,9 @@ def asked(lone: Lone, path: str, body: bytes | None, key: str | None) -> tuple[i
         ("/health", None, None, 200, None),
     ],
 )
-def test_over_http(lone: Lone, path: str, body: bytes | None, key: str | None, status: int, code: str | None) -> None:
+def test_invalid_requests_over_http(
+    lone: Lone, path: str, body: bytes | None, key: str | None, status: int, code: str | None
+) -> None:
     answered, told = asked(lone, path, body, None if key is None else key.format(lone.api_key))
     assert answered == status, told
     if status >= 400:
@@ -203,7 +205,7 @@ def test_over_http(lone: Lone, path: str, body: bytes | None, key: str | None, s
 
 
 @pytest.mark.slow
-def test_a_body_that_does_not_come_is_not_waited_for(lone: Lone) -> None:
+def test_slow_body_times_out(lone: Lone) -> None:
     host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {lone.api_key}\r\n"
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
@@ -217,7 +219,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(lone: Lone) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_scores_no_prompts_says_so(api_model: Path, tmp_path: Path) -> None:
+def test_engine_without_prompt_scores_rejects_echo(api_model: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/how-to/extend/engine.md").read_text()
     found = dict(re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
     (tmp_path / "plain_engine.py").write_text(found["python"])

@@ -1,4 +1,4 @@
-"""OpenAI's own client against a real engine: what is asked for is answered, and what was sampled is what is told."""
+"""OpenAI's own client against a real engine: every request is answered, with the tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def client(lone: Lone) -> openai.OpenAI:
     return openai.OpenAI(base_url=lone.base_url, api_key=lone.api_key, max_retries=0, timeout=DEADLINE_S)
 
 
-def test_what_was_sampled_is_what_is_told(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
+def test_response_matches_sampled_tokens(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
     answer = client.chat.completions.create(
         model=lone.model, messages=HELLO, max_tokens=20, seed=1, n=3, temperature=0.7, logprobs=True
     )
@@ -46,7 +46,7 @@ def test_what_was_sampled_is_what_is_told(client: openai.OpenAI, lone: Lone, api
     assert answer.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in answer.choices)
 
 
-def test_a_seed_repeats_and_none_does_not(client: openai.OpenAI, lone: Lone) -> None:
+def test_seed_makes_requests_repeatable(client: openai.OpenAI, lone: Lone) -> None:
     def say(**more: Any) -> str:
         answer = client.chat.completions.create(model=lone.model, messages=HELLO, max_completion_tokens=24, **more)
         return answer.choices[0].message.content or ""
@@ -57,7 +57,7 @@ def test_a_seed_repeats_and_none_does_not(client: openai.OpenAI, lone: Lone) -> 
     assert say(temperature=0) == say(temperature=0)
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI, lone: Lone) -> None:
+def test_stream_equals_complete_response(client: openai.OpenAI, lone: Lone) -> None:
     asked: Any = {"model": lone.model, "messages": HELLO, "max_tokens": 30, "seed": 3, "n": 2}
     whole = client.chat.completions.create(**asked)
     texts, finishes, roles, usage = ["", ""], ["", ""], [], None
@@ -74,7 +74,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI, lone: Lone) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_text_ends_a_completion_and_the_work_on_it(client: openai.OpenAI, lone: Lone, stream: bool) -> None:
+def test_stop_text_ends_generation(client: openai.OpenAI, lone: Lone, stream: bool) -> None:
     asked: Any = {"model": lone.model, "prompt": "abc", "max_tokens": 1200, "seed": 8}
     text = client.completions.create(**{**asked, "max_tokens": 40}).choices[0].text
     stop = text[10:12]
@@ -95,7 +95,7 @@ def test_a_stop_text_ends_a_completion_and_the_work_on_it(client: openai.OpenAI,
     assert sampled - before < 600, "it went on for hundreds of tokens that nobody wanted"
 
 
-def test_prompts_of_text_and_of_tokens(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
+def test_prompts_may_be_text_or_token_ids(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
     ids = client.completions.create(model=lone.model, prompt="abc", max_tokens=1).starling["prompt_token_ids"][0]  # type: ignore[attr-defined]
     asked: Any = {"model": lone.model, "max_tokens": 9, "seed": 4, "n": 2, "logprobs": 0}
     by_text = client.completions.create(prompt="abc", **asked)
@@ -117,7 +117,7 @@ def told_of(folder: Path, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
 
 
-def test_a_prompt_is_told_with_its_log_probabilities(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
+def test_echo_returns_prompt_logprobs(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
     prompts = ["hello, world", "a"]
     asked: Any = {"model": lone.model, "temperature": 0, "logprobs": 1, "echo": True, "stop": ["never said"]}
     answer = client.completions.create(prompt=prompts, max_tokens=3, n=2, **asked)
@@ -140,7 +140,7 @@ def test_a_prompt_is_told_with_its_log_probabilities(client: openai.OpenAI, lone
         assert likeliest[-3:].all()
 
 
-def test_a_prompt_alone_is_told_or_scored(client: openai.OpenAI, lone: Lone) -> None:
+def test_echo_without_completion(client: openai.OpenAI, lone: Lone) -> None:
     asked: Any = {"model": lone.model, "prompt": "hello"}
     scored = client.completions.create(**asked, echo=True, max_tokens=0, logprobs=1)
     (choice,) = scored.choices
@@ -159,7 +159,7 @@ def test_a_prompt_alone_is_told_or_scored(client: openai.OpenAI, lone: Lone) -> 
     assert plain.text == "hello" + client.completions.create(**asked, max_tokens=4, seed=1).choices[0].text
 
 
-def test_who_serves_what(client: openai.OpenAI, lone: Lone) -> None:
+def test_model_listing_and_health(client: openai.OpenAI, lone: Lone) -> None:
     (model,) = client.models.list()
     assert (model.id, model.starling["version"]) == (lone.model, 0)  # type: ignore[attr-defined]
     assert client.models.retrieve(lone.model).id == lone.model
@@ -168,7 +168,7 @@ def test_who_serves_what(client: openai.OpenAI, lone: Lone) -> None:
 
 
 @pytest.mark.parametrize("key", ["wrong", ""])
-def test_no_key_no_answer(lone: Lone, key: str) -> None:
+def test_request_without_key_is_rejected(lone: Lone, key: str) -> None:
     stranger = openai.OpenAI(base_url=lone.base_url, api_key=key or "x", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="no API key, or a wrong one"):
         stranger.models.list()
@@ -176,7 +176,7 @@ def test_no_key_no_answer(lone: Lone, key: str) -> None:
         stranger.chat.completions.create(model=lone.model, messages=HELLO)
 
 
-def test_what_is_too_long_or_too_much_is_refused(client: openai.OpenAI, lone: Lone) -> None:
+def test_requests_beyond_limits_are_rejected(client: openai.OpenAI, lone: Lone) -> None:
     with pytest.raises(openai.BadRequestError, match=f"maximum context length is {CONTEXT} tokens") as refused:
         client.completions.create(model=lone.model, prompt="a" * CONTEXT)
     assert refused.value.code == "context_length_exceeded"
@@ -191,7 +191,7 @@ def test_what_is_too_long_or_too_much_is_refused(client: openai.OpenAI, lone: Lo
     client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # it goes on
 
 
-def test_many_at_once(lone: Lone) -> None:
+def test_concurrent_requests(lone: Lone) -> None:
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         if number % 2:
             answer = await client.completions.create(model=lone.model, prompt="q", max_tokens=16, seed=number // 2)
@@ -212,7 +212,7 @@ def test_many_at_once(lone: Lone) -> None:
     assert len(set(texts)) > 16
 
 
-def test_more_than_the_bound_are_refused_and_are_told_when_to_come_again(lone: Lone) -> None:
+def test_excess_requests_get_retry_after(lone: Lone) -> None:
     async def flood() -> None:
         async with openai.AsyncOpenAI(
             base_url=lone.base_url, api_key=lone.api_key, max_retries=0, timeout=DEADLINE_S
@@ -243,7 +243,7 @@ def idle(lone: Lone) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_nothing_is_generated_for_who_hung_up(lone: Lone, client: openai.OpenAI, stream: bool) -> None:
+def test_disconnect_cancels_generation(lone: Lone, client: openai.OpenAI, stream: bool) -> None:
     before = idle(lone)
     asked = json.dumps({"model": lone.model, "n": 8, "stream": stream, **ENDLESS})
     host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
@@ -258,7 +258,7 @@ def test_nothing_is_generated_for_who_hung_up(lone: Lone, client: openai.OpenAI,
     client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # it goes on
 
 
-def test_cancelled_by_the_client(lone: Lone) -> None:
+def test_client_cancellation_cancels_generation(lone: Lone) -> None:
     before = idle(lone)
 
     async def leave() -> None:
@@ -272,7 +272,7 @@ def test_cancelled_by_the_client(lone: Lone) -> None:
     assert idle(lone) - before < 8 * ENDLESS["max_tokens"]
 
 
-def test_tools_are_told_to_the_model(client: openai.OpenAI, lone: Lone) -> None:
+def test_request_tools_are_in_the_prompt(client: openai.OpenAI, lone: Lone) -> None:
     asked: Any = {"model": lone.model, "messages": HELLO, "max_tokens": 4, "seed": 1}
     with_tools = client.chat.completions.create(**asked, tools=WEATHER)
     assert with_tools.usage.prompt_tokens == len("[weather]u:hello;a:")

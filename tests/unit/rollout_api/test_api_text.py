@@ -1,4 +1,4 @@
-"""Tokens become text as they come, and what comes through a client is known again."""
+"""Incremental detokenization, and recognition of messages that went through a client."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def streamed(ids: Sequence[int], cuts: Sequence[int], stops: Sequence[str] = ())
 
 
 @given(tokens, st.lists(st.integers(0, 40), max_size=5))
-def test_pieces_joined_are_the_text_even_of_bytes_that_are_no_text(ids: list[int], cuts: list[int]) -> None:
+def test_joined_deltas_equal_decoded_text(ids: list[int], cuts: list[int]) -> None:
     text, stream = streamed(ids, cuts)
     assert text == decode(ids)
     assert stream.num_tokens == len(ids)
@@ -57,7 +57,7 @@ def test_pieces_joined_are_the_text_even_of_bytes_that_are_no_text(ids: list[int
 
 @given(texts, st.lists(st.text(alphabet=WORDS, min_size=1, max_size=3), max_size=3), st.lists(st.integers(0, 40)))
 @example("aï", ["a"], [])  # one token ends the stop text and begins a character
-def test_a_stop_text_is_never_told(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_text_is_never_returned(text: str, stops: list[str], cuts: list[int]) -> None:
     ids = tokenizer().encode(text).ids
     told, stream = streamed(ids, cuts, stops)
     at = [found for stop in stops if (found := text.find(stop)) >= 0]
@@ -80,7 +80,7 @@ def test_a_stop_text_is_never_told(text: str, stops: list[str], cuts: list[int])
         ([3, 3, 4, 4, 4, 7], [(3, 0, 2), (4, 2, 5), (7, 5, 6)]),
     ],
 )
-def test_versions_in_spans(versions: list[int], wanted: list[tuple[int, int, int]]) -> None:
+def test_version_spans(versions: list[int], wanted: list[tuple[int, int, int]]) -> None:
     assert [(span["version"], span["start"], span["end"]) for span in spans(versions)] == wanted
 
 
@@ -114,18 +114,18 @@ OTHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
-def test_messages_that_say_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_equal_messages_have_equal_keys(one: dict[str, Any], other: dict[str, Any]) -> None:
     first, second = read_messages([one, other])
     assert message_key(first) == message_key(second)
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER)
-def test_messages_that_do_not(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_different_messages_have_different_keys(one: dict[str, Any], other: dict[str, Any]) -> None:
     first, second = read_messages([one, other])
     assert message_key(first) != message_key(second)
 
 
-def test_templates_get_arguments_as_objects() -> None:
+def test_read_messages_parses_arguments() -> None:
     (message,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [CALLED]}])
     assert message["tool_calls"][0]["function"]["arguments"] == json.loads(CALLED["function"]["arguments"])
     broken = {**CALLED, "function": {"name": "add", "arguments": "{oops"}}

@@ -38,7 +38,7 @@ def said(stage: Stage, trajectory: Any) -> list[tuple[int, str]]:
     return [(int(mask[0]), decode(stage.tokenizer, ids)) for mask, ids in runs]
 
 
-def test_single_turn(api_model: Path) -> None:
+def test_verifiers_single_turn(api_model: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with stage(api_model, *environment("single")) as made:
         assert signal.getsignal(signal.SIGTERM) is before, "the library takes it over"
@@ -57,7 +57,7 @@ def test_single_turn(api_model: Path) -> None:
             }
 
 
-def test_several_turns(api_model: Path) -> None:
+def test_verifiers_several_turns(api_model: Path) -> None:
     with stage(api_model, *environment("several", "--rollout.environment.turn-max-tokens", "6")) as made:
         played = made.play(PROMPT, 3)
         for trajectory in played.trajectories:
@@ -70,7 +70,7 @@ def test_several_turns(api_model: Path) -> None:
             assert trajectory.reward == pytest.approx(text.count("e") / max(1, len(text)))
 
 
-def test_the_tools_of_an_environment_are_told_to_the_model(api_model: Path) -> None:
+def test_verifiers_tools_are_in_the_prompt(api_model: Path) -> None:
     with stage(api_model, *environment("tools")) as made:
         played = made.play(PROMPT, 2, max_tokens=8)
         assert decode(made.tokenizer, played.prompt_ids) == "[add]u:hello;a:"
@@ -79,7 +79,7 @@ def test_the_tools_of_an_environment_are_told_to_the_model(api_model: Path) -> N
             assert trajectory.metrics["add_calls"] == 0.0
 
 
-def test_saying_nothing_is_judged(api_model: Path) -> None:
+def test_verifiers_scores_empty_reply(api_model: Path) -> None:
     with stage(api_model, *environment("single")) as made:
         vf_environments.SEEN.clear()
         played = [made.play(PROMPT, 64, max_tokens=1, seed=seed, temperature=1.5) for seed in range(5)]
@@ -91,7 +91,7 @@ def test_saying_nothing_is_judged(api_model: Path) -> None:
         assert len(judged) == len(found)
 
 
-def test_an_episode_that_is_over_is_judged_all_the_same(api_model: Path) -> None:
+def test_verifiers_scores_episode_at_its_limit(api_model: Path) -> None:
     with stage(api_model, *environment("several", "--rollout.environment.max-turns", "2")) as made:
         (trajectory,) = made.play(PROMPT, 1, max_tokens=20).trajectories
         assert trajectory.reward is not None
@@ -99,7 +99,7 @@ def test_an_episode_that_is_over_is_judged_all_the_same(api_model: Path) -> None
         assert trajectory.num_turns <= 2
 
 
-def test_a_reward_that_raises_is_no_reward_of_nothing(api_model: Path) -> None:
+def test_verifiers_reward_exception_is_not_zero(api_model: Path) -> None:
     with stage(api_model, *environment("broken")) as made:
         for trajectory in made.play(PROMPT, 2).trajectories:
             assert trajectory.status is Status.ENV_ERROR
@@ -119,7 +119,7 @@ def test_a_reward_that_raises_is_no_reward_of_nothing(api_model: Path) -> None:
         ("no-such-environment", {}, "Could not import 'no-such-environment' environment"),
     ],
 )
-def test_environments_that_cannot_be(environment: str, args: dict[str, Any], problem: str) -> None:
+def test_invalid_verifiers_environments_are_rejected(environment: str, args: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
         make_verifiers(environment, args=args)
     assert problem in str(refused.value)

@@ -1,4 +1,4 @@
-"""When a rollout generates, pulls and switches: every transition, and the promises under any order of events."""
+"""The rollout's state machine: every transition, and its invariants under any order of events."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rollout_at(version: int) -> RolloutMachine:
     return rollout
 
 
-def test_from_nothing_to_the_first_token() -> None:
+def test_first_adoption_starts_waiting_group() -> None:
     rollout = RolloutMachine()
     assert (rollout.adoption, rollout.version) == ("stale", -1)
     assert rollout.generate(group("g")) == [], "no weights, no tokens"
@@ -65,7 +65,7 @@ def test_from_nothing_to_the_first_token() -> None:
     assert rollout.running == set()
 
 
-def test_it_generates_through_the_whole_pull() -> None:
+def test_rollout_generates_during_pull() -> None:
     rollout = rollout_at(0)
     assert rollout.generate(group("g")) == [StartGroup(group("g"))]
     rollout.adopt(adopt(1), BUFFERS)
@@ -79,7 +79,7 @@ def test_it_generates_through_the_whole_pull() -> None:
 
 
 @pytest.mark.parametrize("held", [-1, 3])
-def test_a_failed_pull_keeps_what_is_in_use(held: int) -> None:
+def test_failed_pull_keeps_weights_in_use(held: int) -> None:
     rollout = RolloutMachine() if held < 0 else rollout_at(held)
     before = rollout.adoption
     rollout.adopt(adopt(4), BUFFERS)
@@ -88,7 +88,7 @@ def test_a_failed_pull_keeps_what_is_in_use(held: int) -> None:
     assert rollout.adopt(adopt(4, 1), BUFFERS) == [PullWeights(adopt(4, 1), BUFFERS)], "the next attempt"
 
 
-def test_one_adoption_at_a_time() -> None:
+def test_second_adoption_is_rejected() -> None:
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
     assert rollout.adopt(adopt(2), BUFFERS) == [FailLease("adopt:2:0", "version 1 is being adopted")]
@@ -96,7 +96,7 @@ def test_one_adoption_at_a_time() -> None:
     assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0")]
 
 
-def test_versions_only_grow() -> None:
+def test_older_version_is_rejected() -> None:
     rollout = rollout_at(3)
     too_old = [FailLease("adopt:2:0", "version 2 is older than version 3, used before")]
     assert rollout.adopt(adopt(2), BUFFERS) == too_old
@@ -107,14 +107,14 @@ def test_versions_only_grow() -> None:
     assert rollout.adopt(adopt(2), BUFFERS) == too_old, "its groups may need version 3, torn or not"
 
 
-def test_the_version_in_use_may_be_adopted_again() -> None:
+def test_version_in_use_may_be_adopted_again() -> None:
     rollout = rollout_at(3)
     assert rollout.adopt(adopt(3, 1), BUFFERS) == [PullWeights(adopt(3, 1), BUFFERS)], (
         "the controller forgot that it has it"
     )
 
 
-def test_a_torn_engine_samples_nothing_until_it_holds_a_proven_version() -> None:
+def test_torn_engine_generates_nothing_until_proven_version() -> None:
     rollout = rollout_at(0)
     rollout.generate(group("g"))
     rollout.adopt(adopt(1), BUFFERS)
@@ -141,7 +141,7 @@ def test_a_torn_engine_samples_nothing_until_it_holds_a_proven_version() -> None
     assert rollout.running == {"g", "h"}
 
 
-def test_a_group_is_held_back_until_the_weights_are_new_enough() -> None:
+def test_group_waits_for_new_enough_weights() -> None:
     rollout = rollout_at(0)
     assert rollout.generate(group("new", min_version=2)) == []
     assert rollout.generate(group("old", min_version=0)) == [StartGroup(group("old", 0))]
@@ -152,7 +152,7 @@ def test_a_group_is_held_back_until_the_weights_are_new_enough() -> None:
         assert actions == ([StartGroup(group("new", 2))] if version == 2 else [])
 
 
-def test_what_nobody_wants_is_forgotten() -> None:
+def test_cancelled_groups_are_removed() -> None:
     rollout = rollout_at(0)
     rollout.generate(group("running"))
     rollout.generate(group("held", min_version=1))
@@ -163,7 +163,7 @@ def test_what_nobody_wants_is_forgotten() -> None:
     assert rollout.switched("adopt:1:0", proven=True) == [], "the group that was held back is gone too"
 
 
-def test_an_adoption_that_nobody_wants_goes_on() -> None:
+def test_cancelled_adoption_continues() -> None:
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
     assert rollout.cancelled(("adopt:1:0",)) == []
@@ -172,14 +172,14 @@ def test_an_adoption_that_nobody_wants_goes_on() -> None:
     assert rollout.version == 1
 
 
-def test_a_pull_that_ends_twice_changes_nothing() -> None:
+def test_second_end_of_pull_changes_nothing() -> None:
     rollout = rollout_at(1)
     assert rollout.pulled("adopt:1:0", None) == []
     assert rollout.pulled("adopt:1:0", "late") == []
     assert rollout.adoption == "current"
 
 
-def test_a_switch_without_its_pull_is_our_own_mistake() -> None:
+def test_switch_without_pull_asserts() -> None:
     with pytest.raises(AssertionError, match="a switch follows a pull"):
         RolloutMachine().switched("adopt:0:0", proven=True)
     rollout = RolloutMachine()
@@ -192,7 +192,7 @@ def publish(version: int) -> PublishWeights:
     return PublishWeights(lease=f"publish:{version}:0", version=version)
 
 
-def test_what_is_in_use_may_be_published_while_the_next_version_is_pulled() -> None:
+def test_version_in_use_is_published_during_pull() -> None:
     rollout = rollout_at(3)
     assert rollout.publish(publish(3)) == [PublishVersion(publish(3))]
     rollout.adopt(adopt(4), BUFFERS)
@@ -206,7 +206,7 @@ def test_what_is_in_use_may_be_published_while_the_next_version_is_pulled() -> N
     assert rollout.publish(publish(3)) == [FailLease("publish:3:0", refused)]
 
 
-def test_what_is_not_proven_is_not_published() -> None:
+def test_unproven_version_is_not_published() -> None:
     nothing = "version 0 cannot be published: this rollout holds no version that it could prove"
     assert RolloutMachine().publish(publish(0)) == [FailLease("publish:0:0", nothing)]
     rollout = rollout_at(0)
@@ -218,7 +218,7 @@ def test_what_is_not_proven_is_not_published() -> None:
         assert isinstance(action, FailLease), "torn"
 
 
-def test_a_group_waits_for_its_weights_so_long_and_goes_back() -> None:
+def test_group_fails_after_waiting_too_long_for_weights() -> None:
     rollout = rollout_at(0)
     rollout.version_timeout_s = 60.0
     rollout.generate(group("running"))
@@ -237,7 +237,7 @@ def test_a_group_waits_for_its_weights_so_long_and_goes_back() -> None:
     assert rollout.running == {"running"}, "which waits for nothing"
 
 
-def test_a_pull_is_told_until_it_ends_and_never_given_back_by_the_clock() -> None:
+def test_pull_is_reported_as_wait_and_never_times_out_here() -> None:
     rollout = rollout_at(0)
     rollout.pull_timeout_s = 5.0
     message = AdoptWeights(lease="adopt:1:0", version=1, source="rollout-7")
@@ -252,7 +252,7 @@ def test_a_pull_is_told_until_it_ends_and_never_given_back_by_the_clock() -> Non
     assert rollout.waits(10_000.0) == ()
 
 
-def test_a_torn_engine_holds_its_groups_for_so_long() -> None:
+def test_groups_of_torn_engine_time_out() -> None:
     rollout = rollout_at(0)
     rollout.version_timeout_s = 60.0
     rollout.generate(group("g"))

@@ -1,4 +1,4 @@
-"""How new weights take the place of those in use: every mode, in place, asleep, and when the engine is lost."""
+"""Replacement of the weights in use: every mode, in place, asleep, and after the engine is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rollout_at(version: int, *, mode: AdoptionMode = "keep", in_place: bool = Fa
     return RolloutMachine(version=version, mode=mode, in_place=in_place, finish_timeout_s=30.0)
 
 
-def test_a_rollout_that_loaded_its_weights_begins_with_them() -> None:
+def test_loaded_weights_are_current_at_start() -> None:
     rollout = rollout_at(0)
     assert (rollout.adoption, rollout.may_generate) == ("current", True)
     assert rollout.generate(group("g"), (b"partial",)) == [StartGroup(group("g"), (b"partial",))]
@@ -33,7 +33,7 @@ def test_a_rollout_that_loaded_its_weights_begins_with_them() -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "salt"])
-def test_what_becomes_of_the_cache_is_the_engines_affair(mode: AdoptionMode) -> None:
+def test_switch_passes_mode_to_engine(mode: AdoptionMode) -> None:
     rollout = rollout_at(0, mode=mode)
     rollout.generate(group("g"))
     rollout.adopt(adopt(1), BUFFERS)
@@ -54,7 +54,7 @@ def draining() -> RolloutMachine:
     return rollout
 
 
-def test_new_weights_wait_until_nothing_runs() -> None:
+def test_finish_mode_drains_before_switch() -> None:
     rollout = draining()
     assert rollout.generate(group("c")) == [], "it would make them wait for longer"
     assert rollout.finished("a") == []
@@ -64,13 +64,13 @@ def test_new_weights_wait_until_nothing_runs() -> None:
     assert (rollout.adoption, rollout.version) == ("current", 1)
 
 
-def test_what_is_given_up_does_not_run() -> None:
+def test_cancelled_groups_end_the_drain() -> None:
     rollout = draining()
     cancelled = rollout.cancelled(("a", "b"))
     assert cancelled == [CancelGroup("a"), CancelGroup("b"), SwitchWeights("adopt:1:0", "recompute")]
 
 
-def test_new_weights_wait_so_long_and_no_longer() -> None:
+def test_drain_ends_at_its_timeout() -> None:
     rollout = draining()
     assert rollout.tick(100.0) == []
     (wait,) = rollout.waits(110.0)
@@ -84,7 +84,7 @@ def test_new_weights_wait_so_long_and_no_longer() -> None:
     assert rollout.running == {"b"}
 
 
-def test_the_time_of_the_pull_does_not_count_as_draining() -> None:
+def test_pull_time_does_not_count_as_draining() -> None:
     rollout = rollout_at(0, mode="finish")
     rollout.generate(group("a"))
     rollout.adopt(adopt(1), BUFFERS)
@@ -95,13 +95,13 @@ def test_the_time_of_the_pull_does_not_count_as_draining() -> None:
     assert rollout.tick(80.0) == [SwitchWeights("adopt:1:0", "recompute")]
 
 
-def test_nothing_runs_and_nothing_waits() -> None:
+def test_finish_mode_switches_at_once_when_idle() -> None:
     rollout = rollout_at(0, mode="finish")
     rollout.adopt(adopt(1), BUFFERS)
     assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0", "recompute")]
 
 
-def test_a_torn_engine_finishes_nothing_so_nothing_is_waited_for() -> None:
+def test_torn_engine_does_not_drain() -> None:
     rollout = rollout_at(0, mode="finish")
     rollout.generate(group("a"))
     rollout.adopt(adopt(1), BUFFERS)
@@ -117,7 +117,7 @@ def test_a_torn_engine_finishes_nothing_so_nothing_is_waited_for() -> None:
 # --- in place -----------------------------------------------------------------------------------------------------
 
 
-def test_the_engine_pauses_while_its_weights_are_written() -> None:
+def test_in_place_pull_pauses_engine() -> None:
     rollout = rollout_at(0, in_place=True)
     rollout.generate(group("a"))
     assert rollout.adopt(adopt(1), BUFFERS) == [PullWeights(adopt(1), BUFFERS, in_place=True)]
@@ -136,7 +136,7 @@ def test_the_engine_pauses_while_its_weights_are_written() -> None:
     assert rollout.may_generate
 
 
-def test_a_pull_in_place_that_fails_leaves_a_torn_engine() -> None:
+def test_failed_in_place_pull_leaves_engine_torn() -> None:
     rollout = rollout_at(0, in_place=True)
     rollout.generate(group("a"))
     rollout.adopt(adopt(1), BUFFERS)
@@ -148,7 +148,7 @@ def test_a_pull_in_place_that_fails_leaves_a_torn_engine() -> None:
     assert (rollout.adoption, rollout.version, rollout.running) == ("current", 1, {"a"})
 
 
-def test_in_place_it_drains_before_the_pull() -> None:
+def test_in_place_drains_before_pull() -> None:
     rollout = rollout_at(0, mode="finish", in_place=True)
     rollout.generate(group("a"))
     assert rollout.adopt(adopt(1), BUFFERS) == []
@@ -161,7 +161,7 @@ def test_in_place_it_drains_before_the_pull() -> None:
 # --- asleep -------------------------------------------------------------------------------------------------------
 
 
-def test_asleep_it_does_nothing() -> None:
+def test_asleep_rollout_does_nothing() -> None:
     rollout = rollout_at(2)
     rollout.generate(group("a"))
     assert rollout.sleep(Sleep(lease="sleep:1")) == [FallAsleep("sleep:1")]
@@ -184,7 +184,7 @@ def test_asleep_it_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_who_falls_asleep_by_itself_gives_up_what_it_pulls(in_place: bool) -> None:
+def test_fenced_rollout_discards_its_pull(in_place: bool) -> None:
     rollout = RolloutMachine(version=2, in_place=in_place)
     rollout.generate(group("a"))
     rollout.adopt(adopt(3), BUFFERS)
@@ -199,7 +199,7 @@ def test_who_falls_asleep_by_itself_gives_up_what_it_pulls(in_place: bool) -> No
     assert rollout.may_generate == (not in_place)
 
 
-def test_an_engine_may_forget_its_weights_asleep() -> None:
+def test_engine_may_lose_weights_asleep() -> None:
     rollout = rollout_at(2)
     rollout.sleep(Sleep(lease="sleep:1"))
     rollout.wake(Wake(lease="wake:1"))
@@ -214,7 +214,7 @@ def test_an_engine_may_forget_its_weights_asleep() -> None:
     assert rollout.switched("adopt:2:0", proven=True) == [StartGroup(group("b"))]
 
 
-def test_torn_it_wakes_up_torn() -> None:
+def test_torn_engine_wakes_up_torn() -> None:
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
@@ -225,7 +225,7 @@ def test_torn_it_wakes_up_torn() -> None:
     assert (rollout.adoption, rollout.version) == ("torn", -1)
 
 
-def test_nobody_sleeps_in_the_midst_of_an_adoption() -> None:
+def test_sleep_during_adoption_fails() -> None:
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
     failed = "version 1 is being adopted: this rollout cannot sleep"
@@ -237,7 +237,7 @@ def test_nobody_sleeps_in_the_midst_of_an_adoption() -> None:
 
 
 @pytest.mark.parametrize("loaded", [-1, 0])
-def test_another_engine_takes_the_place_of_the_lost_one(loaded: int) -> None:
+def test_lost_engine_is_replaced(loaded: int) -> None:
     rollout = rollout_at(0)
     rollout.generate(group("a"))
     assert rollout.lost() == []
@@ -249,7 +249,7 @@ def test_another_engine_takes_the_place_of_the_lost_one(loaded: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "finish"])
-def test_an_adoption_ends_with_its_engine(mode: AdoptionMode) -> None:
+def test_adoption_fails_when_engine_is_lost(mode: AdoptionMode) -> None:
     rollout = rollout_at(0, mode=mode)
     rollout.generate(group("a"))
     rollout.adopt(adopt(1), BUFFERS)
@@ -262,7 +262,7 @@ def test_an_adoption_ends_with_its_engine(mode: AdoptionMode) -> None:
     assert rollout.adopt(adopt(1, 1), BUFFERS) == [PullWeights(adopt(1, 1), BUFFERS)]
 
 
-def test_an_engine_with_nothing_to_switch_to_keeps_what_it_has() -> None:
+def test_failed_switch_keeps_weights_in_use() -> None:
     rollout = rollout_at(0)
     rollout.generate(group("held", min_version=0))
     rollout.adopt(adopt(1), BUFFERS)

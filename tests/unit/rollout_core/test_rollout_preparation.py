@@ -1,4 +1,4 @@
-"""Prompts with images are prepared beside the sampling, in time or not at all."""
+"""Preparation of prompts with images beside the sampling: results, time limits, cancellation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def desk() -> Any:
     made.preparation.close()
 
 
-def test_text_is_prepared_at_once_while_images_are_under_way(desk: Desk) -> None:
+def test_text_is_prepared_at_once_while_images_are_read(desk: Desk) -> None:
     assert desk.preparation.begin(group("image")) is None
     assert desk.preparation.begin(group("text", media=False)) == PreparedPrompt(group("text", media=False), [4], {})
     assert desk.put.empty()
@@ -66,7 +66,7 @@ def test_text_is_prepared_at_once_while_images_are_under_way(desk: Desk) -> None
     assert not desk.preparation.take("image")
 
 
-def test_what_is_handed_over_is_prepared_for_nobody(desk: Desk) -> None:
+def test_handed_over_prompts_are_dropped(desk: Desk) -> None:
     leases = [f"image{number}" for number in range(NUM_THREADS + 1)]
     for lease in leases:
         desk.preparation.begin(group(lease))
@@ -75,7 +75,7 @@ def test_what_is_handed_over_is_prepared_for_nobody(desk: Desk) -> None:
     assert not any(desk.preparation.take(lease) for lease in leases)
 
 
-def test_whatever_is_raised_costs_one_prompt(desk: Desk) -> None:
+def test_any_exception_costs_one_prompt(desk: Desk) -> None:
     desk.let.set()
     assert desk.preparation.begin(group("bad", media=False)) == PreparedPrompt(
         group("bad", media=False), problem="it does not decode"
@@ -90,7 +90,7 @@ def test_whatever_is_raised_costs_one_prompt(desk: Desk) -> None:
     )
 
 
-def test_what_nobody_wants_any_more_is_dropped(desk: Desk) -> None:
+def test_cancelled_prompt_is_dropped(desk: Desk) -> None:
     desk.preparation.begin(group("image"))
     desk.preparation.cancel("image")
     desk.let.set()
@@ -98,7 +98,7 @@ def test_what_nobody_wants_any_more_is_dropped(desk: Desk) -> None:
     assert not desk.preparation.take("image")
 
 
-def test_what_takes_too_long_is_given_up_and_told_of_before(desk: Desk) -> None:
+def test_slow_media_are_reported_and_then_cancelled(desk: Desk) -> None:
     assert desk.preparation.waits(0.0) == ()
     desk.preparation.begin(group("image"))
     assert desk.begun.get(timeout=WITHIN_S) == "image"
@@ -120,7 +120,7 @@ def hold(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_given_up_in_the_queue_is_never_begun(desk: Desk, late: bool) -> None:
+def test_cancelled_prompt_in_queue_is_never_begun(desk: Desk, late: bool) -> None:
     hold(desk)
     desk.preparation.begin(group("queued"))
     if late:
@@ -134,7 +134,7 @@ def test_what_is_given_up_in_the_queue_is_never_begun(desk: Desk, late: bool) ->
     assert desk.begun.get(timeout=WITHIN_S) == "next"
 
 
-def test_the_clock_of_what_is_queued_begins_anew_whenever_a_thread_takes_something_up() -> None:
+def test_wait_of_queued_prompts_restarts_when_a_thread_begins() -> None:
     begun: queue.Queue[str] = queue.Queue()
     let = threading.Semaphore(0)
 

@@ -1,4 +1,4 @@
-"""A real engine behind a door, in a thread of its own, as the rollout's shell holds it."""
+"""A real engine behind a request queue, in a thread of its own, as in the rollout's shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An episode is one sequence of tokens: sampled ones stay as they were, and the mask says which they are."""
+"""An episode is one sequence of tokens: sampled ones stay as they were, and the mask marks them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sampled(style: str, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_two_turns_are_one_sequence(style: str) -> None:
+def test_turns_form_one_token_sequence(style: str) -> None:
     first, second = sampled(style, "<think>so</think>\n\nno"), sampled(style, "forty two")
     script = Script(completion(first), completion(second, version=4))
     one = start(style, chat("hello"), script)
@@ -64,7 +64,7 @@ def test_two_turns_are_one_sequence(style: str) -> None:
     assert [message["role"] for message in one.messages] == ["user", "assistant", "user", "assistant"]
 
 
-def test_a_sampled_token_is_not_merged_anew() -> None:
+def test_sampled_tokens_are_not_reencoded() -> None:
     """Encoded again, the text of these tokens has fewer of them; the sequence keeps those that were sampled."""
     letters = [encode("chatml", letter)[0] for letter in "weather"]
     assert len(encode("chatml", "weather")) < len(letters)
@@ -89,7 +89,7 @@ def test_a_sampled_token_is_not_merged_anew() -> None:
     assert made.status is Status.OK, "the last reply ended by itself"
 
 
-def test_a_token_across_the_border_of_two_turns_is_not_made() -> None:
+def test_no_token_spans_two_turns() -> None:
     """In plain text a token of the whole text may reach over the border; ours begins where the reply ends."""
     one = start("chatml", TEXT, script := Script(completion(encode("chatml", " is su")), completion([1])))
 
@@ -105,7 +105,7 @@ def test_a_token_across_the_border_of_two_turns_is_not_made() -> None:
                                           *encode("chatml", "nny")]  # fmt: skip
 
 
-def test_what_is_said_first_belongs_to_the_prompt_where_all_trajectories_share_it() -> None:
+def test_shared_beginning_belongs_to_prompt() -> None:
     first = sampled("chatml", "go")
     ones = [start("chatml", chat("hello"), Script(completion(first))) for _ in range(3)]
 
@@ -131,7 +131,7 @@ def test_what_is_said_first_belongs_to_the_prompt_where_all_trajectories_share_i
     assert ["the map" in texts[0], "the sea" in texts[1]] == [True, True]
 
 
-def test_trajectories_that_have_nothing_in_common_are_failures() -> None:
+def test_group_without_common_beginning_fails() -> None:
     empty = Prompt(id="train/0/2", text="")
     ones = [start("chatml", empty, Script(completion([9]))) for _ in range(2)]
 
@@ -146,7 +146,7 @@ def test_trajectories_that_have_nothing_in_common_are_failures() -> None:
         assert "begin with different tokens: give the dataset a prompt" in made.problem
 
 
-def test_bounds_on_tokens_and_turns() -> None:
+def test_token_and_turn_limits() -> None:
     prompt = encode_prompt(tokenizer("chatml"), TEXT)
     script = Script(*(completion([9] * size, Status.TRUNCATED) for size in (4, 3, 2, 1)))
     one = start("chatml", TEXT, script, max_turns=3, turn_max_tokens=4, max_model_len=len(prompt) + 10)
@@ -168,7 +168,7 @@ def test_bounds_on_tokens_and_turns() -> None:
 
 
 @pytest.mark.parametrize("bound", ["context", "max_tokens"])
-def test_what_runs_out_of_tokens_is_truncated(bound: str) -> None:
+def test_episode_out_of_tokens_is_truncated(bound: str) -> None:
     from starling.common.wire.messages import Sampling
 
     prompt = encode_prompt(tokenizer("chatml"), chat("hello"))
@@ -195,7 +195,7 @@ STOP_REPLY = "is sunny</tool_call> and more"
 
 
 @pytest.mark.parametrize("listening", [True, False])
-def test_a_reply_ends_with_the_token_that_completes_a_stop_text(listening: bool) -> None:
+def test_reply_ends_at_token_that_completes_stop_text(listening: bool) -> None:
     ids = encode("chatml", STOP_REPLY)
     script = Script(completion(ids, Status.TRUNCATED), completion(sampled("chatml", "done")))
     one = start("chatml", chat("hello"), script)
@@ -215,7 +215,7 @@ def test_a_reply_ends_with_the_token_that_completes_a_stop_text(listening: bool)
     assert script.asked[1].prompt_ids[at] == encode("chatml", "<|im_end|>")[0], "the template ends the turn"
 
 
-def test_texts_stand_where_they_were_said() -> None:
+def test_texts_are_encoded_where_they_were_added() -> None:
     script = Script(*(completion(encode("chatml", text)) for text in ("so", "well", "done")))
     one = start("chatml", chat("hello"), script)
 
@@ -242,7 +242,7 @@ def test_texts_stand_where_they_were_said() -> None:
     )
 
 
-def test_a_reply_that_fails_may_be_asked_for_again() -> None:
+def test_failed_reply_can_be_retried() -> None:
     """What was said is written once, and the reply is a message of its own."""
 
     class Failing(Script):
@@ -269,8 +269,8 @@ def test_a_reply_that_fails_may_be_asked_for_again() -> None:
     assert tokenizer("chatml").decode(script.asked[1].prompt_ids).count("try again") == 1
 
 
-def test_what_is_asked_for_again_has_another_name() -> None:
-    """The door forgets what was given up by its name, perhaps only when the next one of that name is there."""
+def test_retried_reply_has_new_lease() -> None:
+    """The queue drops an abandoned request by its lease, possibly only after the next one has been submitted."""
     gave_up = asyncio.Event()
 
     class Slow(Script):
@@ -297,7 +297,7 @@ def test_what_is_asked_for_again_has_another_name() -> None:
     assert script.asked[0].lease.startswith(LEASE_PREFIX)
 
 
-def test_what_an_episode_cannot_do_is_said() -> None:
+def test_episode_errors_are_described() -> None:
     async def play() -> None:
         one = start("chatml", TEXT, Script(completion([9])))
         with pytest.raises(EpisodeError, match=r"'train/0/1' is plain text, .* or use say_text"):
@@ -327,7 +327,7 @@ def test_what_an_episode_cannot_do_is_said() -> None:
     asyncio.run(play())
 
 
-def test_nothing_sampled_is_a_failure() -> None:
+def test_episode_without_sampled_token_fails() -> None:
     one = start("chatml", TEXT, Script())
     (made,) = played(one).trajectories
     assert made.status is Status.ENV_ERROR
@@ -338,7 +338,7 @@ def test_nothing_sampled_is_a_failure() -> None:
     assert "leaves no room in the context of 2" in played(full).trajectories[0].problem
 
 
-def test_seeds_of_turns_differ() -> None:
+def test_turn_seeds_differ() -> None:
     seeds = {turn_seed(seed, index, turn) for seed in range(4) for index in range(8) for turn in range(8)}
     assert len(seeds) == 256
     assert all(0 <= seed < 1 << 63 for seed in seeds)
@@ -356,7 +356,7 @@ ACTIONS = st.lists(
 
 @pytest.mark.parametrize("style", TEMPLATES)
 @given(actions=ACTIONS)
-def test_the_sequence_only_grows_and_the_mask_is_exact(style: str, actions: list[Any]) -> None:
+def test_sequence_only_grows_and_mask_is_exact(style: str, actions: list[Any]) -> None:
     """Whatever is said and sampled: each request continues the one before, and 1 stands for what was sampled."""
     replies = [
         completion(ids, Status.TRUNCATED) if cut else completion([*ids, *encode(style, TEMPLATES[style][1])])

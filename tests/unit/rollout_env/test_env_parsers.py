@@ -1,4 +1,4 @@
-"""Tool calls in text: what is one, what is none, and what began as one."""
+"""Tool calls in text: calls, answers, and malformed calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def clean(text: str) -> bool:
 
 
 @given(CALLS.filter(lambda calls: clean(str(calls))), st.text(max_size=20).filter(clean))
-def test_hermes_reads_what_is_written(calls: list[tuple[str, dict[str, Any]]], around: str) -> None:
+def test_hermes_parses_calls(calls: list[tuple[str, dict[str, Any]]], around: str) -> None:
     text = around + around.join(
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
     )
@@ -32,7 +32,7 @@ def test_hermes_reads_what_is_written(calls: list[tuple[str, dict[str, Any]]], a
 
 
 @given(CALLS)
-def test_llama_reads_what_is_written(calls: list[tuple[str, dict[str, Any]]]) -> None:
+def test_llama_parses_calls(calls: list[tuple[str, dict[str, Any]]]) -> None:
     text = "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
     assert llama(text) == llama(f" <|python_tag|>{text}\n") == [Call(name, arguments) for name, arguments in calls]
 
@@ -54,24 +54,24 @@ def test_llama_reads_what_is_written(calls: list[tuple[str, dict[str, Any]]]) ->
         ("llama", '{"parameters": {}}', 'no object with a "name"'),
     ],
 )
-def test_what_began_as_a_call_is_told(parser: str, text: str, problem: str) -> None:
+def test_malformed_calls_are_described(parser: str, text: str, problem: str) -> None:
     last = PARSERS[parser](text)[-1]
     assert isinstance(last, Malformed)
     assert problem in last.problem
 
 
 @pytest.mark.parametrize("text", ["", "42", "[1, 2]", '{"answer": 3}', "use {name} twice", "it is {", '"name"'])
-def test_an_answer_is_no_call(text: str) -> None:
+def test_answer_has_no_calls(text: str) -> None:
     assert llama(text) == hermes(text) == []
 
 
-def test_arguments_may_be_text_or_missing() -> None:
+def test_call_arguments_may_be_text_or_missing() -> None:
     assert hermes('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>') == [Call("f", {"a": 1})]
     assert hermes('<tool_call>{"name": "now"}</tool_call>') == [Call("now", {})]
 
 
 @given(st.text(alphabet='{}[]":;,<>/ nametool_cparuf1', max_size=60))
-def test_no_text_breaks_a_parser(text: str) -> None:
+def test_parsers_accept_any_text(text: str) -> None:
     for parse in PARSERS.values():
         assert all(isinstance(one, Call | Malformed) for one in parse(text))
         parse(f"<tool_call>{text}")

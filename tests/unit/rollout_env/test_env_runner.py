@@ -1,4 +1,4 @@
-"""Episodes beside a real engine: what they make, and what becomes of environments that do wrong."""
+"""Episodes beside a real engine: their trajectories, and failures of environments."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def awaited(engine: Held, runner: EnvironmentGroups, lease: str = "generate:t0")
     return played
 
 
-def test_tokens_and_log_probabilities_are_those_of_the_model(engine: Held, play: Any) -> None:
+def test_episode_logprobs_match_model(engine: Held, play: Any) -> None:
     runner = play("two_turns", {"word": "no. try again"})
     runner.begin(prepared(HELLO, IDS, 3))
     played = awaited(engine, runner)
@@ -103,7 +103,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_model(engine: Held, play:
         assert one.token_ids.tolist() == other.token_ids.tolist(), "the seed decides"
 
 
-def test_the_answer_says_it_all(engine: Held, play: Any) -> None:
+def test_played_message_is_complete(engine: Held, play: Any) -> None:
     runner = play("two_turns")
     runner.begin(prepared(HELLO, IDS, temperature=0.7))
     played = awaited(engine, runner)
@@ -120,7 +120,7 @@ def test_the_answer_says_it_all(engine: Held, play: Any) -> None:
     assert message.temperature == 0.7
 
 
-def test_all_sampled_needs_no_mask(engine: Held, play: Any) -> None:
+def test_fully_sampled_group_sends_no_mask(engine: Held, play: Any) -> None:
     runner = play("forever", max_turns=1)
     runner.begin(prepared(HELLO, IDS))
     message, _ = played_message(awaited(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
@@ -128,7 +128,7 @@ def test_all_sampled_needs_no_mask(engine: Held, play: Any) -> None:
     assert [meta.num_masked for meta in message.trajectories] == [0, 0]
 
 
-def test_an_environment_that_lets_the_end_pass_ends_well(engine: Held, play: Any) -> None:
+def test_environment_need_not_catch_episode_over(engine: Held, play: Any) -> None:
     runner = play("forever", max_turns=100)
     runner.begin(prepared(HELLO, IDS, max_tokens=9))
     for made in awaited(engine, runner).trajectories:
@@ -146,7 +146,7 @@ def test_an_environment_that_lets_the_end_pass_ends_well(engine: Held, play: Any
         ("speaks_wrongly", {}, "the environment raised EpisodeError: messages were added after a text", 0),
     ],
 )
-def test_what_an_environment_does_wrong_is_said(
+def test_environment_failures_are_described(
     engine: Held, play: Any, name: str, settings: dict[str, Any], problem: str, num_tokens: int
 ) -> None:
     runner = play(name, **settings)
@@ -166,7 +166,7 @@ def awaited_again(engine: Held, runner: EnvironmentGroups) -> PlayedGroup:
     return awaited(engine, runner, "generate:t0.1")
 
 
-def test_one_failure_is_that_of_its_trajectory(engine: Held, play: Any) -> None:
+def test_failure_costs_one_trajectory(engine: Held, play: Any) -> None:
     runner = play("raises")
     runner.begin(prepared(HELLO, IDS, 3))
     first, second, third = awaited(engine, runner).trajectories
@@ -174,7 +174,7 @@ def test_one_failure_is_that_of_its_trajectory(engine: Held, play: Any) -> None:
     assert (second.status, second.problem) == (Status.ENV_ERROR, "the environment raised KeyError: 'map'")
 
 
-def test_a_prompt_that_fills_the_context_is_said(engine: Held, play: Any) -> None:
+def test_prompt_that_fills_context_fails(engine: Held, play: Any) -> None:
     runner = play("two_turns")
     runner.begin(prepared(Prompt(id="p", text="x"), [9] * CONTEXT))
     for made in awaited(engine, runner).trajectories:
@@ -182,7 +182,7 @@ def test_a_prompt_that_fills_the_context_is_said(engine: Held, play: Any) -> Non
         assert f"its prompt of {CONTEXT} tokens leaves no room in the context of {CONTEXT}" in made.problem
 
 
-def test_what_is_forgotten_is_cancelled_and_never_told(engine: Held, play: Any) -> None:
+def test_cancelled_group_is_not_answered(engine: Held, play: Any) -> None:
     runner, marks = play("sleeps"), seen()
     runner.begin(prepared(HELLO, IDS))
     until(lambda: bool(runner.waits(time.monotonic() + 1.0)), "a wait")
@@ -197,7 +197,7 @@ def test_what_is_forgotten_is_cancelled_and_never_told(engine: Held, play: Any) 
     assert runner.waits(time.monotonic()) == ()
 
 
-def test_a_replica_that_leaves_gives_its_groups_back(engine: Held, play: Any) -> None:
+def test_leaving_replica_hands_over_groups(engine: Held, play: Any) -> None:
     runner, answers = play("sleeps"), list[Any]()
     runner.begin(prepared(HELLO, IDS))
     runner.begin(prepared(HELLO, IDS, lease="generate:t1"))
@@ -212,7 +212,7 @@ def test_a_replica_that_leaves_gives_its_groups_back(engine: Held, play: Any) ->
     assert len(answers) == 2
 
 
-def test_only_what_is_wanted_is_told(engine: Held, play: Any) -> None:
+def test_group_is_answered_once(engine: Held, play: Any) -> None:
     runner, answers = play("two_turns"), list[Any]()
     runner.begin(prepared(HELLO, IDS))
     played = engine.inbox.get(timeout=LONG_S)
@@ -222,7 +222,7 @@ def test_only_what_is_wanted_is_told(engine: Held, play: Any) -> None:
     assert (lease, message.lease, len(message.trajectories)) == ("generate:t0", "generate:t0", 2)
 
 
-def test_a_reply_ends_at_a_stop_text_without_waiting_for_the_rest(engine: Held, play: Any) -> None:
+def test_reply_with_stop_text_ends_early(engine: Held, play: Any) -> None:
     """Every single character is a stop text, so the first token that shows one ends the reply."""
     runner = play("stops", {"stop": [chr(code) for code in range(32, 127)]})
     runner.begin(prepared(HELLO, IDS, 2, max_tokens=100))
@@ -231,7 +231,7 @@ def test_a_reply_ends_at_a_stop_text_without_waiting_for_the_rest(engine: Held, 
         assert made.reward == len(made.token_ids) < 60
 
 
-def test_time_in_which_nothing_can_be_generated_does_not_count(engine: Held, play: Any) -> None:
+def test_time_limit_pauses_while_engine_cannot_generate(engine: Held, play: Any) -> None:
     runner = play("sleeps", timeout_s=1.0)
     runner.set_paused(True)
     runner.begin(prepared(HELLO, IDS))
@@ -243,7 +243,7 @@ def test_time_in_which_nothing_can_be_generated_does_not_count(engine: Held, pla
         assert made.problem == "the environment took longer than 1 s"
 
 
-def test_an_environment_that_blocks_the_loop_costs_only_its_groups(engine: Held, play: Any) -> None:
+def test_blocking_environment_costs_only_its_groups(engine: Held, play: Any) -> None:
     limit_s, begun = 60.0, time.monotonic()
     runner, marks = play("blocks", timeout_s=limit_s), seen()
     runner.begin(prepared(HELLO, IDS))
@@ -283,12 +283,12 @@ def until(happened: Callable[[], bool], what: str) -> None:
         ("gym", {"environment": "nothing_like_it:World"}, "Environment 'nothing_like_it:World' cannot be imported"),
     ],
 )
-def test_bad_settings_are_refused_at_the_start(kind: str, options: dict[str, Any], sentence: str) -> None:
+def test_invalid_environment_settings_are_rejected(kind: str, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make_environment(EnvironmentSettings(kind=kind, options=options))
 
 
-def test_what_an_environment_may_return() -> None:
+def test_results_that_environments_may_return() -> None:
     assert outcome_of(None) == EpisodeOutcome()
     assert outcome_of(2) == outcome_of(np.float64(2.0)) == outcome_of(True + 1) == EpisodeOutcome(reward=2.0)
     assert outcome_of(EpisodeOutcome(metrics={"a": 1})) == EpisodeOutcome(metrics={"a": 1.0})

@@ -1,4 +1,4 @@
-"""Code of others in processes of its own: real processes, and what they do wrong."""
+"""The sandbox with real processes, and the ways in which user code fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def call(sandbox: Sandbox, name: str, timeout_s: float = LONG_S, **named: 
         return await session.call(NAMES.index(name), named, timeout_s=timeout_s)
 
 
-def test_functions_return(sandbox: Sandbox) -> None:
+def test_sandboxed_functions_return_values(sandbox: Sandbox) -> None:
     async def run() -> list[Any]:
         return await asyncio.gather(
             call(sandbox, "add", a=1, b=2.5),
@@ -63,20 +63,20 @@ def test_functions_return(sandbox: Sandbox) -> None:
         ("devours", {"mb": 4096}, "MemoryError"),
     ],
 )
-def test_what_goes_wrong_is_said(sandbox: Sandbox, name: str, named: dict[str, Any], problem: str) -> None:
+def test_failed_calls_are_described(sandbox: Sandbox, name: str, named: dict[str, Any], problem: str) -> None:
     with pytest.raises(SandboxError, match=problem):
         asyncio.run(call(sandbox, name, **named))
     assert asyncio.run(call(sandbox, "add", a=1, b=1)) == 2, "and costs nothing else"
 
 
-def test_nothing_of_the_environment_is_inherited(sandbox: Sandbox) -> None:
+def test_sandbox_inherits_no_environment_variables(sandbox: Sandbox) -> None:
     assert set(asyncio.run(call(sandbox, "environment"))) <= {
         "PATH", "LANG", "LC_CTYPE", "PYTHONPATH", "OMP_NUM_THREADS"
     }  # fmt: skip
     assert asyncio.run(call(sandbox, "limits")) == [1024 << 20, 0]
 
 
-def test_what_messagepack_does_not_know_is_text(sandbox: Sandbox) -> None:
+def test_unknown_types_become_text(sandbox: Sandbox) -> None:
     assert asyncio.run(call(sandbox, "strange")).startswith("<object object")
 
 
@@ -94,7 +94,7 @@ def told(file: Path) -> list[int]:
     return [int(pid) for pid in text.split()] if text.endswith("\n") else []
 
 
-def test_what_never_returns_is_killed_with_all_that_it_started(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_hanging_call_is_killed_with_its_children(sandbox: Sandbox, tmp_path: Path) -> None:
     file = tmp_path / "pids"
 
     async def run(timeout_s: float) -> None:
@@ -112,7 +112,7 @@ def test_what_never_returns_is_killed_with_all_that_it_started(sandbox: Sandbox,
         time.sleep(0.05)
 
 
-def test_a_cancelled_call_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_cancelled_call_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
     file = tmp_path / "pids"
 
     async def run() -> None:
@@ -131,7 +131,7 @@ def test_a_cancelled_call_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
         assert psutil.Process(pid).wait(20) is None
 
 
-def test_an_object_lives_for_a_session(sandbox: Sandbox) -> None:
+def test_object_lives_for_a_session(sandbox: Sandbox) -> None:
     async def run() -> list[Any]:
         async with sandbox.session() as session:
             await session.make(NAMES.index("Guess"), {"most": 4}, timeout_s=LONG_S)
@@ -144,7 +144,7 @@ def test_an_object_lives_for_a_session(sandbox: Sandbox) -> None:
     assert right[:3] == ["yes", 1.0, True]
 
 
-def test_a_fork_server_that_dies_is_followed_by_another() -> None:
+def test_dead_fork_server_is_replaced() -> None:
     made = Sandbox([f"{HERE}:add"], what="Tool")
     try:
         (server,) = [one for one in psutil.Process().children() if one.pid == made._fork_server._child.pid]
@@ -173,7 +173,7 @@ def test_a_fork_server_that_dies_is_followed_by_another() -> None:
         ("sleeps.py:f", "importing took longer than 1.5 s"),
     ],
 )
-def test_what_cannot_be_imported_is_said_at_the_start(
+def test_import_failure_is_reported_at_start(
     name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

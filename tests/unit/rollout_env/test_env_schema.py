@@ -1,4 +1,4 @@
-"""What a model is told of a function."""
+"""JSON schemas of functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weather(
     return f"{city}{days}{unit}{places}{more}"
 
 
-def test_signature_and_docstring_make_the_schema() -> None:
+def test_schema_is_made_from_signature_and_docstring() -> None:
     assert schema_of(weather) == {
         "type": "function",
         "function": {
@@ -64,11 +64,11 @@ def test_signature_and_docstring_make_the_schema() -> None:
         (object, {}),
     ],
 )
-def test_annotations(hint: Any, schema: dict[str, Any]) -> None:
+def test_schema_of_annotations(hint: Any, schema: dict[str, Any]) -> None:
     assert type_schema(hint) == schema
 
 
-def test_a_function_without_a_word_has_a_schema() -> None:
+def test_schema_of_undocumented_function() -> None:
     def bare(a, b=2):  # type: ignore[no-untyped-def]
         return a, b
 
@@ -77,7 +77,7 @@ def test_a_function_without_a_word_has_a_schema() -> None:
     assert function["parameters"] == {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]}
 
 
-def test_parameters_without_a_name_are_refused() -> None:
+def test_positional_only_parameters_are_rejected() -> None:
     def many(*values: int) -> int:
         return sum(values)
 

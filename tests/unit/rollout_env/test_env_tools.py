@@ -1,4 +1,4 @@
-"""The model calls functions: what it is told of them, what it is answered, and what it trains on."""
+"""The environments `tools` and `gym`: the prompt, the results of calls, and the loss mask."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def text_of(ids: list[int]) -> str:
     return str(tokenizer("qwen3").decode(ids, skip_special_tokens=False))
 
 
-def test_the_prompt_tells_of_the_tools(chosen: LoadedEnvironment) -> None:
+def test_prompt_describes_tools(chosen: LoadedEnvironment) -> None:
     text = text_of(encode_prompt(tokenizer("qwen3"), chat("hello"), chosen.tools))
     for name in ("add", "fails", "never_returns", "reverse"):
         assert f'"name": "{name}"' in text
@@ -78,7 +78,7 @@ def test_the_prompt_tells_of_the_tools(chosen: LoadedEnvironment) -> None:
     }  # fmt: skip
 
 
-def test_a_call_is_answered_and_not_trained(chosen: LoadedEnvironment) -> None:
+def test_tool_results_are_not_trained(chosen: LoadedEnvironment) -> None:
     first, last = call("add", a=40, b=2), "it is 42"
     outcome, one, script = play(chosen, first, last)
     assert outcome == EpisodeOutcome(metrics={"tool_calls": 1, "tool_errors": 0})
@@ -110,26 +110,26 @@ def test_a_call_is_answered_and_not_trained(chosen: LoadedEnvironment) -> None:
         (call("long"), "x" * 100 + " ... (99900 more characters)"),
     ],
 )
-def test_the_model_is_told_the_result_or_the_mistake(chosen: LoadedEnvironment, text: str, answer: str) -> None:
+def test_model_gets_result_or_error(chosen: LoadedEnvironment, text: str, answer: str) -> None:
     outcome, one, _ = play(chosen, text, "well")
     assert one.messages[2]["content"].startswith(answer)
     assert outcome.metrics == {"tool_calls": 1, "tool_errors": int(answer.startswith("Error"))}
 
 
-def test_a_tool_that_never_returns_costs_its_time_and_nothing_else(chosen: LoadedEnvironment, tmp_path: Path) -> None:
+def test_hanging_tool_times_out(chosen: LoadedEnvironment, tmp_path: Path) -> None:
     outcome, one, _ = play(chosen, call("never_returns", file=str(tmp_path / "pids")), "well")
     assert one.messages[2]["content"] == "Error: it took longer than 1 s"
     assert one.end(outcome).status is Status.OK
 
 
-def test_several_calls_are_answered_in_their_order(chosen: LoadedEnvironment) -> None:
+def test_calls_are_answered_in_order(chosen: LoadedEnvironment) -> None:
     outcome, one, _ = play(chosen, "".join(call("add", a=n, b=0) for n in range(5)), "well")
     contents = [message["content"] for message in one.messages[2:-1]]
     assert contents == ["0", "1", "2", *["Error: at most 3 calls are made at a time"] * 2]
     assert outcome.metrics == {"tool_calls": 5, "tool_errors": 2}
 
 
-def test_the_last_turn_may_be_a_call(chosen: LoadedEnvironment) -> None:
+def test_last_turn_may_be_a_call(chosen: LoadedEnvironment) -> None:
     outcome, one, _ = play(chosen, call("add", a=1, b=1), max_turns=1)
     assert outcome.metrics == {"tool_calls": 1, "tool_errors": 0}
     ended = one.end(outcome)
@@ -137,13 +137,13 @@ def test_the_last_turn_may_be_a_call(chosen: LoadedEnvironment) -> None:
     assert all(ended.sampled), "what nobody answered is left out"
 
 
-def test_plain_text_has_results_too(chosen: LoadedEnvironment) -> None:
+def test_plain_text_prompt_gets_results(chosen: LoadedEnvironment) -> None:
     prompt = Prompt(id="p", text="40 + 2 =")
     _, _, script = play(chosen, call("add", a=40, b=2), "42", prompt=prompt)
     assert text_of(script.asked[1].prompt_ids).endswith("<|im_end|>\n<tool_response>\n42\n</tool_response>\n")
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_duplicate_tool_names_are_rejected() -> None:
     with pytest.raises(ConfigError, match="Two tools are called 'add': give one of them another `name`"):
         make("tools", {"tools": [TOOLS[0], TOOLS[0]]})
 
@@ -156,7 +156,7 @@ def parse(text):
 """
 
 
-def test_a_parser_of_the_users_own(tmp_path: Path) -> None:
+def test_user_parser_is_used(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PARSER)
     options = {"tools": TOOLS[:1], "parser": f"{tmp_path}/mine.py:parse", "timeout_s": 60.0}
     chosen = make("tools", options)
@@ -175,7 +175,7 @@ def world(**changes: Any) -> LoadedEnvironment:
 
 
 @pytest.mark.parametrize("conversation", [True, False])
-def test_a_world_gives_its_rewards(conversation: bool) -> None:
+def test_gym_sums_rewards_of_steps(conversation: bool) -> None:
     chosen = world()
     given: dict[str, Any] = {"metadata": {"seed": 6}}
     prompt = chat("guess it", **given) if conversation else Prompt(id="p", text="guess it: ", **given)
@@ -190,7 +190,7 @@ def test_a_world_gives_its_rewards(conversation: bool) -> None:
     assert text_of(made.token_ids[made.loss_mask == 1].tolist()) == "1<|im_end|>0<|im_end|>2<|im_end|>"
 
 
-def test_a_world_that_is_never_over_ends_with_the_turns() -> None:
+def test_gym_without_end_stops_at_turn_limit() -> None:
     chosen = world()
     try:
         outcome, _, _ = play(chosen, "1", "0", max_turns=2, prompt=chat("guess", metadata={"seed": 6}))
@@ -208,7 +208,7 @@ def test_a_world_that_is_never_over_ends_with_the_turns() -> None:
         ({"arguments": {"slow": 3600.0}, "timeout_s": 2.0}, "it took longer than 2 s"),
     ],
 )
-def test_what_a_world_does_wrong_is_said(changes: dict[str, Any], problem: str) -> None:
+def test_gym_failures_are_described(changes: dict[str, Any], problem: str) -> None:
     from starling.rollout.env.sandbox.sandbox import SandboxError
 
     chosen = world(**changes)
@@ -219,7 +219,7 @@ def test_what_a_world_does_wrong_is_said(changes: dict[str, Any], problem: str) 
         chosen.close()
 
 
-def test_the_trajectories_of_a_group_begin_alike() -> None:
+def test_gym_group_shares_its_seed() -> None:
     from starling.rollout.env.environments.gym import seed_of
 
     one, other = chat("x"), Prompt(id="train/0/1", text="x")

@@ -1,4 +1,4 @@
-"""What stands between two replies: the template's text behind the last one, whatever it makes of earlier ones."""
+"""Text between two replies: what the template writes after the last one, whatever it does to earlier ones."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EXPECTED = {
 
 @pytest.mark.parametrize("style", TEMPLATES)
 @pytest.mark.parametrize("reply", ["well", "<think>so it is</think>\n\nwell", "  blanks  ", "", "StarlingReply0"])
-def test_it_does_not_depend_on_what_the_model_said(style: str, reply: str) -> None:
+def test_text_between_turns_is_independent_of_the_reply(style: str, reply: str) -> None:
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": reply}]
     assert text_between(tokenizer(style), messages, [USER], (), of="it") == EXPECTED[style]
 
 
-def test_neighbouring_results_of_tools_are_written_as_the_template_wants_them() -> None:
+def test_adjacent_tool_results_follow_the_template() -> None:
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<tool_call>"}]
     results = [{"role": "tool", "content": text} for text in ("one", "two")]
     assert text_between(tokenizer("qwen3"), messages, results, (), of="it") == (
@@ -36,7 +36,7 @@ def test_neighbouring_results_of_tools_are_written_as_the_template_wants_them() 
     )
 
 
-def test_only_an_end_that_was_sampled_is_left_out() -> None:
+def test_only_sampled_end_token_is_stripped() -> None:
     text = EXPECTED["chatml"]
     assert strip_end_token(text, "<|im_end|>") == text.removeprefix("<|im_end|>")
     assert strip_end_token("\n" + text, "<|im_end|>") == text.removeprefix("<|im_end|>")
@@ -44,7 +44,7 @@ def test_only_an_end_that_was_sampled_is_left_out() -> None:
     assert strip_end_token(text, "<|endoftext|>") == text, "another end does not end the turn of the template"
 
 
-def test_a_template_that_refuses_or_forgets_is_told() -> None:
+def test_template_errors_are_described() -> None:
     chosen = tokenizer("chatml")
     messages = [USER, {"role": "assistant", "content": "x"}]
     for template, sentence in (
@@ -62,7 +62,7 @@ WORDS = st.sampled_from(["weather", "no. ", "<think>", "</think>", "\n", " ", "4
 
 @pytest.mark.parametrize("style", ["chatml", "llama3"])
 @given(replies=st.lists(st.lists(WORDS, min_size=1, max_size=6).map("".join), min_size=1, max_size=3))
-def test_the_sequence_is_that_of_the_conversation(style: str, replies: list[str]) -> None:
+def test_sequence_equals_rendered_conversation(style: str, replies: list[str]) -> None:
     """Where a template keeps what was said, and the model samples as the tokenizer encodes, both ways are one."""
     chosen, (_, eos) = tokenizer(style), TEMPLATES[style]
     messages = [{"role": "user", "content": "hello"}]
@@ -79,7 +79,7 @@ def test_the_sequence_is_that_of_the_conversation(style: str, replies: list[str]
     assert ids == encode(style, whole), "special tokens part the turns, so nothing merges across"
 
 
-def test_a_blank_that_a_tokenizer_puts_before_every_text_is_not_put_inside_one() -> None:
+def test_no_tokenizer_prefix_blank_inside_text() -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -91,7 +91,7 @@ def test_a_blank_that_a_tokenizer_puts_before_every_text_is_not_put_inside_one()
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=5))
-def test_the_common_beginning_is_the_longest(sequences: list[list[int]]) -> None:
+def test_common_length_is_longest_shared_prefix(sequences: list[list[int]]) -> None:
     length = common_length(sequences)
     assert len({tuple(one[:length]) for one in sequences}) == 1
     assert len({tuple(one[: length + 1]) for one in sequences}) > 1 or any(len(one) == length for one in sequences)

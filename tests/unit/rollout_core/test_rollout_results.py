@@ -1,4 +1,4 @@
-"""What a rollout tells of a pull, and of what it leaves to others."""
+"""Wire messages of a rollout: progress of pulls, and partial completions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from starling.rollout.shell.results import interrupted_message, lease_progress, 
 from starling.weightsync.puller.report import PullProgress
 
 
-def test_a_time_left_that_nobody_knows_is_not_told() -> None:
+def test_unknown_time_left_is_not_reported() -> None:
     told = lease_progress(PullProgress(bytes_done=0, bytes_total=7, seconds_left=float("inf")))
     assert told == LeaseProgress(bytes_done=0, bytes_total=7)
 
 
-def test_progress_is_told_as_it_is() -> None:
+def test_pull_progress_is_reported() -> None:
     told = lease_progress(PullProgress(bytes_done=3, bytes_total=7, seconds_left=1.5))
     assert told == LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=1.5)
 
@@ -41,7 +41,7 @@ def partial(length: int, status: Status | None) -> PartialCompletion:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from((None, Status.OK, Status.TRUNCATED))), max_size=4))
-def test_what_is_left_arrives_as_it_was(left: list[tuple[int, Status | None]]) -> None:
+def test_partial_completions_round_trip(left: list[tuple[int, Status | None]]) -> None:
     partials = tuple(partial(length, status) for length, status in left)
     told, buffers = interrupted_message("generate:t0:1", partials, "it leaves")
     assert [meta.nbytes for meta in told.tensors] == [len(buffer) for buffer in buffers]
@@ -57,7 +57,7 @@ def test_what_is_left_arrives_as_it_was(left: list[tuple[int, Status | None]]) -
             assert a.tolist() == b.tolist()
 
 
-def test_buffers_of_another_size_are_refused() -> None:
+def test_partial_completions_of_wrong_size_are_rejected() -> None:
     told, buffers = interrupted_message("generate:t0:1", (partial(2, None), partial(3, None)), "it leaves")
     asked = msgspec.structs.replace(ASKED, partial=told.partial, tensors=told.tensors)
     for wrong in (buffers[:2], (*buffers[:2], buffers[2][:-4])):

@@ -1,4 +1,4 @@
-"""Which requests of an episode belong together, by what they say; replies that a test writes stand for the model's."""
+"""Requests of an episode: which of them continue a conversation. A test writes the model's replies."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def recorded(tokenizer: Any, said: Said, play: Callable[[Recording, Ask], Awaita
     return asyncio.run(all_of_it())
 
 
-def test_a_call_that_went_through_a_client_is_known_again(tokenizer: Any) -> None:
+def test_returned_call_is_recognised(tokenizer: Any) -> None:
     async def play(recording: Recording, ask: Ask) -> None:
         first = await ask(USER, tools=ADD, temperature=0.1, max_tokens=300)
         assert first.overruled == ("temperature",)
@@ -104,7 +104,7 @@ def test_a_call_that_went_through_a_client_is_known_again(tokenizer: Any) -> Non
     assert sum(ended.sampled) == len(CALL) + len("it is 3") + 2
 
 
-def test_other_tools_are_another_conversation(tokenizer: Any) -> None:
+def test_different_tools_start_another_conversation(tokenizer: Any) -> None:
     async def play(recording: Recording, ask: Ask) -> None:
         await ask(USER, tools=ADD)
         await ask(USER, {"role": "assistant", "content": "a"}, USER)
@@ -115,7 +115,7 @@ def test_other_tools_are_another_conversation(tokenizer: Any) -> None:
     assert decode(tokenizer, ended.token_ids) == "b"
 
 
-def test_a_request_that_was_given_up_leaves_no_trace(tokenizer: Any) -> None:
+def test_cancelled_request_leaves_no_trace(tokenizer: Any) -> None:
     answer = {"role": "assistant", "content": "a"}
 
     async def play(recording: Recording, ask: Ask) -> None:
@@ -131,7 +131,7 @@ def test_a_request_that_was_given_up_leaves_no_trace(tokenizer: Any) -> None:
     assert decode(tokenizer, [*ended.context, *ended.token_ids]) == "u:1+2?;a:a;u:1+2?;a:b"
 
 
-def test_branches_draw_for_themselves_and_have_names_of_their_own(tokenizer: Any) -> None:
+def test_branches_have_own_seeds_and_leases(tokenizer: Any) -> None:
     async def play(recording: Recording, ask: Ask) -> None:
         await asyncio.gather(*(ask(USER) for _ in range(3)))
         await ask(USER, {"role": "assistant", "content": "b"}, USER)
@@ -146,7 +146,7 @@ def test_branches_draw_for_themselves_and_have_names_of_their_own(tokenizer: Any
     assert decode(tokenizer, [*ended.context, *ended.token_ids]) == "u:1+2?;a:a;u:1+2?;a:f"
 
 
-def test_whoever_asks_when_it_is_over_is_told(tokenizer: Any) -> None:
+def test_request_after_episode_end_is_rejected(tokenizer: Any) -> None:
     async def play(recording: Recording, ask: Ask) -> None:
         waiting = asyncio.create_task(ask(USER))
         await asyncio.wait_for(said.is_asked.wait(), DEADLINE_S)
@@ -171,5 +171,5 @@ def test_whoever_asks_when_it_is_over_is_told(tokenizer: Any) -> None:
         ("hermes", "<|python_tag|>", '{"name": "f", "parameters": {}}', ('{"name": "f", "parameters": {}}', ())),
     ],
 )
-def test_calls_in_replies(parser: Any, template: str | None, text: str, found: Any) -> None:
+def test_reply_calls_are_read(parser: Any, template: str | None, text: str, found: Any) -> None:
     assert make_call_reader(parser, template)(text) == found

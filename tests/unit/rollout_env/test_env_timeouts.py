@@ -1,4 +1,4 @@
-"""Time limits that stand still while there is no engine."""
+"""Time limits that pause while the engine cannot generate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from starling.rollout.env.timeouts import PausableClock, PausableTimeouts
 
 
-def test_a_clock_that_stands_still() -> None:
+def test_pausable_clock() -> None:
     clock = PausableClock()
     assert clock.at(10.0) == 10.0
     assert clock.set_paused(True, 12.0)
@@ -23,7 +23,7 @@ def test_a_clock_that_stands_still() -> None:
     assert clock.at(30.0) == 21.0
 
 
-def test_a_limit_does_not_pass_while_it_is_held() -> None:
+def test_paused_timeout_does_not_expire() -> None:
     async def play() -> None:
         limits = PausableTimeouts(paused=True)
         async with limits.within(0.05) as limit:
@@ -49,7 +49,7 @@ def test_a_limit_does_not_pass_while_it_is_held() -> None:
         asyncio.run(play())
 
 
-def test_a_limit_that_has_passed_stays_passed() -> None:
+def test_expired_timeout_stays_expired() -> None:
     async def play() -> None:
         limits = PausableTimeouts()
         async with limits.within(0.01) as limit:
