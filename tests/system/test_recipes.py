@@ -155,4 +155,4 @@ def test_smoke_passes(tmp_path: Path) -> None:
     command = Command(tmp_path, "smoke")
     assert command.wait() == 0, command.story()
     assert command.output.count("ok: ") == 5
-    assert "was killed in mid-run" in command.output
+    assert "was killed during the run" in command.output

@@ -100,7 +100,7 @@ def during_the_drain(folder: Path) -> None:
         policy.suspend()
         (folder / "policy is held").touch()
         with watching(folder) as groups:
-            command.until(lambda: (now := groups()) and now["scored"] + now["sealed"] == 8, "the groups of both steps")
+            command.until(lambda: (now := groups()) and now["scored"] + now["frozen"] == 8, "the groups of both steps")
         reward.suspend()
         policy.resume()
         command.until(lambda: metrics(folder, "checkpoint"), "the checkpoint")
