@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.algo.staleness import num_slots, required_version, staleness
+from starling.algo.staleness import num_slots, oldest_allowed_version, staleness
 
 
 def test_staleness_counts_versions_behind_the_base() -> None:
@@ -15,9 +15,9 @@ def test_staleness_counts_versions_behind_the_base() -> None:
 
 
 @given(st.integers(0, 200), st.integers(1, 7), st.integers(0, 5))
-def test_the_required_version_is_the_oldest_within_the_bound(group: int, prompts: int, bound: int) -> None:
+def test_oldest_allowed_version_is_the_oldest_within_the_bound(group: int, prompts: int, bound: int) -> None:
     step = group // prompts + 1
-    required = required_version(group, prompts, bound)
+    required = oldest_allowed_version(0, group, prompts, bound)
     assert staleness(step, required) == bound
     assert staleness(step, required - 1) > bound
 
@@ -31,7 +31,7 @@ def test_slots_admit_a_group_only_when_its_required_version_is_published(
     for admit in choices:
         in_use = admitted - published * prompts
         if admit and in_use < num_slots(prompts, bound):
-            assert published >= required_version(admitted, prompts, bound)
+            assert published >= oldest_allowed_version(0, admitted, prompts, bound)
             admitted += 1
         elif in_use >= prompts:
             published += 1
@@ -42,8 +42,8 @@ def test_slots_admit_a_group_only_when_its_required_version_is_published(
 @given(st.integers(1, 5), st.integers(0, 4))
 def test_every_slot_can_be_used_without_a_publication(prompts: int, bound: int) -> None:
     slots = num_slots(prompts, bound)
-    assert required_version(slots - 1, prompts, bound) == 0
-    assert required_version(slots, prompts, bound) == 1
+    assert oldest_allowed_version(0, slots - 1, prompts, bound) == 0
+    assert oldest_allowed_version(0, slots, prompts, bound) == 1
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_arguments_out_of_range_are_named(prompts: int, bound: int, text: str) -
     with pytest.raises(ValueError, match=text):
         num_slots(prompts, bound)
     with pytest.raises(ValueError, match=text):
-        required_version(0, prompts, bound)
+        oldest_allowed_version(0, 0, prompts, bound)
 
 
-def test_a_negative_group_index_is_refused() -> None:
-    with pytest.raises(ValueError, match="group_index is -1"):
-        required_version(-1, 1, 0)
+def test_negative_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank is -1"):
+        oldest_allowed_version(0, -1, 1, 0)

@@ -24,18 +24,19 @@ def staleness(step: int, oldest_version: int) -> int:
     return (step - 1) - oldest_version
 
 
-def required_version(group_index: int, prompts_per_step: int, max_staleness: int) -> int:
-    """Return the oldest version that may sample a token of group `group_index` (by admission, from 0).
+def oldest_allowed_version(published: int, rank: int, prompts_per_step: int, max_staleness: int) -> int:
+    """Return the oldest version that may sample a token of the live group of this `rank`, while `published` is newest.
 
-    Values of 0 or less mean that the initial weights suffice.
+    The published version is the base of the step that trains the group of rank 0, so the step of rank ``r`` has the
+    base ``published + r // prompts_per_step``. Values of 0 or less mean that the initial weights suffice.
 
     Raises:
         ValueError: an argument is out of range.
     """
     _check(prompts_per_step, max_staleness)
-    if group_index < 0:
-        raise ValueError(f"group_index is {group_index}: groups are numbered from 0")
-    return group_index // prompts_per_step - max_staleness
+    if rank < 0:
+        raise ValueError(f"rank is {rank}: live groups are ranked from 0")
+    return published + rank // prompts_per_step - max_staleness
 
 
 def num_slots(prompts_per_step: int, max_staleness: int) -> int:

@@ -40,7 +40,7 @@ def _ignore() -> None:
 
 
 class OfferSender:
-    """Answers each `PublishWeights` in a thread of its own, so that the caller never waits for digests.
+    """Answers `PublishWeights` commands in one background thread, so that the caller never waits for digests.
 
     Args:
         answer: called in the thread with a lease, its result and the buffers.
@@ -85,7 +85,7 @@ class OfferSender:
         )
 
     def close(self) -> None:
-        """Wait for outstanding offers. Close the publisher before, which ends every wait for digests."""
+        """Wait for outstanding offers. Close the publisher first, which ends every wait for digests."""
         self._thread.shutdown()
 
     def _send(self, lease: str, publication: PublishedVersion, begin: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from starling.common.settings import ModelSettings, ServiceSettings, SettingsSection, WeightsSettings
+from starling.weightsync.plan.offer import Transport
 
 
 class VllmSettings(SettingsSection):
@@ -117,7 +118,7 @@ class RolloutSettings(SettingsSection):
     Without it the engine pauses for the whole pull, and needs memory for one bucket only."""
     load_weights: bool = False
     """Load the weights in `model.path` at the start, as version 0, instead of waiting for the policy's."""
-    transport: Literal["ucx", "tcp", "local", "nccl", "gloo", "nixl"] = "ucx"
+    transport: Transport = "ucx"
     """Transport of weights from this replica to others that pull from it; as `policy.transport`."""
     vllm: VllmSettings = VllmSettings()
     environment: EnvironmentSettings = EnvironmentSettings()

@@ -94,9 +94,8 @@ class Attempt:
     def prepare(self, recipe: Recipe, names: list[str]) -> None:
         """Write keys, recipe and configuration for the processes `names`, unless they exist."""
         if not (self.folder / "keys" / ALLOWED).exists():
-            make_keys(
-                self.folder / "keys", [*names, OBSERVER, OPERATOR], replace=True
-            )  # replaces those of an interrupted start
+            # Replace the keys of an interrupted start.
+            make_keys(self.folder / "keys", [*names, OBSERVER, OPERATOR], replace=True)
         if not self.config.exists():
             self.recipe.write_text(to_toml(recipe))
             self.config.write_text(to_toml(resolved(recipe, self.folder)))

@@ -23,7 +23,7 @@ import xxhash
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import Box, ShardPiece, decode
 
-Transport = Literal["ucx", "local", "tcp", "nccl", "gloo", "nixl"]
+Transport = Literal["ucx", "tcp", "local", "nccl", "gloo", "nixl"]
 DIGEST_BYTES: Final = 16
 """Size of the digest of a box."""
 ROOT_CHARACTERS: Final = 2 * DIGEST_BYTES

@@ -15,6 +15,7 @@ from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.settings.supervised import DpoSettings, RewardModelSettings, SftStepSettings
+from starling.weightsync.plan.offer import Transport
 
 CHANGEABLE: Final = (
     "policy.algorithm.clip_high",
@@ -37,7 +38,7 @@ class PolicySettings(SettingsSection):
     """Maximum token slots (rows x row length, padding included) of a microbatch; bounds the memory of activations."""
     share_prompts: bool = True
     """Compute a prompt once for several completions of its group where that makes the step cheaper."""
-    transport: Literal["ucx", "tcp", "local", "nccl", "gloo", "nixl"] = "ucx"
+    transport: Transport = "ucx"
     """Transport of weights to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory of this host,
     `nccl` between GPUs where NCCL is tuned, `gloo` between CPUs, `nixl` where it is installed at both ends."""
     delta_versions: int | None = Field(default=None, ge=0)

@@ -1,10 +1,11 @@
 """State machine of a rollout replica (stop 10 of the walk): when it generates, pulls and switches weights. Pure.
 
-    stale -> pulling -> staged -> switching -> current
-      ^         |          |         |
-      |         |          |         +--> torn (the engine does not hold what was published)
-      |         |          +--> draining -> switching (mode `finish`: until nothing runs, or for `finish_timeout_s`)
-      +---------+ (the pull failed)
+    stale ---> pulling ---> staged ---> current ---> pulling (the next version)
+                  |           ^  |
+                  |           |  +--> torn (the engine does not hold the published version)
+                  +--> draining (mode `finish`: until nothing runs, at most `finish_timeout_s`)
+
+A pull that fails returns to `current`, or to `stale` in a replica that holds no version.
 
 The engine generates during the pull and pauses only for the switch. Without memory for a staging area (`in_place`) it
 pauses for the whole pull, and a pull that fails leaves it torn; under `finish` it drains before the pull. A torn

@@ -24,7 +24,7 @@ class ChannelStopped(Exception):
 
 
 def framed(message: Message) -> memoryview:
-    """Write a message as it goes through a channel."""
+    """Return a message with its length in front, as it goes through a channel."""
     return memoryview(with_length(message))
 
 

@@ -1,11 +1,12 @@
 """Admission of prompts as groups, and the bounds that hold for each live group.
 
 Stop 1 of the walk. Slots bound the number of live groups, and so the staleness of every trained token; the proof is in
-`docs/staleness.md`.
+`docs/explanation/staleness.md`.
 """
 
 from __future__ import annotations
 
+from starling.algo.staleness import oldest_allowed_version
 from starling.common.ids import Purpose
 from starling.common.wire.messages import Prompt, Sampling
 from starling.controller.core.dirty import Dirty
@@ -40,15 +41,14 @@ def expected_tokens(state: ControllerState, prompt: Prompt, purpose: Purpose, nu
 def required_version(state: ControllerState, group: Group) -> int:
     """Return the oldest version that may sample for a live group.
 
-    The published version is the base of the step that trains the group of rank 0. So the step of rank r has the base
-    ``published + r // prompts_per_step``, which a token may be behind by at most `max_staleness`. No version is older
-    than the first that this run publishes.
+    No version is older than the first that this run publishes.
     """
     plan, buffer = state.plan, state.buffer
     if not plan.kind.trains:
         return 0
-    base = state.weights.version + buffer.rank(group) // plan.prompts_per_step
-    return max(plan.num_supervised_steps, plan.begin_version, base - buffer.max_staleness)
+    rank = buffer.rank(group)
+    oldest = oldest_allowed_version(state.weights.version, rank, plan.prompts_per_step, buffer.max_staleness)
+    return max(plan.num_supervised_steps, plan.begin_version, oldest)
 
 
 def newest_allowed(state: ControllerState, group: Group) -> int:

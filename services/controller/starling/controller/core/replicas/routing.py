@@ -22,7 +22,7 @@ from starling.controller.core.replicas.membership import Member
 SpeedClass = tuple[int, float]
 """Version, and tokens per second."""
 QueueEntry = tuple[int, str, int, Member]
-"""Queued tokens, name, stamp."""
+"""Queued tokens, name, stamp, and the member itself."""
 UNKNOWN: Final = (0, (0, 0.0), 0)
 
 

@@ -1,6 +1,6 @@
 """Time sharing of colocated devices (`launch.colocate`): which side has the devices, and which replicas sleep.
 
-    awake --Sleep--> unknown --Slept--> asleep --Wake--> unknown --Awake--> awake
+    awake --Sleep--> unknown --Slept--> asleep --Wake--> unknown --Woken--> awake
       (a replica that joins, returns or meets a restarted controller is unknown until it answers such a command)
 
 No replica is woken before every replica of the other side has answered that it sleeps. A replica that was lost without
