@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
 from starling.cli.command_line import CommandLine, Line, define
+from starling.cli.evaluate.options import DEFAULT_ANSWERS, DEFAULT_MODEL, AnswerOptions, ModelOptions
 from starling.cli.operate.command import NO_CONNECTION, Flags, RunFolder, evaluate_run
 from starling.common.errors import ConfigError
 
@@ -30,36 +31,6 @@ A_RUN = frozenset({"--num-completions", "--controller", "--key", "--run", "--tim
 SETTINGS = "Any setting of a recipe may follow: --rollout.max-model-len 4096."
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """The model, and the instances of the engine that share the work."""
-
-    model: Annotated[str, Parameter(metavar="DIR", help="The model's folder.")] = ""
-    num_gpus: Annotated[int | None, Parameter(help="GPUs of all instances; all by default, 1 without GPUs.")] = None
-    tp_size: Annotated[int, Parameter(help="GPUs that share one instance.")] = 1
-    engine: Annotated[str, Parameter(help="transformers, vllm, or module:Class.")] = "transformers"
-    seed: Annotated[int, Parameter(help="Seed of every sampled token.")] = 0
-
-
-@dataclass(frozen=True)
-class AnswerOptions:
-    """How each prompt is answered, once."""
-
-    num_completions: Annotated[
-        int | None, Parameter(help="Completions of each prompt: 1 by default; for a run, as in its recipe.")
-    ] = None
-    temperature: Annotated[float, Parameter(help="0: the likeliest token at each place.")] = 0.0
-    max_tokens: Annotated[int, Parameter(help="Most tokens of each completion.")] = 1024
-    limit: Annotated[int, Parameter(help="Only the first prompts (of each task); 0 for all.")] = 0
-    plain: Annotated[bool, Parameter(help="Prompts are plain text, not turns of a conversation.")] = False
-    system: Annotated[str, Parameter(help="System message of each conversation that has none.")] = ""
-
-    @property
-    def group_size(self) -> int:
-        """Completions of each prompt."""
-        return 1 if self.num_completions is None else self.num_completions
-
-
 Model = Annotated[ModelOptions, Parameter(name="*", group=MODEL)]
 Answers = Annotated[AnswerOptions, Parameter(name="*", group=ANSWERS)]
 Resume = Annotated[Path | None, Parameter(metavar="FOLDER", help="Resume a run that was interrupted.", group=RESULTS)]
@@ -69,8 +40,8 @@ def evaluate(
     folder: RunFolder = None,
     /,
     *,
-    model: Model = ModelOptions(),
-    answers: Answers = AnswerOptions(),
+    model: Model = DEFAULT_MODEL,
+    answers: Answers = DEFAULT_ANSWERS,
     tasks: Annotated[
         str, Parameter(metavar="TASK[,TASK]", help="What to evaluate: see docs/how-to/evaluate.md.", group=TASKS)
     ] = "",
@@ -114,8 +85,8 @@ def infer(
     ] = "",
     /,
     *,
-    model: Model = ModelOptions(),
-    answers: Answers = AnswerOptions(),
+    model: Model = DEFAULT_MODEL,
+    answers: Answers = DEFAULT_ANSWERS,
     prompt_column: Annotated[str, Parameter(help="Another column of the prompts.", group=ANSWERS)] = "",
     out: Annotated[
         Path | None, Parameter(metavar="FILE", help="A copy of the answers, besides the run's own.", group=RESULTS)
@@ -137,7 +108,7 @@ def infer(
     return _answer(recipe, instances, copy=out)
 
 
-def serve(*, model: Model = ModelOptions(), line: Line) -> int:
+def serve(*, model: Model = DEFAULT_MODEL, line: Line) -> int:
     """Answer requests of OpenAI clients with a model, until Ctrl-C."""
     _check_model("serve", model)
     from starling.cli.evaluate.recipes import serving_recipe

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from starling.cli.evaluate.command import AnswerOptions, ModelOptions
+from starling.cli.evaluate.options import AnswerOptions, ModelOptions
 from starling.cli.evaluate.tasks import TaskOptions, absolute, find_tasks, scorers_of
 from starling.cli.recipe.schema import Recipe, load_recipe
 from starling.cli.run.gpus import num_instances, visible_gpus
