@@ -47,10 +47,10 @@ def test_run_starts_from_a_state_of_another_run(tmp_path: Path) -> None:
 
     for flags, words in (
         (("--from", "nowhere"), "there is no intact state in nowhere"),
-        (("--from", "state", "--rl.num-steps", "2"), f"it is of version {begun}, and the recipe ends with version 5"),
+        (("--from", "state", "--rl.num-steps", "2"), f"it has version {begun}, and the recipe ends with version 5"),
         (
             ("--from", "state", "--sft.num-steps", "1", "--rl.num-steps", "9"),
-            "its run made 3 supervised steps before reinforcement",
+            "its run had 3 supervised steps before reinforcement",
         ),
     ):
         with run(elsewhere, *flags) as command:
