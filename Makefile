@@ -29,7 +29,7 @@ demo: $(STAMP)
 smoke: $(STAMP)
 	$(BIN)/starling smoke
 
-# What proves behaviour, in at most a quarter of an hour on two cores.
+# Everything that proves behaviour: about 25 minutes on two cores.
 test: lint types imports
 	$(BIN)/python tests/shards.py test
 

@@ -61,16 +61,16 @@ class Shard:
 _VLLM = (("TORCH_COMPILE_DISABLE", "1"),)
 
 SHARDS = (
-    Shard("unit", ("tests/unit", "tests/scenarios"), 4.0),
-    Shard("processes", ("tests/processes",), 2.0, services=True),
-    Shard("sim", ("tests/sim",), 0.7),
-    Shard("system", ("tests/system",), 3.0, services=True),
-    Shard("vllm", ("tests/vllm",), 2.5, services=True, environment=_VLLM),
-    Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 4.0, campaign=True),
-    Shard("processes-campaign", ("tests/processes",), 0.5, campaign=True, services=True),
-    Shard("sim-campaign", ("tests/sim",), 2.0, campaign=True),
-    Shard("system-campaign", ("tests/system",), 9.0, campaign=True, services=True),
-    Shard("vllm-campaign", ("tests/vllm",), 15.0, campaign=True, services=True, environment=_VLLM),
+    Shard("unit", ("tests/unit", "tests/scenarios"), 6.5),
+    Shard("processes", ("tests/processes",), 1.6, services=True),
+    Shard("sim", ("tests/sim",), 0.9),
+    Shard("system", ("tests/system",), 7.0, services=True),
+    Shard("vllm", ("tests/vllm",), 5.0, services=True, environment=_VLLM),
+    Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 0.2, campaign=True),
+    Shard("processes-campaign", ("tests/processes",), 0.2, campaign=True, services=True),
+    Shard("sim-campaign", ("tests/sim",), 0.2, campaign=True),
+    Shard("system-campaign", ("tests/system",), 5.5, campaign=True, services=True),
+    Shard("vllm-campaign", ("tests/vllm",), 10.0, campaign=True, services=True, environment=_VLLM),
 )
 
 

@@ -16,8 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 
-pytestmark = pytest.mark.slow
-
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -18,8 +18,6 @@ from starling.weightsync.plan.layout import Layout, decode, encode
 from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import make_plan
 
-pytestmark = pytest.mark.slow
-
 RANK = 4
 LORA = ("--model.lora.rank", str(RANK), "--model.lora.targets", '["q_proj", "down_proj"]', "--model.lora.dora")
 OWN = ("--policy.transport", "tcp", "--policy.optimizer.learning-rate", "0.01")

@@ -22,8 +22,6 @@ from starling.common.wire import messages as wire
 from starling.policy.train.checkpoint.header import find_state, state_versions
 from starling.policy.train.checkpoint.storage import Storage
 
-pytestmark = pytest.mark.slow
-
 OPTIONS = {"key": "testing", "secret": "testing"}
 
 

@@ -15,8 +15,6 @@ from replica_processes import exit_code, replica
 from starling.common.wire import messages as wire
 from starling.weightsync.plan.offer import decode_offer
 
-pytestmark = pytest.mark.slow
-
 NUM_SFT, LAST = 2, 6
 FLAGS = (
     *("--policy.init", "random", "--policy.transport", "local", "--model.device", "cpu"),

@@ -20,8 +20,6 @@ from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.tensors.modules import layout_of
 
-pytestmark = pytest.mark.slow
-
 NAME = "rollout-0"
 LONG = 1500
 """Tokens that take some seconds. The most likely token of these models is never the one that ends a completion."""

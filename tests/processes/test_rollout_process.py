@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
 import torch
 from fake_hub import FakeHub
 from replica_processes import exit_code, replica
@@ -18,8 +17,6 @@ from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.tensors.modules import layout_of
-
-pytestmark = pytest.mark.slow
 
 SEED = 11
 

@@ -17,8 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.wire import messages as wire
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def taught(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -77,7 +77,6 @@ def wandb_records(path: Path) -> Iterator[Any]:
             parts = b""
 
 
-@pytest.mark.slow
 def test_wandb_keeps_the_run_offline(tmp_path: Path) -> None:
     """Under the run's id, with its settings; evaluations of an earlier version may come later."""
     logger = WandbLogger(info(tmp_path, offline=True), 1)
@@ -128,7 +127,6 @@ print(json.dumps([SQLiteStorage.get_runs("starling"), SQLiteStorage.get_logs("st
 """
 
 
-@pytest.mark.slow
 def test_trackio_has_the_run_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, for trackio reads where its database is when it is imported."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))

@@ -14,8 +14,6 @@ from api_stage import Stage, check, stage
 from starling.algo.text import decode
 from starling.common.wire.messages import ChatMessage, Prompt, Status
 
-pytestmark = pytest.mark.slow
-
 PROMPT = Prompt(
     id="train/0/0", messages=(ChatMessage(role="user", content="hello"),), reference="r", metadata={"word": "w"}
 )

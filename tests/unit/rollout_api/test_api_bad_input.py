@@ -178,7 +178,6 @@ def asked(lone: Lone, path: str, body: bytes | None, key: str | None) -> tuple[i
         return error.code, json.loads(error.read())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "key", "status", "code"),
     [
@@ -204,7 +203,6 @@ def test_invalid_requests_over_http(
         assert code is None or told["error"]["code"] == code
 
 
-@pytest.mark.slow
 def test_slow_body_times_out(lone: Lone) -> None:
     host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {lone.api_key}\r\n"
@@ -218,7 +216,6 @@ def test_slow_body_times_out(lone: Lone) -> None:
     assert asked(lone, "/health", None, None)[0] == 200
 
 
-@pytest.mark.slow
 def test_engine_without_prompt_scores_rejects_echo(api_model: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/how-to/extend/engine.md").read_text()
     found = dict(re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))

@@ -15,8 +15,6 @@ import torch
 from api_lone import CONTEXT, DEADLINE_S, Lone, forward_logprobs
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.slow
-
 HELLO: Any = [{"role": "user", "content": "hello"}]
 ENDLESS: Any = {"prompt": "q", "max_tokens": 1900, "temperature": 0}
 """This model repeats itself then, and never ends by itself."""

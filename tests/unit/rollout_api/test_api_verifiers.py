@@ -16,8 +16,6 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt, Status
 from starling.rollout.env.environments.verifiers import make_verifiers
 
-pytestmark = pytest.mark.slow
-
 PROMPT = Prompt(
     id="train/0/0",
     messages=(ChatMessage(role="user", content="hello"),),

@@ -15,8 +15,6 @@ import torch
 from starling.policy.train.checkpoint.header import find_state
 from starling.policy.train.checkpoint.state import SavedState
 
-pytestmark = pytest.mark.slow
-
 torch.set_num_threads(1)
 
 

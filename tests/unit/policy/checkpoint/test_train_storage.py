@@ -29,8 +29,6 @@ from starling.policy.train.checkpoint.state import (
 from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.model.load import version_tensors
 
-pytestmark = pytest.mark.slow
-
 CREDENTIALS = {"key": "testing", "secret": "testing"}
 
 

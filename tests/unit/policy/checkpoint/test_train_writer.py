@@ -258,7 +258,6 @@ def ranks(folder: Path, action: str, size: int) -> None:
     assert [process.returncode for process in processes] == [0] * size, errors
 
 
-@pytest.mark.slow
 def test_dcp_tensors_of_two_ranks_are_readable_by_any_number(tmp_path: Path) -> None:
     ranks(tmp_path, "write", 2)
     for size in (1, 3):
