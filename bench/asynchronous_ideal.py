@@ -8,7 +8,7 @@ from statistics import fmean
 
 from asynchronous_device import Device, Profile, Row
 
-from starling.algo.staleness import required_version
+from starling.algo.staleness import oldest_allowed_version
 from starling.controller.core.plan import draw_seed
 
 
@@ -96,7 +96,7 @@ def step_ends(work: Work, max_staleness: int, *, train_s: float | None = None) -
 def _may_start(work: Work, group: int, version: int, max_staleness: int, held: list[int]) -> bool:
     return (
         group < work.num_steps * work.prompts_per_step
-        and required_version(group, work.prompts_per_step, max_staleness) <= version
+        and oldest_allowed_version(0, group, work.prompts_per_step, max_staleness) <= version
         and min(held) < work.num_slots
     )
 
