@@ -90,12 +90,15 @@ class Result:
 
 @cache
 def tracked_files() -> frozenset[str]:
-    """Return the files of the checkout, ignored ones left out."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return frozenset(name for name in listed.stdout.splitlines() if (ROOT / name).is_file())
+    """Return the files of the checkout, ignored ones left out; without git, all but hidden and compiled ones."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):  # an archive, or a checkout of another user
+        below = (path.relative_to(ROOT) for path in ROOT.rglob("*"))
+        left_out = {"__pycache__", "runs", "build", "dist"}
+        listed = [path.as_posix() for path in below if not any(p.startswith(".") or p in left_out for p in path.parts)]
+    return frozenset(name for name in listed if (ROOT / name).is_file())
 
 
 @cache

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import shards
+
 ROOT = Path(__file__).parents[2]
-TRACKED = subprocess.run(
-    ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-)
-FILES = [name for name in TRACKED.stdout.splitlines() if (ROOT / name).exists()]
+FILES = sorted(shards.tracked_files())
 PAGES = [name for name in FILES if name.endswith(".md")]
 MEMBERS = ("common", "weightsync", "algo", "cli", "sim", "controller", "policy", "rollout", "reward")
 
