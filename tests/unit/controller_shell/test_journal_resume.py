@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from starling.controller.core.kinds import INFER
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,
+    EvaluationClosed,
     GroupsOpened,
     JournalEntry,
     RunBegun,
@@ -21,6 +23,7 @@ from starling.controller.core.records import (
 )
 from starling.controller.shell.journal.journal import Journal
 from starling.controller.shell.journal.resume import check_num_prompts, missing_lines, start_incarnation
+from starling.controller.shell.status import MetricsHistory
 
 PLAN = RunPlan(seed=3, sampling=Sampling(max_tokens=4), eval_sampling=Sampling(max_tokens=4), num_steps=5)
 
@@ -68,11 +71,35 @@ def test_missing_lines_of_steps() -> None:
         JournalEntry(StepCommitted(step=2, metrics={"phase": "rl", "loss": 1.0})),
         JournalEntry(StepFrozen(step=3, ordinals=(1,), prompts=("p1",))),
     ]
-    assert list(missing_lines(records, {1})) == [
-        {"kind": "step", "step": 2, "phase": "rl", "loss": 1.0},
-        {"kind": "trained", "step": 2, "prompts": ("p0",)},
+    step = "step", {"step": 2, "phase": "rl", "loss": 1.0}
+    trained = "trained", {"step": 2, "prompts": ("p0",)}
+    assert list(missing_lines(records, {("step", 1)})) == [step, trained]
+    assert list(missing_lines(records, {("step", 1), ("step", 2)})) == [trained], "it was killed between the two lines"
+    assert list(missing_lines(records, {("step", 1), ("step", 2), ("trained", 2)})) == []
+    assert [fields["step"] for _, fields in missing_lines(records, set())] == [1, 2, 2]
+
+
+def test_missing_lines_of_evaluations() -> None:
+    records = [JournalEntry(EvaluationClosed(number=number, summary={"version": 7})) for number in (3, 4)]
+    line = "evaluation", {"version": 7}
+    assert list(missing_lines(records, set())) == [line, line]
+    assert list(missing_lines(records, {("evaluation", 0)})) == [line]
+    assert list(missing_lines(records, {("evaluation", 0), ("evaluation", 1)})) == []
+
+
+def test_written_lines_are_the_lines_of_steps_and_evaluations(tmp_path: Path) -> None:
+    lines = [
+        {"kind": "joined", "replica": "rollout-0"},
+        {"kind": "step", "step": 1, "loss": 2.0},
+        {"kind": "evaluation", "version": 1, "step": 9},
+        {"kind": "step", "step": 2, "loss": 1.0},
+        {"kind": "trained", "step": 2, "prompts": ["p0"]},
+        {"kind": "evaluation", "version": 2},
     ]
-    assert [line["step"] for line in missing_lines(records, set())] == [1, 2, 2]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "step", "st')
+    written = {("step", 1), ("evaluation", 0), ("step", 2), ("trained", 2), ("evaluation", 1)}
+    assert MetricsHistory(0.0).read(path) == written
 
 
 def test_missing_lines_of_files() -> None:
@@ -80,7 +107,7 @@ def test_missing_lines_of_files() -> None:
         JournalEntry(StepFrozen(step=1, ordinals=(0,), prompts=("p0",))),
         JournalEntry(StepCommitted(step=1, metrics={"phase": "infer"})),
     ]
-    assert [line["kind"] for line in missing_lines(records, set())] == ["step", "answered"]
+    assert [kind for kind, _ in missing_lines(records, set())] == ["step", "answered"]
 
 
 def test_check_num_prompts_rejects_missing_prompts() -> None:

@@ -88,8 +88,9 @@ class Shell:
         self._history = MetricsHistory(time.monotonic())
         self._metrics = AppendFile(self._folder / METRICS)
         written = self._history.read(self._folder / METRICS)
-        for line in missing_lines(self._incarnation.entries, written):
-            self._metrics.write(json.dumps({"time": round(time.time(), 4), **line}))
+        for kind, fields in missing_lines(self._incarnation.entries, written):
+            self._history.note(kind, fields)
+            self._write_line(kind, fields)
         self._samples = Samples(self._folder, settings.logging.samples_mb << 20)
         self._loggers = LoggerFanout(makers, settings.logging, self._folder, self._incarnation.entries)
         self._timelines = Timelines(self._folder)

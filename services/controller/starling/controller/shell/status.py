@@ -33,20 +33,26 @@ class MetricsHistory:
     _pending: list[float] = field(default_factory=list)
     _steps_per_point: int = 1
 
-    def read(self, path: Path) -> set[int]:
-        """Read the metrics.jsonl of earlier incarnations. Returns the steps that it has."""
-        steps: set[int] = set()
+    def read(self, path: Path) -> set[tuple[str, int]]:
+        """Read the metrics.jsonl of earlier incarnations.
+
+        Returns the lines that it has of steps and evaluations, by kind and step, or kind and number of evaluations
+        before.
+        """
+        written: set[tuple[str, int]] = set()
         if not path.exists():
-            return steps
+            return written
         with path.open() as file:
             for line in file:
                 if line.endswith("\n") and line.startswith("{"):
                     fields = json.loads(line)
                     kind = fields.pop("kind")
-                    if kind == "step":
-                        steps.add(fields["step"])
+                    if kind in ("step", "trained", "answered"):
+                        written.add((kind, fields["step"]))
+                    elif kind == "evaluation":
+                        written.add((kind, len(self.evaluations)))
                     self.note(kind, fields)
-        return steps
+        return written
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         """Add the fields of a metrics line of this kind."""

@@ -12,6 +12,7 @@ from starling.controller.core.kinds import TRAINED_PHASES
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,
+    EvaluationClosed,
     GroupsOpened,
     JournalEntry,
     RunBegun,
@@ -52,21 +53,34 @@ def start_incarnation(journal: Journal, run: str, plan: RunPlan) -> Incarnation:
     return Incarnation(number, entries)
 
 
-def missing_lines(entries: Iterable[JournalEntry], written: Set[int]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl for steps of the journal that are not among the `written` ones.
+def missing_lines(
+    entries: Iterable[JournalEntry], written: Set[tuple[str, int]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kind and fields of the lines about steps and evaluations that metrics.jsonl should have and has not.
 
-    A step is committed to the journal first; a crash or a full disk may keep it out of metrics.jsonl.
+    They are committed to the journal first; a crash, also one between two lines of one step, or a full disk may keep
+    them out of metrics.jsonl.
+
+    Args:
+        entries: of the journal.
+        written: kind of a line, and its step, or for an evaluation how many there were before it.
     """
     prompts: dict[int, tuple[str, ...]] = {}
+    num_evaluations = 0
     for entry in entries:
         match entry.record:
             case StepFrozen(step=step, prompts=frozen):
                 prompts[step] = frozen
-            case StepCommitted(step=step, metrics=metrics) if step not in written:
-                yield {"kind": "step", "step": step, **metrics}
-                if step in prompts:
-                    kind = "trained" if metrics.get("phase") in TRAINED_PHASES else "answered"
-                    yield {"kind": kind, "step": step, "prompts": prompts[step]}
+            case StepCommitted(step=step, metrics=metrics):
+                if ("step", step) not in written:
+                    yield "step", {"step": step, **metrics}
+                kind = "trained" if metrics.get("phase") in TRAINED_PHASES else "answered"
+                if step in prompts and (kind, step) not in written:
+                    yield kind, {"step": step, "prompts": prompts[step]}
+            case EvaluationClosed(summary=summary):
+                if ("evaluation", num_evaluations) not in written:
+                    yield "evaluation", summary
+                num_evaluations += 1
 
 
 def check_num_prompts(entries: Iterable[JournalEntry], plan: RunPlan) -> None:
