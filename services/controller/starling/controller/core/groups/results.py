@@ -178,7 +178,7 @@ def on_scored(state: ControllerState, message: wire.GroupScored) -> None:
     if found is None:
         return
     groups, group = found
-    usable = all(status in wire.TRAINABLE_STATUSES for status in message.statuses)
+    usable = wire.TRAINABLE_STATUSES.issuperset(message.statuses)
     rewards = [reward for reward in message.rewards if reward is not None]
     if not usable or not len(rewards) == len(message.rewards) == len(group.trajectories):
         retry(state, groups, group, "; ".join(message.problems[:3]) or "a scorer gave no reward")

@@ -7,6 +7,7 @@ offer it to others, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from starling.common.errors import WeightsError
@@ -105,14 +106,12 @@ class Publications:
         `with_state`: of policies only, because rollouts have no optimizer state.
         """
         hosts = self._places.get(version, {})
+        near = hosts.get(destination.host)
+        if near is not None and (found := _preferred(near.values(), destination, with_state=with_state)) is not None:
+            return found
         of_policies = [offer for offer in self._of_policies.values() if offer.version == version]
-        near = hosts.get(destination.host, {}).values()
-        for offers in (near, of_policies):
-            fit = [
-                offer for offer in offers if offer.holder != destination.name and (offer.is_policy or not with_state)
-            ]
-            if fit:
-                return min(fit, key=lambda offer: (not offer.is_policy, offer.holder))
+        if of_policies and (found := _preferred(of_policies, destination, with_state=with_state)) is not None:
+            return found
         if with_state:
             return None
         everywhere = (offer for at_host in hosts.values() for offer in at_host.values())
@@ -175,3 +174,9 @@ class Publications:
             if not hosts:
                 del self._places[offered.version]
         return offered
+
+
+def _preferred(offers: Iterable[PublishedOffer], destination: Member, *, with_state: bool) -> PublishedOffer | None:
+    """Return the offer that `destination` had best pull from: of a policy if there is one; names break ties."""
+    fit = [one for one in offers if one.holder != destination.name and (one.is_policy or not with_state)]
+    return min(fit, key=lambda offer: (not offer.is_policy, offer.holder)) if fit else None
