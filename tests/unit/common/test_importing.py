@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
+import importlib.util
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.common.importing import import_object, is_import_path
+from starling.common.importing import import_object, is_import_path, without_modules
 
 MINE = """
 from __future__ import annotations
@@ -130,3 +132,20 @@ def test_import_error_lists_some_of_many_names(tmp_path: Path) -> None:
     path.write_text("\n".join(f"def f{n:03}(): ..." for n in range(300)))
     with pytest.raises(ConfigError, match=r"no 'scorer' in there; it has f000, f001, .*, f009 and 290 more"):
         import_object(f"{path}:scorer", "The scorer")
+
+
+def test_without_modules_hides_them_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with without_modules("colorsys", "json"):
+        assert importlib.util.find_spec("colorsys") is None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("colorsys")
+        assert importlib.import_module("json").loads("1") == 1, "it was imported before"
+    assert importlib.import_module("colorsys").rgb_to_hls is not None
+
+
+def test_without_modules_restores_them_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with pytest.raises(RuntimeError), without_modules("colorsys"):
+        raise RuntimeError
+    assert importlib.util.find_spec("colorsys") is not None

@@ -1,4 +1,4 @@
-"""Import of user-defined objects named as `module:attribute` or `path/to/file.py:attribute`."""
+"""Import of user-defined objects named as `module:attribute` or `path/to/file.py:attribute`, and of lean libraries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib.util
 import sys
 import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,22 @@ MAX_LISTED: Final = 10
 """Most names that the error for an unknown attribute lists."""
 _running: Final = threading.RLock()
 """Held while a file runs, which may import others: a second thread waits for its end."""
+
+
+@contextmanager
+def without_modules(*names: str) -> Iterator[None]:
+    """Let libraries that are imported inside find these top-level modules not installed.
+
+    A library that is used when it is there costs its whole import, also where nobody needs what it adds. Modules that
+    are imported already stay. No other thread may import any of `names` meanwhile.
+    """
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None says: not installed
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def is_import_path(name: str) -> bool:

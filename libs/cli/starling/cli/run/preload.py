@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 
+from starling.common.importing import without_modules
 from starling.common.observe.process import die_with_parent
 
 _MODULES = (
@@ -31,6 +32,9 @@ _MODULES = (
     "starling.weightsync.puller.puller",
 )
 
+_UNUSED = ("sklearn", "scipy", "torchao")
+"""transformers imports them where they are installed, for assisted generation, detection losses and its quantisers."""
+
 # The server checks for its parent only after the imports, and would outlive a supervisor that exits during them.
 die_with_parent()
 if os.environ.pop("STARLING_SUPERVISOR", None) not in (None, str(os.getppid())):  # it has exited already
@@ -41,10 +45,11 @@ _nowhere, _errors = os.open(os.devnull, os.O_WRONLY), os.dup(2)
 os.dup2(_nowhere, 2)
 
 gc.disable()
-for _module in _MODULES:
-    # A service that is not installed, or fails to import, reports that itself when it starts.
-    with contextlib.suppress(Exception):
-        importlib.import_module(_module)
+with without_modules(*_UNUSED):
+    for _module in _MODULES:
+        # A service that is not installed, or fails to import, reports that itself when it starts.
+        with contextlib.suppress(Exception):
+            importlib.import_module(_module)
 os.dup2(_errors, 2)
 os.close(_errors)
 os.close(_nowhere)
