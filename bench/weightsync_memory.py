@@ -20,6 +20,7 @@ import torch
 from figure import machine, print_figure, progress, rounded, versions
 
 from starling.weightsync.plan.offer import Transport
+from starling.weightsync.transports.nixl.agent import has_nixl
 from starling.weightsync.transports.ucx.worker import has_ucx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "weightsync"))
@@ -62,6 +63,12 @@ def show(figure: str, extra: ExtraMemory | None, detail: dict[str, object]) -> N
     )
 
 
+def is_available(transport: Transport) -> bool:
+    """Return whether this machine can run a transport: NCCL needs a GPU."""
+    available = {"ucx": has_ucx, "nixl": has_nixl, "nccl": torch.cuda.is_available}
+    return transport not in available or available[transport]()
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,8 +86,7 @@ def main() -> None:
             for in_place in (False, True):
                 way = f"{transport}_{'in_place' if in_place else 'staged'}"
                 progress(f"measuring {way}")
-                measured = not (transport == "ucx" and not has_ucx())
-                extras = running.measure(transport, in_place=in_place) if measured else (None, None)
+                extras = running.measure(transport, in_place=in_place) if is_available(transport) else (None, None)
                 for side, extra in zip(("publisher", "destination"), extras, strict=True):
                     show(f"{side}_{way}", extra, detail)
 
