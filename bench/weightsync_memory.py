@@ -43,7 +43,7 @@ def show(figure: str, extra: ExtraMemory | None, detail: dict[str, object]) -> N
             unit="ratio",
             goal=MOST,
             better="lower",
-            detail={"reason": "UCX is not installed", **detail},
+            detail={"reason": "this machine cannot run the transport", **detail},
         )
         return
     detail |= {
