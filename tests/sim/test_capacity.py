@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from starling.cli.main import main
 from starling.common.errors import ConfigError
 from starling.controller.core.groups.buffer import TrainBuffer
 from starling.sim.capacity.capacity import Load, measure, parse_load
-from starling.sim.cli import main
 
 SMALL = "rollouts=4,rewards=1,slots=2,prompts_per_step=8,group_size=2,response_length=256,step_s=2,steps=6"
 
@@ -56,7 +56,7 @@ def test_what_if_prints_a_table_and_draws_a_chart(tmp_path: Path) -> None:
 
 
 def test_what_if_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--base", SMALL, "--seeds", "1", "--json"]) == 0
+    assert main(["sim", "--base", SMALL, "--seeds", "1", "--json"]) == 0
     (answer,) = json.loads(capsys.readouterr().out)
     assert answer["load"]["rollouts"] == 4
     assert answer["samples_per_s"] > 0
@@ -73,12 +73,12 @@ def test_what_if_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_sim_rejects_invalid_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+    assert main(["sim", *arguments]) == 2
     assert capsys.readouterr().err.startswith("starling: ")
 
 
 def test_sim_prints_one_line_per_mix(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--faults", "calm,loss", "--seeds", "3", "--first-seed", "5", "--jobs", "2"]) == 0
+    assert main(["sim", "--faults", "calm,loss", "--seeds", "3", "--first-seed", "5", "--jobs", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(";")[0] for line in lines] == ["calm: 3 of 3 seeds finish", "loss: 3 of 3 seeds finish"]
 
@@ -86,7 +86,7 @@ def test_sim_prints_one_line_per_mix(capsys: pytest.CaptureFixture[str]) -> None
 def test_sim_prints_a_test_of_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     free_slots = TrainBuffer.free_slots
     monkeypatch.setattr(TrainBuffer, "free_slots", lambda self: free_slots(self) + 1)
-    assert main(["--faults", "calm", "--seeds", "2", "--jobs", "1"]) == 1
+    assert main(["sim", "--faults", "calm", "--seeds", "2", "--jobs", "1"]) == 1
     out = capsys.readouterr().out
     assert "calm: 0 of 2 seeds finish" in out
     assert "def test_seed_0_of_calm() -> None:" in out

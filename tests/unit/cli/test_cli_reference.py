@@ -8,7 +8,7 @@ from pathlib import Path
 from starling.cli.app import GROUPS
 from starling.cli.main import main
 from starling.cli.reference import PATH, reference
-from starling.cli.services import MODULES
+from starling.cli.services import SERVICES
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +21,7 @@ def test_page_has_every_command() -> None:
     text = (ROOT / PATH).read_text()
     for commands in GROUPS.values():
         for name, _, _ in commands:
-            wanted = rf"^- `starling {name}`: " if name in MODULES else rf"^### starling {name}$"
+            wanted = rf"^- `starling {name}`: " if name in SERVICES else rf"^### starling {name}$"
             assert re.search(wanted, text, re.MULTILINE), name
     for more in ("rollout --only", "policy --replay", "keys make", "keys list", "keys revoke"):
         assert f"### starling {more}\n" in text
@@ -43,5 +43,5 @@ def test_commands_in_the_documentation_exist() -> None:
 def test_exit_code_of_help_is_zero() -> None:
     for commands in GROUPS.values():
         for name, _, _ in commands:
-            if name not in MODULES:
+            if name not in SERVICES:
                 assert main([name, "--help"]) == 0

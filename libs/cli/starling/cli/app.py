@@ -7,7 +7,8 @@ from typing import Annotated, Final
 
 from cyclopts import App, Group, Parameter
 
-from starling.cli.services import run_module
+from starling.cli.services import SERVICES, is_installed, missing, run_module
+from starling.common.errors import ConfigError
 
 SUMMARY: Final = "Reinforcement learning for large models: rollouts, rewards, training, and weights on the way."
 NOTES: Final = """`starling COMMAND --help` describes one command, `starling settings WORD ...` searches all settings.
@@ -18,29 +19,34 @@ Examples:
   starling why runs/quickstart"""
 GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
     "Run": (
-        ("run", "run.command:command", "Train: start and supervise every process of a run on this machine."),
-        ("smoke", "run.command:smoke_command", "Prove in under a minute that everything works here."),
-        ("settings", "settings.command:command", "Search all settings, or write them as a recipe."),
-        ("scratch", "model.command:scratch_command", "Make the folder of a recipe's [model.scratch]."),
-        ("export", "model.command:export_command", "Write the model of a saved state in Hugging Face form."),
+        ("run", "cli.run.command:command", "Train: start and supervise every process of a run on this machine."),
+        ("smoke", "cli.run.command:smoke_command", "Prove in under a minute that everything works here."),
+        ("settings", "cli.settings.command:command", "Search all settings, or write them as a recipe."),
+        ("scratch", "cli.model.command:scratch_command", "Make the folder of a recipe's [model.scratch]."),
+        ("export", "cli.model.command:export_command", "Write the model of a saved state in Hugging Face form."),
     ),
     "Evaluate": (
-        ("evaluate", "evaluate.command:evaluate_command", "Evaluate a model on tasks, or the newest version of a run."),
-        ("infer", "evaluate.command:infer_command", "Answer the prompts of a file with a model."),
-        ("serve", "evaluate.command:serve_command", "Answer requests of OpenAI clients with a model."),
+        ("evaluate", "cli.evaluate.command:evaluate_command", "Evaluate a model, or the newest version of a run."),
+        ("infer", "cli.evaluate.command:infer_command", "Answer the prompts of a file with a model."),
+        ("serve", "cli.evaluate.command:serve_command", "Answer requests of OpenAI clients with a model."),
     ),
     "Operate": (
-        ("status", "operate.command:status_command", "Show what a run is doing: its phase, replicas and groups."),
-        ("why", "operate.command:why_command", "Explain what a run is waiting for, since when, and the deadline."),
-        ("set", "operate.command:set_command", "Change a setting of a run, from its next step on."),
-        ("stop", "operate.command:stop_command", "Stop a run in order: finish the step, write a checkpoint."),
-        ("keys", "operate.keys:command", "Make, list or revoke the CURVE keys of a run."),
+        ("status", "cli.operate.command:status_command", "Show what a run is doing: its phase, replicas and groups."),
+        ("why", "cli.operate.command:why_command", "Explain what a run is waiting for, since when, and the deadline."),
+        ("set", "cli.operate.command:set_command", "Change a setting of a run, from its next step on."),
+        ("stop", "cli.operate.command:stop_command", "Stop a run in order: finish the step, write a checkpoint."),
+        ("keys", "cli.operate.keys:command", "Make, list or revoke the CURVE keys of a run."),
     ),
     "Inspect": (
-        ("plan", "plan.command:command", "Estimate a weight synchronisation: bytes, time and memory, without a GPU."),
-        ("sync-report", "report.command:sync_report_command", "Show where the time of weight synchronisation went."),
-        ("record", "report.command:record_command", "Collect a controller's recording into a crash report."),
-        ("replay", "report.command:replay_command", "Rebuild a controller's state from its recording, and print it."),
+        ("plan", "cli.plan.command:command", "Estimate a weight synchronisation, without a GPU."),
+        (
+            "sync-report",
+            "cli.report.command:sync_report_command",
+            "Show where the time of weight synchronisation went.",
+        ),
+        ("record", "cli.report.command:record_command", "Collect a controller's recording into a crash report."),
+        ("replay", "cli.report.command:replay_command", "Rebuild a controller's state from its recording."),
+        ("sim", "sim.cli:command", "Simulate runs under faults, or what a change of a run would bring."),
     ),
     "Services": (
         ("controller", "", "Run the controller by itself."),
@@ -48,14 +54,13 @@ GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ("rollout", "", "Run a rollout by itself; with --only RECIPE: generate without a policy."),
         ("reward", "", "Run a reward service by itself."),
         ("teacher", "", "Run a teacher by itself."),
-        ("sim", "", "Simulate runs under faults, or what a change of a run would bring."),
     ),
-    "Shell": (("completion", "completion:command", "Print or install the completion of bash, zsh or fish."),),
+    "Shell": (("completion", "cli.completion:command", "Print or install the completion of bash, zsh or fish."),),
 }
-"""Name, import path below `starling.cli` (none for services, which parse their own arguments) and one sentence each."""
+"""Name, import path below `starling` (none for services, which parse their own arguments) and one sentence each."""
 HIDDEN: Final = (
-    ("rollout-only", "run.command:rollout_only_command"),
-    ("policy-replay", "run.command:policy_replay_command"),
+    ("rollout-only", "cli.run.command:rollout_only_command"),
+    ("policy-replay", "cli.run.command:policy_replay_command"),
 )
 """`starling rollout --only` and `starling policy --replay`."""
 
@@ -75,12 +80,12 @@ def make_app() -> App:
     for number, (title, commands) in enumerate(GROUPS.items()):
         group = Group(title, sort_key=number)
         for order, (name, target, text) in enumerate(commands):
-            if target:
-                app.command(f"starling.cli.{target}", name=name, help=text, group=group, sort_key=order)
+            if target and is_installed(target.partition(".")[0]):
+                app.command(f"starling.{target}", name=name, help=text, group=group, sort_key=order)
             else:
                 app.command(_service(name), name=name, help=text, group=group, sort_key=order, help_flags=[])
     for name, target in HIDDEN:
-        app.command(f"starling.cli.{target}", name=name, show=False)
+        app.command(f"starling.{target}", name=name, show=False)
     return app
 
 
@@ -90,9 +95,14 @@ def _shown_default(value: object) -> str | None:
 
 
 def _service(name: str) -> Callable[..., int]:
-    """Return the command of a service, for help and completion: `starling.cli.main` runs it without this module."""
+    """Return the command of a service, for help and completion: `starling.cli.main` runs it without this module.
+
+    A command of a distribution that is not installed only says so.
+    """
 
     def run(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> int:
+        if name not in SERVICES:
+            raise ConfigError(missing(name, name))
         return run_module(name, arguments)
 
     return run

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from starling.cli.services import MODULES, run_module
+from starling.cli.services import SERVICES, run_module
 from starling.common.errors import StarlingError
 
 
@@ -41,7 +41,7 @@ def _dispatch(arguments: list[str]) -> int:
         command = "rollout-only"
     elif command == "policy" and "--replay" in flags:
         command = "policy-replay"
-    elif command in MODULES:
+    elif command in SERVICES:
         return run_module(command, rest)
     from starling.cli.app import make_app
     from starling.cli.command_line import call

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from starling.cli.app import GROUPS, make_app
 from starling.cli.command_line import PROGRAMS
-from starling.cli.services import MODULES
+from starling.cli.services import SERVICES
 
 PATH: Final = Path("docs/reference/cli.md")
 WIDTH: Final = 100
@@ -27,7 +27,7 @@ Every setting of a recipe can be given as a flag (`--rl.group-size 16`) to `run`
 (`STARLING_RL__GROUP_SIZE=16`), then flags. Exit codes: 0; 1 when a command or a run failed; 2 for a wrong command line
 or setting; 130 after Ctrl-C.
 """
-SERVICES: Final = """\
+SERVICE_NOTE: Final = """\
 Each service also has a command of its own (`starling-reward`), for machines that have only its distribution. `--help`
 shows its flags and settings:
 
@@ -42,10 +42,10 @@ def reference() -> str:
     app, parts = make_app(), [INTRODUCTION]
     for group, commands in GROUPS.items():
         parts.append(f"\n## {group}\n")
-        if all(name in MODULES for name, _, _ in commands):
-            parts.append(SERVICES + "".join(f"- `starling {name}`: {text}\n" for name, _, text in commands))
+        if all(name in SERVICES for name, _, _ in commands):
+            parts.append(SERVICE_NOTE + "".join(f"- `starling {name}`: {text}\n" for name, _, text in commands))
         for name, _, _ in commands:
-            first = FORMS.get(name, "" if name in MODULES else name)
+            first = FORMS.get(name, "" if name in SERVICES else name)
             paths: list[tuple[str, ...]] = [(first,)] if first else []
             paths += [(name, below) for below in SUBCOMMANDS.get(name, ())]
             parts += [f"\n### {_title(path)}\n\n```text\n{_help(app, path)}\n```\n" for path in paths]

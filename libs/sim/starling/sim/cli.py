@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import json
+import json as json_text
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated, Final
 
-from starling.common.errors import ConfigError, StarlingError
+from cyclopts import Group, Parameter
+
+from starling.cli.command_line import define
+from starling.common.errors import ConfigError
 from starling.sim.campaign.campaign import SeedResult, run_campaign
 from starling.sim.campaign.shrink import as_test, shrink
 from starling.sim.capacity.capacity import Load, measure, parse_load, table_of
@@ -18,25 +19,49 @@ from starling.sim.capacity.chart import check_path, draw
 from starling.sim.scenario.faults import ALL
 from starling.sim.scenario.scenario import scenario_of
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate; returns 1 when a promise was broken."""
-    arguments = _parser().parse_args(argv)
-    try:
-        return what_if(arguments) if arguments.what_if or arguments.base else simulate(arguments)
-    except StarlingError as error:
-        print(f"starling: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+FAULTS: Final = Group("Runs under faults", sort_key=1)
+CAPACITY: Final = Group("Capacity questions", sort_key=2)
 
 
-def simulate(arguments: argparse.Namespace) -> int:
-    """Run all seeds under the mixes asked for, and make a test of every mix's first failure."""
-    _check(arguments)
-    mixes = list(ALL) if arguments.faults == "all" else arguments.faults.split(",")
-    seeds = range(arguments.first_seed, arguments.first_seed + (arguments.seeds or 10))
+def sim(
+    *,
+    faults: Annotated[
+        str, Parameter(metavar="MIX[,MIX]", help=f"Mixes of faults: {', '.join(ALL)}; or all.", group=FAULTS)
+    ] = "all",
+    replicas: Annotated[
+        int | None, Parameter(help="Size of the fleet; by default small, by the seed.", group=FAULTS)
+    ] = None,
+    no_shrink: Annotated[bool, Parameter(help="Do not reduce a failure to a test.", group=FAULTS)] = False,
+    jobs: Annotated[int | None, Parameter(help="Processes; by default one per core.", group=FAULTS)] = None,
+    seeds: Annotated[int | None, Parameter(help="How many; by default 10, and 3 for a question.")] = None,
+    first_seed: Annotated[int, Parameter(help="The first of them.")] = 0,
+    what_if: Annotated[
+        tuple[str, ...],
+        Parameter(metavar="CHANGES", help="Such as rollouts=512,response_length=2x; repeatable.", group=CAPACITY),
+    ] = (),
+    base: Annotated[str, Parameter(metavar="CHANGES", help="The load to compare with.", group=CAPACITY)] = "",
+    picture: Annotated[
+        Path | None, Parameter(metavar="FILE", help="Draw the answers: an .svg or a .png.", group=CAPACITY)
+    ] = None,
+    json: Annotated[bool, Parameter(help="Print the answers as one JSON list.", group=CAPACITY)] = False,
+) -> int:
+    """Simulate runs under faults, or what a change of a run would bring. Returns 1 when a guarantee was violated."""
+    _check_faults(faults)
+    _check_numbers(replicas=replicas, seeds=seeds, first_seed=first_seed, jobs=jobs)
+    if what_if or base:
+        return _answer(what_if, base, range(first_seed, first_seed + (seeds or 3)), picture, as_json=json)
+    mixes = list(ALL) if faults == "all" else faults.split(",")
+    num_jobs = jobs or os.cpu_count() or 1
+    return _simulate(
+        mixes, range(first_seed, first_seed + (seeds or 10)), replicas or 0, num_jobs, shrinks=not no_shrink
+    )
+
+
+def _simulate(mixes: list[str], seeds: range, num_replicas: int, num_jobs: int, *, shrinks: bool) -> int:
+    """Run all seeds under each mix, and reduce the first failure of each to a test."""
     outcomes: list[SeedResult] = []
     num_failed = 0
-    for outcome in run_campaign(mixes, seeds, arguments.replicas, arguments.jobs):
+    for outcome in run_campaign(mixes, seeds, num_replicas, num_jobs):
         outcomes.append(outcome)
         if outcome.violation:
             print(f"{outcome.mix}, seed {outcome.seed}: {outcome.violation}")
@@ -44,31 +69,26 @@ def simulate(arguments: argparse.Namespace) -> int:
             print(_line(outcomes), flush=True)
             failed = next((o for o in outcomes if o.violation), None)
             num_failed += sum(bool(o.violation) for o in outcomes)
-            if failed is not None and arguments.shrink:
-                _print_test(failed, arguments.replicas)
+            if failed is not None and shrinks:
+                _print_test(failed, num_replicas)
             outcomes = []
     return 1 if num_failed else 0
 
 
-def what_if(arguments: argparse.Namespace) -> int:
-    """Answer a capacity question with a table, and a picture if one is asked for."""
-    _check(arguments)
-    if arguments.picture is not None:
-        check_path(arguments.picture)
-    base = parse_load(arguments.base, Load()) if arguments.base else Load()
-    loads = {arguments.base or "base": base}
-    for text in arguments.what_if:
-        loads[text] = parse_load(text, base)
-    seeds = range(arguments.first_seed, arguments.first_seed + (arguments.seeds or 3))
+def _answer(what_if: tuple[str, ...], base: str, seeds: range, picture: Path | None, *, as_json: bool) -> int:
+    """Answer capacity questions with a table, and a picture if one is requested."""
+    if picture is not None:
+        check_path(picture)
+    base_load = parse_load(base, Load()) if base else Load()
+    loads = {base or "base": base_load, **{text: parse_load(text, base_load) for text in what_if}}
     answers = [measure(label, load, seeds) for label, load in loads.items()]
-    if arguments.json:
-        print(
-            json.dumps([{**asdict(a), "load": asdict(load)} for a, load in zip(answers, loads.values(), strict=True)])
-        )
+    if as_json:
+        rows = [{**asdict(answer), "load": asdict(load)} for answer, load in zip(answers, loads.values(), strict=True)]
+        print(json_text.dumps(rows))
     else:
         print(table_of(answers))
-    if arguments.picture is not None:
-        draw(answers, arguments.picture)
+    if picture is not None:
+        draw(answers, picture)
     return 0
 
 
@@ -88,45 +108,32 @@ def _print_test(failed: SeedResult, num_replicas: int) -> None:
     print(f"\n{as_test(scenario, violation, f'seed_{failed.seed}_of_{failed.mix}')}", flush=True)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse numbers and mixes that make no run.
-
-    Raises:
-        ConfigError: naming the value and what it may be.
-    """
-    unknown = sorted(set(arguments.faults.split(",")) - {*ALL, "all"})
+def _check_faults(faults: str) -> None:
+    """Raise ConfigError when a mix of faults has an unknown name."""
+    unknown = sorted(set(faults.split(",")) - {*ALL, "all"})
     if unknown:
         raise ConfigError(
             f"--faults {unknown[0]} is no mix of faults; there are {', '.join(ALL)}, and all of them: all"
         )
-    if arguments.replicas and arguments.replicas < 3:
-        raise ConfigError(f"--replicas is {arguments.replicas}; a run needs 3, a policy, a rollout and a reward")
-    for name, least in (("replicas", 0), ("seeds", 0), ("first_seed", 0), ("jobs", 1)):
-        if getattr(arguments, name) < least:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is {getattr(arguments, name)}; it must be at least {least}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="starling sim", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--replicas", type=int, default=0, help="size of the fleet (default: small, by the seed)")
-    parser.add_argument("--faults", default="all", help=f"{', '.join(ALL)}, several with commas, or all (default)")
-    parser.add_argument("--seeds", type=int, default=0, help="how many (default: 10, and 3 for a question)")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each core)")
-    parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="make no test of a failure")
-    parser.add_argument(
-        "--what-if",
-        action="append",
-        default=[],
-        metavar="CHANGES",
-        help="a capacity question, such as rollouts=512,response_length=2x; may be given several times",
-    )
-    parser.add_argument("--base", default="", metavar="CHANGES", help="what the questions are compared with")
-    parser.add_argument("--picture", type=Path, help="draw the answers: an .svg or a .png")
-    parser.add_argument("--json", action="store_true", help="print the answers as one JSON list")
-    return parser
+def _check_numbers(*, replicas: int | None, first_seed: int, **numbers: int | None) -> None:
+    """Raise ConfigError when a number makes no run."""
+    if replicas is not None and replicas < 3:
+        raise ConfigError(f"--replicas is {replicas}; a run needs 3, a policy, a rollout and a reward")
+    if first_seed < 0:
+        raise ConfigError(f"--first-seed is {first_seed}; it must be at least 0")
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name} is {number}; it must be at least 1")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+command = define(
+    "sim",
+    sim,
+    "[OPTIONS]",
+    """Examples:
+  starling sim --faults all --seeds 100
+  starling sim --faults crashes --seeds 1 --first-seed 19
+  starling sim --what-if rollouts=512,response_length=2x --picture answer.svg""",
+)
