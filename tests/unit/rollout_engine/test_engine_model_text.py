@@ -158,3 +158,16 @@ def test_end_token_ids_are_those_of_tokenizer_and_folder(tmp_path: Path) -> None
     assert end_token_ids(tokenizer, tmp_path) == (1, 7)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert end_token_ids(tokenizer, tmp_path) == (1, 9)
+
+
+def test_built_model_returns_no_router_logits(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4}
+    config = Qwen3MoeConfig(vocab_size=32, num_experts_per_tok=2, output_router_logits=True, **sizes, **heads)
+    config.save_pretrained(tmp_path)
+    model = build_model(tmp_path, dtype="float32", device="cpu", weights=False)
+    ids = torch.arange(6)[None]
+    with torch.inference_mode():
+        assert model(input_ids=ids).router_logits is None

@@ -37,15 +37,48 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if type(config) in with_images - of_text else AutoModelForCausalLM
 
 
+def context_length(config: Any) -> int | None:
+    """Return the context length of a model, None if `config` declares none.
+
+    With rotary embeddings of type longrope (Phi-3, Phi-4-mini) it is the context of the first pretraining. Beyond it
+    such a model switches to other frequencies for all tokens at once: transformers by the longest sequence of a batch,
+    vLLM by its longest possible sequence. One sequence would have other log-probabilities in every batch.
+    """
+    config = config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None), *_longrope_contexts(config)]
+    return min((int(limit) for limit in limits if limit), default=None)
+
+
+def _longrope_contexts(config: Any) -> list[int | None]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    own = getattr(config, "original_max_position_embeddings", None)
+    return [
+        one.get("original_max_position_embeddings", own)
+        for one in (rope, *by_layer_type)
+        if one.get("rope_type") == "longrope"
+    ]
+
+
+def turn_off_router_logits(config: Any) -> None:
+    """Have a mixture of experts return no router logits, whatever its `config` says.
+
+    With them transformers adds its own auxiliary loss to a loss that is not computed here, and fails.
+    """
+    config = config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+
+
 def most_tokens(config: Any) -> int | None:
     """Return the maximum number of tokens of a trained sequence, None if `config` declares no limit.
 
     It is the context length or, where layers attend to a window or a chunk, the size of that: up to it these layers
     attend to all tokens, as the masks of packed rows assume.
     """
+    limits = [context_length(config)]
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
-    limits = [getattr(config, "max_position_embeddings", None)]
     if not kinds or "sliding_attention" in kinds:
         limits.append(getattr(config, "sliding_window", None))
     if "chunked_attention" in kinds:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from starling.algo.architecture import turn_off_router_logits
 from starling.policy.core.phases import NullClock, PhaseClock
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
@@ -47,14 +48,16 @@ class Trainer:
         """Start with a fresh optimizer.
 
         Args:
-            model: trained in place.
+            model: trained in place, and put into evaluation mode: dropout would give its tokens other
+                log-probabilities than the rollout's.
             settings: defaults of every step.
             optimizer: settings of this kind of step.
             total_steps: planned number of steps; decides the decay of the learning rate.
             clock: records the phases of each step.
             reference: for losses that compare with the weights before training.
         """
-        self._model, self._settings = model, settings
+        turn_off_router_logits(model.config)
+        self._model, self._settings = model.eval(), settings
         self._longest, self._pair_cost = longest_sequence(model), pair_cost(model)
         self._clock, self._cost = clock or NullClock(), model_cost(model)
         device = optimizer_device(model, settings.memory)

@@ -47,12 +47,6 @@ def end_token_ids(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def context_length(config: Any) -> int | None:
-    """Return the context length that the configuration declares, or None if it declares none."""
-    declared = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(declared) if declared else None
-
-
 def max_trainable_length(config: Any, wanted: int | None) -> int | None:
     """Return the most tokens of a sequence for training: `wanted`, or the model's limit if that is None.
 
@@ -65,6 +59,7 @@ def max_trainable_length(config: Any, wanted: int | None) -> int | None:
     if wanted > limit:
         raise ConfigError(
             f"rollout.max_model_len = {wanted} is more than the {limit} tokens of a sequence that the policy can train "
-            "(the model's context, or the window that its layers attend to): lower it"
+            "(the model's context, for longrope that of its first pretraining, or the window that its layers attend "
+            "to): lower it"
         )
     return wanted

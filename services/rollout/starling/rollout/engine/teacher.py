@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from starling.algo.architecture import context_length
 from starling.common.errors import ConfigError, StarlingError
-from starling.rollout.engine.model_config import context_length, read_config
+from starling.rollout.engine.model_config import read_config
 
 ROWS_AT_ONCE: Final = 1024
 """Tokens whose logits are converted to float32 together: bounds the memory beyond the logits themselves."""

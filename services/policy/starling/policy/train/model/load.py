@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from starling.algo.architecture import auto_class, most_tokens, remedy
+from starling.algo.architecture import auto_class, most_tokens, remedy, turn_off_router_logits
 from starling.common.errors import ConfigError
 from starling.weightsync.tensors.adapters import published_tensors
 
@@ -187,6 +187,7 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, random: 
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    turn_off_router_logits(config)
     if scores:
         config.num_labels = 1
     kind = AutoModelForSequenceClassification if scores else auto_class(config)

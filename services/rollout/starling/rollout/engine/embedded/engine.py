@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from starling.algo.architecture import context_length
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Status
 from starling.rollout.engine.base import (
@@ -33,7 +34,6 @@ from starling.rollout.engine.embedded.forward import PREFILL_TOKENS, Forward
 from starling.rollout.engine.embedded.lora import cache_weight_norms
 from starling.rollout.engine.embedded.model import build_model, live_tensors
 from starling.rollout.engine.embedded.sampling import SamplingRows, draw, sampling_rows, uniforms
-from starling.rollout.engine.model_config import context_length
 from starling.rollout.engine.multimodal.prompts import patches_per_token, placeholders
 from starling.rollout.engine.validation import check_partial, check_request, check_tensors
 from starling.rollout.engine.weights import LiveWeights

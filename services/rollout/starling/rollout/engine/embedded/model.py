@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from starling.algo.architecture import auto_class
+from starling.algo.architecture import auto_class, turn_off_router_logits
 from starling.common.settings import LoraSettings
 from starling.rollout.engine.embedded.quantised import quantise_linears
 from starling.rollout.engine.model_config import read_config, unloadable_folder
@@ -44,6 +44,7 @@ def build_model(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     config = read_config(folder, trust_remote_code=trust_remote_code)
+    turn_off_router_logits(config)
     model: torch.nn.Module
     try:
         auto = auto_class(config)
