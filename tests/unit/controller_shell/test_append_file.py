@@ -46,3 +46,22 @@ def test_append_file_appends_to_an_existing_file(tmp_path: Path) -> None:
         lines.write(word)
         lines.close()
     assert (tmp_path / "metrics.jsonl").read_text() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "st', b"\0" * 5000, b"\xff\xfe" * 70_000], ids=["cut", "zeros", "garbage"])
+def test_append_file_removes_an_incomplete_last_line(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"one\n" + torn)
+    lines = AppendFile(path)
+    lines.write("two")
+    lines.close()
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_append_file_without_a_whole_line_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind"')
+    lines = AppendFile(path)
+    lines.write("one")
+    lines.close()
+    assert path.read_bytes() == b"one\n"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import structlog
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Sampling
@@ -22,7 +23,12 @@ from starling.controller.core.records import (
     StepFrozen,
 )
 from starling.controller.shell.journal.journal import Journal
-from starling.controller.shell.journal.resume import check_num_prompts, missing_lines, start_incarnation
+from starling.controller.shell.journal.resume import (
+    check_journal_is_whole,
+    check_num_prompts,
+    missing_lines,
+    start_incarnation,
+)
 from starling.controller.shell.status import MetricsHistory
 
 PLAN = RunPlan(seed=3, sampling=Sampling(max_tokens=4), eval_sampling=Sampling(max_tokens=4), num_steps=5)
@@ -102,12 +108,50 @@ def test_written_lines_are_the_lines_of_steps_and_evaluations(tmp_path: Path) ->
     assert MetricsHistory(0.0).read(path) == written
 
 
+DAMAGED = (
+    b'{"kind": "step", "st{"kind": "step", "step": 2}\n',
+    b"\0" * 4096 + b"\n",
+    b'{"kind": "step", "step": "\xff\xfe"}\n',
+    b"[" * 100_000 + b"\n",
+    b'["step", 2]\n',
+    b'{"step": 2}\n',
+    b'{"kind": "step", "step": 2}',
+)
+"""Lines that a power cut, or a controller that wrote on after one, left in metrics.jsonl."""
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_written_lines_skip_and_count_damaged_ones(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "step", "step": 1, "loss": 2.0}\n' + damaged)
+    history = MetricsHistory(0.0)
+    with structlog.testing.capture_logs() as logs:
+        assert history.read(path) == {("step", 1)}
+    assert history.step == {"step": 1, "loss": 2.0}
+    assert logs == [{"event": "lines_skipped", "log_level": "warning", "file": str(path), "lines": 1}]
+
+
 def test_missing_lines_of_files() -> None:
     records = [
         JournalEntry(StepFrozen(step=1, ordinals=(0,), prompts=("p0",))),
         JournalEntry(StepCommitted(step=1, metrics={"phase": "infer"})),
     ]
     assert [kind for kind, _ in missing_lines(records, set())] == ["step", "answered"]
+
+
+def test_journal_that_is_empty_after_steps_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    check_journal_is_whole(path, [], {("evaluation", 0)})
+    with pytest.raises(ConfigError, match=r"sqlite is empty, and metrics\.jsonl beside it has step 7; restore"):
+        check_journal_is_whole(path, [], {("step", 3), ("step", 7), ("trained", 7)})
+
+
+def test_journal_that_lost_its_end_is_logged(tmp_path: Path) -> None:
+    entries = [JournalEntry(StepCommitted(step=1)), JournalEntry(StepCommitted(step=2))]
+    for newest, warnings in ((2, []), (3, [{"event": "journal_behind", "step": 2, "metrics_step": 3}])):
+        with structlog.testing.capture_logs() as logs:
+            check_journal_is_whole(tmp_path, entries, {("step", 1), ("step", newest)})
+        assert logs == [{**one, "log_level": "warning"} for one in warnings]
 
 
 def test_check_num_prompts_rejects_missing_prompts() -> None:

@@ -24,6 +24,8 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from starling.common.errors import ConfigError
 
 ENV_PREFIX = "STARLING_"
+_FIRST_LINE = "# This file is complete if its last line is: # end\n"
+_LAST_LINE = "# end\n"
 Tree = dict[str, Any]
 B = TypeVar("B", bound=BaseModel)
 
@@ -194,7 +196,7 @@ def load(schema: type[S], files: Sequence[Path], flags: Sequence[str] = (), *, o
     Raises ConfigError, one sentence for the first problem.
     """
     foreign = set(others) - set(schema.model_fields)
-    trees = [_own(schema, _read_toml(file), foreign, str(file)) for file in files]
+    trees = [_own(schema, read_toml(file), foreign, str(file)) for file in files]
     given = _own(schema, flags_tree(schema, flags), foreign, "the command line")
     _own(schema, _environment_tree(), foreign, "the environment")
 
@@ -384,9 +386,23 @@ def is_boolean(schema: type[BaseModel], keys: Sequence[str]) -> bool:
     return field is not None and field.annotation is bool
 
 
-def _read_toml(file: Path) -> Tree:
+def complete_toml(text: str) -> str:
+    """Return TOML with a first and a last line by which `read_toml` sees that nothing of it was cut off.
+
+    TOML that ends early is mostly still TOML, and means other settings.
+    """
+    return f"{_FIRST_LINE}{text}{_LAST_LINE}"
+
+
+def read_toml(file: Path) -> Tree:
+    """Read a TOML file. Raises ConfigError when it cannot be read, is no TOML, or lacks what `complete_toml` added."""
     try:
-        return tomllib.loads(file.read_text())
+        text = file.read_text()
+        is_begun = text.startswith(_FIRST_LINE) or _FIRST_LINE.startswith(text)
+        if is_begun and not text.endswith(_LAST_LINE):
+            problem = "is cut off: its last line is missing" if text else "is empty"
+            raise ConfigError(f"{file} {problem}; restore it, or begin a new run")
+        return tomllib.loads(text)
     except FileNotFoundError:
         siblings = [path.name for path in file.parent.glob("*.toml")] if file.parent.is_dir() else []
         like = nearest(file.name, siblings)

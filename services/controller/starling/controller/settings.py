@@ -209,6 +209,9 @@ class ControllerSettings(SettingsSection):
     """Minimum time between two saved states, for runs with short steps."""
     journal_s: float = Field(default=60.0, gt=0)
     """The run fails when the disk of the journal has been full for this long."""
+    network_disk: bool = False
+    """Allow a journal on a network file system, where its lock may not hold. Only for a run that no other host can
+    start: a second controller of the same folder is noticed at its first record, not before."""
     window: int = Field(default=1024, ge=1)
     """Prompts that a run without a policy works on at a time. It should be at least twice the number that its rollouts
     hold, so that one long completion does not block the others."""

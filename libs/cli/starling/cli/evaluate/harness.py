@@ -24,7 +24,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from starling.cli.evaluate.results import ANSWERS, SUMMARY, write_whole
+from starling.cli.evaluate.results import ANSWERS, SUMMARY
 from starling.cli.evaluate.tasks import absolute
 from starling.cli.recipe.schema import Recipe
 from starling.cli.run.attempt import Attempt
@@ -32,6 +32,7 @@ from starling.cli.run.processes import ServiceProcess
 from starling.cli.run.screen import short_path
 from starling.cli.run.supervisor import InterruptedRunError, Supervisor
 from starling.common.errors import ConfigError
+from starling.common.files import write_whole
 
 PREFIX: Final = "lm-eval:"
 MODULE: Final = "lm_eval"
@@ -133,7 +134,7 @@ def served_model(folder: Path) -> dict[str, Any] | None:
         request.add_header("Authorization", f"Bearer {address['api_key']}")
         with DIRECT.open(request, timeout=ANSWER_S) as reply:
             reported = json.loads(reply.read())["data"][0]["starling"]
-    except (OSError, http.client.HTTPException):  # not listening yet, or it exited during the reply
+    except (OSError, http.client.HTTPException, ValueError):  # not listening yet, or it exited during the reply
         return None
     return {**address, "max_model_len": reported["max_model_len"]} if reported["version"] >= 0 else None
 

@@ -7,7 +7,6 @@ and restarts leads to the same bytes as long as they sample the same tokens.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from starling.cli.recipe.schema import Recipe
 from starling.cli.run.attempt import Attempt
 from starling.cli.run.screen import short_path
 from starling.common.errors import ConfigError
+from starling.common.files import write_whole
 from starling.controller.core.evaluation.evaluation import TASK, pass_rates
 from starling.controller.core.records import StoredGroup
 from starling.controller.data.load import prompts_to_answer
@@ -156,10 +156,3 @@ def check_free(path: Path) -> None:
         raise ConfigError(f"{path} exists; give another --out, or --resume the folder of a run that is not complete")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {path} does not exist; make it, or give another --out")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from starling.common.errors import ConfigError
 from starling.common.service import check_model_folder
-from starling.common.settings import ModelSettings, validate
+from starling.common.settings import ModelSettings, read_toml, validate
 
 
 def export_model(
@@ -48,7 +47,7 @@ def _model_settings(config: Path | None, source: str, model: str, trusted: bool)
     """Return the model that the run of `config` trains, unless the command line gives one, and the run's seed."""
     table: dict[str, Any] = {}
     try:
-        tree = {} if config is None else tomllib.loads(config.read_text())
+        tree = {} if config is None else read_toml(config)
         table, seed = dict(tree.get("model", {})), int(tree.get("run", {}).get("seed", 0))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from starling.common.errors import ConfigError
+from starling.common.files import sync_folder, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -82,7 +83,9 @@ def make_model_folder(settings: ScratchSettings, folder: Path) -> None:
     try:
         _write_folder(settings, unfinished)
         unfinished.chmod(0o755)
+        sync_tree(unfinished)
         os.replace(unfinished, folder)
+        sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

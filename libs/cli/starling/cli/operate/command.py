@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,6 +149,10 @@ def _address(attempt: Attempt) -> str:
         raise NoAnswerError(f"the run in {attempt.folder} is over; `starling run --resume {attempt.folder}` resumes it")
     try:
         address: str = json.loads(attempt.address.read_text())["address"]
+    except (ValueError, KeyError, TypeError):  # written before a power cut, and damaged by it
+        raise UnreachableError(
+            f"{attempt.address} is damaged; `starling run --resume {attempt.folder}` writes it again"
+        ) from None
     except FileNotFoundError:
         raise UnreachableError(
             f"the controller of {attempt.folder} does not listen: it is starting, or was never started; try again, or "
@@ -160,11 +163,15 @@ def _address(attempt: Attempt) -> str:
 
 def _identity(attempt: Attempt) -> tuple[str, bool]:
     """Return the id of a run that `starling run` started, and whether it uses CURVE."""
+    if not attempt.config.exists():
+        raise ConfigError(f"{attempt.folder} has no config.toml with the run's id; give --run ID")
+    from starling.common.settings import read_toml
+
+    config = read_toml(attempt.config)
     try:
-        config = tomllib.loads(attempt.config.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{attempt.folder} has no config.toml with the run's id; give --run ID") from None
-    return config["run"]["id"], config["network"]["curve"]
+        return config["run"]["id"], config["network"]["curve"]
+    except (KeyError, TypeError):
+        raise ConfigError(f"{attempt.config} does not have the run's id; restore it, or give --run ID") from None
 
 
 status_command = define(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 
 from starling.cli.recipe.schema import Recipe, resolved, to_toml
 from starling.common.errors import ConfigError
+from starling.common.files import parse_line, write_whole
 from starling.common.net.curve import ALLOWED
 from starling.common.net.keyring import make_keys
+from starling.common.settings import complete_toml
 
 OBSERVER = "observer-0"
 OPERATOR = "operator-0"
@@ -97,8 +98,8 @@ class Attempt:
             # Replace the keys of an interrupted start.
             make_keys(self.folder / "keys", [*names, OBSERVER, OPERATOR], replace=True)
         if not self.config.exists():
-            self.recipe.write_text(to_toml(recipe))
-            self.config.write_text(to_toml(resolved(recipe, self.folder)))
+            write_whole(self.recipe, complete_toml(to_toml(recipe)))
+            write_whole(self.config, complete_toml(to_toml(resolved(recipe, self.folder))))
 
     def acquire(self) -> int:
         """Lock the attempt for this process. Returns the descriptor that holds the lock.
@@ -140,21 +141,13 @@ class Attempt:
 def read_metrics(path: Path, *kinds: str) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl of these kinds, or of all kinds.
 
-    A line that is cut short is left out: a full disk, or a controller that was killed, may have ended it.
+    A line that cannot be read is left out: a full disk, a crash or a power cut may have damaged it.
     """
     if not path.exists():
         return []
-    with path.open() as file:
-        lines = [line for text in file if text.endswith("\n") and (line := _parsed(text)) is not None]
+    with path.open("rb") as file:
+        lines = [line for text in file if (line := parse_line(text)) is not None and isinstance(line.get("kind"), str)]
     return [line for line in lines if not kinds or line["kind"] in kinds]
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        line: dict[str, Any] = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return line if isinstance(line, dict) and "kind" in line else None
 
 
 def _attempts(parent: Path) -> list[Path]:

@@ -133,5 +133,5 @@ def read_private(path: Path, kind: Any) -> Any:
         raise ConfigError(
             f"the key file {path} cannot be read ({error.strerror}); make keys with `starling keys`"
         ) from None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no key file ({error}); make keys with `starling keys`") from None

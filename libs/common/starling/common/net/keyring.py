@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from starling.common.errors import ConfigError
+from starling.common.files import write_whole
 from starling.common.net.curve import ALLOWED, CONTROLLER, KeyFile, load_allowed, load_key
 from starling.common.net.limits import NAME_FORM, role_of
 
@@ -56,8 +57,8 @@ def make_keys(folder: Path, names: Sequence[str], *, replace: bool = False) -> N
             public, secret = _pair()
             allowed[public] = name
             key = KeyFile(name=name, public=public, secret=secret, controller_public=controller.public)
-            _write_private(folder / f"{name}.json", key)
-        _write_private(folder / ALLOWED, allowed)
+            write_whole(folder / f"{name}.json", msgspec.json.encode(key), private=True)
+        write_whole(folder / ALLOWED, msgspec.json.encode(allowed), private=True)
 
 
 def list_keys(folder: Path) -> list[KeyEntry]:
@@ -82,7 +83,8 @@ def revoke_keys(folder: Path, names: Sequence[str]) -> None:
         for name in names:
             if name not in known:
                 raise ConfigError(f"{folder} allows no key of {name}; it allows {', '.join(known) or 'nobody'}")
-        _write_private(folder / ALLOWED, {public: name for public, name in allowed.items() if name not in names})
+        allowed = {public: name for public, name in allowed.items() if name not in names}
+        write_whole(folder / ALLOWED, msgspec.json.encode(allowed), private=True)
         for name in names:
             (folder / f"{name}.json").unlink(missing_ok=True)
 
@@ -101,7 +103,7 @@ def _controller(folder: Path, allowed: dict[str, str]) -> KeyFile:
         raise ConfigError(f"{path} is missing, and the keys in {folder} depend on it; put it back, or make new keys")
     public, secret = _pair()
     key = KeyFile(name=CONTROLLER, public=public, secret=secret, controller_public=public)
-    _write_private(path, key)
+    write_whole(path, msgspec.json.encode(key), private=True)
     return key
 
 
@@ -122,14 +124,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _write_private(path: Path, value: object) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(msgspec.json.encode(value))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)

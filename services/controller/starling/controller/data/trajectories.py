@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -92,9 +93,37 @@ def read_index(folder: Path) -> list[IndexEntry]:
             break
         try:
             lines.append(_lines.decode(text))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(f"line {number} of {path} cannot be decoded: {error}; restore the file") from None
     return lines
+
+
+def intact_lines(folder: Path) -> list[IndexEntry]:
+    """Return the lines of the index that are complete and can be decoded."""
+    lines = []
+    for text in (folder / INDEX).read_bytes().splitlines(keepends=True):
+        if text.endswith(b"\n"):
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                lines.append(_lines.decode(text))
+    return lines
+
+
+def line_of_file(path: Path, run: str) -> IndexEntry | None:
+    """Return the line of the index for a file of this run; None for one that is damaged, or of another run."""
+    content = path.read_bytes()
+    try:
+        file = _files.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if (file.format, file.version, file.run) != (FORMAT, VERSION, run):
+        return None
+    line = index_entry(file.step, file.groups, content)
+    return line if line.file == path.name else None
+
+
+def encode_line(line: IndexEntry) -> bytes:
+    """Return a line of the index."""
+    return msgspec.json.encode(line) + b"\n"
 
 
 def read_file(folder: Path, line: IndexEntry) -> tuple[StoredGroup, ...]:
@@ -108,7 +137,7 @@ def read_file(folder: Path, line: IndexEntry) -> tuple[StoredGroup, ...]:
         raise ConfigError(f"{path} does not match its checksum in {INDEX}; restore the file")
     try:
         file = _files.decode(content)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be decoded: {error}; read it with the version that wrote it") from None
     if (file.format, file.version) != (FORMAT, VERSION):
         raise ConfigError(

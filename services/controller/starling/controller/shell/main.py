@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 from starling.common.errors import StarlingError
+from starling.common.files import write_whole
 from starling.common.net.curve import load_allowed
 from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.observe.process import StopSignal, collect_seldom, end_process
@@ -37,7 +38,13 @@ from starling.controller.data.load import RunData, load_data
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.journal.commit_queue import CommitQueue
 from starling.controller.shell.journal.journal import Journal
-from starling.controller.shell.journal.resume import JOURNAL, check_num_prompts, missing_lines, start_incarnation
+from starling.controller.shell.journal.resume import (
+    JOURNAL,
+    check_journal_is_whole,
+    check_num_prompts,
+    missing_lines,
+    start_incarnation,
+)
 from starling.controller.shell.loggers.fanout import LoggerFanout
 from starling.controller.shell.loggers.fanout import makers as logger_makers
 from starling.controller.shell.loggers.logger import RunInfo
@@ -74,9 +81,12 @@ class Shell:
         self._settings, self._folder = settings, arguments.folder
         makers = logger_makers(settings.logging.loggers, run_info(settings, arguments.folder))
         self._plan = settings.plan()
-        self._journal = Journal(self._folder / JOURNAL)
+        self._journal = Journal(self._folder / JOURNAL, network_disk=settings.controller.network_disk)
         try:
             self._incarnation = start_incarnation(self._journal, settings.run.id, self._plan)
+            self._history = MetricsHistory(time.monotonic())
+            written = self._history.read(self._folder / METRICS)
+            check_journal_is_whole(self._journal.path, self._incarnation.entries, written)
             key = arguments.key_file(network.curve)
             folder = arguments.folder / "keys"
             keys = HubKeys(key, load_allowed(folder), folder) if key is not None else None
@@ -85,9 +95,7 @@ class Shell:
         except BaseException:  # also when interrupted: the next controller must find the journal unlocked
             self._journal.close()
             raise
-        self._history = MetricsHistory(time.monotonic())
         self._metrics = AppendFile(self._folder / METRICS)
-        written = self._history.read(self._folder / METRICS)
         for kind, fields in missing_lines(self._incarnation.entries, written):
             self._history.note(kind, fields)
             self._write_line(kind, fields)
@@ -101,7 +109,9 @@ class Shell:
             full_timeout_s=settings.controller.journal_s,
             on_full=self._show_full_disk,
         )
-        self._trajectories = TrajectoryWriter(TrajectoryFiles(self._folder, settings.run.id), self.hub.wake)
+        files = TrajectoryFiles(self._folder, settings.run.id)
+        files.recover()
+        self._trajectories = TrajectoryWriter(files, self.hub.wake)
         self._data: RunData | None = None
         self._file_events: list[Fetched | Stored] = []
         """Steps that were read or written and that the core does not know of yet."""
@@ -111,7 +121,7 @@ class Shell:
     def run(self, stop: StopSignal) -> None:
         """Serve until the run is over. Raises RunFailedError if it failed."""
         self._commands.flush()  # the record of this incarnation
-        write_atomically(
+        write_whole(
             self._folder / "controller.json",
             json.dumps({"address": self.hub.address, "telemetry": self.hub.telemetry_address}),
         )
@@ -271,13 +281,6 @@ def run_info(settings: ControllerProcess, folder: Path) -> RunInfo:
         offline=settings.logging.offline,
         settings=settings.model_dump(mode="json"),
     )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers see all of it or nothing."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.rename(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

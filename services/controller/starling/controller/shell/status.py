@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
+
+from starling.common.files import parse_line
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.telemetry import ReplicaView, RunSnapshot
 from starling.controller.core.explain import explain, pull_of, run_phase
@@ -19,6 +21,8 @@ NUM_REWARDS = 10
 """Rewards of the last steps in a snapshot."""
 MAX_CURVE_POINTS = 240
 """A curve that reaches this number of points is halved: pairs of points become their mean."""
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass
@@ -34,7 +38,7 @@ class MetricsHistory:
     _steps_per_point: int = 1
 
     def read(self, path: Path) -> set[tuple[str, int]]:
-        """Read the metrics.jsonl of earlier incarnations.
+        """Read the metrics.jsonl of earlier incarnations; lines that cannot be read are skipped and counted in the log.
 
         Returns the lines that it has of steps and evaluations, by kind and step, or kind and number of evaluations
         before.
@@ -42,16 +46,21 @@ class MetricsHistory:
         written: set[tuple[str, int]] = set()
         if not path.exists():
             return written
-        with path.open() as file:
+        num_skipped = 0
+        with path.open("rb") as file:
             for line in file:
-                if line.endswith("\n") and line.startswith("{"):
-                    fields = json.loads(line)
-                    kind = fields.pop("kind")
-                    if kind in ("step", "trained", "answered"):
-                        written.add((kind, fields["step"]))
-                    elif kind == "evaluation":
-                        written.add((kind, len(self.evaluations)))
-                    self.note(kind, fields)
+                fields = parse_line(line) or {}
+                kind = fields.pop("kind", None)
+                if not isinstance(kind, str):
+                    num_skipped += 1  # cut off, or damaged by a power cut
+                    continue
+                if kind == "evaluation":
+                    written.add((kind, len(self.evaluations)))
+                elif kind in ("step", "trained", "answered") and isinstance(step := fields.get("step"), int):
+                    written.add((kind, step))
+                self.note(kind, fields)
+        if num_skipped:
+            log.warning("lines_skipped", file=str(path), lines=num_skipped)
         return written
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
@@ -16,6 +15,7 @@ import uvicorn
 
 from starling.algo.text import decode
 from starling.common.errors import ConfigError
+from starling.common.files import write_whole
 from starling.common.service import host_name
 from starling.rollout.api.app import Endpoint
 from starling.rollout.api.keys import ApiKeys
@@ -111,22 +111,12 @@ class ApiServer:
 
     def _write_file(self, file: Path, address: ApiAddress) -> None:
         try:
-            _write_address(file, address)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, msgspec.json.encode(address), private=True)
         except OSError as error:
             self.close()
             raise ConfigError(f"the server's file {file} cannot be written ({error.strerror})") from None
         log.info("listening", base_url=self.base_url, file=str(file))
-
-
-def _write_address(path: Path, address: ApiAddress) -> None:
-    """Write `address` atomically, readable by its owner only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_name(f".{path.name}.partial")
-    descriptor = os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(msgspec.json.encode(address))
-    partial_path.replace(path)
 
 
 def _port(settings: ApiSettings, replica: str) -> int:

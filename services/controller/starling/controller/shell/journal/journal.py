@@ -13,6 +13,7 @@ durable records. docs/decisions/0009-journal.md gives the reasons. Tables:
 | `groups`   | positions of a group's completions, teacher log-probs and rewards, and the step that trains it   |
 | `adopted`  | position of the newest `VersionAdopted` of each replica; older ones are deleted                  |
 | `marks`    | `committed`: the last step; `pruned`: the last step whose contents a saved state makes redundant |
+|            | `owner`: a random number, which the controller that writes has drawn                             |
 
 Deleted rows leave pages that later records reuse, so the file has the size of the largest content so far.
 """
@@ -20,12 +21,14 @@ Deleted rows leave pages that later records reuse, so the file has the size of t
 from __future__ import annotations
 
 import os
+import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import xxhash
 from msgspec.structs import replace
 
 from starling.common.errors import ConfigError, StarlingError
@@ -46,6 +49,7 @@ from starling.controller.core.records import (
     VersionAdopted,
 )
 from starling.controller.shell.journal.database import as_config_error, check_file, lock_file, open_file
+from starling.controller.shell.journal.file_system import check_file_system
 
 PRUNED_PER_COMMIT: Final = 64
 """Groups whose contents one commit deletes at most, so that pruning hundreds of them does not delay messages."""
@@ -53,6 +57,10 @@ RECORDS_PER_READ: Final = 512
 
 _PARTS: Final = 16
 """Bits of `contents.id` for the part; the bits above are the number of the record."""
+
+_DIGESTED: Final = b"\xc1"
+"""First byte of a record with a digest; no MessagePack begins with it."""
+_DIGEST_BYTES: Final = 8
 
 _FULL: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 """Disk full: for the file or its log, and for the index of the log."""
@@ -67,6 +75,10 @@ class JournalError(StarlingError):
     """The journal cannot be written, and the outcome of the last transaction is unknown until a restart reads it."""
 
 
+class JournalTakenError(JournalError):
+    """Another controller has opened the journal, or the file was moved away or deleted."""
+
+
 class JournalFullError(JournalError):
     """The disk is full. Nothing was lost: `commit` can be retried when there is space."""
 
@@ -74,17 +86,28 @@ class JournalFullError(JournalError):
 class Journal:
     """The only writer of a journal."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the journal at `path`. Raises ConfigError when it cannot be used or is in use."""
+    def __init__(self, path: Path, *, network_disk: bool = False) -> None:
+        """Open or create the journal at `path`. Raises ConfigError when it cannot be used or is in use.
+
+        `network_disk`: allow a file system whose locks may not hold.
+        """
         self.path = path
+        if not network_disk:
+            check_file_system(path.parent)
         self._lock = lock_file(path)
         try:
             with as_config_error(path):
                 self._db = open_file(path)
-                self._seq: int = self._db.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()[0]
+                self._seq = self._last_seq()
+                self._owner = _marks(self._db).get("owner", 0)
+                self._file = _identity(path)
         except BaseException:  # the caller cannot close what was not constructed
             os.close(self._lock)
             raise
+        self._opened_at = self._seq
+        """Number of the last record when the file was opened."""
+        self._token = 0
+        """The mark `owner` of this writer; 0 before its first transaction."""
         self._pruning = True
         """There may be contents to delete."""
         self._clear_pending()
@@ -94,13 +117,12 @@ class Journal:
         has_contents = isinstance(record, CompletionsStored | TeacherLogprobsStored | PartialCompletionsStored)
         assert not payload or has_contents, f"{type(record).__name__} has no payload"
         self._seq += 1
-        body = _encoder.encode(record)
         if has_contents:
             # One row per buffer avoids the copy that joining the buffers would need.
             first = self._seq << _PARTS
-            self._contents += [(first + part, buffer) for part, buffer in enumerate((body, *payload))]
-        if isinstance(record, CompletionsStored):
-            body = _encoder.encode(_without_texts(record))
+            whole = _encode(record, payload)
+            self._contents += [(first + part, buffer) for part, buffer in enumerate((whole, *payload))]
+        body = _encode(_without_texts(record) if isinstance(record, CompletionsStored) else record)
         self._records.append((self._seq, body))
         self._operations += _operations(self._seq, record)
 
@@ -119,7 +141,7 @@ class Journal:
 
         Pruning continues with each call, so call it also when nothing was appended.
         Raises JournalFullError when the disk is full; the records are kept, and the next commit retries them.
-        Raises JournalError when the outcome on disk is unknown.
+        Raises JournalError when the outcome on disk is unknown, JournalTakenError when another controller writes it.
         """
         if not (self._records or self._operations or self._pruning):
             return
@@ -132,6 +154,9 @@ class Journal:
                     f"the disk of the journal {self.path} is full; free some space, {self.num_pending} records wait"
                 ) from None
             raise JournalError(f"the journal {self.path} cannot be written: {error}; check its disk") from None
+        except JournalTakenError:
+            self._roll_back()
+            raise
         self._pruning = pruning
         self._clear_pending()
 
@@ -157,7 +182,7 @@ class Journal:
             for generated, taught, scored in self._db.execute(query, (step,)).fetchall():
                 body = self._db.execute("SELECT body FROM records WHERE seq = ?", (scored,)).fetchone()[0]
                 entries += [_whole(self._db, seq) for seq in (generated, taught) if seq is not None]
-                entries.append(JournalEntry(_decoder.decode(body)))
+                entries.append(JournalEntry(_decode(body)))
             return tuple(entries)
 
     def close(self) -> None:
@@ -171,6 +196,7 @@ class Journal:
         """Execute the transaction. Returns whether there is more to prune."""
         db = self._db
         db.execute("BEGIN IMMEDIATE")
+        token = self._check_owner()
         db.executemany("INSERT INTO records VALUES (?, ?)", self._records)
         db.executemany("INSERT INTO contents VALUES (?, ?)", self._contents)
         for operation, values in self._operations:
@@ -180,7 +206,31 @@ class Journal:
             for operation, values in _drop(key):
                 db.execute(operation, values)
         db.execute("COMMIT")
+        self._token = token
         return len(prunable) == PRUNED_PER_COMMIT
+
+    def _check_owner(self) -> int:
+        """Return the token of this writer, which the transaction in progress has checked or written.
+
+        The lock excludes other controllers, unless its file was deleted or the file system does not keep it.
+        """
+        if _identity(self.path) != self._file:
+            raise JournalTakenError(f"the journal {self.path} was moved or deleted; this controller ends")
+        is_first = self._token == 0
+        found = _marks(self._db).get("owner", 0)
+        if found != (self._owner if is_first else self._token) or (is_first and self._last_seq() != self._opened_at):
+            raise JournalTakenError(
+                f"another controller has taken over the journal {self.path}; this one ends, run only one in a folder"
+            )
+        if is_first:
+            token = secrets.randbits(62) + 1
+            self._db.execute("INSERT OR REPLACE INTO marks VALUES ('owner', ?)", (token,))
+            return token
+        return self._token
+
+    def _last_seq(self) -> int:
+        found: int = self._db.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()[0]
+        return found
 
     def _prunable_groups(self) -> list[str]:
         step = _marks(self._db)["pruned"]
@@ -199,6 +249,15 @@ class Journal:
         self._records: list[tuple[int, bytes]] = []
         self._contents: list[tuple[int, bytes]] = []
         self._operations: list[Operation] = []
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return device and number of the file at `path`, None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def read_journal(path: Path) -> Iterator[JournalEntry]:
@@ -297,7 +356,7 @@ def _read(path: Path, db: sqlite3.Connection) -> Iterator[JournalEntry]:
             rows: Sequence[tuple[int, bytes]] = db.execute(query, (last, RECORDS_PER_READ)).fetchall()
         for seq, body in rows:
             with as_config_error(path):
-                one = _whole(db, seq) if seq in whole else JournalEntry(_decoder.decode(body))
+                one = _whole(db, seq) if seq in whole else JournalEntry(_decode(body))
             yield one
         if not rows:
             return
@@ -307,5 +366,34 @@ def _read(path: Path, db: sqlite3.Connection) -> Iterator[JournalEntry]:
 def _whole(db: sqlite3.Connection, seq: int) -> JournalEntry:
     """Return a record with its texts and its payload."""
     query = "SELECT body FROM contents WHERE id >= ? AND id < ? ORDER BY id"
-    body, *payload = [row[0] for row in db.execute(query, (seq << _PARTS, (seq + 1) << _PARTS))]
-    return JournalEntry(_decoder.decode(body), tuple(payload))
+    rows = [row[0] for row in db.execute(query, (seq << _PARTS, (seq + 1) << _PARTS))]
+    if not rows:
+        raise ValueError(f"the contents of record {seq} are missing")
+    body, *payload = rows
+    return JournalEntry(_decode(body, payload), tuple(payload))
+
+
+def _encode(record: Record, payload: Buffers = ()) -> bytes:
+    """Return the bytes of a record, which begin with a digest of themselves and of the payload."""
+    body = _encoder.encode(record)
+    return _DIGESTED + _digest(body, payload) + body
+
+
+def _decode(stored: bytes, payload: Sequence[bytes] = ()) -> Record:
+    """Return a record. Raises ValueError when it, or its payload, is not what was written; old ones have no digest."""
+    if not stored.startswith(_DIGESTED):
+        return _decoder.decode(stored)
+    begin = len(_DIGESTED) + _DIGEST_BYTES
+    body = stored[begin:]
+    if stored[len(_DIGESTED) : begin] != _digest(body, payload):
+        raise ValueError("a record does not match its digest")
+    return _decoder.decode(body)
+
+
+def _digest(body: bytes, payload: Sequence[bytes | memoryview]) -> bytes:
+    if not payload:
+        return xxhash.xxh3_64_digest(body)
+    digest = xxhash.xxh3_64(body)
+    for buffer in payload:
+        digest.update(buffer)
+    return digest.digest()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from starling.common.errors import ConfigError
 from starling.controller.core.kinds import TRAINED_PHASES
@@ -22,6 +24,8 @@ from starling.controller.core.records import (
 from starling.controller.shell.journal.journal import Journal
 
 JOURNAL = "journal.sqlite"
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,23 @@ def missing_lines(
                 if ("evaluation", num_evaluations) not in written:
                     yield "evaluation", summary
                 num_evaluations += 1
+
+
+def check_journal_is_whole(path: Path, entries: Sequence[JournalEntry], written: Set[tuple[str, int]]) -> None:
+    """Compare the journal with the lines that metrics.jsonl has, which are written after their records are durable.
+
+    A journal that lost its end, which only a disk that did not sync can cause, or an older copy of one, makes the later
+    steps again; that is logged. Raises ConfigError when the journal of a run that has made steps is empty.
+    """
+    newest_line = max((step for kind, step in written if kind == "step"), default=0)
+    steps = [entry.record.step for entry in entries if isinstance(entry.record, StepCommitted)]
+    if newest_line and not entries:
+        raise ConfigError(
+            f"{path} is empty, and metrics.jsonl beside it has step {newest_line}; restore the journal, or begin a new "
+            "run in another folder"
+        )
+    if newest_line > max(steps, default=0):
+        log.warning("journal_behind", step=max(steps, default=0), metrics_step=newest_line)
 
 
 def check_num_prompts(entries: Iterable[JournalEntry], plan: RunPlan) -> None:

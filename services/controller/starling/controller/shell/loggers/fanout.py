@@ -60,10 +60,11 @@ class LoggerFanout:
         (folder / MARKS).mkdir(exist_ok=True)
         records = [entry.record for entry in past]
         steps = [record for record in records if isinstance(record, StepCommitted)]
+        newest = max((one.step for one in steps), default=0)
         for name, make in makers.items():
             mark = folder / MARKS / re.sub(r"[^A-Za-z0-9._-]", "-", name)
             thread = LoggerThread(name, mark, max_waiting=settings.queue_steps, deadline_s=settings.deadline_s)
-            last = thread.last_step
+            last = min(thread.last_step, newest)  # a power cut may have left another number
             missed = [LogEntry(one.step, step_metrics(one.metrics)) for one in steps if one.step > last]
             thread.begin(make, missed)
             self.threads.append(thread)

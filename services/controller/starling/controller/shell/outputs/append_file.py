@@ -10,6 +10,8 @@ from typing import Final
 
 import structlog
 
+from starling.common.files import complete_size
+
 log = structlog.get_logger(__name__)
 
 MAX_WAITING: Final = 10_000
@@ -17,7 +19,7 @@ MAX_WAITING: Final = 10_000
 
 
 class AppendFile:
-    """A file that holds whole lines only, also after writes to a full disk."""
+    """A file that holds whole lines only, also after writes to a full disk and after a power cut."""
 
     def __init__(self, path: Path) -> None:
         """Append to `path`."""
@@ -35,7 +37,7 @@ class AppendFile:
         """Write the waiting lines."""
         try:
             if self._file < 0 and self._waiting:
-                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                self._open()
             while self._waiting:
                 end = os.fstat(self._file).st_size
                 if os.write(self._file, self._waiting[0]) < len(self._waiting[0]):
@@ -55,3 +57,16 @@ class AppendFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def _open(self) -> None:
+        """Open the file, without the incomplete line that a crash left at its end: the next line would continue it."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            size, complete = os.fstat(file).st_size, complete_size(file)
+            if complete < size:
+                os.ftruncate(file, complete)
+                log.warning("tail_removed", file=str(self._path), size_bytes=size - complete)
+        except OSError:
+            os.close(file)
+            raise
+        self._file = file

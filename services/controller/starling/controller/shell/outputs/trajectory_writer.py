@@ -8,11 +8,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
+import structlog
 
 from starling.common.errors import StarlingError
+from starling.common.files import sync_folder, write_whole
 from starling.controller.core.records import StoredGroup
-from starling.controller.data.trajectories import FOLDER, INDEX, IndexEntry, encode_file, index_entry, read_index
+from starling.controller.data.trajectories import (
+    FOLDER,
+    INDEX,
+    IndexEntry,
+    encode_file,
+    encode_line,
+    index_entry,
+    intact_lines,
+    line_of_file,
+)
+
+log = structlog.get_logger(__name__)
 
 
 class TrajectoryFilesError(StarlingError):
@@ -27,6 +39,14 @@ class TrajectoryFiles:
         self._folder, self._run = folder / FOLDER, run
         self._steps: set[int] | None = None
         """The steps in the index; None before it was read."""
+
+    def recover(self) -> None:
+        """Complete the index, if there is one: a power cut may have taken its end. Raises TrajectoryFilesError."""
+        try:
+            if (self._folder / INDEX).exists():
+                self._written_steps()
+        except OSError as error:
+            raise TrajectoryFilesError(f"{self._folder} cannot be read: {error.strerror}; restore it") from None
 
     def write(self, step: int, groups: Sequence[StoredGroup]) -> None:
         """Write the groups of `step`, which are durable when this returns. Raises TrajectoryFilesError."""
@@ -45,11 +65,25 @@ class TrajectoryFiles:
             index = self._folder / INDEX
             index.touch()
             for folder in (self._folder, self._folder.parent):  # so that the index survives a crash
-                _sync_folder(folder)
-            # A partial last line is removed; its step is written again.
-            os.truncate(index, index.read_bytes().rfind(b"\n") + 1)
-            self._steps = {line.step for line in read_index(self._folder)}
+                sync_folder(folder)
+            self._steps = {line.step for line in self._recover_index()}
         return self._steps
+
+    def _recover_index(self) -> list[IndexEntry]:
+        """Return the lines of the index, after writing it again if it has lost lines: every file is complete."""
+        lines = {line.file: line for line in intact_lines(self._folder)}
+        num_lost = 0
+        for path in self._folder.glob("step-*.msgpack"):
+            line = line_of_file(path, self._run) if path.name not in lines else None
+            if line is not None:
+                lines[path.name] = line
+                num_lost += 1
+        found = sorted(lines.values(), key=lambda line: line.step)
+        content = b"".join(map(encode_line, found))
+        if content != (self._folder / INDEX).read_bytes():
+            write_whole(self._folder / INDEX, content)
+            log.warning("index_recovered", file=str(self._folder / INDEX), lines=num_lost)
+        return found
 
     def _write(self, step: int, groups: Sequence[StoredGroup]) -> None:
         content = encode_file(self._run, step, groups)
@@ -58,8 +92,8 @@ class TrajectoryFiles:
         partial = path.with_name(f".{path.name}.partial")
         _write_through(partial, content, os.O_TRUNC)
         partial.rename(path)
-        _sync_folder(self._folder)
-        _write_through(self._folder / INDEX, _encoded(line), os.O_APPEND)
+        sync_folder(self._folder)
+        _write_through(self._folder / INDEX, encode_line(line), os.O_APPEND)
         self._written_steps().add(step)
 
 
@@ -92,10 +126,6 @@ class TrajectoryWriter:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _encoded(line: IndexEntry) -> bytes:
-    return msgspec.json.encode(line) + b"\n"
-
-
 def _write_through(path: Path, content: bytes, flag: int) -> None:
     """Write `content` durably."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o644)
@@ -103,14 +133,6 @@ def _write_through(path: Path, content: bytes, flag: int) -> None:
         view = memoryview(content)
         while view:
             view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -28,6 +28,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from starling.common.errors import ConfigError, StarlingError
+from starling.common.files import sync_folder, sync_tree
 
 MANIFEST: Final = "state.json"
 _CHUNK: Final = 1 << 20
@@ -216,9 +217,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         try:
             temporary.chmod(0o755)
             yield temporary
-            _sync_tree(temporary)
+            sync_tree(temporary)
             _replace(temporary, folder)
-            _sync(folder.parent)
+            sync_folder(folder.parent)
         finally:
             # After success it does not exist or is the previous checkpoint; after a failure it is incomplete.
             shutil.rmtree(temporary, ignore_errors=True)
@@ -263,17 +264,3 @@ def _exchange(one: Path, other: Path) -> bool:
         return False
     result = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
     return bool(result == 0)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""Files that survive a power cut: written whole or not at all, and append-only files of JSON lines.
+
+A rename replaces a file at once, but only a file that was synced before has its content after a power cut: without the
+sync many file systems leave it empty, or as long as it was and full of zeros. Append-only files are not synced: a power
+cut may cut off their end, or leave zeros or garbage there, so `complete_size` and `parse_line` look for both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+_BLOCK: Final = 64 << 10
+"""Bytes that are read at a time, in search of the last line."""
+
+
+def write_whole(path: Path, content: bytes | str, *, private: bool = False) -> None:
+    """Write a file so that readers see the old or the new content, also after a power cut.
+
+    `private`: only the owner may read it. Raises OSError.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    mode = 0o600 if private else 0o666
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        if private:
+            os.fchmod(file.fileno(), mode)  # an earlier, partial file may be readable by others
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make everything in a folder durable, and then the folder. Raises OSError."""
+    for path in folder.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_folder(folder)
+
+
+def complete_size(descriptor: int) -> int:
+    """Return the size of a file of lines without an incomplete last one."""
+    end = os.fstat(descriptor).st_size
+    while end > 0:
+        begin = max(0, end - _BLOCK)
+        found = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line; None for a line that is incomplete, or is none because it was damaged."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        value = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

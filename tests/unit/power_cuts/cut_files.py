@@ -1,0 +1,29 @@
+"""Files as a power cut may leave them: cut off anywhere, or with zeros or garbage from some byte on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+EVERY = 64 << 10
+"""Up to this byte a campaign cuts everywhere; beyond, and without a campaign, at seeded places."""
+TAIL = 4096
+"""Bytes behind the end that a file system may have reserved."""
+
+
+def positions(size: int, num: int, seed: str, *, every: bool) -> list[int]:
+    """Return where to cut a file of `size` bytes: everywhere up to `EVERY`, or at `num` places; always at both ends."""
+    rng = random.Random(f"{seed} {size}")
+    everywhere = range(min(size, EVERY)) if every or size <= num else ()
+    beyond = range(EVERY, size) if everywhere else range(size)
+    drawn = rng.sample(beyond, min(num, len(beyond)))
+    return sorted({0, min(1, size), size, max(0, size - 1), *everywhere, *drawn})
+
+
+def damaged(content: bytes, position: int, seed: str) -> Iterator[tuple[str, bytes]]:
+    """Yield, with a name, what may be left of `content` when everything from `position` on was not yet on disk."""
+    rng = random.Random(f"{seed} {position}")
+    num_lost = len(content) - position or TAIL
+    yield f"cut at {position}", content[:position]
+    yield f"zeros from {position}", content[:position] + bytes(num_lost)
+    yield f"garbage from {position}", content[:position] + rng.randbytes(num_lost)
