@@ -23,7 +23,7 @@ CONNECTION = ("--controller", "--key", "--run", "--timeout", "--json")
 MODEL = ("--model", "--num-gpus", "--tp-size", "--engine", "--seed")
 ANSWERS = ("--num-completions", "--temperature", "--max-tokens", "--limit", "--plain", "--system", "--resume", "--out")
 FLAGS: dict[str, tuple[str, ...]] = {
-    "run": ("--config", "--from", "--dry-run", "--resume"),
+    "run": ("--config", "--from", "--dry-run", "--resume", "--accept-changed-data"),
     "rollout-only": ("--only",),
     "policy-replay": ("--replay",),
     "status": CONNECTION,

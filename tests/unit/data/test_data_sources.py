@@ -19,7 +19,7 @@ ROWS = [{"question": f"{number} + 1?", "answer": number + 1} for number in range
 
 
 def load_columns(source: str | Path, **changes: Any) -> list[dict[str, Any]]:
-    rows = load_rows(DataSettings(source=str(source), **changes))
+    rows = load_rows(DataSettings(source=str(source), **changes)).rows
     assert all(isinstance(row, DataRow) for row in rows)
     return [dict(row.columns) for row in rows if isinstance(row, DataRow)]
 
@@ -152,7 +152,7 @@ def test_reasoning_gym_questions_are_distinct_and_follow_the_options() -> None:
 def test_reasoning_gym_metadata_suffices_for_the_scorer(task: str) -> None:
     from reasoning_gym.factory import create_dataset
 
-    rows = load_rows(DataSettings(source=f"reasoning_gym:{task}", size=3))
+    rows = load_rows(DataSettings(source=f"reasoning_gym:{task}", size=3)).rows
     for row in rows:
         assert isinstance(row, DataRow)
         told = json.loads(json.dumps(row.metadata))["reasoning_gym"]
@@ -219,7 +219,7 @@ def factories(tmp_path: Path) -> Path:
 
 
 def test_load_rows_calls_a_function_of_a_file(factories: Path) -> None:
-    assert load_rows(DataSettings(source=f"{factories}:rows")) == [
+    assert load_rows(DataSettings(source=f"{factories}:rows")).rows == [
         DataRow({"question": "a", "answer": "b"}),
         Prompt(id="mine", text="c", reference="d"),
     ]
@@ -230,7 +230,7 @@ def test_load_rows_calls_a_function_of_a_file(factories: Path) -> None:
 def test_load_rows_calls_a_function_of_a_module(factories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factories.rename(factories.with_name("rows_of_a_test.py"))
     monkeypatch.syspath_prepend(factories.parent)
-    assert len(load_rows(DataSettings(source="rows_of_a_test:rows"))) == 2
+    assert len(load_rows(DataSettings(source="rows_of_a_test:rows")).rows) == 2
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,9 @@ class ControllerSettings(SettingsSection):
     network_disk: bool = False
     """Allow a journal on a network file system, where its lock may not hold. Only for a run that no other host can
     start: a second controller of the same folder is noticed at its first record, not before."""
+    accept_changed_data: bool = False
+    """Resume although the data has changed since the run began. Groups that no step has taken are generated again, from
+    their new prompts. Set by `starling run --resume RUN_FOLDER --accept-changed-data`."""
     window: int = Field(default=1024, ge=1)
     """Prompts that a run without a policy works on at a time. It should be at least twice the number that its rollouts
     hold, so that one long completion does not block the others."""

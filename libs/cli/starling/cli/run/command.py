@@ -67,11 +67,16 @@ def run(
     resume: Annotated[
         Path | None, Parameter(metavar="RUN_FOLDER", help="Resume a run after a stop or a crash.", group=OTHER)
     ] = None,
+    accept_changed_data: Annotated[
+        bool, Parameter(help="With --resume: go on although the data has changed.", group=OTHER)
+    ] = False,
     line: Line,
 ) -> int:
     """Train: start and supervise every process of a run on this machine."""
     if resume is not None:
-        return _resume(resume, line.arguments)
+        return _resume(resume, line.arguments, accept_changed_data=accept_changed_data)
+    if accept_changed_data:
+        raise ConfigError("--accept-changed-data is for a run that is resumed; write it with --resume RUN_FOLDER")
     if recipe is None or line.arguments[0].startswith("-"):
         raise ConfigError(
             "the recipe comes first: write `starling run RECIPE.toml`, then flags; `starling settings` lists all"
@@ -193,12 +198,12 @@ def _print_recipe(recipe: Recipe) -> int:
     return 0
 
 
-def _resume(folder: Path, arguments: tuple[str, ...]) -> int:
+def _resume(folder: Path, arguments: tuple[str, ...], *, accept_changed_data: bool) -> int:
     """Resume the attempt in `folder` with new processes, which find its keys, journal and saved states."""
     from starling.cli.recipe.schema import load_recipe
     from starling.cli.run.attempt import Attempt
 
-    if len([word for word in arguments if word != "--resume"]) != 1:
+    if len([word for word in arguments if word not in ("--resume", "--accept-changed-data")]) != 1:
         raise ConfigError(
             "write `starling run --resume RUN_FOLDER` and nothing else: a run is resumed as it was, "
             "and `starling set` changes what may change"
@@ -208,7 +213,8 @@ def _resume(folder: Path, arguments: tuple[str, ...]) -> int:
         raise ConfigError(
             f"{attempt.folder} has no recipe.toml, so `starling run` did not start it; start its services instead"
         )
-    return supervise(load_recipe([attempt.recipe], []), attempt)
+    flags = ["--controller.accept-changed-data=true"] if accept_changed_data else []
+    return supervise(load_recipe([attempt.recipe], flags), attempt)
 
 
 def _settings_note() -> str:

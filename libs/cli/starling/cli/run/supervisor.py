@@ -119,7 +119,9 @@ class Supervisor:
         self.attempt.prepare(recipe, [name for _, name in names])
         self.attempt.address.unlink(missing_ok=True)  # of an earlier controller
         common = ["--config", str(self.attempt.config), "--dir", str(folder)]
-        self.children.start("controller", "controller", common)
+        # Given when the run is resumed, when the configuration is written already.
+        accepts = ["--controller.accept-changed-data=true"] if recipe.controller.accept_changed_data else []
+        self.children.start("controller", "controller", [*common, *accepts])
         address = self._await_address(self._make_model())
         for role, name in names:
             devices = devices_of(name, recipe.launch.gpus_per_rollout) if role == "rollout" else {}

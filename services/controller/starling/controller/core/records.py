@@ -7,6 +7,7 @@ has which lease) the replicas report in their heartbeats.
 |---------------------|-------------------------------------------------|----------------------------|
 | `RunBegun`          | the run of this journal, and its plan            | the end                    |
 | `ControllerStarted` | another incarnation of the controller            | the end                    |
+| `DataRead`          | digest of the data that the run has read         | the end                    |
 | `MemberJoined`, `MemberLeft` | the replicas that a restarted controller waits for | the next incarnation |
 | `GroupsOpened`      | positions of the data that are groups now        | the end                    |
 | `CompletionsStored`    | completions, with their payload                  | two saved states cover its step |
@@ -49,6 +50,20 @@ class ControllerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="controll
     """An incarnation of the controller started, counted from 1."""
 
     incarnation: int
+
+
+class DataRead(msgspec.Struct, frozen=True, kw_only=True, tag="data_read"):
+    """The data of the run, as the first incarnation has read it, or one that was to accept a change."""
+
+    digest: str
+    """Of the prompts, examples and held-out prompts, in the order of the first epoch."""
+    num_rows: int
+    source: str = ""
+    """`data.source`."""
+    revision: str = ""
+    """Of the source, if it has one."""
+    is_changed: bool = False
+    """It differs from the data before. Groups that no step has taken are generated again, from their new prompts."""
 
 
 class MemberJoined(msgspec.Struct, frozen=True, kw_only=True, tag="member_joined"):
@@ -148,6 +163,8 @@ class StepFrozen(msgspec.Struct, frozen=True, kw_only=True, tag="step_sealed"):
     step: int
     ordinals: tuple[int, ...]
     prompts: tuple[str, ...]
+    digest: str = ""
+    """Of the prompts; empty in old journals, which lack it."""
 
 
 class StepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag="step_committed"):
@@ -244,6 +261,7 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag="run_ended"):
 Record = (
     RunBegun
     | ControllerStarted
+    | DataRead
     | MemberJoined
     | MemberLeft
     | GroupsOpened

@@ -44,6 +44,10 @@ def _apply(state: ControllerState, entry: JournalEntry) -> None:
             membership.note_gone(name)
         case records.VersionAdopted(name=name, epoch=incarnation, version=version):
             membership.proven[name] = (incarnation, version)
+        case records.DataRead(is_changed=True):
+            state.buffer.regenerate_all()
+            if state.evaluations.current is not None:
+                state.evaluations.current.regenerate_all()
         case records.GroupsOpened(first=first, num=num):
             assert first == state.buffer.num_admitted, "groups are opened in order"
             admit_prompts(state, num)

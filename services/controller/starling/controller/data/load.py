@@ -12,11 +12,14 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
 from starling.controller.core.evaluation.evaluation import TASK
 from starling.controller.core.events import Prompts
+from starling.controller.core.groups.digest import digest_of_prompts
 from starling.controller.core.plan import RunPlan
-from starling.controller.data.prompts import Needs, load_prompts
+from starling.controller.core.records import DataRead
+from starling.controller.data.prompts import Needs, PromptSource, load_prompts
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES, Trajectories, check_enough
 from starling.controller.settings import ControllerProcess
+from starling.weightsync.plan.offer import digest_of
 
 
 class PromptList:
@@ -34,6 +37,9 @@ class PromptList:
         return self._prompts[position]
 
 
+Dataset = PromptSource | PromptList | Trajectories
+
+
 @dataclass(frozen=True)
 class RunData:
     """The data of a run, and its plan completed with the sizes of the data."""
@@ -44,6 +50,8 @@ class RunData:
     held_out: list[Prompt]
     trajectories: Trajectories | None = None
     """Set for a run that replays; its `prompts` are those of the trajectories."""
+    read: DataRead | None = None
+    """What the journal notes of the data; None without data."""
 
 
 def load_data(settings: ControllerProcess) -> RunData:
@@ -56,19 +64,47 @@ def load_data(settings: ControllerProcess) -> RunData:
         prompts_once = PromptList(prompts_to_answer(settings))
         num_files = -(-len(prompts_once) // plan.prompts_per_step)
         plan = replace(plan, num_prompts=len(prompts_once), num_steps=num_files)
-        return RunData(plan, prompts_once, prompts_once, [])
+        return RunData(plan, prompts_once, prompts_once, [], read=_read_of(settings, prompts_once))
     needs: Needs = "prompt"
     if settings.examples.num_steps:
         needs = "pair" if kind.learns_from_pairs else "response"
     if kind.reads_trajectories:
         trajectories = _load_trajectories(settings, plan)
         examples: Prompts = trajectories if settings.sft.data is None else load_prompts(settings.sft.data, needs)
-        return RunData(plan, trajectories, examples, [], trajectories)
+        return RunData(plan, trajectories, examples, [], trajectories, _read_of(settings, trajectories, examples))
     if settings.examples.data is None:
         prompts = examples = load_prompts(settings.data, needs)
     else:
         prompts, examples = load_prompts(settings.data), load_prompts(settings.examples.data, needs)
-    return RunData(plan, prompts, examples, prompts.held_out_prompts())
+    held_out = prompts.held_out_prompts()
+    return RunData(plan, prompts, examples, held_out, read=_read_of(settings, prompts, examples, held_out))
+
+
+def _read_of(
+    settings: ControllerProcess, prompts: Dataset, examples: Prompts | None = None, held_out: Sequence[Prompt] = ()
+) -> DataRead:
+    """Return the digest of everything that a run reads, in the order of the first epoch, which follows from the seed.
+
+    Later epochs and other orders follow from the same rows.
+    """
+    parts = [_digest(prompts), digest_of_prompts(held_out)]
+    num_rows = len(prompts) + len(held_out)
+    if examples is not None and examples is not prompts:
+        assert isinstance(examples, PromptSource), "examples of their own are rows"
+        parts.append(_digest(examples))
+        num_rows += len(examples)
+    return DataRead(
+        digest=digest_of("".join(parts).encode()),
+        num_rows=num_rows,
+        source=settings.data.source,
+        revision=prompts.revision if isinstance(prompts, PromptSource) else "",
+    )
+
+
+def _digest(data: Dataset) -> str:
+    if isinstance(data, Trajectories):
+        return data.digest  # of files, which have digests themselves
+    return digest_of_prompts(data.prompt(position) for position in range(len(data)))
 
 
 def prompts_to_answer(settings: ControllerProcess) -> list[Prompt]:

@@ -38,14 +38,15 @@ class PromptSource:
         *,
         shuffle: bool,
         seed: int,
+        revision: str = "",
     ) -> None:
-        """Take the prompts by row number; `train` must not be empty."""
+        """Take the prompts by row number; `train` must not be empty. `revision`: of the source, if it has one."""
         assert train, "a stream needs at least one prompt"
         self._train = dict(train)
         self._rows = tuple(self._train)
         self._held_out = [_named(prompt, f"eval/{row}") for row, prompt in held_out.items()]
         self._shuffle = shuffle
-        self._seed = seed
+        self._seed, self.revision = seed, revision
         # Two epochs: near the end of one, groups of the next are admitted while some of this one are retried.
         self._order = lru_cache(maxsize=2)(self._make_order)
 
@@ -79,7 +80,8 @@ def load_prompts(settings: DataSettings, needs: Needs = "prompt") -> PromptSourc
     A training row with the same question as a held-out row is left out of training.
     Raises ConfigError for a source or a row that cannot be used, and when no training rows are left.
     """
-    rows = load_rows(settings)
+    loaded = load_rows(settings)
+    rows = loaded.rows
     if settings.held_out >= len(rows):
         raise ConfigError(
             f"held_out = {settings.held_out} leaves no training rows of the {len(rows)} rows of "
@@ -98,7 +100,7 @@ def load_prompts(settings: DataSettings, needs: Needs = "prompt") -> PromptSourc
             f"every training row of {settings.source!r} has the same question as one of the {settings.held_out} "
             "held-out rows: make held_out smaller, or give other rows"
         )
-    return PromptSource(train, held_out, shuffle=settings.shuffle, seed=settings.seed)
+    return PromptSource(train, held_out, shuffle=settings.shuffle, seed=settings.seed, revision=loaded.revision)
 
 
 def make_prompt(row: DataRow | Prompt, number: int, settings: DataSettings, needs: Needs = "prompt") -> Prompt:

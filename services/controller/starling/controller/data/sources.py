@@ -7,9 +7,11 @@ The libraries of a source are imported only when it is used, because some take s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,22 +34,31 @@ class DataRow:
     """JSON values that the scorers of this source need, independent of `DataSettings.metadata_columns`."""
 
 
-def load_rows(settings: DataSettings) -> list[DataRow | Prompt]:
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a dataset."""
+
+    rows: list[DataRow | Prompt]
+    revision: str = ""
+    """Of the source: a commit of the Hugging Face hub, or the version of the library that generated the rows."""
+
+
+def load_rows(settings: DataSettings) -> Rows:
     """Read the rows of `settings.source`, at most `settings.limit` of them (0: all).
 
     Raises ConfigError when the source does not exist, cannot be read, or has no rows.
     """
     limit = settings.limit or None
-    rows: list[DataRow | Prompt]
     if settings.source.startswith("hf:"):
-        rows = [*_read_hugging_face(settings.source.removeprefix("hf:"), settings, limit)]
+        rows = _read_hugging_face(settings.source.removeprefix("hf:"), settings, limit)
     elif settings.source.startswith("reasoning_gym:"):
-        rows = [*_read_reasoning_gym(settings.source.removeprefix("reasoning_gym:"), settings, limit)]
+        task = settings.source.removeprefix("reasoning_gym:")
+        rows = Rows([*_read_reasoning_gym(task, settings, limit)], version("reasoning-gym"))
     elif _names_a_function(settings.source):
-        rows = _read_factory(settings.source, limit)
+        rows = Rows(_read_factory(settings.source, limit))
     else:
-        rows = [*_read_file(Path(settings.source).expanduser(), limit)]
-    if not rows:
+        rows = Rows([*_read_file(Path(settings.source).expanduser(), limit)])
+    if not rows.rows:
         raise ConfigError(f"the dataset {settings.source!r} is empty: give one with at least one row")
     return rows
 
@@ -129,7 +140,7 @@ def _read_parquet(path: Path, limit: int | None) -> list[DataRow]:
 # --- Hugging Face --------------------------------------------------------------------------------------------------
 
 
-def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> list[DataRow]:
+def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> Rows:
     import datasets
 
     path = Path(name).expanduser()
@@ -157,14 +168,22 @@ def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> 
     for column, feature in dict(loaded.features).items():
         if (undecoded := _undecoded(feature)) is not None:
             loaded = loaded.cast_column(column, undecoded)
-    shown = settings.image_column
+    shown, revision = settings.image_column, commit_of(loaded.info.download_checksums or {})
     try:
-        return [DataRow({**row, shown: _embedded(row[shown])} if shown in row else row) for row in loaded]
+        return Rows(
+            [DataRow({**row, shown: _embedded(row[shown])} if shown in row else row) for row in loaded], revision
+        )
     except (OSError, ImportError) as error:  # the library decodes videos, audio and nested images
         raise ConfigError(
             f"a row of the Hugging Face dataset {name!r} cannot be read ({_first_line(error)}): install the "
             "required package, or give a dataset without that column"
         ) from None
+
+
+def commit_of(files: Iterable[str]) -> str:
+    """Return the commit of the hub that the first of the downloaded files is of, nothing for local files."""
+    found = (re.search(r"@([0-9a-f]{40})/", file) for file in files)
+    return next((match[1] for match in found if match is not None), "")
 
 
 def _undecoded(feature: Any) -> Any:

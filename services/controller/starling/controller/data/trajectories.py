@@ -177,6 +177,15 @@ class Trajectories:
             self.num_groups += line.num_usable
         self._read = lru_cache(maxsize=2)(self._read_usable)
 
+    def __len__(self) -> int:
+        """Return the number of groups that can be trained."""
+        return self.num_groups
+
+    @property
+    def digest(self) -> str:
+        """Digest of the files, by those in the index."""
+        return hashlib.sha256("".join(line.sha256 for line in self._index).encode()).hexdigest()
+
     def check_tokens(self) -> None:
         """Raise ConfigError when the files have the texts of completions without their tokens."""
         if self.num_groups and not self._group(0).tensors:

@@ -34,12 +34,14 @@ from starling.controller.core.events import (
     Ticked,
 )
 from starling.controller.core.machine import Controller
+from starling.controller.core.records import JournalEntry
 from starling.controller.data.load import RunData, load_data
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.journal.commit_queue import CommitQueue
 from starling.controller.shell.journal.journal import Journal
 from starling.controller.shell.journal.resume import (
     JOURNAL,
+    check_data,
     check_journal_is_whole,
     check_num_prompts,
     missing_lines,
@@ -148,6 +150,11 @@ class Shell:
         self._data = data = load_data(self._settings)
         self._plan = data.plan
         check_num_prompts(incarnation.entries, data.plan)
+        read = check_data(incarnation.entries, data, accept=self._settings.controller.accept_changed_data)
+        if read is not None:
+            self._journal.append(read)
+            self._commands.flush()
+            incarnation.entries.append(JournalEntry(read))
         self._recorder = Recorder(
             self._folder / f"events-{incarnation.number}.rec",
             run=self._settings.run.id,

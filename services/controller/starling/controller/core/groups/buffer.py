@@ -122,6 +122,11 @@ class TrainBuffer(Groups):
         super().discard(group)
         self._remove(group)
 
+    def regenerate_all(self) -> None:
+        """Let every group that has completions and is not frozen wait again, because its prompt may differ."""
+        super().regenerate_all()
+        self._num_ready = 0
+
     def filter(self, group: Group, reward: float) -> None:
         """Discard a group whose rewards are all equal: it has no advantage to learn from, and did not fail."""
         self.num_filtered += 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Fetch, Store
+from starling.controller.core.groups.digest import digest_of_prompts
 from starling.controller.core.groups.group import Group
 from starling.controller.core.records import (
     CompletionsStored,
@@ -94,7 +95,8 @@ def freeze_next(state: ControllerState, step: int) -> list[Group]:
     if groups:
         ordinals = tuple(group.ordinal for group in groups)
         prompts = tuple(group.prompt.id for group in groups)
-        state.outbox.write(StepFrozen(step=step, ordinals=ordinals, prompts=prompts))
+        digest = digest_of_prompts(group.prompt for group in groups)
+        state.outbox.write(StepFrozen(step=step, ordinals=ordinals, prompts=prompts, digest=digest))
     return groups
 
 

@@ -55,6 +55,7 @@ TRANSITIONS: Final[dict[tuple[GroupState, GroupState], str]] = {
     (GroupState.LEASED, GroupState.WAITING): "its rollout left or failed",
     (GroupState.GENERATED, GroupState.WAITING): "its completions cannot be scored",
     (GroupState.WAITING, GroupState.WAITING): "its partial completions were dropped",
+    (GroupState.SCORED, GroupState.WAITING): "its prompt has changed",
     # Given up
     (GroupState.WAITING, GroupState.DISCARDED): "the time of its evaluation is over, or it is out of tries",
     (GroupState.LEASED, GroupState.DISCARDED): "as above",
@@ -304,6 +305,13 @@ class Groups:
         group.score_lease = group.teacher_lease = group.generated_by = ""
         group.has_teacher_logprobs, group.partial = False, None
         self.move(group, GroupState.WAITING)
+
+    def regenerate_all(self) -> None:
+        """Let every group that has completions and is not frozen wait again, because its prompt may differ."""
+        has_completions = (GroupState.GENERATED, GroupState.SCORED)
+        for group in sorted(self._live.values(), key=lambda group: group.ordinal):
+            if group.state in has_completions or group.partial is not None:
+                self.regenerate(group, group.tries)
 
     def discard(self, group: Group) -> None:
         """Give a group up."""

@@ -7,23 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from starling.common.errors import ConfigError
+from starling.controller.core.groups.digest import digest_of_prompts
 from starling.controller.core.kinds import TRAINED_PHASES
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,
+    DataRead,
     EvaluationClosed,
     GroupsOpened,
     JournalEntry,
+    Record,
     RunBegun,
     StepCommitted,
     StepFrozen,
 )
+from starling.controller.data.load import RunData
 from starling.controller.shell.journal.journal import Journal
 
 JOURNAL = "journal.sqlite"
+NUM_CHECKED_STEPS = 64
+"""Frozen steps whose prompts are compared with the data. Those of all steps follow from the same rows and seed."""
 
 log = structlog.get_logger(__name__)
 
@@ -102,6 +109,52 @@ def check_journal_is_whole(path: Path, entries: Sequence[JournalEntry], written:
         )
     if newest_line > max(steps, default=0):
         log.warning("journal_behind", step=max(steps, default=0), metrics_step=newest_line)
+
+
+def check_data(entries: Sequence[JournalEntry], data: RunData, *, accept: bool) -> DataRead | None:
+    """Compare the data with that of the journal, and the prompts of the newest frozen steps with the data.
+
+    Journals of older versions hold no digests, and are accepted. Returns the record that is due, if there is one.
+    Raises ConfigError when the data has changed, unless the changes are to be accepted.
+    """
+    present = data.read
+    if present is None:
+        return None
+    records = [entry.record for entry in entries]
+    known = next((record for record in reversed(records) if isinstance(record, DataRead)), None)
+    change = _change(records, known, present, data)
+    if not change:
+        return present if known is None else None
+    if not accept:
+        raise ConfigError(
+            f"the data of this run has changed: {change}; restore it, or train on with the changed data by "
+            "`starling run --resume RUN_FOLDER --accept-changed-data` (controller.accept_changed_data)"
+        )
+    log.warning("data_changed", reason=change)
+    return msgspec.structs.replace(present, is_changed=True)
+
+
+def _change(records: Sequence[Record], known: DataRead | None, present: DataRead, data: RunData) -> str:
+    """Return in words what has changed, nothing if all is as it was."""
+    if known is not None and known.digest != present.digest:
+        for name, before, now in (
+            ("data.source", known.source, present.source),
+            ("its revision", known.revision, present.revision),
+            ("its number of rows", known.num_rows, present.num_rows),
+        ):
+            if before != now:
+                return f"{name} was {before}, and now it is {now}"
+        return "its rows, or their order, differ from those that it began with"
+    begin = next((n for n, record in enumerate(reversed(records)) if _is_changed(record)), len(records))
+    frozen = [record for record in records[len(records) - begin :] if isinstance(record, StepFrozen) and record.digest]
+    for record in frozen[-NUM_CHECKED_STEPS:]:
+        if digest_of_prompts(map(data.prompts.prompt, record.ordinals)) != record.digest:
+            return f"step {record.step} was frozen with other prompts"
+    return ""
+
+
+def _is_changed(record: Record) -> bool:
+    return isinstance(record, DataRead) and record.is_changed
 
 
 def check_num_prompts(entries: Iterable[JournalEntry], plan: RunPlan) -> None:
