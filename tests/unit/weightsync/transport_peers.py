@@ -157,7 +157,7 @@ def remote_source(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterato
 class Reader:
     """A transport client, and requests to one source over it."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, host: str = "127.0.0.1") -> None:
         self.pool = ThreadPoolExecutor(2)
         self.client: TransportClient
         match transport:
@@ -166,13 +166,13 @@ class Reader:
             case "tcp":
                 self.client = tcp_client()
             case "ucx":
-                self.client = UcxClient(loopback=True)
+                self.client = UcxClient(host=host)
             case "gloo" | "nccl":
                 from starling.weightsync.transports.collective import collective_client  # imports torch
 
                 self.client = collective_client(transport)
             case "nixl":
-                self.client = NixlClient(loopback=True)
+                self.client = NixlClient(host=host)
         self._number = 1
         self._events: deque[Event] = deque()
 
@@ -227,9 +227,9 @@ def read_target(arrays: Sequence[Array]) -> ReadTarget:
 
 
 @contextmanager
-def reader(transport: Transport) -> Iterator[Reader]:
-    """Open a reader, which is closed afterwards."""
-    made = Reader(transport)
+def reader(transport: Transport, host: str = "127.0.0.1") -> Iterator[Reader]:
+    """Open a reader of sources at `host`, which is closed afterwards."""
+    made = Reader(transport, host)
     try:
         yield made
     finally:

@@ -85,7 +85,7 @@ def test_nixl_import_leaves_logging_alone() -> None:
     done = run_python(
         "import logging\n"
         "from starling.weightsync.transports.nixl.agent import NixlAgent\n"
-        "agent = NixlAgent(loopback=True)\n"
+        "agent = NixlAgent(host='127.0.0.1')\n"
         "print(logging.raiseExceptions, logging.getLogger('nixl').handlers)\n"
         "agent.close()"
     )
@@ -96,7 +96,7 @@ def test_nixl_import_leaves_logging_alone() -> None:
 def test_agents_of_several_threads_leave_the_environment_alone() -> None:
     before = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
     with ThreadPoolExecutor(4) as pool:
-        for agent in pool.map(lambda _: NixlAgent(loopback=True), range(8)):
+        for agent in pool.map(lambda _: NixlAgent(host="127.0.0.1"), range(8)):
             agent.close()
     assert {name: value for name, value in os.environ.items() if name.startswith("UCX_")} == before
 
@@ -112,7 +112,7 @@ def listeners() -> set[str]:
 @needs_nixl
 def test_loopback_agent_listens_on_loopback_only() -> None:
     before = listeners()
-    agent = NixlAgent(loopback=True)
+    agent = NixlAgent(host="127.0.0.1")
     assert listeners() - before <= {"0100007F"}
     agent.close()
 
@@ -124,7 +124,7 @@ class AgentPair:
     """AgentPair agents in one thread; the near one may read a block of the far one."""
 
     def __init__(self, size: int = SIZE) -> None:
-        self.near, self.far = NixlAgent(loopback=True), NixlAgent(loopback=True)
+        self.near, self.far = NixlAgent(host="127.0.0.1"), NixlAgent(host="127.0.0.1")
         self.source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         self.far.register([self.source])
         self.name = self.near.add_remote(self.far.metadata())
@@ -190,7 +190,7 @@ def test_unregistered_memory_cannot_be_read(two: AgentPair, begin: int) -> None:
 @needs_nixl
 def test_snapshot_tokens_cannot_be_read() -> None:
     with serving("nixl", [PIECE]) as made:
-        agent = NixlAgent(loopback=True)
+        agent = NixlAgent(host="127.0.0.1")
         name = agent.add_remote(made.server.agent.metadata())  # type: ignore[union-attr]
         slot = made.arena.slots[0].ctypes.data
         agent.read(name, [(allocate(1000), slot)]).release()
@@ -232,7 +232,7 @@ _AGENTS: list[NixlAgent] = []
 @needs_nixl
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_use_after_fork_is_refused() -> None:
-    _AGENTS.append(NixlAgent(loopback=True))
+    _AGENTS.append(NixlAgent(host="127.0.0.1"))
     ours, theirs = mp.Pipe()
     child = mp.get_context("fork").Process(target=_progress_after_fork, args=(theirs,))
     child.start()

@@ -30,7 +30,7 @@ class WorkerPair:
     """Two workers in one thread, with an endpoint at each end."""
 
     def __init__(self) -> None:
-        self.near, self.far = UcxWorker(loopback=True), UcxWorker(loopback=True)
+        self.near, self.far = UcxWorker(host="127.0.0.1"), UcxWorker(host="127.0.0.1")
         accepted: list[Any] = []
         self.listener: Any = self.far.lib.UCXListener.create(
             worker=self.far.worker,
@@ -222,7 +222,7 @@ _LINKS: list[UcxWorker] = []
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_use_after_fork_is_refused() -> None:
-    _LINKS.append(UcxWorker(loopback=True))
+    _LINKS.append(UcxWorker(host="127.0.0.1"))
     ours, theirs = mp.Pipe()
     child = mp.get_context("fork").Process(target=_progress_after_fork, args=(theirs,))
     child.start()

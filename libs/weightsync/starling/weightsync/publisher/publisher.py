@@ -91,7 +91,7 @@ class Publisher:
         transport: ``ucx``, ``nixl``, ``nccl``, ``gloo`` and ``tcp`` serve readers on any host from threads of their
             own; ``local`` only on this host, by shared memory.
         rank: which rank of the layout this process is.
-        host: the address that readers connect to; a loopback address keeps UCX off the network devices.
+        host: the address that readers connect to; UCX and NIXL use its network devices only.
         read_timeout_s: how long a snapshot waits for readers.
         when_busy: see above.
         digests: ``full`` covers every byte of the version's root, ``sampled`` a sixteenth, another one each version;

@@ -10,7 +10,7 @@ from typing import Literal
 
 from starling.weightsync.plan.offer import RankOffer
 from starling.weightsync.transports.base import ReadTarget, TransportClient
-from starling.weightsync.transports.endpoints import is_loopback
+from starling.weightsync.transports.devices import net_devices
 from starling.weightsync.transports.messages import Request
 from starling.weightsync.transports.registry import make_client
 
@@ -54,7 +54,7 @@ class SourceConnections:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
-        self._clients: dict[str, TransportClient] = {}
+        self._clients: dict[tuple[str, str | None], TransportClient] = {}
         self._connected: dict[str, SourceConnection] = {}
         self._next_number = 1
 
@@ -98,10 +98,10 @@ class SourceConnections:
         self._clients = {}
 
     def _client(self, offer: RankOffer) -> TransportClient:
-        loopback = is_loopback(offer.address.rpartition(":")[0])
-        key = f"{offer.transport} on this host" if offer.transport in ("ucx", "nixl") and loopback else offer.transport
+        host = offer.address.rpartition(":")[0]
+        key = (offer.transport, net_devices(host) if offer.transport in ("ucx", "nixl") else None)
         if key not in self._clients:
-            self._clients[key] = make_client(offer.transport, self._pool, loopback=loopback)
+            self._clients[key] = make_client(offer.transport, self._pool, host=host)
         return self._clients[key]
 
 

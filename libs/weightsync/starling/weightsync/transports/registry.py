@@ -44,13 +44,13 @@ def serve(source: SnapshotSource, transport: Transport, host: str) -> tuple[Tran
     return server, transport, server.address
 
 
-def make_client(transport: Transport, pool: ThreadPoolExecutor, *, loopback: bool) -> TransportClient:
+def make_client(transport: Transport, pool: ThreadPoolExecutor, *, host: str) -> TransportClient:
     """Return a client of `transport`.
 
     Args:
         transport: which one.
         pool: threads for a transport that copies by itself.
-        loopback: keep off the network devices, where the transport distinguishes.
+        host: address of the sources; UCX and NIXL use the network devices that reach it only.
 
     Raises:
         WeightsError: this transport is not available.
@@ -61,13 +61,13 @@ def make_client(transport: Transport, pool: ThreadPoolExecutor, *, loopback: boo
         case "tcp":
             return tcp_client()
         case "ucx":
-            return UcxClient(loopback=loopback)
+            return UcxClient(host=host)
         case "nccl" | "gloo":
             from starling.weightsync.transports.collective import collective_client  # imports torch
 
             return collective_client(transport)
         case "nixl":
-            return NixlClient(loopback=loopback)
+            return NixlClient(host=host)
 
 
 def _make_server(source: SnapshotSource, transport: Transport, host: str) -> TransportServer:

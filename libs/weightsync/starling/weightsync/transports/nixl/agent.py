@@ -35,6 +35,7 @@ import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.transports.devices import net_devices
 from starling.weightsync.transports.versions import SupportedVersions
 
 SUPPORTED: Final = SupportedVersions("NIXL", (1, 5), (1, 6), "nixl")
@@ -146,15 +147,16 @@ class NixlRead:
 class NixlAgent:
     """A NIXL agent. Used by one thread at a time; registered memory must outlive the agent or its registration.
 
-    `loopback` keeps UCX off the network devices.
+    UCX uses the devices of the address `host` only: its own, or that of the source.
     """
 
-    def __init__(self, *, loopback: bool) -> None:
+    def __init__(self, *, host: str) -> None:
         api = load_nixl()
         bindings = api.nixlBind
         errors: list[type[Exception]] = [value for name, value in vars(bindings).items() if name.endswith("Error")]
         self._errors: tuple[type[Exception], ...] = (RuntimeError, *errors)
-        options = {**OPTIONS, **({"NET_DEVICES": "lo"} if loopback else {})}
+        devices = net_devices(host)
+        options = {**OPTIONS, **({} if devices is None else {"NET_DEVICES": devices})}
         settings = ",".join(f"{name}={value}" for name, value in options.items() if f"UCX_{name}" not in os.environ)
         self.name = secrets.token_hex(8)
         """Name by which other agents know this one."""

@@ -87,9 +87,9 @@ class NixlClient:
 
     scatters = False
 
-    def __init__(self, *, loopback: bool) -> None:
-        self._loopback = loopback
-        self._agent: NixlAgent | None = NixlAgent(loopback=loopback)
+    def __init__(self, *, host: str) -> None:
+        self._host = host
+        self._agent: NixlAgent | None = NixlAgent(host=host)
         self._connections: dict[str, _Connection] = {}
         self._wakeup = Wakeup()
         self._woken = False
@@ -263,7 +263,7 @@ class NixlClient:
             item.read.release()
             item.read = None
         self._agent.close()
-        self._agent = NixlAgent(loopback=self._loopback)
+        self._agent = NixlAgent(host=self._host)
         for connection in self._connections.values():
             try:
                 if connection.metadata:

@@ -27,7 +27,6 @@ from starling.weightsync.transports.endpoints import (
     IDLE_TIMEOUT_S,
     LONGEST_WAIT_S,
     MAX_CONNECTIONS,
-    is_loopback,
 )
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
@@ -225,7 +224,7 @@ class NixlServer:
 
     def __init__(self, source: SnapshotSource, *, host: str) -> None:
         self.source = source
-        self.agent = NixlAgent(loopback=is_loopback(host))
+        self.agent = NixlAgent(host=host)
         self.agent.register(source.arena.slots)
         self.failure = ""
         """Why serving ended by itself; empty while it runs."""

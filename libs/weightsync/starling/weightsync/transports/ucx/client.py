@@ -59,8 +59,8 @@ class UcxClient:
 
     scatters = False
 
-    def __init__(self, *, loopback: bool) -> None:
-        self._worker: UcxWorker | None = UcxWorker(loopback=loopback)
+    def __init__(self, *, host: str) -> None:
+        self._worker: UcxWorker | None = UcxWorker(host=host)
         self._connections: dict[str, _Connection] = {}
         self._welcome: Memory = np.empty(WELCOME.size, np.uint8)
         self._welcome_receive: UcxRequest | None = None

@@ -20,7 +20,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory, grouped, pack, packing_bytes
 from starling.weightsync.memory.pools import GrowingBufferPool
 from starling.weightsync.plan.estimate import MAX_PACKING_BYTES
-from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS, is_loopback
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS
 from starling.weightsync.transports.messages import (
     LENGTH,
     REQUEST_BYTES,
@@ -189,12 +189,13 @@ class _Connection:
 class UcxServer:
     """Listens on a free port and serves a source until closed.
 
-    The listener binds every interface whatever the advertised host: the token is what protects a snapshot.
+    UCXX's listener binds every interface, whatever `host` is. UCX rejects a reader that arrives on another device than
+    those of `host`, before this class learns of it; the token is what protects a snapshot.
     """
 
     def __init__(self, source: SnapshotSource, *, host: str) -> None:
         self.source = source
-        self.worker = UcxWorker(loopback=is_loopback(host))
+        self.worker = UcxWorker(host=host)
         self.name = secrets.token_bytes(NAME_BYTES)
         """By which readers recognise this source; not a secret."""
         self.failure = ""

@@ -20,6 +20,7 @@ from typing import Any, Final
 from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.transports.devices import net_devices
 from starling.weightsync.transports.endpoints import LONGEST_WAIT_S
 from starling.weightsync.transports.versions import SupportedVersions
 
@@ -94,14 +95,15 @@ class UcxRequest:
 class UcxWorker:
     """A UCX context with one worker. Owned by one thread at a time; only `wake` may be called by others.
 
-    `loopback` keeps UCX off the network devices.
+    UCX uses the devices of the address `host` only: its own, or that of the source.
     """
 
-    def __init__(self, *, loopback: bool) -> None:
+    def __init__(self, *, host: str) -> None:
         self.lib, self._array = load_ucxx()
         self.error: type[Exception] = self.lib.UCXError
         """Base class of UCXX's exceptions."""
-        options = {**OPTIONS, **({"NET_DEVICES": "lo"} if loopback else {})}
+        devices = net_devices(host)
+        options = {**OPTIONS, **({} if devices is None else {"NET_DEVICES": devices})}
         options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
         try:
             self._context = self._start({**options, **REQUIRED})

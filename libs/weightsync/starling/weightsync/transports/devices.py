@@ -1,0 +1,70 @@
+"""Network devices that UCX may use: those of one address, so that it neither listens nor sends anywhere else."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from starling.weightsync.transports.endpoints import is_loopback
+
+_RDMA: Final = Path("/sys/class/infiniband")
+_ANY_PORT: Final = 9
+"""Of a socket that only asks the kernel for a route."""
+
+
+@cache
+def net_devices(host: str) -> str | None:
+    """Return UCX's list of the devices that reach `host`, or on which `host` is reached; None for all devices.
+
+    These are the interface of the route to `host`, and all RDMA devices: UCX uses them only where ``UCX_TLS`` selects
+    RDMA. For a loopback address it is the loopback interface alone.
+    """
+    if is_loopback(host):
+        return "lo"
+    interface = interface_to(host)
+    return None if interface is None else ",".join([interface, *_rdma_devices()])
+
+
+def interface_to(host: str) -> str | None:
+    """Return the interface of the route to `host`; None if there is none, or `host` stands for every address."""
+    address = local_address_to(host)
+    if address is None:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return str(name)
+    return None
+
+
+def local_address_to(host: str) -> str | None:
+    """Return the local address from which the kernel would send to `host`: for a local address, that address."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host or "0.0.0.0", _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        if ipaddress.ip_address(str(place[0]).partition("%")[0]).is_unspecified:
+            return None
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except (OSError, ValueError):
+        return None
+
+
+def _rdma_devices() -> list[str]:
+    try:
+        devices = sorted(os.listdir(_RDMA))
+    except OSError:
+        return []
+    return [f"{device}:{port}" for device in devices for port in sorted(_ports(device))]
+
+
+def _ports(device: str) -> list[str]:
+    try:
+        return os.listdir(_RDMA / device / "ports")
+    except OSError:
+        return []
