@@ -293,9 +293,9 @@ def test_lora_recipe_runs_on_vllm(tmp_path: Path) -> None:
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
     command = Command(tmp_path, "run", str(RECIPES / "lora.toml"), *flags, name="lora")
     try:
-        assert command.wait(2 * DEADLINE_S) == 0, command.story()
+        assert command.wait(2 * DEADLINE_S) == 0, command.transcript()
     finally:
-        command.put_down()
+        command.kill_leftovers()
     lines = [json.loads(line) for line in (tmp_path / "runs/lora/attempt-1/metrics.jsonl").read_text().splitlines()]
     adopted = [line for line in lines if line["kind"] == "adopted"]
     assert adopted
