@@ -1,4 +1,4 @@
-"""Kinds of run: what journals and recordings say of them."""
+"""Kinds of run in journals and recordings."""
 
 from __future__ import annotations
 
