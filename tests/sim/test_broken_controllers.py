@@ -29,7 +29,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def first_violation(mix: str, seeds: Sequence[int] = range(10)) -> str:
-    """Return the first violation under any seed; the test fails when there is none."""
+    """Return the first violation under any of the seeds; fail the test if there is none."""
     for seed in seeds:
         result = run_seed((mix, seed, 0))
         if result.violation:

@@ -1,4 +1,4 @@
-"""Capacity estimates, and the `starling sim` command."""
+"""Capacity estimates and the `starling sim` command."""
 
 from __future__ import annotations
 

@@ -155,9 +155,9 @@ def test_replay_reproduces_the_weights_of_the_recorded_run(tmp_path: Path) -> No
         assert command.wait() == 0, command.transcript()
     assert "replay: 12 groups = 3 steps x 4 prompts; 3 are trained" in command.output
     assert not list((attempt(second) / "logs").glob("rollout*"))
-    made, second = weights(first), weights(second)
-    assert made.keys() == second.keys()
-    assert all(torch.equal(made[name], second[name]) for name in made)
+    made, replayed = weights(first), weights(second)
+    assert made.keys() == replayed.keys()
+    assert all(torch.equal(made[name], replayed[name]) for name in made)
     prompts = [[line["prompts"] for line in metrics(folder, "trained")] for folder in (first, second)]
     assert prompts[0] == prompts[1]
     assert [line["staleness_max"] for line in metrics(second, "step")] == [0, 0, 0]

@@ -10,12 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from run_to_the_end.cli.recipe.schema import Recipe
-from run_to_the_end.common.settings import iter_settings
-from run_to_the_end.policy.shell.main import PolicyProcess
-from run_to_the_end.reward.shell.main import RewardProcess
-from run_to_the_end.rollout.settings import RolloutProcess
 from system_runs import Command, make_workdir, starling_command
+
+from starling.cli.recipe.schema import Recipe
+from starling.common.settings import iter_settings
+from starling.policy.shell.main import PolicyProcess
+from starling.reward.shell.main import RewardProcess
+from starling.rollout.settings import RolloutProcess
 
 pytestmark = pytest.mark.system
 

@@ -141,7 +141,7 @@ def test_evaluations_come_every_so_many_steps_and_on_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "num", "num_right", "wanted"),
+    ("k", "num", "num_right", "expected"),
     [(1, 4, 1, 0.25), (2, 4, 1, 0.5), (4, 4, 1, 1.0), (3, 4, 0, 0.0), (2, 4, 2, 5 / 6)],
 )
 def test_pass_at_k_is_unbiased(k: int, num: int, num_right: int, expected: float) -> None:
@@ -149,7 +149,7 @@ def test_pass_at_k_is_unbiased(k: int, num: int, num_right: int, expected: float
 
 
 @pytest.mark.parametrize(
-    ("num", "share", "wanted"), [(0, 0.25, 0), (1, 0.25, 1), (4, 0.25, 1), (5, 0.25, 2), (8, 1, 8)]
+    ("num", "share", "expected"), [(0, 0.25, 0), (1, 0.25, 1), (4, 0.25, 1), (5, 0.25, 2), (8, 1, 8)]
 )
 def test_evaluation_is_pinned_to_a_share_of_the_rollouts(num: int, share: float, expected: int) -> None:
     assert num_pinned(num, share) == expected

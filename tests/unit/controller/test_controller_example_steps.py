@@ -11,7 +11,7 @@ from starling.controller.core.kinds import DPO, REWARD_MODEL, SFT, RunKind
 from starling.controller.core.records import StepCommitted
 
 
-@pytest.mark.parametrize(("kind", "told"), [(SFT, ""), (DPO, "dpo"), (REWARD_MODEL, "reward_model")])
+@pytest.mark.parametrize(("kind", "expected"), [(SFT, ""), (DPO, "dpo"), (REWARD_MODEL, "reward_model")])
 def test_step_of_examples_carries_its_objective(kind: RunKind, expected: str) -> None:
     script = Script(num_supervised_steps=1, num_steps=0, kind=kind)
     script.joins("policy-0")

@@ -203,11 +203,11 @@ def recovered_state(script: Script) -> ControllerState:
 
 def groups_of(groups: Groups, num_committed: int) -> dict[int, Any]:
     """Return the durable fields of the live groups; a leased group counts as waiting."""
-    group = {}
+    fields = {}
     for group in groups.live():
         state = GroupState.WAITING if group.state is GroupState.LEASED else group.state
         trained = 0 < group.step <= num_committed
-        group[group.ordinal] = (
+        fields[group.ordinal] = (
             state,
             group.prompt,
             group.step,
@@ -218,7 +218,7 @@ def groups_of(groups: Groups, num_committed: int) -> dict[int, Any]:
             group.buffers if state is not GroupState.WAITING and group.purpose == "train" and not trained else (),
             group.temperature if state is not GroupState.WAITING else 0.0,
         )
-    return group
+    return fields
 
 
 def durable_state(state: ControllerState) -> dict[str, Any]:

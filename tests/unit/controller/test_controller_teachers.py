@@ -57,7 +57,7 @@ def test_teacher_gets_only_token_ids_and_temperature() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("names", "reason"),
     [
         ({"num_tokens": 3}, "its teacher sent teacher_logprobs (3,), and it has 2 tokens"),
         ({"names": ("logits",)}, "its teacher sent logits (2,), and it has 2 tokens"),
