@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
 from scenario_harness import Harness, LostCommands, Replica
 
+from starling.common.kinds import KINDS
 from starling.common.wire import messages as wire
 from starling.controller.core.events import ReplicaDisconnected
-from starling.controller.core.kinds import KINDS
+from starling.controller.core.plan import LeaseTimeouts
 from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
 
 SEPARATOR, HIDDEN = "----", "---- not shown"
@@ -87,10 +88,12 @@ def play(blocks: list[Block], folder: Path) -> list[Block]:
 
 
 def _begin(folder: Path, rest: str) -> Harness:
-    fields = _options(shlex.split(rest))[1]
-    plan_fields = {key: value if value.islower() else ast.literal_eval(value) for key, value in fields.items()}
+    options = _options(shlex.split(rest))[1]
+    plan_fields = {key: value if value.islower() else ast.literal_eval(value) for key, value in options.items()}
     if "kind" in plan_fields:
         plan_fields["kind"] = KINDS[plan_fields["kind"]]
+    names = [one.name for one in fields(LeaseTimeouts) if one.name in plan_fields]
+    plan_fields["timeouts"] = LeaseTimeouts(**{name: plan_fields.pop(name) for name in names})
     return Harness(folder, plan_fields.pop("held_out", 2), **plan_fields)
 
 

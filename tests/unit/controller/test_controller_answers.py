@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transcript import SMALL, Script, Stream
 
+from starling.common.kinds import GENERATE, INFER, REPLAY, SERVE, RunKind
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Event, Fetched, FinishRun, Note, Store, Stored, Write
-from starling.controller.core.kinds import GENERATE, INFER, REPLAY, SERVE, RunKind
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored, StoredGroup
 from starling.sim.replicas.weights import encoded_layout

@@ -8,7 +8,7 @@ import pytest
 from transcript import SMALL, Script, Stream
 
 from starling.common.wire import messages as wire
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import JournalEntry, MemberJoined, MemberLeft
@@ -27,7 +27,7 @@ def size_of(state: Any) -> int:
         return len(state) + sum(size_of(value) for value in state.values())
     if isinstance(state, list | tuple | set):
         return len(state) + sum(size_of(value) for value in state if not isinstance(value, str))
-    return sum(size_of(value) for value in vars(state).values()) if isinstance(state, FreeSlots | TrainBuffer) else 0
+    return sum(size_of(value) for value in vars(state).values()) if isinstance(state, FreeSlots | GroupBuffer) else 0
 
 
 def test_free_slots_memory_grows_with_members_only() -> None:
@@ -58,7 +58,7 @@ def test_routing_memory_grows_with_members_only() -> None:
 
 
 def test_discarded_prompts_are_counted_and_not_listed() -> None:
-    buffer = TrainBuffer(num_steps=500, prompts_per_step=2, max_staleness=0, max_tries=0)
+    buffer = GroupBuffer(num_steps=500, prompts_per_step=2, max_staleness=0, max_tries=0)
     for step in range(1, 501):
         for _ in range(4):
             buffer.admit(Stream("p").prompt(0))

@@ -45,7 +45,7 @@ def test_continued_run_begins_with_the_next_step_and_prompt() -> None:
 
 def test_continued_run_makes_the_remaining_steps() -> None:
     script = run_from_state(3, 7, num_steps=5, prompts_per_step=2, max_staleness=3)
-    assert script.state.buffer.free_slots() == 0
+    assert script.state.buffer.num_free_slots() == 0
     assert script.state.buffer.num_admitted == 7 + 2 * 2, "of two steps"
 
 

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from transcript import Script
 
+from starling.controller.core.plan import LeaseTimeouts
+
 
 @dataclass(frozen=True)
 class Hang:
     """A replica that hangs in one kind of work."""
 
     limit: str
-    """Field of the plan with the deadline."""
+    """The timeout of the work."""
     name: str
     work: str
     stages: int
@@ -65,7 +67,7 @@ def heartbeat_all(script: Script) -> None:
 
 @pytest.mark.parametrize("hang", HANGS, ids=[hang.work for hang in HANGS])
 def test_hanging_replica_is_evicted_with_a_reason(hang: Hang) -> None:
-    script = run_until(hang.stages, **{hang.limit: 7.0})
+    script = run_until(hang.stages, timeouts=LeaseTimeouts(**{hang.limit: 7.0}))
     [lease] = [
         found for found in script.state.replicas.leases.all_of(hang.name) if found.id.startswith(hang.work + ":")
     ]
@@ -82,7 +84,7 @@ def test_hanging_replica_is_evicted_with_a_reason(hang: Hang) -> None:
 
 
 def test_work_of_a_hanging_replica_is_requeued() -> None:
-    script = run_until(2, generate_s=7.0)
+    script = run_until(2, timeouts=LeaseTimeouts(generate_s=7.0))
     script.joins("rollout-1")
     script.adopts("rollout-1", 0, 1)
     for _ in range(3):
@@ -96,7 +98,7 @@ def test_work_of_a_hanging_replica_is_requeued() -> None:
 
 
 def test_result_in_time_ends_the_deadline() -> None:
-    script = run_until(2, generate_s=7.0)
+    script = run_until(2, timeouts=LeaseTimeouts(generate_s=7.0))
     script.now = 6.9
     heartbeat_all(script)
     script.generates("rollout-0", "generate:t0:0")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transcript import Script, Stream
 
 from starling.controller.core.events import Note
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import JournalEntry, StepCommitted
@@ -66,7 +66,7 @@ def test_restarted_controller_sends_the_same_commands() -> None:
         }
     )
     assert again.num_filtered_in_a_row == buffer.num_filtered_in_a_row == 0
-    assert again.free_slots() == buffer.free_slots()
+    assert again.num_free_slots() == buffer.num_free_slots()
 
 
 def test_equal_rewards_are_trained_without_dynamic_sampling() -> None:
@@ -122,10 +122,10 @@ def test_every_step_is_full_and_nothing_is_out_of_order(
     outcomes: list[tuple[int, str]], prompts_per_step: int, max_staleness: int
 ) -> None:
     """For any order of results: steps take the kept groups in order, and slots bound the live groups."""
-    buffer = TrainBuffer(num_steps=4, prompts_per_step=prompts_per_step, max_staleness=max_staleness, max_tries=0)
+    buffer = GroupBuffer(num_steps=4, prompts_per_step=prompts_per_step, max_staleness=max_staleness, max_tries=0)
     prompts, kept, filtered, passed = Stream("train"), [], [], 0
     for chosen, outcome in outcomes:
-        for _ in range(buffer.free_slots()):
+        for _ in range(buffer.num_free_slots()):
             buffer.lease(buffer.admit(prompts.prompt(buffer.num_admitted)), 0)
         in_progress = buffer.within(GroupState.LEASED)
         assert buffer.num_live <= buffer.num_slots

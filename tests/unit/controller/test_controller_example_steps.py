@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transcript import Script
 
+from starling.common.kinds import DPO, REWARD_MODEL, SFT, RunKind
 from starling.common.wire import messages as wire
 from starling.controller.core.explain import run_phase
-from starling.controller.core.kinds import DPO, REWARD_MODEL, SFT, RunKind
 from starling.controller.core.records import StepCommitted
 
 

@@ -237,7 +237,7 @@ def durable_state(state: ControllerState) -> dict[str, Any]:
             tuple(buffer.filtered_rewards(state.version + 1)),
         ),
         "counts": (buffer.num_admitted, buffer.num_discarded, buffer.num_frozen_steps, buffer.num_trained_groups),
-        "free_slots": buffer.free_slots(),
+        "free_slots": buffer.num_free_slots(),
         "ranks": {group.ordinal: buffer.rank(group) for group in buffer.live()},
         "full": buffer.is_full(),
         "settings": state.training.changes,

@@ -142,4 +142,4 @@ def test_fully_frozen_run_needs_no_teacher() -> None:
 def test_plan_with_teachers() -> None:
     plan = RunPlan(seed=0, sampling=wire.Sampling(max_tokens=1), eval_sampling=wire.Sampling(max_tokens=1))
     assert not plan.has_teachers
-    assert plan.timeout_s("teach") == plan.teach_s
+    assert plan.timeouts.of("teach") == plan.timeouts.teach_s

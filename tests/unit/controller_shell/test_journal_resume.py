@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from starling.common.errors import ConfigError
+from starling.common.kinds import INFER
 from starling.common.wire.messages import Sampling
-from starling.controller.core.kinds import INFER
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,

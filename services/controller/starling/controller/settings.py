@@ -6,10 +6,10 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from starling.common.kinds import KINDS, RunKind
 from starling.common.settings import ServiceSettings, SettingsSection
 from starling.common.wire.messages import Sampling
-from starling.controller.core.kinds import KINDS, RunKind
-from starling.controller.core.plan import RunPlan
+from starling.controller.core.plan import LeaseTimeouts, RunPlan
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES
 
@@ -350,5 +350,5 @@ class ControllerProcess(ServiceSettings):
             start_s=self.controller.start_s,
             drain_s=self.controller.drain_s,
             stop_s=self.controller.stop_s,
-            **self.controller.deadlines.model_dump(),
+            timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

@@ -42,7 +42,7 @@ Make = Callable[..., Any]
 
 
 def settings(kl: float) -> PolicySettings:
-    """Schedules and clipping, so that counters and averages matter."""
+    """Schedules and clipping, so that counters and moments matter."""
     optimizer = OptimizerSettings(learning_rate=3e-3, warmup_steps=2, schedule="cosine", max_grad_norm=0.5)
     return PolicySettings(
         optimizer=optimizer,

@@ -18,7 +18,7 @@ def export(
     out: Annotated[Path, Parameter(help="The folder to write; it must not exist, or be empty.")],
     /,
     *,
-    ema: Annotated[bool, Parameter(help="Write the averaged weights instead of the newest ones.")] = False,
+    ema: Annotated[bool, Parameter(help="Write the EMA of the weights instead of the newest weights.")] = False,
     model: Annotated[
         str, Parameter(metavar="DIR", help="The model that was trained; by default as the run says.")
     ] = "",

@@ -23,7 +23,7 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
     Raises:
         ConfigError: there is no such algorithm or option of it, or no such model.
     """
-    if recipe.run.learns_from is None:
+    if not recipe.kind.trains:
         return [*_answering(recipe), f"model: {_size(recipe)}, in each of {recipe.launch.num_rollouts} instances"]
     lines = []
     steps, what, kind = recipe.examples, "examples", "supervised"

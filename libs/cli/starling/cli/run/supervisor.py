@@ -28,9 +28,9 @@ from starling.cli.run.processes import ServiceProcess, ServiceProcesses
 from starling.cli.run.restarts import Restarts
 from starling.cli.run.screen import Screen, make_screen
 from starling.common.errors import StarlingError
+from starling.common.kinds import RunKind
 from starling.common.net.telemetry import TelemetrySubscriber
 from starling.common.observe.process import EXIT_USAGE
-from starling.controller.core.kinds import RunKind
 
 POLL_S = 0.1
 START_S = 60.0
@@ -287,8 +287,7 @@ class Supervisor:
             # A replica's own error explains more than the controller's report of its loss.
             failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
             raise ProcessFailedError(self._report(failed[0] if failed and controller.code == 1 else controller))
-        trains = self.recipe.run.learns_from is not None
-        if self._interrupts and trains and not read_metrics(self.attempt.metrics, "checkpoint"):
+        if self._interrupts and self.recipe.kind.trains and not read_metrics(self.attempt.metrics, "checkpoint"):
             raise InterruptedRunError("stopped before the first step; there is nothing to save")
         for child in self.children.running():
             if child.name not in self._joined:  # restarted too late to join: no message would end it

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
+from starling.common.kinds import EVALUATE, GENERATE, INFER, RunKind
 from starling.common.wire.messages import Sampling
-from starling.controller.core.kinds import EVALUATE, GENERATE, INFER, RunKind
 from starling.controller.core.plan import RunPlan
 from starling.sim.scenario.faults import ALL, CALM, Faults
 

@@ -179,7 +179,7 @@ def _tick(state: ControllerState) -> None:
     for lease in replicas.leases.expired(now):
         member = replicas.membership.members.get(lease.peer)
         if member is not None:
-            limit_s = state.plan.timeout_s(lease.kind)
+            limit_s = state.plan.timeouts.of(lease.kind)
             evict(state, member, f"{lease.peer} did not answer {lease.id} within {limit_s:g} s")
     if state.lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
         problem = overdue(state)

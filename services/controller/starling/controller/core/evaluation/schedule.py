@@ -100,48 +100,36 @@ def _due_cause(state: ControllerState) -> str | None:
 
 def _begin(state: ControllerState, cause: str, num_completions: int, request: str = "") -> None:
     """Begin to evaluate the newest published version."""
-    number, first = state.evaluations.num_begun + 1, state.evaluations.num_groups
-    version, deadline = state.weights.version, state.now + state.plan.evaluation_s
-    open_evaluation(state, number, version, cause, num_completions, request, first, deadline)
-    state.outbox.write(
-        EvaluationOpened(
-            number=number,
-            version=version,
-            cause=cause,
-            num_completions=num_completions,
-            first=first,
-            request=request,
-        )
+    opened = EvaluationOpened(
+        number=state.evaluations.num_begun + 1,
+        version=state.weights.version,
+        cause=cause,
+        num_completions=num_completions,
+        first=state.evaluations.num_groups,
+        request=request,
     )
+    open_evaluation(state, opened, deadline=state.now + state.plan.evaluation_s)
+    state.outbox.write(opened)
 
 
-def open_evaluation(
-    state: ControllerState,
-    number: int,
-    version: int,
-    cause: str,
-    num_completions: int,
-    request: str,
-    first: int,
-    deadline: float,
-) -> None:
-    """Make evaluation `number` the current one; its groups have the ordinals from `first` on."""
-    evaluations = state.evaluations
+def open_evaluation(state: ControllerState, opened: EvaluationOpened, deadline: float) -> None:
+    """Make the evaluation of this record the current one."""
+    evaluations, num_completions = state.evaluations, opened.num_completions
     evaluation = Evaluation(
-        number,
-        version,
-        cause,
+        opened.number,
+        opened.version,
+        opened.cause,
         state.data.held_out,
         num_completions=num_completions,
         max_tries=state.buffer.max_tries,
-        first=first,
+        first=opened.first,
         deadline=deadline,
         expected=lambda prompt: expected_tokens(state, prompt, "evaluate", num_completions),
     )
-    if request:
-        evaluations.granted.add(request)
-        evaluations.requested = [wanted for wanted in evaluations.requested if wanted.request != request]
-    evaluations.num_begun, evaluations.num_groups = number, evaluation.num_admitted
+    if opened.request:
+        evaluations.granted.add(opened.request)
+        evaluations.requested = [wanted for wanted in evaluations.requested if wanted.request != opened.request]
+    evaluations.num_begun, evaluations.num_groups = opened.number, evaluation.num_admitted
     evaluations.current = evaluation
 
 

@@ -30,7 +30,7 @@ def grant(
     lease = lease_id(kind, subject, state.incarnation, leases.num_granted)
     send = Send(member.name, command(lease), buffers)
     state.outbox.add(send)
-    leases.grant(lease, kind, member.name, send, state.now, state.plan.timeout_s(kind), tokens)
+    leases.grant(lease, kind, member.name, send, state.now, state.plan.timeouts.of(kind), tokens)
     state.replicas.slots.mark(member, kind)
     return lease
 
@@ -39,7 +39,7 @@ def restore_lease(state: ControllerState, member: Member, kind: LeaseKind, lease
     """Put in force work that `member` was given by an earlier incarnation of the controller, or before it was lost."""
     found = state.group_of_lease(lease) if kind == "generate" else None
     tokens = found[1].expected_tokens if found is not None else 0
-    state.replicas.leases.grant(lease, kind, member.name, None, state.now, state.plan.timeout_s(kind), tokens)
+    state.replicas.leases.grant(lease, kind, member.name, None, state.now, state.plan.timeouts.of(kind), tokens)
     state.replicas.slots.mark(member, kind)
 
 

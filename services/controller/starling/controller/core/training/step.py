@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from starling.common.wire.messages import Alarm, Sampling
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.records import JournalEntry
 from starling.controller.core.training.dynamic_settings import DYNAMIC, SettingChanges
 from starling.controller.core.training.metrics import LatestMetrics
@@ -98,7 +98,7 @@ class Training:
         """How tokens of training groups are sampled now, with the changes of operators."""
         self.metrics = LatestMetrics()
 
-    def change_setting(self, buffer: TrainBuffer, key: str, value: float, step: int, request: str) -> None:
+    def change_setting(self, buffer: GroupBuffer, key: str, value: float, step: int, request: str) -> None:
         """Change a setting from `step` on; settings of samples and slots change at once."""
         self.changes.add(key, value, step, request)
         if key == "rl.max_staleness":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from starling.common.errors import ConfigError
-from starling.controller.core.kinds import TRAINED_PHASES
+from starling.common.kinds import TRAINED_PHASES
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,

@@ -12,7 +12,8 @@
 | `infer`        | each prompt of the data once         | written to files                 | after its last file |
 | `serve`        | requests at the rollouts' endpoints  | returned to the clients          | when it is stopped  |
 
-This is the only module that knows a kind by its name. All other code asks a `RunKind` for the property that it needs.
+The command line names the kind that each of its commands starts. All other code asks a `RunKind` for the property that
+it needs, and never compares names.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
-from starling.common.ids import Activity, Objective
-from starling.controller.core.groups.buffer import AnswerBuffer, ReplayBuffer, TrainBuffer
+from starling.common.ids import Activity, Objective, TrainerKind
 
 
 class Feed(enum.Enum):
@@ -106,13 +106,6 @@ class RunKind:
         return self.feed is Feed.REQUESTS
 
     @property
-    def buffer(self) -> type[TrainBuffer]:
-        """The buffer of its groups, which decides what is admitted."""
-        if not self.trains:
-            return AnswerBuffer
-        return ReplayBuffer if self.reads_trajectories else TrainBuffer
-
-    @property
     def filters_groups(self) -> bool:
         """Whether groups whose rewards are all equal can be filtered out, and other prompts take their place."""
         return self.trains and not self.reads_trajectories
@@ -135,6 +128,13 @@ class RunKind:
     def trains(self) -> bool:
         """Whether there is a policy. Without one, rollouts generate with the weights that they load: version 0."""
         return self.results is Results.TRAINED
+
+    @property
+    def trainer(self) -> TrainerKind | None:
+        """The trainer of its last steps: for `replay` that of `rl`. None for a run without a policy."""
+        if not self.trains:
+            return None
+        return self.objective if self.learns_from_examples_only else "rl"
 
     @property
     def keeps_tokens(self) -> bool:
