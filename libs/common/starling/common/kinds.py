@@ -211,7 +211,7 @@ TRAINED_PHASES: Final[frozenset[str]] = frozenset(kind.activity for kind in KIND
 
 
 def kind_of(objective: str, activity: str) -> RunKind:
-    """Return the kind of a run from what journals and recordings say of it. Kinds that they do not tell apart are `rl`.
+    """Return the kind of a run by its fields in journals and recordings. Kinds with the same fields are `rl`.
 
     Raises:
         ValueError: there is no such kind.

@@ -45,7 +45,7 @@ def sim(
     ] = None,
     json: Annotated[bool, Parameter(help="Print the answers as one JSON list.", group=CAPACITY)] = False,
 ) -> int:
-    """Simulate runs under faults, or what a change of a run would bring. Returns 1 when a guarantee was violated."""
+    """Simulate runs under faults, or estimate the effect of a change. Returns 1 when a guarantee was violated."""
     _check_faults(faults)
     _check_numbers(replicas=replicas, seeds=seeds, first_seed=first_seed, jobs=jobs)
     if what_if or base:

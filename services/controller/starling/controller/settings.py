@@ -197,7 +197,7 @@ class ControllerSettings(SettingsSection):
     drain_s: float = Field(default=15.0, gt=0)
     """Time that replicas have to leave at the end of the run."""
     stop_s: float = Field(default=240.0, gt=0)
-    """Maximum duration of an orderly stop (the current step, its publication, the checkpoint) before the run fails."""
+    """Maximum duration of a graceful stop (the current step, its publication, the checkpoint) before the run fails."""
     save_every: int = Field(default=20, ge=0)
     """Interval between saved states of the policy, from which it resumes after a crash, in steps; 0 saves at a stop
     only."""

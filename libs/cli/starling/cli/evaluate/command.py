@@ -24,7 +24,7 @@ MODEL = Group("Model", sort_key=1)
 ANSWERS = Group("Answers", sort_key=2)
 TASKS = Group("Tasks", sort_key=3)
 RESULTS = Group("Results", sort_key=4)
-UNDER_WAY = Group("A run under way, instead of a model", sort_key=8)
+UNDER_WAY = Group("A run in progress, instead of a model", sort_key=8)
 A_MODEL = frozenset({"--model", "--tasks", "--resume"})
 """Flags of the evaluation of a model; without any of them a run under way is evaluated."""
 A_RUN = frozenset({"--num-completions", "--controller", "--key", "--run", "--timeout", "--json"})
@@ -45,9 +45,7 @@ def evaluate(
     tasks: Annotated[
         str, Parameter(metavar="TASK[,TASK]", help="What to evaluate: see docs/how-to/evaluate.md.", group=TASKS)
     ] = "",
-    scorer: Annotated[
-        str, Parameter(help="Scorer of a dataset that has none of its own.", group=TASKS)
-    ] = "exact_match",
+    scorer: Annotated[str, Parameter(help="Scorer of a dataset that names none.", group=TASKS)] = "exact_match",
     out: Annotated[
         Path | None,
         Parameter(metavar="FOLDER", help="The run's folder, with answers.jsonl and summary.json.", group=RESULTS),

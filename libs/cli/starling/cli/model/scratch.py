@@ -1,4 +1,4 @@
-"""A model folder from nothing: a configuration and a character tokenizer in Hugging Face form, without weights.
+"""A model folder from nothing: a configuration and a character tokenizer in Hugging Face format, without weights.
 
 The policy that opens such a folder starts from random weights. The same settings give the same bytes.
 

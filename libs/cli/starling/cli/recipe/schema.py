@@ -51,7 +51,7 @@ class LaunchSettings(SettingsSection):
     screen: Literal["auto", "live", "plain"] = "auto"
     """`live`: one screen that is redrawn. `plain`: lines. `auto`: live on a terminal."""
     stop_s: float = Field(default=300.0, gt=0)
-    """How long an orderly stop may take (the current step, the checkpoint) before everything is killed."""
+    """How long a graceful stop may take (the current step, the checkpoint) before everything is killed."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of each process that dies within `restart_window_s`, before the run fails."""
     restart_window_s: float = Field(default=600.0, gt=0)

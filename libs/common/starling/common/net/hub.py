@@ -6,7 +6,7 @@ the key of the connection. No peer can therefore send, or receive, under the nam
 Peers are bounded (`limits`): the role determines which messages, of which size; an allowance determines the rate.
 Messages beyond them are dropped and counted, and a peer that keeps flooding loses its connection. A peer that does not
 read costs one log line a minute and the memory of `SEND_HIGH_WATER` messages. Changes of the allow-list take effect
-while the run is going on.
+during the run.
 """
 
 from __future__ import annotations

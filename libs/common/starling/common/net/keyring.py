@@ -1,4 +1,4 @@
-"""The folder of a run's keys: keys are made, listed and revoked, also while the run is going on.
+"""The folder of a run's keys: keys are made, listed and revoked, also during the run.
 
 Every file is written under a temporary name and then renamed: a running controller that reads the folder sees the old
 file or the new one. `allowed.json` is written last when a key is made and first when one is revoked, so that no key is
@@ -81,7 +81,7 @@ def revoke_keys(folder: Path, names: Sequence[str]) -> None:
         known = sorted(set(allowed.values()))
         for name in names:
             if name not in known:
-                raise ConfigError(f"{folder} allows no key of {name}; it allows {', '.join(known) or 'nobody'}")
+                raise ConfigError(f"{folder} allows no key of {name}; it allows {', '.join(known) or 'no key'}")
         _write_private(folder / ALLOWED, {public: name for public, name in allowed.items() if name not in names})
         for name in names:
             (folder / f"{name}.json").unlink(missing_ok=True)

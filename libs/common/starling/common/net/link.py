@@ -7,8 +7,8 @@ thread to thread. The heartbeat thread serves the connection while the working t
 - send heartbeats,
 - deliver each new command to the working thread once, however often it arrives,
 - send each result, and send it again until the controller releases its lease,
-- reconnect after the controller was away, and accept only its newest incarnation; meanwhile the working thread goes on
-  with the commands that it has, and its results are kept,
+- reconnect after the controller was away, and accept only its newest incarnation; meanwhile the working thread
+  continues with the commands that it has, and its results are kept,
 - end with one clear error when the controller refuses this replica or stays silent beyond its deadline.
 
 Several threads may use a ZeroMQ socket in turn; `_lock` serialises them. While the working thread waits it does not

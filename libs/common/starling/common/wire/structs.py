@@ -50,7 +50,7 @@ class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     nbytes: int
     name: str = ""
-    """Name of the tensor where its position does not tell, for example ``pixel_values``."""
+    """Name of the tensor where its position does not identify it, for example ``pixel_values``."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ class StepTrained(msgspec.Struct, frozen=True, kw_only=True, tag="step_trained")
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save_checkpoint"):
-    """Write the present weights in Hugging Face form or, with `state`, everything needed to resume. Sent when the
+    """Write the present weights in Hugging Face format or, with `state`, everything needed to resume. Sent when the
     settings or the end of the run ask for it; answered by `CheckpointSaved`."""
 
     lease: str

@@ -45,7 +45,7 @@ MAX_THREADS: Final = 4
 
 
 class Puller:
-    """The destination of one rank. Call `pull` in a thread of your own.
+    """The destination of one rank. Call `pull` in a dedicated thread.
 
     Args:
         layout: what the replica holds.

@@ -170,7 +170,7 @@ def _handle(state: ControllerState, event: Event) -> None:
 
 
 def _tick(state: ControllerState) -> None:
-    """Remove replicas that are silent or hang, fail a run that cannot go on, and make every derivation due."""
+    """Remove replicas that are silent or hang, fail a run that cannot continue, and make every derivation due."""
     replicas, now = state.replicas, state.now
     if replicas.membership.awaited and not replicas.membership.is_awaiting(now):
         stop_awaiting(state)

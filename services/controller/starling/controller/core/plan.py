@@ -113,7 +113,7 @@ class RunPlan:
     start_s: float = 120.0
     """How long the run may wait for its first replicas, and later for a replica of a role that has none."""
     stop_s: float = 240.0
-    """How long an orderly stop may take before the run fails: the step in hand, its publication, the checkpoint."""
+    """How long a graceful stop may take before the run fails: the current step, its publication, the checkpoint."""
     drain_s: float = 15.0
     timeouts: LeaseTimeouts = LeaseTimeouts()
     evaluation_s: float = 7200.0

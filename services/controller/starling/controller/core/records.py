@@ -202,7 +202,7 @@ class EvaluationRequested(msgspec.Struct, frozen=True, kw_only=True, tag="evalua
 
 
 class StopAsked(msgspec.Struct, frozen=True, kw_only=True, tag="stop_asked"):
-    """An operator was told that the run will end early.
+    """An operator was promised that the run stops early.
 
     This holds until the run has stopped, whatever crashes meanwhile: a run that resumes before stops first. A signal to
     the controller's process writes no such record: it is about the process, and a restart of it resumes the run.

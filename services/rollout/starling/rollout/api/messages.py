@@ -14,7 +14,7 @@ ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assi
 """Roles of clients and of chat templates, which do not know OpenAI's newer name of the system's role."""
 
 ReadCalls = Callable[[str], tuple[str | None, tuple[tuple[str, str], ...]]]
-"""Parses the tool calls in a reply: returns the text beside them, and each call's name and arguments as JSON."""
+"""Parses the tool calls in a reply: returns the text around them, and each call's name and arguments as JSON."""
 
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 """Normalised contents of a message: role, text, and its tool calls, each a name with its arguments."""
@@ -150,7 +150,7 @@ def make_call_reader(
 
 
 def _read_reply(parse: Parser, text: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-    """Return the text beside the calls, and the calls; a reply with a malformed call is text."""
+    """Return the text around the calls, and the calls; a reply with a malformed call is text."""
     found = parse(text)
     calls = [call for call in found if isinstance(call, Call)]
     if not calls or len(calls) < len(found):

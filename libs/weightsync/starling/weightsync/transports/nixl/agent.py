@@ -5,11 +5,11 @@ Measured, and the reasons for this design:
 - NIXL offers nothing to wait on, and its own progress thread spins, which delays everything else where cores are few.
   So it stays off, and the reader polls its reads. The source must drive NIXL too: where UCX has no memory access in
   hardware, the source's own processor answers the read.
-- Releasing a read, or removing the peer, does not stop the read: a source that was stopped goes on filling memory
+- Releasing a read, or removing the peer, does not stop the read: a source that was stopped continues to fill memory
   minutes later. Only closing the agent does.
 - Removing a peer leaves its connection open at both ends, and adding it again opens another one. So no peer is removed;
   UCX frees those that have ended when it is driven.
-- Two copies of UCX cannot both hook the process's memory calls: beside NIXL's, UCXX's would lose its registration
+- Two copies of UCX cannot both hook the process's memory calls: with NIXL's loaded, UCXX's would lose its registration
   cache, and crash when it closes a connection with sends under way. So NIXL's copy hooks nothing.
 - UCXX sets a threshold for the whole process, and its children, with which reads within one host go over TCP, at a
   tenth of the rate. It is hidden from NIXL.

@@ -83,7 +83,7 @@ class _Connection:
 
 
 class NixlClient:
-    """A `TransportClient` over NIXL: one agent for all sources, replaced when reads of a dropped source go on."""
+    """A `TransportClient` over NIXL: one agent for all sources, replaced when reads of a dropped source continue."""
 
     scatters = False
 

@@ -6,7 +6,7 @@
 
 `TRANSITIONS` lists every legal transition, and `Groups.move` enforces it.
 
-A rollout that leaves in good order gives back the tokens so far of its groups. Such a group waits with these partial
+A rollout that leaves gracefully gives back the tokens so far of its groups. Such a group waits with these partial
 completions, and the next rollout resumes from them. This is no failure of the group and does not count as a try.
 
 In a run with teachers a generated group is scored once it has both its rewards and its teacher's log-probabilities. The

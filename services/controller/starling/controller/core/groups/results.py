@@ -30,8 +30,8 @@ TENSORS = ("prompt", "tokens", "logprobs", "versions")
 LOSS_MASK = "loss_mask"
 """Name of the tensor that marks tokens from the environment."""
 MAX_LOST_ENGINES = 2
-"""So many engines may die while they work on a group before this counts as a failure of the group: a prompt that kills
-every engine must not use up all of them. Groups that ran beside it count as guilty too, and are generated again."""
+"""Number of engines that may die with a group before this counts as a failure of the group: a prompt that kills every
+engine must not use up all of them. Groups that ran on the same engines count it too, and are generated again."""
 TEACHER_TENSORS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
 """Names of a teacher's tensors. It sends all of them, or only the first if it reports no likeliest tokens."""
 
@@ -238,7 +238,7 @@ def retry(
     groups.retry(group, retryable=retryable)
     state.dirty |= Dirty.DISPATCH | Dirty.ADMIT | Dirty.TRAIN | Dirty.EVALUATE
     if group.state is not GroupState.WAITING:
-        # Where each prompt is answered once, a prompt that cannot be answered tells nothing about the others.
+        # Where each prompt is answered once, a prompt that cannot be answered says nothing about the others.
         state.buffer.num_discarded_in_a_row += state.plan.kind.trains or retryable
         state.buffer.last_discarded = f"prompt {group.prompt.id}: {reason}"
         state.outbox.write(GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason))

@@ -44,13 +44,13 @@ def restore_lease(state: ControllerState, member: Member, kind: LeaseKind, lease
 
 
 def release(state: ControllerState, peer: str, *leases: str) -> None:
-    """Tell a replica to forget these leases."""
+    """Release these leases: the replica forgets their results."""
     if leases:
         state.outbox.send(peer, wire.ReleaseLeases(leases=leases))
 
 
 def revoke(state: ControllerState, peer: str, lease: str) -> bool:
-    """End a lease of `peer` before its result, and tell it so. Returns False when it does not hold the lease."""
+    """End a lease of `peer` before its result, and release it there. Returns False when it does not hold the lease."""
     held = state.replicas.leases.settle(lease, peer)
     if held:
         release(state, peer, lease)

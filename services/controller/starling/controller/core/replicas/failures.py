@@ -54,7 +54,7 @@ def _policy_failed(state: ControllerState, member: Member, kind: str, number: in
     training, can_work = state.training, state.replicas.sharing.has_devices(member)
     match kind:
         case "save":
-            # The run can go on without it for a while: the journal keeps the steps since the last saved state.
+            # The run can continue without it for a while: the journal keeps the steps since the last saved state.
             training.saved.not_before = state.now + SAVE_RETRY_S
         case "train" if not can_work:
             # It was asleep, having lost this controller meanwhile. The step is dispatched again.

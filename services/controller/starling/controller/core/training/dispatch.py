@@ -124,7 +124,7 @@ def redispatch(state: ControllerState, policy: Member, step: int, groups: list[G
 
 
 def can_be_dispatched(state: ControllerState, step: int) -> bool:
-    """Say whether a policy can have been told to make `step`, the next one."""
+    """Say whether `step`, the next one, may have been dispatched to a policy."""
     has_no_groups = step <= state.plan.num_supervised_steps or state.plan.kind.reads_trajectories
     return has_no_groups or bool(state.buffer.frozen_groups(step))
 

@@ -40,7 +40,7 @@ class Publications:
     version: int = -1
     """The newest version that was ever on offer."""
     requested: int = -1
-    """The newest version that a policy was told to publish."""
+    """The newest version that a policy has the command to publish."""
     roots: dict[int, set[str]] = field(default_factory=dict)
     """The root digests under which each version that may still be adopted was on offer. There may be several: of
     holders that split tensors otherwise, and of a policy that made the version again."""
