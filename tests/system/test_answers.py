@@ -134,7 +134,7 @@ def test_serve_answers_an_openai_client_until_stopped(tmp_path: Path, model: Pat
         assert 0 < answer.usage.completion_tokens <= 4
         command.interrupt()
         assert command.wait() == 0, command.transcript()
-    assert "stopping in order: requests in progress get no answer" in command.output
+    assert "stopping gracefully: requests in progress get no answer" in command.output
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -127,7 +127,7 @@ def second_ctrl_c(folder: Path) -> None:
     with run(make_workdir(folder, run={"kind": "sft"}, evaluation={}, sft=slow_step)) as command:
         command.wait_for_output("replica=policy-0")
         command.interrupt()
-        command.wait_for_output("stopping in order")
+        command.wait_for_output("stopping gracefully")
         command.interrupt()
         assert command.wait() == 130, command.transcript()
     assert sentence(command) == "killed by a second Ctrl-C; nothing was saved"

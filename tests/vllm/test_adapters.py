@@ -233,7 +233,7 @@ def test_adapters_on_the_language_model_of_a_vision_model(tmp_path: Path) -> Non
     [
         ("llama", {"dora": True}, "model.lora.dora needs rollout.engine = 'transformers': vllm has no DoRA"),
         ("qwen3_moe", {"parameters": ("mlp.experts.down_proj",)}, "model.lora.parameters needs"),
-        ("qwen3_moe", {}, r"adapts model.layers.0.mlp.\S+, which is no layer of its own"),
+        ("qwen3_moe", {}, r"adapts model.layers.0.mlp.\S+, which is not a layer"),
         ("llama", {"rank": 600, "targets": ["q_proj"]}, "adapters of rank 600, and vllm computes with ranks up to 512"),
         (
             "llama",

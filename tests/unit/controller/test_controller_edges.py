@@ -283,7 +283,7 @@ def test_journaled_stop_has_a_deadline_after_a_crash() -> None:
     for _ in range(40):
         script.advance_time(1.0)
         script.heartbeats("policy-0")
-    assert script.state.lifecycle.failure.startswith("the run did not stop in order within 30 s")
+    assert script.state.lifecycle.failure.startswith("the run did not stop gracefully within 30 s")
 
 
 def test_stop_by_signal_is_not_journaled() -> None:

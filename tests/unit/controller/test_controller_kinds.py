@@ -45,7 +45,7 @@ def test_recorded_plan_is_read_back(kind: RunKind) -> None:
 
 
 def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="no kind of run that learns by 'ppo' and does 'rl'"):
+    with pytest.raises(ValueError, match="no kind of run with the objective 'ppo' and the activity 'rl'"):
         kind_of("ppo", "rl")
 
 

@@ -292,7 +292,7 @@ def test_stop_has_a_deadline() -> None:
     for name in ALL_REPLICAS:
         script.heartbeats(name, version=0)
     lines = script.advance_time(5.1)
-    assert lines[0].endswith("the run did not stop in order within 5 s; it waits for the policy to train step 1")
+    assert lines[0].endswith("the run did not stop gracefully within 5 s; it waits for the policy to train step 1")
 
 
 def test_failed_save_is_retried_during_the_run() -> None:

@@ -35,9 +35,9 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0]: content of type None is not supported here"),
     (
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]},
-        "messages[0]: a call in tool_calls is no function; give {id, type, function: {name, arguments}}",
+        "messages[0]: a call in tool_calls is not a function; give {id, type, function: {name, arguments}}",
     ),
-    ({"tools": {"a": 1}}, "tools is no list"),
+    ({"tools": {"a": 1}}, "tools is not a list"),
     ({"tools": [{"type": "function"}]}, "tools[0] is no function"),
     ({"tool_choice": "required"}, 'tool_choice = "required" is not supported here; the model decides'),
     ({"temperature": -1}, "temperature = -1: give a number from 0 to 100"),

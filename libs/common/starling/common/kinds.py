@@ -219,4 +219,4 @@ def kind_of(objective: str, activity: str) -> RunKind:
     for kind in KINDS.values():
         if (kind.objective, kind.activity) == (objective, activity):
             return kind
-    raise ValueError(f"there is no kind of run that learns by {objective!r} and does {activity!r}")
+    raise ValueError(f"there is no kind of run with the objective {objective!r} and the activity {activity!r}")

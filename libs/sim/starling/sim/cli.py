@@ -113,7 +113,7 @@ def _check_faults(faults: str) -> None:
     unknown = sorted(set(faults.split(",")) - {*ALL, "all"})
     if unknown:
         raise ConfigError(
-            f"--faults {unknown[0]} is no mix of faults; there are {', '.join(ALL)}, and all of them: all"
+            f"--faults {unknown[0]} is not a mix of faults; choose from {', '.join(ALL)}, or all"
         )
 
 

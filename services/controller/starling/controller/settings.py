@@ -236,7 +236,9 @@ class ControllerProcess(ServiceSettings):
         self._check_kind()
         if self.controller.num_rewards == 0:
             if self.kind.learns_from_rewards and self.controller.num_teachers == 0:
-                raise ValueError("controller.num_rewards = 0 leaves nothing to learn from; set it, or have teachers")
+                raise ValueError(
+                    "controller.num_rewards = 0 leaves nothing to learn from; set it or controller.num_teachers"
+                )
             if self.kind.only_scores:
                 raise ValueError("controller.num_rewards = 0 leaves nothing to evaluate by; set it")
             self._check_unscored()
@@ -285,11 +287,13 @@ class ControllerProcess(ServiceSettings):
         evaluation = self.evaluation
         if self.rl.dynamic_sampling:
             raise ValueError(
-                "rl.dynamic_sampling = true compares rewards, and nothing scores in this run; have scorers, or turn it "
-                "off"
+                "rl.dynamic_sampling = true compares rewards, and nothing scores in this run; add [[reward.scorers]] "
+                "or turn it off"
             )
         if evaluation.at_start or evaluation.at_end or evaluation.every:
-            raise ValueError("[evaluation] is on, and nothing scores in this run; have scorers, or turn it off")
+            raise ValueError(
+                "[evaluation] is on, and nothing scores in this run; add [[reward.scorers]] or turn it off"
+            )
 
     @property
     def kind(self) -> RunKind:

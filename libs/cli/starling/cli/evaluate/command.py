@@ -129,7 +129,7 @@ def _check_no_run(line: CommandLine, folder: Path | None) -> None:
     foreign = sorted(line.flags & (A_RUN - {"--num-completions"}))
     if foreign or folder is not None:
         what = foreign[0] if foreign else repr(str(folder))
-        raise ConfigError(f"{what} is for the evaluation of a run under way; leave it out, or give no --model")
+        raise ConfigError(f"{what} is for the evaluation of a run in progress; leave it out, or give no --model")
 
 
 def _check_model(command: str, model: ModelOptions) -> None:
@@ -199,7 +199,7 @@ def _resume(command: str, folder: Path, line: CommandLine, copy: Path | None, *a
         raise ConfigError(f"a run is resumed as it was started: give --resume FOLDER without {foreign[0]}")
     attempt = Attempt.find(folder)
     if not attempt.recipe.exists():
-        raise ConfigError(f"{attempt.folder} has no recipe.toml, so there is nothing to resume; start anew")
+        raise ConfigError(f"{attempt.folder} has no recipe.toml, so there is nothing to resume; start a new run")
     recipe = load_recipe([attempt.recipe], [])
     if recipe.run.kind != command:
         raise ConfigError(f"{attempt.folder} is a run of kind {recipe.run.kind!r}; use starling run --resume")

@@ -142,7 +142,7 @@ def _make_config(settings: ScratchSettings, tokenizer: PreTrainedTokenizerFast) 
 
     if settings.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"model_type = {settings.model_type!r} is no causal language model of transformers; "
+            f"model_type = {settings.model_type!r} is not a causal language model of transformers; "
             f"{_nearest(settings.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}"
         )
     kind = CONFIG_MAPPING[settings.model_type]

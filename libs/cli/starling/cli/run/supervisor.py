@@ -55,7 +55,7 @@ class ProcessFailedError(StarlingError):
 
 
 class InterruptedRunError(StarlingError):
-    """The run was interrupted by a second Ctrl-C, or before there was anything to stop in order."""
+    """The run was interrupted by a second Ctrl-C, or before there was anything to save."""
 
 
 class Supervisor:
@@ -215,13 +215,13 @@ class Supervisor:
         now = time.monotonic()
         if self._stop_by is None:
             self._stop_by = now + self.recipe.launch.stop_s
-            self.screen.say(f"stopping in order: {kept_at_stop(self.recipe.kind)}; Ctrl-C again kills")
+            self.screen.say(f"stopping gracefully: {kept_at_stop(self.recipe.kind)}; Ctrl-C again kills")
         # Only a controller that listens has taken over the signal.
         if not self._stopping and self._watch is not None:
             self._stopping = True
             self._controller.process.send_signal(signal.SIGTERM)
         if now > self._stop_by:
-            raise ProcessFailedError(f"the run did not stop in order within {self.recipe.launch.stop_s:g} s")
+            raise ProcessFailedError(f"the run did not stop gracefully within {self.recipe.launch.stop_s:g} s")
 
     # --- ends and restarts -----------------------------------------------------------------------------------------
 

@@ -134,4 +134,4 @@ def read_private(path: Path, kind: Any) -> Any:
             f"the key file {path} cannot be read ({error.strerror}); make keys with `starling keys`"
         ) from None
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path} is no key file ({error}); make keys with `starling keys`") from None
+        raise ConfigError(f"{path} is not a key file ({error}); make keys with `starling keys`") from None

@@ -40,7 +40,9 @@ def make_keys(folder: Path, names: Sequence[str], *, replace: bool = False) -> N
     """
     for number, name in enumerate(names):
         if name == CONTROLLER:
-            raise ConfigError("the controller's key is made with the first others; leave out the name controller")
+            raise ConfigError(
+                "the controller's key comes with the first keys of a folder; leave out the name controller"
+            )
         _check_name(name)
         if name in names[:number]:
             raise ConfigError(f"{name} is given twice; give each name once")

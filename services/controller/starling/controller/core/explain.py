@@ -167,7 +167,7 @@ def overdue(state: ControllerState) -> str | None:
             "rl.filter_limit, or set rl.dynamic_sampling = false"
         )
     if state.lifecycle.stopping and now > state.lifecycle.deadline:
-        return f"the run did not stop in order within {state.plan.stop_s:g} s; it waits for {explain(state)}"
+        return f"the run did not stop gracefully within {state.plan.stop_s:g} s; it waits for {explain(state)}"
     return None
 
 

@@ -319,7 +319,7 @@ def create_learner(path: Path, settings: PolicyProcess) -> Learner:
 
     trainer = KINDS[settings.run.kind].trainer
     if trainer is None:
-        raise ConfigError(f"a run of run.kind = {settings.run.kind!r} trains nothing and has no policy; start none")
+        raise ConfigError(f"a run of run.kind = {settings.run.kind!r} trains nothing; start no policy")
     if trainer == "rl":
         check_objective(settings.policy.algorithm)
     seed_random(settings.run.seed)

@@ -41,13 +41,14 @@ def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
     """Return the tools of a request. Raises ApiError."""
     tools = given or []
     if not isinstance(tools, list):
-        raise ApiError("tools is no list; give a list of {type: function, function: {...}}", parameter="tools")
+        raise ApiError("tools is not a list; give a list of {type: function, function: {...}}", parameter="tools")
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
         if not named or tool.get("type", "function") != "function":
             raise ApiError(
-                f"tools[{number}] is no function; give {{type: function, function: {{name, description, parameters}}}}",
+                f"tools[{number}] is not a function; "
+                "give {type: function, function: {name, description, parameters}}",
                 parameter="tools",
             )
     return tuple(tools)
@@ -109,7 +110,7 @@ def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(
-                f"{where}: a call in tool_calls is no function; give {{id, type, function: {{name, arguments}}}}",
+                f"{where}: a call in tool_calls is not a function; give {{id, type, function: {{name, arguments}}}}",
                 parameter="messages",
             )
         arguments = _parsed(function.get("arguments"))

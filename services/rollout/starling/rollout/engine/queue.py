@@ -63,7 +63,7 @@ class EngineQueue:
         future: Future[GroupResult] = Future()
         with self._lock:
             if self._closed:
-                raise QueueClosedError("this replica leaves and takes no more requests; ask another one")
+                raise QueueClosedError("this replica is shutting down and accepts no more requests; use another one")
             self._submitted.append((request, future))
         self._wake()
         return future

@@ -110,7 +110,7 @@ class TokenScorer:
             raise TeacherRequestError("the prompt is empty; the first token needs at least one token before it")
         if sum(lengths) != len(token_ids) or any(length < 0 for length in lengths):
             raise TeacherRequestError(
-                f"completions of {list(lengths)} tokens were announced, but {len(token_ids)} tokens came"
+                f"completions of {list(lengths)} tokens were announced, but {len(token_ids)} tokens arrived"
             )
         ids = np.concatenate([prompt_ids, token_ids])
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]

@@ -65,7 +65,7 @@ def load_nixl() -> Any:
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
         raise WeightsError(
             f"NIXL is not available ({error}): run pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 "
-            "(nixl-cu13 beside CUDA 13), or choose transport 'ucx', 'tcp' or 'local'."
+            "(nixl-cu13 with CUDA 13), or choose transport 'ucx', 'tcp' or 'local'."
         ) from error
     SUPPORTED.check(version)
     if first:  # its import sets up logging for the whole process, to stdout, from INFO upwards

@@ -143,7 +143,7 @@ def _store_partial(
     oldest, newest = partial.oldest_version, partial.newest_version
     if not partial.is_within(group.min_version, newest_allowed(state, group)):
         raise ValueError(
-            f"tokens of versions {oldest} to {newest} came, and {group.min_version} was the oldest allowed"
+            f"tokens of versions {oldest} to {newest} were returned, and {group.min_version} was the oldest allowed"
         )
     # A controller that took the work over did not choose the temperature, and knows it only from the message.
     chosen = group.temperature if lease_incarnation(message.lease) == state.incarnation else -1.0
