@@ -67,7 +67,7 @@ def test_services_started_by_hand_train_and_refuse_unknown_keys(tmp_path: Path) 
         assert controller.wait() == 0, controller.transcript()
         assert [service.wait() for service in services] == [0, 0, 0], [service.transcript() for service in services]
     assert other_replica.process.returncode == 2
-    assert "key file run/keys/reward-0.json was made for reward-0, and this is reward-1" in other_replica.errors
+    assert "key file run/keys/reward-0.json was made for reward-0, not for reward-1" in other_replica.errors
     assert unknown_key.process.returncode == 1
     assert f"the controller at {address} refuses the key of rollout-1; use the key file that was" in unknown_key.errors
     assert wrong_run.process.returncode == 1

@@ -8,8 +8,6 @@ import sys
 from datetime import datetime
 from typing import Literal
 
-import pytest
-
 PROGRAM = """
 import logging, sys, threading
 import structlog
@@ -30,6 +28,7 @@ except ValueError:
     log.exception("failed")
     logging.getLogger("some.library").exception("gave up")
 """
+EVENTS = ("ready", "slow", "joined", "3 retries", "failed", "gave up")
 
 
 def lines_of(form: Literal["text", "json"]) -> list[str]:
@@ -60,10 +59,10 @@ def test_json_log_has_one_object_per_line() -> None:
         assert line["exception"].endswith("ValueError: no such scorer")
 
 
-@pytest.mark.parametrize("event", ["ready", "slow", "3 retries", "failed", "gave up"])
-def test_text_log_names_the_process(event: str) -> None:
-    [line] = [line for line in lines_of("text") if event in line]
-    assert line.endswith("role=reward-1")
+def test_text_log_names_the_process_in_every_line() -> None:
+    events = [line for line in lines_of("text") if "role=" in line]
+    names = [(event, "role=reward-1" in line) for line, event in zip(events, EVENTS, strict=True) if event in line]
+    assert names == [(event, event != "joined") for event in EVENTS]
 
 
 SERVICE = """

@@ -176,7 +176,7 @@ class RunKind:
         return not self.serves_requests and version >= last_step
 
     def needs_more_groups(self, num_frozen_steps: int, num_steps: int) -> bool:
-        """Say whether rollouts are needed for more than evaluations, with so many of the steps frozen."""
+        """Say whether rollouts are needed for more than evaluations, with `num_frozen_steps` steps frozen."""
         return self.serves_requests or num_frozen_steps < num_steps
 
 

@@ -73,7 +73,7 @@ class ServiceArguments:
         key = load_key(path)
         if key.name != self.name:
             raise ConfigError(
-                f"the key file {path} was made for {key.name}, and this is {self.name}; give --key or --name to match"
+                f"the key file {path} was made for {key.name}, not for {self.name}; give --key or --name to match"
             )
         return key
 

@@ -44,7 +44,7 @@ ENDING = ("draining", "over")
 
 
 def kept_at_stop(kind: RunKind) -> str:
-    """Return what becomes of the work in progress when a run is stopped."""
+    """Return what happens to the work in progress when a run is stopped."""
     if kind.serves_requests:
         return "requests in progress get no answer"
     return "the active step, then a checkpoint" if kind.trains else "answered prompts are kept"

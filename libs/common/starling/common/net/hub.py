@@ -66,7 +66,7 @@ BACKLOG: Final = 4096
 """Connections that wait to be accepted: a fleet that lost its controller reconnects at once."""
 PING_MS: Final = 10_000
 SILENT_MS: Final = 60_000
-"""A connection without a ZeroMQ ping for so long is closed: the machine of the peer is gone."""
+"""Time without a ZeroMQ ping after which a connection is closed: the machine of the peer is gone."""
 _USER: Final[Any] = b"User-Id"
 """Property of a frame: the public key of its connection, set by the authenticator."""
 STRANGER: Final = "an unknown peer"

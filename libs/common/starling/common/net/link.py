@@ -59,7 +59,7 @@ LINGER_MS = 1
 HELLO_EVERY_S = 0.5
 RESEND_S = 2.0
 QUIET_S = 10.0
-"""After so long a silence of the controller, nothing is resent to it: the messages would pile up in the socket."""
+"""Silence of the controller after which nothing is resent to it: the messages would pile up in the socket."""
 LOOK_EVERY_S = 0.1
 """Longest period of the heartbeat thread; the heartbeat may be more frequent."""
 

@@ -150,7 +150,7 @@ class BucketFetcher:
         buffers: memory for what must be unpacked.
         pool: threads that unpack and digest.
         options: how it is done.
-        numbers: reserves so many request numbers, and returns the first.
+        numbers: reserves this many request numbers, and returns the first.
         bases: for each read of the schedule the version that its boxes hold, or -1 where they hold parts of several;
             kept up to date.
     """

@@ -14,7 +14,7 @@ from starling.common.wire.messages import Sampling, Welcome
 from starling.controller.core.groups.buffer import GroupBuffer, buffer_class
 
 FILTER_LIMIT = 10
-"""How many steps' groups may be filtered out in a row, where the recipe sets no limit."""
+"""Steps' worth of groups that may be filtered out in a row, where the recipe sets no limit."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RunPlan:
     dynamic_sampling: bool = False
     """Filter groups out whose rewards are all equal, and take the next prompts in their place."""
     filter_limit: int = 0
-    """The run fails after so many filtered groups in a row; 0 for ten times `prompts_per_step`."""
+    """Filtered groups in a row after which the run fails; 0 for ten times `prompts_per_step`."""
     evaluate_at_start: bool = False
     evaluate_at_end: bool = False
     evaluate_every: int = 0

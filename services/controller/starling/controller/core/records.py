@@ -14,7 +14,7 @@ has which lease) the replicas report in their heartbeats.
 | `RewardsStored`       | rewards                                          | as above                   |
 | `TeacherLogprobsStored`       | a teacher's log-probabilities, with their payload | as above                  |
 | `GroupRequeued`     | completions were thrown away; how often so far   | as above                   |
-| `GroupDiscarded`    | a prompt that was given up, or filtered out      | the end                    |
+| `GroupDiscarded`    | a prompt that was discarded, or filtered out     | the end                    |
 | `StepFrozen`        | which groups a step trains                       | the end                    |
 | `StepCommitted`     | the step is made: its version exists             | the end                    |
 | `VersionPublished`  | a version was on offer, and its root             | the end                    |
@@ -131,7 +131,7 @@ class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, tag="group_return
 
 
 class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag="group_discarded"):
-    """A group was given up."""
+    """A group was discarded."""
 
     key: str
     prompt: str
@@ -275,7 +275,7 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Position of the prompt in the data of the run that wrote it."""
     prompt: Prompt
     trajectories: tuple[TrajectoryMeta, ...] = ()
-    """Empty where the group was given up."""
+    """Empty where the group was discarded."""
     rewards: tuple[float | None, ...] = ()
     """In the order of the trajectories; empty where nothing scores."""
     components: dict[str, tuple[float | None, ...]] = {}
@@ -286,7 +286,7 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     temperature: float = 1.0
     """Divisor of the logits under which they were sampled."""
     problem: str = ""
-    """Why it was given up, in one sentence."""
+    """Why it was discarded, in one sentence."""
 
 
 class JournalEntry(msgspec.Struct, frozen=True):

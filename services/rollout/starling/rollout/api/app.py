@@ -234,7 +234,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
     if api_error.status >= 500:
         log.warning("not_answered", path=request.url.path, reason=str(api_error))
     headers = {}
-    if api_error.status in (429, 503):  # clients wait so long before they try again
+    if api_error.status in (429, 503):  # clients wait this long before they retry
         headers["retry-after"] = "1"
     if api_error.status in (408, 413):  # the rest of the body must not be read as the next request
         headers["connection"] = "close"

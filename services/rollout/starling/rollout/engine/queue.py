@@ -139,7 +139,7 @@ class EngineQueue:
         requeued = []
         for lease, (request, future) in running.items():
             partial = engine.interrupt(lease)
-            # The engine's scores of the prompt are lost, so such a request begins anew.
+            # The engine's scores of the prompt are lost, so such a request starts over.
             if partial and not request.score_prompt:
                 request = replace(request, partial=partial)
             requeued.append((request, future))

@@ -77,7 +77,7 @@ class _Connection:
     metadata: bytes = b""
     sent: dict[int, _SentRequest] = field(default_factory=dict)
     fault: str = ""
-    """Why it cannot be read any more, to be reported by the next `poll`."""
+    """Why it can no longer be read, to be reported by the next `poll`."""
     broken: bool = False
     """Whether its loss was reported."""
 

@@ -54,7 +54,7 @@ class Evaluation(Groups):
 
     @property
     def is_done(self) -> bool:
-        """Whether every prompt is scored or given up."""
+        """Whether every prompt is scored or discarded."""
         return self.num_live == self.count(GroupState.SCORED)
 
     def give_up(self) -> None:

@@ -1,4 +1,4 @@
-"""Schedule of evaluations: begun when due, pinned to rollouts, closed when every prompt is scored or given up."""
+"""Schedule of evaluations: begun when due, pinned to rollouts, closed when every prompt is scored or discarded."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def open_evaluation(state: ControllerState, opened: EvaluationOpened, deadline: 
 
 
 def _pin(state: ControllerState, evaluation: Evaluation, rollouts: list[Member]) -> None:
-    """Pin the evaluation to as many rollouts as it may have; begin it anew when its version is lost."""
+    """Pin the evaluation to as many rollouts as it may have; restart it when its version is lost."""
     num = state.replicas.membership.num("rollout")
     _unpin_waiting(state, evaluation, rollouts)
     if num <= 2:  # the only rollout gives it half of its slots, and all of them once there is another rollout
@@ -170,7 +170,7 @@ def _revoke_all(state: ControllerState) -> None:
 
 
 def _unpin_waiting(state: ControllerState, evaluation: Evaluation, rollouts: list[Member]) -> None:
-    """Unpin rollouts that wait for a version that is not on offer any more."""
+    """Unpin rollouts that wait for a version that is no longer on offer."""
     if evaluation.version == state.weights.version or state.weights.is_offered(evaluation.version):
         return
     for member in rollouts:

@@ -47,9 +47,9 @@ class GroupBuffer(Groups):
         self.num_filtered_in_a_row = 0
         """Groups filtered out since the last group that was kept."""
         self.num_discarded_in_a_row = 0
-        """Groups given up, of an evaluation too, since the last group that was scored."""
+        """Groups discarded, also those of an evaluation, since the last group that was scored."""
         self.last_discarded = ""
-        """The prompt that was given up last, and why."""
+        """The prompt that was discarded last, and why."""
         self._filtered: list[tuple[int, float]] = []
         """Ordinals, ascending, of filtered groups that no step has passed over yet, each with its reward."""
         self._filtered_rewards: dict[int, list[float]] = {}
@@ -66,7 +66,7 @@ class GroupBuffer(Groups):
         """Frozen groups by step, until it is published."""
 
     def begin(self, num_steps: int, position: int) -> None:
-        """Continue after a run that made so many steps of the prompts before `position`."""
+        """Continue after a run that made `num_steps` steps of the prompts before `position`."""
         assert not self.num_admitted, "nothing was admitted before the beginning"
         self.num_frozen_steps = self._initial_steps = num_steps
         self.num_admitted = self.num_trained_groups = self._initial_position = position
@@ -88,7 +88,7 @@ class GroupBuffer(Groups):
         return max(0, min(self.num_slots - self.num_live, wanted))
 
     def admit(self, prompt: Prompt, expected_tokens: int = 1) -> Group:
-        """Add a prompt as a waiting group of so many expected tokens."""
+        """Add a prompt as a waiting group of `expected_tokens`."""
         group = super().admit(prompt, expected_tokens)
         self._unfrozen.append(group.ordinal)
         return group
@@ -119,7 +119,7 @@ class GroupBuffer(Groups):
         self._count_ready()
 
     def discard(self, group: Group) -> None:
-        """Give a group up."""
+        """Discard a group."""
         super().discard(group)
         self._remove(group)
 
@@ -229,7 +229,7 @@ class AnswerBuffer(GroupBuffer):
         return max(0, min(self.num_slots - self.num_live, self.num_prompts - self.num_admitted))
 
     def discard(self, group: Group) -> None:
-        """Give a group up: the reason is its answer."""
+        """Discard a group: the reason is its answer."""
         self.num_discarded += 1
         group.trajectories, group.tensors, group.buffers, group.rewards = (), (), (), ()
         group.score_lease = group.teacher_lease = ""

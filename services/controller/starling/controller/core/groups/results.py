@@ -39,7 +39,7 @@ TEACHER_TENSORS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"
 def on_generated(
     state: ControllerState, member: Member, lease: Lease, message: wire.GroupGenerated, event: Received
 ) -> None:
-    """Store the completions of a group, unless they are not those that were asked for."""
+    """Store the completions of a group if they are those that were requested."""
     state.dirty |= Dirty.SCORE | Dirty.DISPATCH
     found = state.group_of_lease(message.lease)
     if found is None:
@@ -50,7 +50,7 @@ def on_generated(
         reason, retryable, status = problem
         retry(state, groups, group, reason, retryable=retryable, status=status)
         return
-    if message.temperature >= 0:  # a controller that took the work over did not ask for it
+    if message.temperature >= 0:  # a controller that took the work over did not request it
         group.temperature = message.temperature
     # Nothing of an evaluation is trained. Its rewards need only the message, and its tokens would take memory until it
     # closes, and space in the journal.
@@ -106,7 +106,7 @@ def _update_estimates(state: ControllerState, member: Member, lease: Lease, grou
 
 
 def on_interrupted(state: ControllerState, member: Member, message: wire.GroupInterrupted, event: Received) -> None:
-    """Let a group wait again that a rollout cannot finish, with its tokens so far where they may be trained.
+    """Requeue a group that a rollout cannot finish, with its tokens so far where they may be trained.
 
     A rollout that gives a group back is about to leave, or has lost its engine, so it gets no other for a while.
     """
@@ -250,7 +250,7 @@ def retry(
 
 
 def _revoke_scoring(state: ControllerState, group: Group) -> None:
-    """Take a group whose completions are not wanted any more from the reward replica and the teacher that score it."""
+    """Revoke the scoring leases of a group whose completions are dropped."""
     replicas = state.replicas
     for lease in (group.score_lease, group.teacher_lease):
         held = replicas.leases.get(lease)

@@ -10,7 +10,7 @@ from starling.common.wire.messages import Hello, LeaseProgress, Wait
 from starling.weightsync.plan.layout import Layout
 
 MAX_GONE = 4096
-"""Replicas that left and of which incarnation and proven version are still known."""
+"""Departed replicas whose incarnation and proven version are remembered."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
 
 

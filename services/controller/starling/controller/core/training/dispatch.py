@@ -217,7 +217,7 @@ def _command(state: ControllerState, step: int) -> wire.TrainStep:
 
 
 def save(state: ControllerState) -> None:
-    """Have a policy save a state to resume from, every so many steps, before it gets the next one.
+    """Have a policy save a state to resume from, every `save_every` steps, before it gets the next one.
 
     It copies the state when the command comes, and writes it while it makes further steps.
     """

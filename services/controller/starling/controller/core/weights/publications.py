@@ -17,7 +17,7 @@ from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import PlanCache
 
 RETRY_S = 1.0
-"""A failed adoption, or one without a source, is tried again after so long."""
+"""Seconds after which a failed adoption, or one without a source, is retried."""
 MAX_VERSIONS = 1000
 """Publications whose roots are known: a rollout that adopts an older version is not believed."""
 
@@ -137,7 +137,7 @@ class Publications:
             self.holders.setdefault((member.version, member.host), {})[member.name] = None
 
     def remove_holder(self, member: Member) -> None:
-        """Note that a rollout does not hold its version any more."""
+        """Note that a rollout no longer holds its version."""
         held = self.holders.get((member.version, member.host))
         if held is not None:
             held.pop(member.name, None)
