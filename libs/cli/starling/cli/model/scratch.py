@@ -52,7 +52,7 @@ class ScratchSettings(BaseModel):
     chat_template: str | None = None
     """Jinja chat template of the tokenizer; none for a model that is prompted with plain text."""
     max_length: int = Field(default=512, ge=1)
-    """Most tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
 
     @field_validator("alphabet")
     @classmethod

@@ -23,7 +23,7 @@ CONTROLLER = "controller"
 ALLOWED = "allowed.json"
 ZAP_DOMAIN = "starling"
 MAX_REFUSALS = 1000
-"""Most unknown keys that are logged, so that attempts fill neither memory nor disk."""
+"""Maximum number of unknown keys that are logged, so that attempts fill neither memory nor disk."""
 
 
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,9 +43,9 @@ from starling.common.wire.messages import (
 log = structlog.get_logger(__name__)
 
 MAX_BATCH = 256
-"""Most messages of one `poll`, so that a flood cannot delay the controller's clock."""
+"""Maximum number of messages of one `poll`, so that a flood cannot delay the controller's clock."""
 MAX_LOGGED = 300
-"""Most characters of a logged reason, which may contain text from a peer."""
+"""Maximum number of characters of a logged reason, which may contain text from a peer."""
 RELEASE_WITHIN_S = 0.02
 """How long a release waits for others to the same peer. It is not urgent: it only ends the resending."""
 MAX_RELEASES = 64
@@ -59,7 +59,7 @@ SEND_HIGH_WATER: Final = 1000
 WARN_EVERY_S: Final = 60.0
 """How often, at most, a peer that does not read is logged."""
 MAX_WARNINGS: Final = 10_000
-"""Most pairs of peer and kind of bad message that are logged."""
+"""Maximum number of pairs of peer and kind of bad message that are logged."""
 BIND_WITHIN_S = 1.0
 """How long to retry an address that is in use: its last owner may be closing."""
 BACKLOG: Final = 4096

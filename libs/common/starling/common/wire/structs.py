@@ -94,7 +94,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters."""
 
     max_tokens: int
-    """Most tokens of one completion; a completion that reaches it is `truncated`."""
+    """Maximum number of tokens of one completion; a completion that reaches it is `truncated`."""
     temperature: float = 1.0
     """Divisor of the logits; 0 for greedy decoding."""
     top_p: float = 1.0

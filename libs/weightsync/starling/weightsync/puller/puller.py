@@ -41,7 +41,7 @@ from starling.weightsync.tensors.views import array_of, live_view, live_views, p
 PullerState = Literal["stale", "pulling", "staged", "current", "torn"]
 
 MAX_THREADS: Final = 4
-"""Most threads that copy, unpack and digest."""
+"""Maximum number of threads that copy, unpack and digest."""
 
 
 class Puller:

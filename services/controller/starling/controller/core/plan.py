@@ -92,7 +92,7 @@ class RunPlan:
     save_every: int = 0
     """Steps between two saved states of the policy; 0 saves only at a stop."""
     save_rest_s: float = 0.0
-    """Least seconds between two saved states, for steps that take less time than a save."""
+    """Minimum seconds between two saved states, for steps that take less time than a save."""
     samples_per_step: int = 0
     """Completions of each step in samples.jsonl; 0 for none."""
     samples_every: int = 1

@@ -212,7 +212,7 @@ class StopAsked(msgspec.Struct, frozen=True, kw_only=True, tag="stop_asked"):
 
 
 class RunStopped(msgspec.Struct, frozen=True, kw_only=True, tag="run_stopped"):
-    """The run has ended early, in order or not: from here on it can resume."""
+    """The run has ended early, gracefully or not: from here on it can resume."""
 
     reason: str
 

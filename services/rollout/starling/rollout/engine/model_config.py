@@ -54,7 +54,7 @@ def context_length(config: Any) -> int | None:
 
 
 def max_trainable_length(config: Any, wanted: int | None) -> int | None:
-    """Return the most tokens of a sequence for training: `wanted`, or the model's limit if that is None.
+    """Return the maximum number of tokens of a sequence for training: `wanted`, or the model's limit if that is None.
 
     Raises:
         ConfigError: `wanted` is more than the policy can train.

@@ -53,7 +53,7 @@ class TokenScorer:
 
         Args:
             model: in eval mode, without gradients, as `build_model` returns it.
-            tokens_per_forward: most tokens of one forward pass, padding included.
+            tokens_per_forward: maximum number of tokens of one forward pass, padding included.
             top_k: how many of the most likely tokens to return for each position.
             num_ids: return only tokens with ids below this, which the policy shares; None for all.
 

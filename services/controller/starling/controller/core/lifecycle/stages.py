@@ -37,12 +37,12 @@ class Lifecycle:
     """The stage of the run, and why it ends."""
 
     drain_s: float
-    """Most seconds for replicas to leave."""
+    """Maximum seconds for replicas to leave."""
     stop_s: float
     """Maximum seconds of a graceful stop."""
     stage: RunStage = RunStage.RUNNING
     stopping: str = ""
-    """Why the run is to end early; empty when it is not."""
+    """Why the run should stop early; empty when it should not."""
     stop_is_journaled: bool = False
     """The journal holds the stop that an operator was promised, until the run has stopped."""
     failure: str = ""
@@ -60,7 +60,7 @@ class Lifecycle:
         return self.failure or self.stopping or "the run is complete"
 
     def enter(self, stage: RunStage) -> None:
-        """Go to another stage, which must be a legal transition."""
+        """Enter another stage, by a legal transition."""
         assert (self.stage, stage) in STAGE_TRANSITIONS, f"a run may not go from {self.stage} to {stage}"
         self.stage = stage
 

@@ -6,8 +6,8 @@ There is one step at a time. It is dispatched to the policies that are members a
       ^     |
       +-----+ (a replica died before any policy had made it: dispatched again, with the same groups)
 
-A step is *made* once one policy holds its version: it can only have got there with the share of every replica. Policies
-that have done only their share are then outdated, and pull the weights from a policy that holds them.
+A step is *made* once one policy holds its version: it can only have reached it with the share of every replica.
+Policies that have done only their share are then outdated, and pull the weights from a policy that holds them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from starling.weightsync.plan.planner import PlanCache
 RETRY_S = 1.0
 """Seconds after which a failed adoption, or one without a source, is retried."""
 MAX_VERSIONS = 1000
-"""Publications whose roots are known: a rollout that adopts an older version is not believed."""
+"""Number of publications whose roots are remembered: the adoption of an older version is not accepted."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Publications:
     outdated: dict[str, None] = field(default_factory=dict)
     """Rollouts that need another version and do not pull it yet."""
     failing_since: dict[str, float] = field(default_factory=dict)
-    """Since when a replica has failed, again and again, to adopt or to offer weights."""
+    """Since when a replica has failed repeatedly to adopt or to offer weights."""
     _retry_at: dict[str, float] = field(default_factory=dict)
     _places: dict[int, dict[str, dict[str, PublishedOffer]]] = field(default_factory=dict)
     """The offers by version, host and holder: the time to find the nearest must not grow with their number."""
@@ -177,6 +177,6 @@ class Publications:
 
 
 def _preferred(offers: Iterable[PublishedOffer], destination: Member, *, with_state: bool) -> PublishedOffer | None:
-    """Return the offer that `destination` had best pull from: of a policy if there is one; names break ties."""
+    """Return the offer that `destination` should pull from: of a policy if there is one; names break ties."""
     fit = [one for one in offers if one.holder != destination.name and (one.is_policy or not with_state)]
     return min(fit, key=lambda offer: (not offer.is_policy, offer.holder)) if fit else None

@@ -32,7 +32,7 @@ from starling.controller.shell.recording.format import (
 log = structlog.get_logger(__name__)
 
 FLUSH_BYTES: Final = 1 << 20
-"""Most bytes that are entry in memory between two ticks."""
+"""Maximum bytes that are entry in memory between two ticks."""
 
 
 class Recorder:

@@ -58,7 +58,7 @@ def save_hf(
         folder: replaced, if it exists.
         weights: by the names of `version_tensors`, copied, because training may change those of `model`. For a model
             with adapters either the adapters, in peft's format, or all weights merged.
-        shard_mb: most MiB of one file of weights.
+        shard_mb: maximum MiB of one file of weights.
 
     Raises:
         ConfigError: as `whole_folder`.
@@ -146,7 +146,7 @@ def export_state(
         options: for fsspec.
         seed: of the run, for weights that are neither in the folder nor in the state.
         ema: write the EMA weights; parameters that are not trained keep their newest values.
-        shard_mb: most MiB of one file.
+        shard_mb: maximum MiB of one file.
 
     Raises:
         ConfigError: no such state, a state of another model or without EMA weights, or `out` cannot be written.
