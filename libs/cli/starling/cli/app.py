@@ -10,7 +10,7 @@ from cyclopts import App, Group, Parameter
 from starling.cli.services import SERVICES, is_installed, missing, run_module
 from starling.common.errors import ConfigError
 
-SUMMARY: Final = "Reinforcement learning for large models: rollouts, rewards, training, and weights on the way."
+SUMMARY: Final = "Reinforcement learning for large models: rollouts, rewards, training and weight synchronisation."
 NOTES: Final = """`starling COMMAND --help` describes one command, `starling settings WORD ...` searches all settings.
 
 Examples:

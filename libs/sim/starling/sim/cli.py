@@ -93,7 +93,7 @@ def _answer(what_if: tuple[str, ...], base: str, seeds: range, picture: Path | N
 
 
 def _line(outcomes: list[SeedResult]) -> str:
-    """Say in one line what became of a mix."""
+    """Return the outcome of a mix of faults in one line."""
     finished = sum(not o.violation for o in outcomes)
     events, cpu_s = sum(o.num_events for o in outcomes), sum(o.cpu_s for o in outcomes)
     simulated_s = sum(o.simulated_s for o in outcomes)

@@ -93,7 +93,7 @@ def _environment() -> Iterator[None]:
 
     These two can be set by the environment only. A user's own choice is kept, except for a threshold equal to UCXX's.
     """
-    with _environment_lock:  # another thread's changes would be taken for the user's, and restored for good
+    with _environment_lock:  # another thread's changes would be taken for the user's, and restored permanently
         before = {name: os.environ.get(name) for name in (_HOOKS, _THRESHOLD)}
         os.environ.setdefault(_HOOKS, "none")
         if before[_THRESHOLD] == _UCXX_THRESHOLD:

@@ -94,7 +94,7 @@ class TimeSharing:
         self._retry_at[member.name] = now + RETRY_S
 
     def may_command(self, member: Member, now: float) -> bool:
-        """Say whether a member can be sent Sleep or Wake: it has not failed one just now."""
+        """Say whether a member can be sent Sleep or Wake: none has failed just now."""
         return now >= self._retry_at.get(member.name, now)
 
     def note_answer(self, member: Member, *, asleep: bool) -> None:

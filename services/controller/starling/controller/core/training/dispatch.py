@@ -1,4 +1,4 @@
-"""Dispatch and commit of steps (stop 8 of the walk), and the states that are saved on the way."""
+"""Dispatch and commit of steps (stop 8 of the walk), and the states that are saved between steps."""
 
 from __future__ import annotations
 

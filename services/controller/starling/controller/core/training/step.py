@@ -79,7 +79,7 @@ class SavedStates:
 
 
 class Training:
-    """The active step, and what carries over from one step to the next."""
+    """The active step, and the values that persist from one step to the next."""
 
     def __init__(self, begin_version: int, sampling: Sampling) -> None:
         """`begin_version`: the version that the run begins with, which has a saved state."""
