@@ -49,7 +49,7 @@ def test_setting_has_a_range(key: str) -> None:
         with pytest.raises(ValueError, match="is out of range"):
             check(key, value)
     for value in (True, "1"):
-        with pytest.raises(ValueError, match="is no number"):
+        with pytest.raises(ValueError, match="is not a number"):
             check(key, value)
 
 

@@ -161,7 +161,7 @@ def test_interrupted_evaluation_group_is_resumed() -> None:
     [
         ((3,), 3, 3, "1 completions of 3 tokens were returned for a group of 2"),
         ((4, -1), 3, 3, "2 completions of 3 tokens"),
-        ((2, 1), 2, 3, "2 tensors and 2 buffers were returned; expected 3 or more of each"),
+        ((2, 1), 2, 3, "2 tensors and 2 buffers were returned; expected 3 or more"),
         ((2, 1), 3, 2, "of 8 bytes was returned with 3 tokens"),
     ],
 )

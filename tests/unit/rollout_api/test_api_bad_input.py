@@ -38,7 +38,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
         "messages[0]: a call in tool_calls is not a function; give {id, type, function: {name, arguments}}",
     ),
     ({"tools": {"a": 1}}, "tools is not a list"),
-    ({"tools": [{"type": "function"}]}, "tools[0] is no function"),
+    ({"tools": [{"type": "function"}]}, "tools[0] is not a function"),
     ({"tool_choice": "required"}, 'tool_choice = "required" is not supported here; the model decides'),
     ({"temperature": -1}, "temperature = -1: give a number from 0 to 100"),
     ({"temperature": "hot"}, 'temperature = "hot": give a number'),
