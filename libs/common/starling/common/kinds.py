@@ -66,7 +66,7 @@ class RunKind:
     feed: Feed
     results: Results
     objective: Objective = "sft"
-    """What its steps of examples learn by."""
+    """The objective of its steps of examples."""
     examples_section: Literal["sft", "preference"] = "sft"
     """The section of the recipe that its steps of examples follow."""
     is_scored: bool = True
@@ -92,7 +92,7 @@ class RunKind:
 
     @property
     def learns_from_examples_only(self) -> bool:
-        """Whether it makes no other steps than those of examples."""
+        """Whether all its steps are steps of examples."""
         return self.feed is Feed.EXAMPLES_ONLY
 
     @property
@@ -153,7 +153,7 @@ class RunKind:
 
     @property
     def only_scores(self) -> bool:
-        """Whether the rewards of its completions are all that it is for."""
+        """Whether its only purpose is to score completions."""
         return self.answers_each_prompt and self.is_scored
 
     def publishes(self, plan: PlannedSteps) -> bool:
