@@ -112,9 +112,7 @@ def _check_faults(faults: str) -> None:
     """Raise ConfigError when a mix of faults has an unknown name."""
     unknown = sorted(set(faults.split(",")) - {*ALL, "all"})
     if unknown:
-        raise ConfigError(
-            f"--faults {unknown[0]} is not a mix of faults; choose from {', '.join(ALL)}, or all"
-        )
+        raise ConfigError(f"--faults {unknown[0]} is not a mix of faults; choose from {', '.join(ALL)}, or all")
 
 
 def _check_numbers(*, replicas: int | None, first_seed: int, **numbers: int | None) -> None:

@@ -105,7 +105,7 @@ class Supervisor:
         return self._interrupts > 0
 
     def stop(self) -> None:
-        """Stop the run in order, as Ctrl-C does."""
+        """Stop the run gracefully, as Ctrl-C does."""
         self._interrupts += 1
 
     def on_poll(self) -> None:
