@@ -1,9 +1,9 @@
-"""Faults from a seed over a real run of the smoke recipe: what is lost, and how soon the run is whole again.
+"""Chaos benchmark: faults drawn from a seed, injected into a run of the smoke recipe; losses and recovery times.
 
     python bench/chaos.py [--quick] [--seed N] [--faults N] [--only controller]
 
-SIGKILL and SIGSTOP of every process, the controller too, a full disk, and a time of day that jumps. Needs root (to
-mount a small disk) and a C compiler (to move a clock that only the run reads).
+SIGKILL and SIGSTOP of every process, the controller included, a full disk, and a jumping wall clock. Needs root (to
+mount a small disk) and a C compiler (for a clock that only the run reads).
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ FAULTS = 50
 
 
 def main(argv: Sequence[str]) -> int:
-    """Strike, judge, and print the figures."""
+    """Parse the command line and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_FAULTS} faults instead of {FAULTS}")
-    parser.add_argument("--seed", type=int, default=0, help="decides the faults and their order")
-    parser.add_argument("--faults", type=int, default=0, help="how many, instead")
-    parser.add_argument("--only", metavar="NAME", help="nothing but kills of this process, to see their times")
-    known = parser.parse_args(argv)
-    num = known.faults or (QUICK_FAULTS if known.quick else FAULTS)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults and their order")
+    parser.add_argument("--faults", type=int, default=0, help="number of faults")
+    parser.add_argument("--only", metavar="NAME", help="only kill this process, to measure its recovery")
+    options = parser.parse_args(argv)
+    num = options.faults or (QUICK_FAULTS if options.quick else FAULTS)
     try:
-        return measure(known.seed, num, known.only)
-    except pytest.skip.Exception as impossible:
-        detail = {"reason": str(impossible), **machine()}
+        return measure(options.seed, num, options.only)
+    except pytest.skip.Exception as skipped:
+        detail = {"reason": str(skipped), **machine()}
         print_figure("chaos", "broken_promises", None, unit="count", goal=0, better="lower", detail=detail)
         return 0
 
 
 def measure(seed: int, num: int, only: str | None) -> int:
-    """Strike `num` faults at one run. Returns 1 when a promise was broken."""
+    """Inject `num` faults into one run. Returns 1 when a guarantee was violated."""
     with tempfile.TemporaryDirectory() as folder:
         with chaos_run(Path(folder)) as run:
             faults = [Kill(only)] * num if only else run.faults(random.Random(seed), num)
             for number, fault in enumerate(faults, start=1):
-                recovery = run.strike(fault)
-                progress(f"{number:3} of {num}: {fault}: whole again after {recovery.seconds:.2f} s")
+                recovery = run.inject(fault)
+                progress(f"{number:3} of {num}: {fault}: recovered after {recovery.seconds:.2f} s")
             history, found = finish(run)
-        num_left = len(run.command.family())
+        num_left = len(run.command.processes())
     for sentence in found:
-        progress(f"broken: {sentence}")
+        progress(f"violated: {sentence}")
     detail = {
         "seed": seed,
         "num_faults": len(run.recoveries),
@@ -80,7 +80,7 @@ def measure(seed: int, num: int, only: str | None) -> int:
 
 
 def report_times(recoveries: Sequence[Recovery]) -> None:
-    """Print how soon a run was whole again, and had made another step, after the SIGKILL of each kind of process."""
+    """Print the time from the SIGKILL of each kind of process until the run is complete and has made another step."""
     for role, goal in (("controller", 5.0), ("policy", None), ("rollout", None), ("reward", None)):
         kills = [r for r in recoveries if isinstance(r.fault, Kill | SetClock) and r.fault.name.startswith(role)]
         seconds = [recovery.seconds for recovery in kills]

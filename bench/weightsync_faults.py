@@ -11,6 +11,7 @@ fault was survived and nothing was leaked.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -21,6 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / 
 from fault_loop import run_faults
 
 REPORT_EVERY = 100
+PRELOADED = (
+    "starling.weightsync.publisher.publisher",
+    "starling.weightsync.puller.puller",
+    "starling.weightsync.layouts.checkpoint",
+    "starling.weightsync.tensors.modules",
+)
+"""Modules that the fork server of the publishers imports once."""
 
 
 def show_progress(done: int) -> None:
@@ -36,6 +44,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random faults")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
     report = run_faults(arguments.num, arguments.seed, show_progress)
     kinds = {
         kind: {"injected": num, "survived": report.survived[kind], **report.outcomes.get(kind, {})}

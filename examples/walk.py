@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from starling.algo.text import decode, encode_prompt
 from starling.cli.model.scratch import make_model_folder
 from starling.cli.recipe.schema import Recipe, load_recipe
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.plan import draw_seed
 from starling.controller.data.prompts import load_prompts
@@ -62,7 +62,7 @@ def walk(recipe: Recipe, folder: Path) -> None:
     scorers = [(s.weight, resolve_scorer(s.name, s.options)) for s in recipe.reward.scorers] if recipe.reward else []
     source, destination = layout_of(version_tensors(policy), "policy-0"), layout_of(engine.tensors(), "rollout-0")
     publisher, puller, plan = Publisher(source, transport="local"), Puller(destination), make_plan(source, destination)
-    buffer = TrainBuffer(num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, max_staleness=0, max_tries=0)
+    buffer = GroupBuffer(num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, max_staleness=0, max_tries=0)
     for step in range(1, rl.num_steps + 1):
         offer = publisher.publish(
             step - 1, version_tensors(policy)
@@ -71,7 +71,7 @@ def walk(recipe: Recipe, folder: Path) -> None:
         puller.switch(engine.tensors())
         assert puller.attest(engine.tensors(), offer) == offer.root
         engine.set_version(offer.version)
-        groups = [buffer.admit(prompts.prompt(buffer.num_admitted)) for _ in range(buffer.free_slots())]  # 1 admit
+        groups = [buffer.admit(prompts.prompt(buffer.num_admitted)) for _ in range(buffer.num_free_slots())]  # 1 admit
         for group in groups:  # 2 dispatch
             buffer.move(group, GroupState.LEASED)
             seed = draw_seed(recipe.run.seed, group.purpose, group.ordinal, group.tries)

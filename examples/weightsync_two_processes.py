@@ -31,7 +31,7 @@ def train(engine: Connection, transport: str) -> None:
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter), alpha=0.01)
             engine.send_bytes(encode(publisher.publish(version, model.state_dict())))
-            engine.recv_bytes()  # a real trainer goes on: who is two versions late pulls a newer one
+            engine.recv_bytes()  # a real trainer continues; a reader that is two versions late pulls a newer one
 
 
 def generate(trainer: Connection) -> None:

@@ -14,14 +14,14 @@ from starling.common.wire import messages as wire
 
 RUN = "run-1"
 DEADLINE_S = 300.0
-"""Far longer than anything here takes on a busy machine: a test that waits this long has failed."""
+"""Deadline of each wait, far longer than any operation here takes on a busy machine."""
 
 M = TypeVar("M")
 Received = tuple[Any, tuple[bytes, ...]]
 
 
 class FakeHub:
-    """A ROUTER without keys. Messages are received while a test waits for one."""
+    """A ROUTER socket without CURVE, read only while a test waits for a message."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -49,7 +49,7 @@ class FakeHub:
         return received
 
     def has_unread(self) -> bool:
-        """Whether a message has arrived that was not received yet."""
+        """Whether there is an unread message."""
         return bool(self._socket.poll(0))
 
     def send(self, name: str, message: wire.Down, buffers: tuple[bytes, ...] = ()) -> None:
@@ -71,7 +71,7 @@ class FakeHub:
     def ask(
         self, name: str, message: Any, answer: type[M], buffers: tuple[bytes, ...] = ()
     ) -> tuple[M, tuple[bytes, ...]]:
-        """Send `name` a command, and return its answer, which must be an `answer`, with its buffers."""
+        """Send a command to `name`; return its answer, which must be of type `answer`, with the buffers."""
         self.send(name, message, buffers)
         return self.answer(name, message.lease, answer)
 
@@ -86,24 +86,24 @@ class FakeHub:
         """Return the next message of `kind` from `name`."""
         return self._await(name, lambda message: isinstance(message, kind))
 
-    def heartbeat(self, name: str, like: Callable[[wire.Heartbeat], bool]) -> wire.Heartbeat:
-        """Return the next heartbeat for which `like` is true."""
-        return self._await(name, lambda message: isinstance(message, wire.Heartbeat) and like(message))[0]  # type: ignore[no-any-return]
+    def heartbeat(self, name: str, matches: Callable[[wire.Heartbeat], bool]) -> wire.Heartbeat:
+        """Return the next heartbeat for which `matches` is true."""
+        return self._await(name, lambda message: isinstance(message, wire.Heartbeat) and matches(message))[0]  # type: ignore[no-any-return]
 
     def _await(self, name: str, matches: Callable[[Any], bool]) -> Any:
         """Return the first message that matches; drops heartbeats and hellos before it."""
         deadline = time.monotonic() + DEADLINE_S
-        others: deque[Received] = deque()
+        other_messages: deque[Received] = deque()
         while True:
             while self._received[name]:
                 received = self._received[name].popleft()
                 if matches(received[0]):
-                    self._received[name].extendleft(reversed(others))
+                    self._received[name].extendleft(reversed(other_messages))
                     return received
                 if not isinstance(received[0], wire.Heartbeat | wire.Hello):
-                    others.append(received)
+                    other_messages.append(received)
             left_s = deadline - time.monotonic()
-            assert left_s > 0, f"{name} did not send it; it sent {others}"
+            assert left_s > 0, f"{name} did not send the expected message, but {other_messages}"
             if self._socket.poll(left_s * 1000):
                 self._receive()
 

@@ -29,7 +29,7 @@ SMALL = {
     "head_dim": 16,
     "tie_word_embeddings": True,
 }
-"""Configuration of a model that is small enough to load at once."""
+"""Configuration of a model that loads immediately."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
@@ -70,7 +70,7 @@ Replica = ForkedReplica | subprocess.Popen[str]
 
 @contextmanager
 def replica(hub: FakeHub, name: str, folder: Path, *flags: str, fresh: bool = False) -> Iterator[Replica]:
-    """A process of the role that `name` begins with; killed at the end if it has not ended."""
+    """Start a replica whose role is the prefix of `name`; kill it at the end if it still runs."""
     role = name.partition("-")[0]
     module = "starling.rollout.shell.teacher" if role == "teacher" else f"starling.{role}.shell.main"
     arguments = ["--name", name, "--controller", hub.address, "--dir", str(folder)]

@@ -29,7 +29,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_model_folder(ScratchSettings(config=SMALL, max_length=4096), folder)
     torch.manual_seed(3)
@@ -37,29 +37,29 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def address(folder: Path) -> dict[str, str]:
-    """Wait for the file that tells the address."""
+def wait_for_address(folder: Path) -> dict[str, str]:
+    """Wait for the address file, and return its content."""
     file, until = folder / "api/rollout-0.json", time.monotonic() + DEADLINE_S
     while not file.is_file():
-        assert time.monotonic() < until, "it never listened"
+        assert time.monotonic() < until, "the server did not start to listen"
         time.sleep(0.05)
     assert file.stat().st_mode & 0o777 == 0o600
-    status: dict[str, str] = json.loads(file.read_text())
-    return status
+    server: dict[str, str] = json.loads(file.read_text())
+    return server
 
 
-def test_api_server_starts_and_ends_with_its_replica(hub: FakeHub, trained: Path, tmp_path: Path) -> None:
-    flags = ("--model.path", str(trained), "--model.device", "cpu", "--rollout.load-weights", "true")
-    own = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
-    with replica(hub, "rollout-0", tmp_path, *flags, *own) as process:
+def test_api_server_starts_and_ends_with_its_replica(hub: FakeHub, trained_model: Path, tmp_path: Path) -> None:
+    flags = ("--model.path", str(trained_model), "--model.device", "cpu", "--rollout.load-weights", "true")
+    api_flags = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
+    with replica(hub, "rollout-0", tmp_path, *flags, *api_flags) as process:
         hello, _ = hub.hello("rollout-0")
         assert hello.version == 0
-        status = address(tmp_path)
-        assert status["api_key"] == "a key of mine"
+        server = wait_for_address(tmp_path)
+        assert server["api_key"] == "a key of mine"
         client = openai.OpenAI(
-            base_url=status["base_url"], api_key=status["api_key"], max_retries=0, timeout=DEADLINE_S
+            base_url=server["base_url"], api_key=server["api_key"], max_retries=0, timeout=DEADLINE_S
         )
-        answer = client.completions.create(model=status["model"], prompt="abc", max_tokens=5)
+        answer = client.completions.create(model=server["model"], prompt="abc", max_tokens=5)
         assert answer.choices[0].starling["versions"] == [{"version": 0, "start": 0, "end": 5}]  # type: ignore[attr-defined]
         assert client.models.retrieve("tiny").starling["version"] == 0  # type: ignore[attr-defined]
 
@@ -81,9 +81,9 @@ def test_api_server_starts_and_ends_with_its_replica(hub: FakeHub, trained: Path
     ],
 )
 def test_invalid_api_address_is_rejected(
-    hub: FakeHub, trained: Path, tmp_path: Path, flags: tuple[str, ...], problem: str
+    hub: FakeHub, trained_model: Path, tmp_path: Path, flags: tuple[str, ...], problem: str
 ) -> None:
-    shared = ("--model.path", str(trained), "--model.device", "cpu", "--rollout.load-weights", "true")
+    shared = ("--model.path", str(trained_model), "--model.device", "cpu", "--rollout.load-weights", "true")
     with replica(hub, "rollout-0", tmp_path, *shared, "--rollout.api.enabled", "true", *flags) as process:
         _, errors = process.communicate(timeout=DEADLINE_S)
         assert process.returncode != 0

@@ -1,4 +1,4 @@
-"""Adapters between processes: only they are transferred, onto base weights that every replica has loaded itself."""
+"""Adapters between processes: only adapters are transferred; every replica loads the base weights itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_weights(model: Path, folder: Path, seed: int) -> Path:
 
 
 def adapter_bytes(base: Path) -> int:
-    """Return the bytes of the adapters of q_proj and down_proj: two factors, and the lengths of the rows."""
+    """Return the bytes of the adapters of q_proj and down_proj: two factors and the magnitudes of DoRA."""
     shapes = [
         tuple(tensor.shape)
         for name, tensor in load_file(base / "model.safetensors").items()

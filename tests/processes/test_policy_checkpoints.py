@@ -1,4 +1,4 @@
-"""When a policy process saves: on command, during steps, at intervals, on SIGUSR1, and before it leaves."""
+"""Saves of a policy process: on command, during steps, at intervals, on SIGUSR1, and before it leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fake_hub import DEADLINE_S, RUN, FakeHub
 from replica_processes import exit_code, replica
-from test_policy_process import FLAGS, refused, step_of, train
+from test_policy_process import FLAGS, failure_reason, step_of, train
 
 from starling.common.observe.process import EXIT_FAILED
 from starling.common.wire import messages as wire
@@ -27,7 +27,7 @@ OPTIONS = {"key": "testing", "secret": "testing"}
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket, the process that serves it, and the flags of a policy that saves there."""
+    """An S3 bucket, its server process, and the flags of a policy that saves to it."""
 
     storage: Storage
     server: subprocess.Popen[str]
@@ -36,7 +36,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket() -> Iterator[Bucket]:
-    """Serve S3 from a process of its own, which can be stopped, with a bucket in it."""
+    """Serve S3 with one bucket from a separate process, which can be suspended."""
     import s3fs
 
     command = [sys.executable, "-m", "moto.server", "-p", "0"]
@@ -55,7 +55,7 @@ def bucket() -> Iterator[Bucket]:
 
 
 def states_of(storage: Storage) -> list[int]:
-    """Return the versions of the whole states."""
+    """Return the versions of the complete states."""
     return [version for version, name in state_versions(storage) if "state.json" in storage.names(name)]
 
 
@@ -74,7 +74,7 @@ def test_policy_saves_to_s3_and_resumes_from_there(hub: FakeHub, model: Path, tm
         order = wire.SaveCheckpoint(lease=hub.lease("save"), step=3, state=True, metrics={"loss": 0.25})
         saved, _ = hub.ask("policy-0", order, wire.CheckpointSaved)
         assert saved.path == f"s3://bucket/runs/{RUN}/states/version-3"
-        assert "config.json" in home.names("checkpoints", "step-2"), "the export came before"
+        assert "config.json" in home.names("checkpoints", "step-2"), "the export was written before"
         policy.kill()
     found = find_state(saved.path, options)
     assert (found.state.run, found.state.next_prompt, found.state.metrics["loss"]) == (RUN, 9, 0.25)
@@ -83,7 +83,7 @@ def test_policy_saves_to_s3_and_resumes_from_there(hub: FakeHub, model: Path, tm
         train(hub, 4, next_prompt=12)
         policy.terminate()
         assert exit_code(policy) == 0
-    assert states_of(states)[:2] == [4, 3], "what it had made it saved before it left"
+    assert states_of(states)[:2] == [4, 3], "the policy saved its last version before it left"
     newest = find_state(states.url(), options)
     assert (newest.state.version, newest.state.next_prompt) == (4, 12)
 
@@ -102,7 +102,7 @@ def test_steps_continue_while_storage_hangs(hub: FakeHub, model: Path, tmp_path:
         wait = hub.heartbeat("policy-0", lambda status: bool(status.waits)).waits[0]
         assert (wait.what, wait.on) == ("the state of version 1 to be written", "storage")
         failed, _ = hub.answer("policy-0", another.lease, wire.LeaseFailed)
-        assert "the state of version 1 is not written after" in failed.reason, "it waits its patience, no more"
+        assert "the state of version 1 is not written after" in failed.reason, "the policy waits at most its timeout"
         bucket.server.send_signal(signal.SIGCONT)
         saved, _ = hub.answer("policy-0", order.lease, wire.CheckpointSaved)
         assert find_state(saved.path, bucket.storage.fs.storage_options).state.version == 1
@@ -122,11 +122,11 @@ def test_saved_state_is_of_the_command_and_failures_are_reported(hub: FakeHub, m
         assert hub.answer("policy-0", leases[1], wire.CheckpointSaved)[0].path.endswith("checkpoints/step-1")
         assert find_state(str(tmp_path)).state.version == 1
         late = wire.SaveCheckpoint(lease=hub.lease("save"), step=1, state=True)
-        assert "step 1 cannot be saved: this policy holds version 2" in refused(hub, late)
+        assert "step 1 cannot be saved: this policy holds version 2" in failure_reason(hub, late)
         (tmp_path / "states" / "version-2").write_text("in the way")
         blocked = wire.SaveCheckpoint(lease=hub.lease("save"), step=2, state=True)
-        assert "states/version-2 is a file: remove it" in refused(hub, blocked)
-        assert find_state(str(tmp_path)).state.version == 1, "the one before is as it was"
+        assert "states/version-2 is a file: remove it" in failure_reason(hub, blocked)
+        assert find_state(str(tmp_path)).state.version == 1, "the previous state is unchanged"
         (tmp_path / "states" / "version-2").unlink()
         policy.terminate()
         assert exit_code(policy) == 0
@@ -187,10 +187,10 @@ def test_policy_with_failed_step_ends_and_resumes_from_its_state(hub: FakeHub, m
         message, buffers = step_of(hub.lease("train"), 3)
         hub.send("policy-0", message, buffers)
         _, errors = policy.communicate(timeout=DEADLINE_S)
-    assert policy.returncode == EXIT_FAILED, "who ends with a mistake in the recipe is not started again"
+    assert policy.returncode == EXIT_FAILED, "a process that fails because of the recipe is not restarted"
     assert "its weights are not a version" in errors
     assert "no second pass" in errors
     assert "Traceback" not in errors
-    assert find_state(str(tmp_path)).state.version == 2, "the state that was being written is whole"
+    assert find_state(str(tmp_path)).state.version == 2, "the state being written is complete"
     with replica(hub, "policy-0", tmp_path, *flags):
         assert hub.hello("policy-0")[0].version == 2

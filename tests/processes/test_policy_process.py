@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def step_of(lease: str, step: int, **fields: Any) -> tuple[wire.TrainStep, tuple[bytes, ...]]:
-    """Return the same step each time: the first ones are supervised."""
+    """Return a deterministic training step; the first `NUM_SFT` steps are supervised."""
     generator = np.random.default_rng(step)
     if step <= NUM_SFT:
         words = ["".join(generator.choice(list("abcdefgh"), 4)) for _ in range(4)]
@@ -53,18 +53,20 @@ def step_of(lease: str, step: int, **fields: Any) -> tuple[wire.TrainStep, tuple
 
 
 def train(hub: FakeHub, step: int, **fields: Any) -> dict[str, float]:
-    """Have a step made, and return its metrics but for those of time."""
+    """Train a step, and return its metrics without times and rates."""
     message, buffers = step_of(hub.lease("train"), step, **fields)
     trained, _ = hub.ask("policy-0", message, wire.StepTrained, buffers)
     assert trained.step == step
-    shares = [value for name, value in trained.metrics.items() if name.startswith("time/") and name.endswith("_share")]
-    assert math.isclose(math.fsum(shares), 1.0, rel_tol=1e-12)
+    time_shares = [
+        value for name, value in trained.metrics.items() if name.startswith("time/") and name.endswith("_share")
+    ]
+    assert math.isclose(math.fsum(time_shares), 1.0, rel_tol=1e-12)
     timed = ("train_s", "tokens_per_s", "tflops")
     return {name: v for name, v in trained.metrics.items() if name not in timed and not name.startswith("time/")}
 
 
 def save(hub: FakeHub, step: int) -> dict[str, str]:
-    """Have a state saved, and return the digests of its files."""
+    """Save a state, and return the digests of its files."""
     message = wire.SaveCheckpoint(lease=hub.lease("save"), step=step, state=True)
     saved, _ = hub.ask("policy-0", message, wire.CheckpointSaved)
     assert saved.state
@@ -118,7 +120,7 @@ def test_replica_that_loses_controller_releases_shared_devices(hub: FakeHub, mod
         hub.next("policy-0", wire.Hello)
         hub.ignores_heartbeats = False
         hub.hello("policy-0")
-        assert refused(hub, wire.PublishWeights(lease=hub.lease("publish"), version=0)) == (
+        assert failure_reason(hub, wire.PublishWeights(lease=hub.lease("publish"), version=0)) == (
             "this policy is asleep: wake it first"
         )
         hub.ask("policy-0", wire.Wake(lease=hub.lease("wake")), wire.Woken)
@@ -127,7 +129,7 @@ def test_replica_that_loses_controller_releases_shared_devices(hub: FakeHub, mod
         assert exit_code(process) == 0
 
 
-def refused(hub: FakeHub, message: Any, buffers: tuple[bytes, ...] = ()) -> str:
+def failure_reason(hub: FakeHub, message: Any, buffers: tuple[bytes, ...] = ()) -> str:
     failed, _ = hub.ask("policy-0", message, wire.LeaseFailed, buffers)
     assert failed.fatal
     return failed.reason
@@ -146,23 +148,25 @@ def test_policy_answers_to_commands(hub: FakeHub, model: Path, tmp_path: Path) -
         assert heartbeat.offered == -1
         offer = publish(hub, 0)
         hub.answer("policy-0", early.lease, wire.StepTrained)
-        assert publish(hub, 0) == offer, "it holds version 1 now, and offers version 0 still"
+        assert publish(hub, 0) == offer, "the policy holds version 1 and still offers version 0"
         heartbeat = hub.heartbeat("policy-0", lambda status: status.version == 1 and not status.waits)
         assert heartbeat.offered == 0
 
         shared, _ = step_of(hub.lease("train"), 2, num_replicas=2, replica=1, num_groups=8)
-        assert "shared by 2 policies, and this policy trains only whole steps" in refused(hub, shared)
+        assert "shared by 2 policies, and this policy trains only whole steps" in failure_reason(hub, shared)
         unknown, _ = step_of(hub.lease("train"), 2, settings={"policy.optimizer.betas": 0.5})
-        assert "policy.optimizer.betas = 0.5 cannot be changed from one step to the next" in refused(hub, unknown)
+        assert "policy.optimizer.betas = 0.5 cannot be changed from one step to the next" in failure_reason(
+            hub, unknown
+        )
         adopt = wire.AdoptWeights(lease=hub.lease("adopt"), version=2, source="policy-1", with_state=True)
-        assert "adopts none from others" in refused(hub, adopt, (b"offer", b"plan"))
+        assert "adopts none from others" in failure_reason(hub, adopt, (b"offer", b"plan"))
         assert train(hub, 2, settings={"policy.sft.optimizer.learning_rate": 0.5})["learning_rate"] == 0.5
         policy.terminate()
         assert exit_code(policy) == 0
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         (("--policy.algorithm.name", "grop"), "there is no algorithm 'grop': give one of grpo, "),
         (
@@ -172,13 +176,13 @@ def test_policy_answers_to_commands(hub: FakeHub, model: Path, tmp_path: Path) -
     ],
 )
 def test_invalid_recipe_is_reported_before_policy_joins(
-    hub: FakeHub, model: Path, tmp_path: Path, flags: tuple[str, ...], said: str
+    hub: FakeHub, model: Path, tmp_path: Path, flags: tuple[str, ...], expected: str
 ) -> None:
     with replica(hub, "policy-0", tmp_path, "--model.path", str(model), *FLAGS, *flags) as policy:
         _, errors = policy.communicate(timeout=DEADLINE_S)
     sentence = errors.splitlines()[-1]
     assert sentence.startswith("starling policy-0: ")
-    assert said in sentence
+    assert expected in sentence
     assert "Traceback" not in errors
     assert policy.returncode == 2
     assert not hub.has_unread()

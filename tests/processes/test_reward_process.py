@@ -1,4 +1,4 @@
-"""The reward process: it reports what it waits for, and ends while a scorer hangs."""
+"""The reward process: its reported waits, and its end while a scorer hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of a rollout process: interrupted, asleep, lost and restarted, and new weights in every mode."""
+"""Life cycle of a rollout's engine: interruption, sleep, loss and restart, and adoption in every mode."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from starling.weightsync.tensors.modules import layout_of
 
 NAME = "rollout-0"
 LONG = 1500
-"""Tokens that take some seconds. The most likely token of these models is never the one that ends a completion."""
+"""Tokens that take some seconds to sample. Greedy completions of these models never end by themselves."""
 ENDLESS = 30_000
-"""More tokens than a lease has time for, or whoever interrupts them needs."""
+"""More tokens than can be sampled before the interruption."""
 FRAGILE = '''
 from pathlib import Path
 
@@ -36,7 +36,7 @@ KILL = Path(__file__).with_name("kill")
 
 
 class Fragile:
-    """The embedded engine, which a file breaks while it runs something, and another one at any time. They go then."""
+    """The embedded engine, lost when the file `kill` appears, or when `break` appears during sampling; removes it."""
 
     def __init__(self, spec):
         self._engine, self._lost = transformers_engine(spec), False
@@ -49,20 +49,20 @@ class Fragile:
         return KILL.exists() or self._lost or self._engine.ready
 
     def wake_up(self):
-        self._look()
+        self._check_files()
         self._engine.wake_up()
 
     def step(self):
-        self._look()
+        self._check_files()
         return self._engine.step()
 
-    def _look(self):
+    def _check_files(self):
         for file, counts in (KILL, True), (BREAK, self._engine.num_running):
             if counts and file.exists():
                 file.unlink()
                 self._lost = True
         if self._lost:
-            raise EngineLostError("somebody broke it")
+            raise EngineLostError("the test broke it")
 '''
 STUCK = '''
 import threading
@@ -93,7 +93,7 @@ HERE = Path(__file__).parent
 
 
 class Slow:
-    """The embedded engine, which takes for ever to start, the `times`th time, and says whether it was ended then."""
+    """The embedded engine, whose start number `times` hangs, and records whether it was interrupted."""
 
     def __init__(self, spec):
         starts = HERE / "starts"
@@ -116,7 +116,7 @@ class Slow:
 
     def step(self):
         if (HERE / "break").exists():
-            raise EngineLostError("somebody broke it")
+            raise EngineLostError("the test broke it")
         return self._engine.step()
 '''
 
@@ -134,8 +134,8 @@ def flags(model: Path, *more: str) -> tuple[str, ...]:
     return ("--model.path", str(model), "--model.device", "cpu", "--rollout.load-weights", "true", *more)
 
 
-def group(hub: FakeHub, max_tokens: int, text: str = "abc>", **more: Any) -> wire.GenerateGroup:
-    """Ask for the two most likely completions, which are the same."""
+def group(hub: FakeHub, max_tokens: int, text: str = "abc>", **fields: Any) -> wire.GenerateGroup:
+    """Return the command for two greedy completions, which are equal."""
     return wire.GenerateGroup(
         lease=hub.lease("generate"),
         purpose="train",
@@ -143,12 +143,12 @@ def group(hub: FakeHub, max_tokens: int, text: str = "abc>", **more: Any) -> wir
         num_completions=2,
         sampling=wire.Sampling(max_tokens=max_tokens, temperature=0.0),
         min_version=0,
-        **more,
+        **fields,
     )
 
 
-def runs(hub: FakeHub) -> None:
-    """Wait until it generates, and has told so."""
+def wait_until_sampling(hub: FakeHub) -> None:
+    """Wait until a heartbeat reports running sequences."""
     hub.heartbeat(NAME, lambda status: status.gauges.get("rows", 0) > 0 and status.gauges["tokens_per_s"] > 0)
 
 
@@ -163,31 +163,33 @@ def test_interrupted_group_resumes_elsewhere_from_its_tokens(hub: FakeHub, model
     exclusive = flags(model, "--rollout.exclusive", "true")
     with replica(hub, NAME, tmp_path, *exclusive) as first:
         hello, _ = hub.hello(NAME)
-        assert hello.version == 0, "it has the weights of the folder"
-        asked = group(hub, ENDLESS)
-        hub.send(NAME, asked)
-        runs(hub)
+        assert hello.version == 0, "the rollout has the weights of the folder"
+        command = group(hub, ENDLESS)
+        hub.send(NAME, command)
+        wait_until_sampling(hub)
         first.terminate()
-        left, buffers = hub.answer(NAME, asked.lease, wire.GroupInterrupted)
-        assert left.temperature == asked.sampling.temperature
-        assert left.reason == "stopped by SIGTERM"
+        interrupted, buffers = hub.answer(NAME, command.lease, wire.GroupInterrupted)
+        assert interrupted.temperature == command.sampling.temperature
+        assert interrupted.reason == "stopped by SIGTERM"
         assert exit_code(first) == 0
-    num = left.partial[0].num_tokens
+    num = interrupted.partial[0].num_tokens
     assert 0 < num < ENDLESS
-    assert [meta.status for meta in left.partial] == [None, None]
-    more = num + 20
+    assert [meta.status for meta in interrupted.partial] == [None, None]
+    num_tokens = num + 20
     with replica(hub, NAME, tmp_path, *exclusive):
         hub.hello(NAME)
-        plain = group(hub, more)
-        _, whole = hub.ask(NAME, plain, wire.GroupGenerated)
-        again = group(hub, more, partial=left.partial, tensors=left.tensors)
-        generated, result = hub.ask(NAME, again, wire.GroupGenerated, buffers)
-        assert [trajectory.num_tokens for trajectory in generated.trajectories] == [more, more]
-        assert result == whole, "to the bit"
+        fresh = group(hub, num_tokens)
+        _, uninterrupted = hub.ask(NAME, fresh, wire.GroupGenerated)
+        resumed = group(hub, num_tokens, partial=interrupted.partial, tensors=interrupted.tensors)
+        generated, result = hub.ask(NAME, resumed, wire.GroupGenerated, buffers)
+        assert [trajectory.num_tokens for trajectory in generated.trajectories] == [num_tokens, num_tokens]
+        assert result == uninterrupted, "the result differs from an uninterrupted one"
         assert arrays(result)[0][:, :num].tolist() == arrays(buffers)[0].tolist()
 
-        bad = group(hub, more, partial=(wire.PartialCompletionMeta(num_tokens=num + 1),) * 2, tensors=left.tensors)
-        failed, _ = hub.ask(NAME, bad, wire.LeaseFailed, buffers)
+        inconsistent = group(
+            hub, num_tokens, partial=(wire.PartialCompletionMeta(num_tokens=num + 1),) * 2, tensors=interrupted.tensors
+        )
+        failed, _ = hub.ask(NAME, inconsistent, wire.LeaseFailed, buffers)
         assert failed.fatal
         assert f"its partial completions have {2 * num + 2} tokens, and buffers of" in failed.reason
 
@@ -195,19 +197,19 @@ def test_interrupted_group_resumes_elsewhere_from_its_tokens(hub: FakeHub, model
 def test_sleeping_rollout_hands_over_its_groups(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     with replica(hub, NAME, tmp_path, *flags(model)) as process:
         hub.hello(NAME)
-        asked = group(hub, ENDLESS)
-        hub.send(NAME, asked)
-        runs(hub)
+        command = group(hub, ENDLESS)
+        hub.send(NAME, command)
+        wait_until_sampling(hub)
         hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
-        left, _ = hub.answer(NAME, asked.lease, wire.GroupInterrupted)
-        assert left.partial[0].num_tokens > 0
+        interrupted, _ = hub.answer(NAME, command.lease, wire.GroupInterrupted)
+        assert interrupted.partial[0].num_tokens > 0
         hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
-        later = group(hub, 4)
-        hub.send(NAME, later)
+        second = group(hub, 4)
+        hub.send(NAME, second)
         status = hub.heartbeat(NAME, lambda status: bool(status.waits))
         assert [wait.what for wait in status.waits] == ["an order to wake up"]
         hub.ask(NAME, wire.Wake(lease=hub.lease("wake")), wire.Woken)
-        hub.answer(NAME, later.lease, wire.GroupGenerated)
+        hub.answer(NAME, second.lease, wire.GroupGenerated)
         process.terminate()
         assert exit_code(process) == 0
 
@@ -219,24 +221,26 @@ def test_replica_that_loses_controller_releases_shared_devices(hub: FakeHub, mod
     hub.welcome = SHARED
     with replica(hub, NAME, tmp_path, *flags(model)) as process:
         hub.hello(NAME)
-        asked = group(hub, ENDLESS)
-        hub.send(NAME, asked)
-        runs(hub)
+        command = group(hub, ENDLESS)
+        hub.send(NAME, command)
+        wait_until_sampling(hub)
         hub.ignores_heartbeats = True
         hub.next(NAME, wire.Hello)
         late = wire.Wake(lease=hub.lease("wake"))
         hub.send(NAME, late)
-        left, _ = hub.answer(NAME, asked.lease, wire.GroupInterrupted)
-        assert left.partial[0].num_tokens > 0
+        interrupted, _ = hub.answer(NAME, command.lease, wire.GroupInterrupted)
+        assert interrupted.partial[0].num_tokens > 0
         hub.ignores_heartbeats = False
         hub.hello(NAME)
-        later = group(hub, 4)
-        hub.send(NAME, later)
+        second = group(hub, 4)
+        hub.send(NAME, second)
         status = hub.heartbeat(NAME, lambda status: bool(status.waits))
         assert [wait.what for wait in status.waits] == ["an order to wake up"]
-        assert late.lease not in {held.lease for held in status.leases}, "it came when it could be anybody's turn"
+        assert late.lease not in {held.lease for held in status.leases}, (
+            "a wake command from before the loss was accepted"
+        )
         hub.ask(NAME, wire.Wake(lease=hub.lease("wake")), wire.Woken)
-        hub.answer(NAME, later.lease, wire.GroupGenerated)
+        hub.answer(NAME, second.lease, wire.GroupGenerated)
         process.terminate()
         assert exit_code(process) == 0
 
@@ -254,29 +258,29 @@ def test_replica_that_cannot_release_shared_devices_ends(hub: FakeHub, model: Pa
 def test_lost_engine_is_restarted(hub: FakeHub, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "fragile.py"
     file.write_text(FRAGILE)
-    own = ("--rollout.engine", f"{file}:Fragile", "--rollout.max-engine-restarts", "1")
-    with replica(hub, NAME, tmp_path, *flags(model, *own)) as process:
+    engine_flags = ("--rollout.engine", f"{file}:Fragile", "--rollout.max-engine-restarts", "1")
+    with replica(hub, NAME, tmp_path, *flags(model, *engine_flags)) as process:
         hub.hello(NAME)
         for times in (1, 2):
-            asked = group(hub, ENDLESS)
-            hub.send(NAME, asked)
-            runs(hub)
+            command = group(hub, ENDLESS)
+            hub.send(NAME, command)
+            wait_until_sampling(hub)
             (tmp_path / "break").touch()
-            left, _ = hub.answer(NAME, asked.lease, wire.GroupInterrupted)
-            assert left.reason == "its engine was lost: somebody broke it"
-            assert left.partial[0].num_tokens > 0
+            interrupted, _ = hub.answer(NAME, command.lease, wire.GroupInterrupted)
+            assert interrupted.reason == "its engine was lost: the test broke it"
+            assert interrupted.partial[0].num_tokens > 0
             if times == 1:
                 hub.ask(NAME, group(hub, 4), wire.GroupGenerated)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 1
         assert errors.splitlines()[-1] == (
             "starling rollout-0: the engine was lost, and restarted 1 times within 600 s already "
-            "(rollout.max_engine_restarts): somebody broke it"
+            "(rollout.max_engine_restarts): the test broke it"
         )
 
 
-def comes(file: Path) -> None:
-    """Wait until there is `file`."""
+def wait_for_file(file: Path) -> None:
+    """Wait until `file` exists."""
     end = time.monotonic() + DEADLINE_S
     while not file.exists():
         assert time.monotonic() < end, file
@@ -292,13 +296,13 @@ def test_stop_during_engine_start_ends_replica(hub: FakeHub, model: Path, tmp_pa
         if times == 2:
             hub.hello(NAME)
             (tmp_path / "break").touch()
-        comes(tmp_path / "starting")
+        wait_for_file(tmp_path / "starting")
         process.terminate()
         assert exit_code(process) == 0
-        assert (tmp_path / "ended").exists(), "whatever it had started it could end"
+        assert (tmp_path / "ended").exists(), "the starting engine was not ended"
         if times == 2:
-            left, _ = hub.next(NAME, wire.Leave)
-            assert left.reason == "stopped by SIGTERM"
+            goodbye, _ = hub.next(NAME, wire.Leave)
+            assert goodbye.reason == "stopped by SIGTERM"
 
 
 def test_engine_lost_before_first_weights_is_restarted(hub: FakeHub, model: Path, tmp_path: Path) -> None:
@@ -306,9 +310,9 @@ def test_engine_lost_before_first_weights_is_restarted(hub: FakeHub, model: Path
     file.write_text(FRAGILE)
     published = version_tensors(load_model(model, init="random", seed=6))
     source = layout_of(published, "policy-0")
-    own = ("--rollout.engine", f"{file}:Fragile", "--rollout.load-weights", "false")
+    engine_flags = ("--rollout.engine", f"{file}:Fragile", "--rollout.load-weights", "false")
     with (
-        replica(hub, NAME, tmp_path, *flags(model), *own),
+        replica(hub, NAME, tmp_path, *flags(model), *engine_flags),
         Publisher(source, transport="tcp", delta_versions=0) as publisher,
     ):
         _, (layout,) = hub.hello(NAME)
@@ -328,14 +332,14 @@ def test_engine_lost_asleep_is_restarted_on_wake(hub: FakeHub, model: Path, tmp_
         hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
         (tmp_path / "kill").touch()
         hub.ask(NAME, wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
-        asked = group(hub, 4)
-        hub.send(NAME, asked)
+        command = group(hub, 4)
+        hub.send(NAME, command)
         status = hub.heartbeat(NAME, lambda status: bool(status.waits))
         assert [wait.what for wait in status.waits] == ["an order to wake up"]
-        assert (tmp_path / "kill").exists(), "nobody touched it"
+        assert (tmp_path / "kill").exists(), "the sleeping engine was used"
         failed, _ = hub.ask(NAME, wire.Wake(lease=hub.lease("wake")), wire.LeaseFailed)
-        assert failed.reason == "somebody broke it"
-        hub.answer(NAME, asked.lease, wire.GroupGenerated)
+        assert failed.reason == "the test broke it"
+        hub.answer(NAME, command.lease, wire.GroupGenerated)
 
 
 def test_failed_pull_in_place_is_reported_and_next_version_adopted(hub: FakeHub, model: Path, tmp_path: Path) -> None:
@@ -345,19 +349,19 @@ def test_failed_pull_in_place_is_reported_and_next_version_adopted(hub: FakeHub,
         _, (layout,) = hub.hello(NAME)
         plan = encode(make_plan(source, decode(Layout, layout)))
         with Publisher(source, transport="tcp", delta_versions=0) as publisher:
-            gone = encode(publisher.publish(1, published))
+            closed_offer = encode(publisher.publish(1, published))
         order = wire.AdoptWeights(lease=hub.lease("adopt"), version=1, source="policy-0")
-        failed, _ = hub.ask(NAME, order, wire.LeaseFailed, (gone, plan))
+        failed, _ = hub.ask(NAME, order, wire.LeaseFailed, (closed_offer, plan))
         assert "WeightsError" in failed.reason
         assert hub.heartbeat(NAME, lambda status: status.version == -1).waits == ()
-        asked = group(hub, 4)
-        hub.send(NAME, asked)
+        command = group(hub, 4)
+        hub.send(NAME, command)
         status = hub.heartbeat(NAME, lambda status: bool(status.waits))
         assert [wait.what for wait in status.waits] == ["an order to adopt version 0 or newer"]
         with Publisher(source, transport="tcp", delta_versions=0) as publisher:
             order = wire.AdoptWeights(lease=hub.lease("adopt"), version=2, source="policy-0")
             hub.ask(NAME, order, wire.WeightsAdopted, (encode(publisher.publish(2, published)), plan))
-        _, result = hub.answer(NAME, asked.lease, wire.GroupGenerated)
+        _, result = hub.answer(NAME, command.lease, wire.GroupGenerated)
         assert set(arrays(result)[2].ravel()) == {2}
 
 
@@ -380,20 +384,20 @@ def test_weights_are_adopted_in_every_mode(hub: FakeHub, model: Path, tmp_path: 
         _, (layout,) = hub.hello(NAME)
         plan = make_plan(source, decode(Layout, layout))
         buffers = (encode(publisher.publish(1, published)), encode(plan))
-        asked = group(hub, LONG if mode == "finish" else ENDLESS)
-        hub.send(NAME, asked)
-        runs(hub)
+        command = group(hub, LONG if mode == "finish" else ENDLESS)
+        hub.send(NAME, command)
+        wait_until_sampling(hub)
         order = wire.AdoptWeights(lease=hub.lease("adopt"), version=1, source="policy-0")
         adopted, _ = hub.ask(NAME, order, wire.WeightsAdopted, buffers)
         assert adopted.mode == {"in place": "recompute"}.get(mode, mode)
         assert (adopted.recomputed_tokens > 0) == (adopted.mode == "recompute")
-        if mode == "in place":  # elsewhere the switch may well take longer than the pull of so small a model
+        if mode == "in place":  # with double buffering the switch may take longer than the pull of so small a model
             assert adopted.pause_s > adopted.pull_s
         if mode != "finish":
-            hub.send(NAME, wire.ReleaseLeases(leases=(asked.lease,)))
+            hub.send(NAME, wire.ReleaseLeases(leases=(command.lease,)))
         else:
             assert adopted.drain_s > 0.0
-            generated, result = hub.answer(NAME, asked.lease, wire.GroupGenerated)
+            generated, result = hub.answer(NAME, command.lease, wire.GroupGenerated)
             assert {trajectory.newest_version for trajectory in generated.trajectories} == {0}
             assert set(arrays(result)[2].ravel()) == {0}
         _, result = hub.ask(NAME, group(hub, 5, "ab>"), wire.GroupGenerated)

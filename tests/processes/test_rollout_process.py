@@ -1,4 +1,4 @@
-"""Rollout processes adopt from the policy and from each other, bit for bit, and end on command."""
+"""Rollout processes that adopt bitwise from the policy and from each other, and end on command."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def order(hub: FakeHub, source: str, offer: bytes, plan: bytes) -> tuple[wire.Ad
     return wire.AdoptWeights(lease=hub.lease("adopt"), version=version, source=source), (offer, plan)
 
 
-def pulled(layout: Layout, offer: bytes, model: Path) -> dict[str, torch.Tensor]:
-    """Pull what is on offer into a model of our own that holds something else, and return its tensors."""
-    mine = version_tensors(load_model(model, init="random", seed=SEED + 1))
-    puller = Puller(layout_of(mine, "test"))
+def pull_tensors(layout: Layout, offer: bytes, model: Path) -> dict[str, torch.Tensor]:
+    """Pull an offer into a local model with other weights, and return its tensors."""
+    tensors = version_tensors(load_model(model, init="random", seed=SEED + 1))
+    puller = Puller(layout_of(tensors, "test"))
     try:
-        puller.pull(decode_offer(offer), make_plan(layout, layout_of(mine, "test")), deadline_s=60.0)
-        puller.switch(mine)
+        puller.pull(decode_offer(offer), make_plan(layout, layout_of(tensors, "test")), deadline_s=60.0)
+        puller.switch(tensors)
     finally:
         puller.close()
-    return mine
+    return tensors
 
 
 def generate(hub: FakeHub, min_version: int) -> wire.GenerateGroup:
@@ -74,7 +74,7 @@ def test_rollout_adopts_from_rollout(hub: FakeHub, model: Path, tmp_path: Path) 
         early = wire.PublishWeights(lease=hub.lease("publish"), version=0)
         failed, _ = hub.ask("rollout-0", early, wire.LeaseFailed)
         assert "this rollout holds no version that it could prove" in failed.reason
-        assert not failed.fatal, "it may hold it soon"
+        assert not failed.fatal, "the failure is temporary"
 
         offers = {"policy-0": publish(hub, "policy-0", 0)}
         for source, name in (("policy-0", "rollout-0"), ("rollout-0", "rollout-1")):
@@ -82,25 +82,25 @@ def test_rollout_adopts_from_rollout(hub: FakeHub, model: Path, tmp_path: Path) 
             adopted, _ = hub.ask(name, *_flat(order(hub, source, offers[source], plan)))
             assert adopted.version == 0
             offers[name] = publish(hub, name, 0)
-            assert publish(hub, name, 0) == offers[name], "the same offer again"
+            assert publish(hub, name, 0) == offers[name], "a repeated command returns the same offer"
             assert adopted.root == decode_offer(offers[source]).root
             assert hub.heartbeat(name, lambda status: status.offered == 0).version == 0
         roots = {name: decode_offer(offer).root for name, offer in offers.items()}
-        assert len(set(roots.values())) == 1, "who holds the same boxes has the same root, whoever it is"
+        assert len(set(roots.values())) == 1, "replicas with the same boxes must have the same root"
 
         expected = version_tensors(load_model(model, init="random", seed=SEED))
         for name, offer in offers.items():
-            found = pulled(layouts[name], offer, model)
+            found = pull_tensors(layouts[name], offer, model)
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[key], value) for key, value in expected.items()), name
 
-        # A group that needs a version which does not come goes back; one that is there is generated.
+        # A group that needs a future version fails; one that needs the present version is generated.
         failed, _ = hub.ask("rollout-1", generate(hub, 5), wire.LeaseFailed)
         assert failed.reason == "an order to adopt version 5 or newer did not come within 0.5 s"
         generated, _ = hub.ask("rollout-1", generate(hub, 0), wire.GroupGenerated)
         assert len(generated.trajectories) == 2
 
-        # The next version reaches one of them; the other is stopped in the midst of a pull from a policy that hangs.
+        # One rollout adopts the next version; the other is terminated during its pull from a suspended policy.
         step, buffers = step_of(hub.lease("train"), 1)
         hub.ask("policy-0", step, wire.StepTrained, buffers)
         offer = publish(hub, "policy-0", 1)
@@ -108,14 +108,14 @@ def test_rollout_adopts_from_rollout(hub: FakeHub, model: Path, tmp_path: Path) 
         adopted, _ = hub.ask("rollout-0", *_flat(order(hub, "policy-0", offer, plan)))
         again = publish(hub, "rollout-0", 1)
         assert decode_offer(again).root == adopted.root == decode_offer(offer).root
-        assert decode_offer(again).root != roots["rollout-0"], "other weights"
+        assert decode_offer(again).root != roots["rollout-0"], "the root of another version must differ"
         policy.send_signal(signal.SIGSTOP)
         message, buffers = order(hub, "policy-0", offer, plan)
         hub.send("rollout-1", message, buffers)
         status = hub.heartbeat("rollout-1", lambda status: bool(status.waits))
         assert [(wait.what, wait.on) for wait in status.waits] == [("the weights of version 1", "policy-0")]
         assert 0.0 < status.waits[0].seconds_left <= 60.0
-        assert status.version == 0, "it generates with what it has"
+        assert status.version == 0, "the rollout keeps its version during the pull"
         for process in (first, second):
             process.terminate()
         assert [exit_code(process) for process in (first, second)] == [0, 0]

@@ -19,7 +19,7 @@ from starling.common.wire import messages as wire
 
 
 @pytest.fixture(scope="module")
-def taught(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher_folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a teacher with weights, and the tokenizer of `model`."""
     folder = tmp_path_factory.mktemp("teachers") / "teacher"
     folder.mkdir()
@@ -31,32 +31,42 @@ def taught(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def teacher(hub: FakeHub, folder: Path, model: Path, taught: Path, *flags: str) -> Iterator[Popen[str]]:
-    given = ["--model.path", str(model), "--teacher.path", str(taught), "--teacher.dtype", "float32", *flags]
-    with replica(hub, "teacher-0", folder, *given) as process:
+def teacher(hub: FakeHub, folder: Path, model: Path, teacher_folder: Path, *flags: str) -> Iterator[Popen[str]]:
+    arguments = [
+        "--model.path",
+        str(model),
+        "--teacher.path",
+        str(teacher_folder),
+        "--teacher.dtype",
+        "float32",
+        *flags,
+    ]
+    with replica(hub, "teacher-0", folder, *arguments) as process:
         yield process
 
 
 def order(hub: FakeHub, ids: list[int], *lengths: int) -> tuple[wire.ScoreTokens, tuple[bytes, ...]]:
-    buffers = tuple(np.array(some, np.int32).tobytes() for some in ([1, 2, 3], ids))
+    buffers = tuple(np.array(values, np.int32).tobytes() for values in ([1, 2, 3], ids))
     tensors = tuple(wire.TensorMeta(dtype="int32", shape=(len(b) // 4,), nbytes=len(b)) for b in buffers)
     lease = hub.lease("teach")
     return wire.ScoreTokens(lease=lease, prompt_id="p", lengths=lengths, temperature=0.5, tensors=tensors), buffers
 
 
-def test_teacher_scores_tokens_and_leaves_when_drained(hub: FakeHub, tmp_path: Path, model: Path, taught: Path) -> None:
-    with teacher(hub, tmp_path, model, taught, "--teacher.top-k", "2", "--teacher.num-slots", "3") as process:
+def test_teacher_scores_tokens_and_leaves_when_drained(
+    hub: FakeHub, tmp_path: Path, model: Path, teacher_folder: Path
+) -> None:
+    with teacher(hub, tmp_path, model, teacher_folder, "--teacher.top-k", "2", "--teacher.num-slots", "3") as process:
         hello, _ = hub.hello("teacher-0")
         assert (hello.role, hello.num_slots, hello.has_layout, hello.version) == ("teacher", 3, False, -1)
-        message, given = order(hub, [4, 5, 6], 2, 1)
-        answer, buffers = hub.ask("teacher-0", message, wire.TokensScored, given)
+        message, prompt_buffers = order(hub, [4, 5, 6], 2, 1)
+        answer, buffers = hub.ask("teacher-0", message, wire.TokensScored, prompt_buffers)
         assert [tensor.name for tensor in answer.tensors] == [
             "teacher_logprobs",
             "teacher_top_ids",
             "teacher_top_logprobs",
         ]
         assert [tensor.shape for tensor in answer.tensors] == [(3,), (3, 2), (3, 2)]
-        plain = AutoModelForCausalLM.from_pretrained(taught)
+        plain = AutoModelForCausalLM.from_pretrained(teacher_folder)
         expected, likeliest = [], []
         for ids in ([4, 5], [6]):
             with torch.no_grad():
@@ -81,10 +91,12 @@ def _with(
     return ordered[0], wire.LeaseFailed, ordered[1]
 
 
-def test_teacher_of_another_vocabulary_does_not_start(hub: FakeHub, tmp_path: Path, model: Path, taught: Path) -> None:
+def test_teacher_of_another_vocabulary_does_not_start(
+    hub: FakeHub, tmp_path: Path, model: Path, teacher_folder: Path
+) -> None:
     settings = ScratchSettings(config={"hidden_size": 16}, alphabet="xyz", max_length=16)
     make_model_folder(settings, tmp_path / "other")
-    with teacher(hub, tmp_path, tmp_path / "other", taught) as process:
+    with teacher(hub, tmp_path, tmp_path / "other", teacher_folder) as process:
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "the teacher must read what the model samples; give a teacher of the same vocabulary" in errors

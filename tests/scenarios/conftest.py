@@ -1,4 +1,4 @@
-"""Scenarios are compared with what their files say, or written anew."""
+"""Option `--regenerate`, which writes the present output into the scenario files."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--regenerate", action="store_true", help="write into the scenarios what happens now")
+    parser.addoption("--regenerate", action="store_true", help="write the present output into the scenario files")

@@ -1,39 +1,40 @@
-"""Language of the scenarios: blocks of events, each with the commands that follow. See README.md."""
+"""Parser and interpreter of the scenario language: blocks of events with the resulting commands; see README.md."""
 
 from __future__ import annotations
 
 import ast
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from scenario_harness import Harness, Replica, Undone
+from scenario_harness import Harness, LostCommands, Replica
 
+from starling.common.kinds import KINDS
 from starling.common.wire import messages as wire
 from starling.controller.core.events import ReplicaDisconnected
-from starling.controller.core.kinds import KINDS
+from starling.controller.core.plan import LeaseTimeouts
 from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
 
-SEPARATOR, UNSEEN = "----", "---- not shown"
+SEPARATOR, HIDDEN = "----", "---- not shown"
 NOTHING = "(nothing)"
 
 
 @dataclass
 class Block:
-    """Some events, and the lines that they lead to."""
+    """Events of a scenario and the output lines that they cause."""
 
     before: list[str] = field(default_factory=list)
-    """Comments."""
+    """Comment lines before the events."""
     events: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     separator: str = SEPARATOR
-    """`UNSEEN` for the way to where the scenario begins, which other scenarios show."""
+    """`HIDDEN` for a preamble whose output other scenarios show."""
 
 
 def parse(text: str) -> list[Block]:
-    """Read a scenario.
+    """Parse a scenario.
 
     Raises:
         ValueError: a block without its separator.
@@ -43,7 +44,7 @@ def parse(text: str) -> list[Block]:
         block, lines = Block(), part.strip().split("\n")
         while lines and lines[0].startswith("#"):
             block.before.append(lines.pop(0))
-        at = next((index for index, line in enumerate(lines) if line in (SEPARATOR, UNSEEN)), None)
+        at = next((index for index, line in enumerate(lines) if line in (SEPARATOR, HIDDEN)), None)
         if lines and at is None:
             raise ValueError(f"the block that begins with {lines[0]!r} has no {SEPARATOR}; put it after the events")
         if at is not None:
@@ -52,8 +53,8 @@ def parse(text: str) -> list[Block]:
     return blocks
 
 
-def written(blocks: list[Block]) -> str:
-    """Write a scenario as it is read."""
+def format_scenario(blocks: list[Block]) -> str:
+    """Return the text of a scenario; the inverse of `parse`."""
     parts = [
         [*block.before, *block.events, *([block.separator, *block.lines] if block.events else [])] for block in blocks
     ]
@@ -61,10 +62,10 @@ def written(blocks: list[Block]) -> str:
 
 
 def play(blocks: list[Block], folder: Path) -> list[Block]:
-    """Feed the events to a controller, and return the blocks with its commands.
+    """Run the events on a controller, and return the blocks with its commands.
 
     Raises:
-        ValueError: a line that is not understood.
+        ValueError: an invalid line.
     """
     harness: Harness | None = None
     played = []
@@ -81,17 +82,19 @@ def play(blocks: list[Block], folder: Path) -> list[Block]:
         shown = lines or [NOTHING] if block.events and block.separator == SEPARATOR else []
         played.append(Block(block.before, block.events, shown, block.separator))
     if harness is not None:
-        harness.arrive()
+        harness.carry_out()
         harness.store.close()
     return played
 
 
 def _begin(folder: Path, rest: str) -> Harness:
-    given = _options(shlex.split(rest))[1]
-    numbers = {key: value if value.islower() else ast.literal_eval(value) for key, value in given.items()}
-    if "kind" in numbers:
-        numbers["kind"] = KINDS[numbers["kind"]]
-    return Harness(folder, numbers.pop("held_out", 2), **numbers)
+    options = _options(shlex.split(rest))[1]
+    plan_fields = {key: value if value.islower() else ast.literal_eval(value) for key, value in options.items()}
+    if "kind" in plan_fields:
+        plan_fields["kind"] = KINDS[plan_fields["kind"]]
+    names = [one.name for one in fields(LeaseTimeouts) if one.name in plan_fields]
+    plan_fields["timeouts"] = LeaseTimeouts(**{name: plan_fields.pop(name) for name in names})
+    return Harness(folder, plan_fields.pop("held_out", 2), **plan_fields)
 
 
 def _options(words: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -103,16 +106,16 @@ def _apply(harness: Harness, event: str) -> list[str]:
     first, *words = shlex.split(event)
     match first:
         case "crash":
-            undone: Any = words[0] if words else ""
-            if undone not in get_args(Undone):
+            lost: Any = words[0] if words else ""
+            if lost not in get_args(LostCommands):
                 raise ValueError(f"{event!r}: a crash leaves things 'unsaid', 'unwritten', or is just a 'crash'")
-            return harness.crashes(undone)
+            return harness.crash(lost)
         case "fetched":
-            return harness.answers()
+            return harness.answer_fetch()
         case "stored":
-            return harness.stored()
+            return harness.report_stored()
         case "stop":
-            return harness.stops(" ".join(words) or "enough")
+            return harness.request_stop(" ".join(words) or "enough")
         case "wait":
             return _wait(harness, float(words[0]), beating="beating" in words)
     verb = VERBS.get(words[0]) if words else None
@@ -120,7 +123,7 @@ def _apply(harness: Harness, event: str) -> list[str]:
         others = "crash, fetched, stored, stop, wait"
         raise ValueError(f"{event!r} is not understood; a replica {', '.join(VERBS)}; or {others}")
     plain, options = _options(words[1:])
-    harness.arrive()
+    harness.carry_out()
     if first.startswith("operator"):
         return verb(harness, Replica(first, options), plain, options)
     if first not in harness.replicas and words[0] != "joins":
@@ -130,14 +133,14 @@ def _apply(harness: Harness, event: str) -> list[str]:
 
 def _wait(harness: Harness, seconds: float, *, beating: bool) -> list[str]:
     if not beating:
-        return harness.waits(seconds)
+        return harness.advance_time(seconds)
     lines, end = [], harness.now + seconds
     while harness.now < end and not harness.ended:
         for replica in list(harness.replicas.values()):
             if replica.is_up:
-                harness.arrive()
+                harness.carry_out()
                 lines += beats(harness, replica, [], {})
-        lines += harness.waits(min(harness.plan.heartbeat_s, end - harness.now))
+        lines += harness.advance_time(min(harness.plan.heartbeat_s, end - harness.now))
     return lines
 
 
@@ -148,65 +151,65 @@ Options = dict[str, str]
 
 
 def joins(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It says hello: as it did before, but for the options."""
+    """The replica sends a hello with its previous options, overridden by `options`."""
     replica.options |= {**dict.fromkeys(words, "yes"), **options}
-    known, role = replica.options, replica.name.rpartition("-")[0]
+    hello_options, role = replica.options, replica.name.rpartition("-")[0]
     replica.is_up, has_layout = True, role in ("policy", "rollout")
-    if role == "policy" or "version" in known:
+    if role == "policy" or "version" in hello_options:
         replica.version = int(options.get("version", max(0, replica.version)))
     hello = wire.Hello(
         role=role,  # type: ignore[arg-type]
-        host=known.get("host", "a"),
+        host=hello_options.get("host", "a"),
         pid=1,
-        num_slots=0 if role == "policy" else int(known.get("slots", 2 if role == "rollout" else 8)),
+        num_slots=0 if role == "policy" else int(hello_options.get("slots", 2 if role == "rollout" else 8)),
         version=replica.version,
         has_layout=has_layout,
-        serves=role == "policy" or "serves" in known,
-        shares_steps="shares" in known,
+        serves=role == "policy" or "serves" in hello_options,
+        shares_steps="shares" in hello_options,
     )
-    return harness.hears(replica.name, hello, *((encoded_layout(replica.name),) if has_layout else ()))
+    return harness.receive(replica.name, hello, *((encoded_layout(replica.name),) if has_layout else ()))
 
 
 def restarts(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """Its process restarts without work, and says hello."""
-    replica.epoch += 1
+    """The replica's process restarts without work, and sends a hello."""
+    replica.incarnation += 1
     replica.version = -1
     replica.held.clear()
     return joins(harness, replica, words, options)
 
 
 def returns(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has lost the controller and found it again: hello, and a heartbeat."""
+    """The replica rejoins after it lost the controller: a hello and a heartbeat."""
     lines = joins(harness, replica, words, options)
-    harness.arrive()
+    harness.carry_out()
     return lines + beats(harness, replica, [], {})
 
 
 def beats(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It reports its leases, or those after 'holding', and its version."""
+    """The replica sends a heartbeat with its version and its leases, or with those after 'holding'."""
     held = list(replica.held)
     if words[:1] == ["holding"]:
         held = [_lease(harness, replica, *word.split(":", 1)) for word in words[1:] if word != "nothing"]
     replica.version = int(options.get("version", replica.version))
     leases = tuple(wire.HeldLease(lease=lease, phase="working") for lease in held)
-    return harness.hears(replica.name, wire.Heartbeat(leases=leases, version=replica.version))
+    return harness.receive(replica.name, wire.Heartbeat(leases=leases, version=replica.version))
 
 
 def dies(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """Its process dies, and with it its connection; 'silently': without closing it, as when a host fails."""
+    """The replica's process dies and its connection closes; 'silently': it stays open, as when a host fails."""
     replica.is_up = False
     replica.held.clear()
     return [] if words == ["silently"] else harness._step(ReplicaDisconnected(harness.now, replica.name))
 
 
 def leaves(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It says goodbye."""
+    """The replica sends a goodbye."""
     replica.is_up = False
-    return harness.hears(replica.name, wire.Leave(reason=" ".join(words) or "drained"))
+    return harness.receive(replica.name, wire.Leave(reason=" ".join(words) or "drained"))
 
 
 def generates(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has generated groups, by the version that it holds."""
+    """The replica has generated groups with the version that it holds."""
     lines = []
     for word in words:
         lease = _lease(harness, replica, "generate", word)
@@ -217,7 +220,7 @@ def generates(harness: Harness, replica: Replica, words: Words, options: Options
 
 
 def interrupts(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It gives groups back, with so many `tokens` of each completion."""
+    """The replica returns interrupted groups with partial completions of `tokens` tokens."""
     lines, version = [], int(options.get("version", replica.version))
     for word in words:
         lease = _lease(harness, replica, "generate", word)
@@ -228,7 +231,7 @@ def interrupts(harness: Harness, replica: Replica, words: Words, options: Option
 
 
 def scores(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has scored groups, each completion with 1, 0, 1, ... or as `rewards` says, where 'none' is a failure."""
+    """The replica has scored groups with rewards 1, 0, 1, ... or with `rewards`, where 'none' is a failure."""
     lines = []
     for word in words:
         lease = _lease(harness, replica, "score", word)
@@ -242,33 +245,33 @@ def scores(harness: Harness, replica: Replica, words: Words, options: Options) -
 
 
 def teaches(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has scored the tokens of groups, with the `top` likeliest tokens besides."""
+    """The teacher has scored the tokens of groups, with the `top` most likely tokens at each position."""
     lines = []
     for word in words:
         lease = _lease(harness, replica, "teach", word)
         command = replica.held.get(lease)
         num = sum(command.lengths) if isinstance(command, wire.ScoreTokens) else harness.plan.group_size
-        lines += harness.teaches(lease, name=replica.name, num_tokens=num, k=int(options.get("top", 0)))
+        lines += harness.scores_tokens(lease, name=replica.name, num_tokens=num, k=int(options.get("top", 0)))
     return lines
 
 
 def trains(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has made a step."""
+    """The policy has trained a step."""
     step = int(words[0])
     replica.version = step
     lease = _lease(harness, replica, "train", words[0])
-    return harness.hears(replica.name, wire.StepTrained(lease=lease, step=step, metrics={}))
+    return harness.receive(replica.name, wire.StepTrained(lease=lease, step=step, metrics={}))
 
 
 def publishes(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has a version on offer."""
+    """The replica has published a version."""
     lease, version = _lease(harness, replica, "publish", words[0]), int(words[0])
     published = wire.WeightsPublished(lease=lease, version=version, publish_s=0.0)
-    return harness.hears(replica.name, published, encoded_offer(version))
+    return harness.receive(replica.name, published, encoded_offer(version))
 
 
 def adopts(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has pulled a version and uses it; 'torn': its weights are not those of the offer."""
+    """The replica has adopted a version; 'torn': its weights are not those of the offer."""
     lease, version = _lease(harness, replica, "adopt", words[0]), int(words[0])
     replica.version = version
     adopted = wire.WeightsAdopted(
@@ -280,25 +283,25 @@ def adopts(harness: Harness, replica: Replica, words: Words, options: Options) -
         size_bytes=16,
         transport="local",
     )
-    return harness.hears(replica.name, adopted)
+    return harness.receive(replica.name, adopted)
 
 
 def saves(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has saved a state that it can continue from."""
+    """The policy has saved a state that it can resume from."""
     saved = wire.CheckpointSaved(
         lease=_lease(harness, replica, "save", words[0]), step=int(words[0]), path="/s", state=True
     )
-    return harness.hears(replica.name, saved)
+    return harness.receive(replica.name, saved)
 
 
 def exports(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It has written the last checkpoint."""
+    """The policy has written the last checkpoint."""
     saved = wire.CheckpointSaved(lease=_lease(harness, replica, "checkpoint", words[0]), step=int(words[0]), path="/c")
-    return harness.hears(replica.name, saved)
+    return harness.receive(replica.name, saved)
 
 
 def fails(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """It cannot do a piece of work, ``generate:t0`` for example; 'for good': no other replica can either."""
+    """The replica reports the failure of a lease such as ``generate:t0``; 'for good': the failure is not retryable."""
     kind, subject = words[0].split(":", 1)
     return harness.fails(
         replica.name, _lease(harness, replica, kind, subject), options.get("reason", "no luck"), fatal="good" in words
@@ -306,13 +309,13 @@ def fails(harness: Harness, replica: Replica, words: Words, options: Options) ->
 
 
 def _lease(harness: Harness, replica: Replica, kind: str, subject: str = "") -> str:
-    """Return the newest lease that a replica was given for this, or the one of the attempt that `subject` names."""
+    """Return the replica's newest lease of this kind and subject, or the one of the attempt in `subject`."""
     if ":" in subject:
         return harness.aliases.long(f"{kind}:{subject}")
-    found = harness.given.get((replica.name, f"{kind}:{subject}"))
-    if found is None:
+    newest = harness.newest_leases.get((replica.name, f"{kind}:{subject}"))
+    if newest is None:
         raise ValueError(f"{replica.name} was never given {kind}:{subject}")
-    return found
+    return newest
 
 
 # --- messages of operators --------------------------------------------------------------------------------------------
@@ -323,26 +326,26 @@ def sets(harness: Harness, replica: Replica, words: Words, options: Options) -> 
     key, text = words
     value = ast.literal_eval(text) if text[:1] in "-.0123456789" else text
     request = options.get("request", f"{key} {text} {harness.now}")
-    return harness.hears(replica.name, wire.ChangeSetting(request=request, key=key, value=value))
+    return harness.receive(replica.name, wire.ChangeSetting(request=request, key=key, value=value))
 
 
 def evaluates(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """An operator wants the newest version evaluated, with so many completions of each prompt."""
+    """An operator requests an evaluation of the newest version, with so many completions of each prompt."""
     num = int(words[0]) if words else 0
     request = wire.RequestEvaluation(request=options.get("request", "evaluate"), num_completions=num)
-    return harness.hears(replica.name, request)
+    return harness.receive(replica.name, request)
 
 
 def asks(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """An operator asks why, or for the status."""
+    """An operator queries the run's waits or its status."""
     about: Any = words[0]
-    text = harness.hears(replica.name, wire.QueryRun(request="ask", about=about))
+    text = harness.receive(replica.name, wire.QueryRun(request="ask", about=about))
     return [line for lines in text for line in lines.split("\n")]
 
 
 def stops(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """An operator wants the run to end in good order."""
-    return harness.hears(replica.name, wire.RequestStop(request="stop", reason=" ".join(words) or "enough"))
+    """An operator requests a stop."""
+    return harness.receive(replica.name, wire.RequestStop(request="stop", reason=" ".join(words) or "enough"))
 
 
 VERBS: dict[str, Callable[[Harness, Replica, Words, Options], list[str]]] = {

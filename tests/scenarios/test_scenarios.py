@@ -1,11 +1,11 @@
-"""Each file of this folder is a scenario: events in, what the controller makes of them out. See README.md."""
+"""Runs every scenario file of this folder and compares the controller's output; see README.md."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from language import Block, parse, play, written
+from language import Block, format_scenario, parse, play
 
 FILES = sorted(Path(__file__).parent.glob("*.txt"))
 
@@ -13,14 +13,14 @@ FILES = sorted(Path(__file__).parent.glob("*.txt"))
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_scenario(file: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     text = file.read_text()
-    played = written(play(parse(text), tmp_path))
+    played = format_scenario(play(parse(text), tmp_path))
     if request.config.getoption("--regenerate", default=False):
         file.write_text(played)
     else:
-        assert text == played, "look at the difference; when it is meant: pytest tests/scenarios --regenerate"
+        assert text == played, "the output has changed; if that is intended: pytest tests/scenarios --regenerate"
 
 
-def test_each_scenario_says_what_it_proves() -> None:
+def test_scenario_begins_with_a_comment() -> None:
     assert FILES
     assert [file.name for file in FILES if not file.read_text().startswith("# ")] == []
 
@@ -35,11 +35,11 @@ def test_each_scenario_says_what_it_proves() -> None:
         ("plan\ncrash politely", "a crash leaves things 'unsaid'"),
     ],
 )
-def test_a_line_that_means_nothing_is_no_event(event: str, problem: str, tmp_path: Path) -> None:
+def test_invalid_event_is_rejected(event: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=problem):
         play([Block(events=event.split("\n"))], tmp_path)
 
 
-def test_a_block_ends_its_events() -> None:
+def test_block_without_separator_is_rejected() -> None:
     with pytest.raises(ValueError, match="has no ----"):
         parse("plan\nrollout-0 joins\n")

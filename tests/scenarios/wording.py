@@ -1,4 +1,4 @@
-"""How a scenario shows what the controller says, writes and notes: one line each, without what would only repeat."""
+"""Lines of a scenario: commands and records as text, without redundant ones."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from starling.controller.core import records
 from starling.controller.core.events import Command, Fetch, FinishRun, Note, Prune, Send, Store, Write
 
 
-def wording(command: Command, aliases: Aliases, sampling: wire.Sampling) -> str | None:
-    """Write a command as one line, or return None when another line says the same.
+def command_line(command: Command, aliases: Aliases, sampling: wire.Sampling) -> str | None:
+    """Return a command as one line, or None when another line shows the same.
 
-    `sampling` is that of the plan: a group is shown with what is otherwise.
+    Groups are shown with the sampling fields that differ from `sampling`, the plan's.
     """
     match command:
         case Send(peer=peer, message=message):
-            return f"{peer} <- {_said(message, aliases, sampling)}"
+            return f"{peer} <- {_message_text(message, aliases, sampling)}"
         case Write(record=record):
-            return f"journal <- {noted(record)}"
+            return f"journal <- {record_text(record)}"
         case Prune(step=step):
             return f"journal: prune {step}"
         case Fetch(step=step):
             return f"journal: fetch {step}"
         case Store(step=step, groups=groups):
-            told = [f"t{group.ordinal}" + (f" ({group.problem})" if group.problem else "") for group in groups]
-            return f"files <- {step}: {' '.join(told)}"
+            group_names = [f"t{group.ordinal}" + (f" ({group.problem})" if group.problem else "") for group in groups]
+            return f"files <- {step}: {' '.join(group_names)}"
         case FinishRun(ok=ok, reason=reason):
             return f"{'done' if ok else 'failed'}: {reason}"
         case Note(kind="left", fields=fields):
@@ -37,8 +37,8 @@ def wording(command: Command, aliases: Aliases, sampling: wire.Sampling) -> str 
             return None
 
 
-def noted(record: records.Record) -> str:
-    """Write a record without what its payload holds."""
+def record_text(record: records.Record) -> str:
+    """Return a record as one line, without its payload."""
     tag = str(record.__struct_config__.tag)
     match record:
         case records.MemberJoined(name=name) | records.MemberLeft(name=name):
@@ -90,16 +90,16 @@ def _numbers(values: tuple[float | None, ...]) -> str:
     return " ".join("none" if value is None else f"{value:g}" for value in values)
 
 
-def _said(message: wire.Down, aliases: Aliases, sampling: wire.Sampling) -> str:
+def _message_text(message: wire.Down, aliases: Aliases, sampling: wire.Sampling) -> str:
     lease = aliases.short(getattr(message, "lease", ""))
     match message:
         case wire.GenerateGroup(purpose="train"):
             drawn = msgspec.structs.replace(message.sampling, seed=sampling.seed)
-            changed = f"{_changed(sampling, drawn)}{_goes_on(message)}"
+            changed = f"{_changed(sampling, drawn)}{_resume_text(message)}"
             return f"{lease} {message.prompt.id} >= v{message.min_version}{changed}"
         case wire.GenerateGroup():
-            goes_on = _goes_on(message)
-            return f"{lease} {message.prompt.id} = v{message.min_version} x{message.num_completions}{goes_on}"
+            resumed = _resume_text(message)
+            return f"{lease} {message.prompt.id} = v{message.min_version} x{message.num_completions}{resumed}"
         case wire.TrainStep():
             return f"{lease} {_step(message)}"
         case wire.AdoptWeights(source=source, with_state=with_state):
@@ -117,7 +117,7 @@ def _said(message: wire.Down, aliases: Aliases, sampling: wire.Sampling) -> str:
             return lease
 
 
-def _goes_on(message: wire.GenerateGroup) -> str:
+def _resume_text(message: wire.GenerateGroup) -> str:
     lengths = "+".join(str(completion.num_tokens) for completion in message.partial)
     return f", goes on from {lengths} tokens" if lengths else ""
 

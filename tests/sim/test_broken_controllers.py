@@ -11,7 +11,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core import machine
 from starling.controller.core.events import Command, Event, Prune, Send, Write
 from starling.controller.core.groups import dispatch, results
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import RewardsStored
@@ -29,7 +29,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def first_violation(mix: str, seeds: Sequence[int] = range(10)) -> str:
-    """Return the first violation under any seed; the test fails when there is none."""
+    """Return the first violation under any of the seeds; fail the test if there is none."""
     for seed in seeds:
         result = run_seed((mix, seed, 0))
         if result.violation:
@@ -38,8 +38,8 @@ def first_violation(mix: str, seeds: Sequence[int] = range(10)) -> str:
 
 
 def one_slot_too_many(patch: pytest.MonkeyPatch) -> None:
-    free_slots = TrainBuffer.free_slots
-    patch.setattr(TrainBuffer, "free_slots", lambda self: free_slots(self) + 1)
+    free_slots = GroupBuffer.num_free_slots
+    patch.setattr(GroupBuffer, "num_free_slots", lambda self: free_slots(self) + 1)
 
 
 def dispatch_to_outdated_rollouts(patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def unproven_versions_are_trusted(patch: pytest.MonkeyPatch) -> None:
 
 
 def groups_are_frozen_out_of_order(patch: pytest.MonkeyPatch) -> None:
-    def freeze_next(self: TrainBuffer, step: int) -> list[Group]:
+    def freeze_next(self: GroupBuffer, step: int) -> list[Group]:
         scored = self.within(GroupState.SCORED)[: self.prompts_per_step]
         if len(scored) == self.prompts_per_step:
             self._unfrozen = [group.ordinal for group in scored]
@@ -74,8 +74,8 @@ def groups_are_frozen_out_of_order(patch: pytest.MonkeyPatch) -> None:
             return scored
         return []
 
-    patch.setattr(TrainBuffer, "is_full", lambda self: True)
-    patch.setattr(TrainBuffer, "freeze_next", freeze_next)
+    patch.setattr(GroupBuffer, "is_full", lambda self: True)
+    patch.setattr(GroupBuffer, "freeze_next", freeze_next)
 
 
 def steps_overtake_publications(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Capacity estimates, and the `starling sim` command."""
+"""Capacity estimates and the `starling sim` command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from starling.cli.main import main
 from starling.common.errors import ConfigError
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.sim.capacity.capacity import Load, measure, parse_load
 
 SMALL = "rollouts=4,rewards=1,slots=2,prompts_per_step=8,group_size=2,response_length=256,step_s=2,steps=6"
@@ -84,8 +84,8 @@ def test_sim_prints_one_line_per_mix(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_sim_prints_a_test_of_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    free_slots = TrainBuffer.free_slots
-    monkeypatch.setattr(TrainBuffer, "free_slots", lambda self: free_slots(self) + 1)
+    free_slots = GroupBuffer.num_free_slots
+    monkeypatch.setattr(GroupBuffer, "num_free_slots", lambda self: free_slots(self) + 1)
     assert main(["sim", "--faults", "calm", "--seeds", "2", "--jobs", "1"]) == 1
     out = capsys.readouterr().out
     assert "calm: 0 of 2 seeds finish" in out

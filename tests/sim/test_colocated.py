@@ -57,10 +57,10 @@ def test_stop_at_any_time_ends_in_order() -> None:
 def test_sides_alternate_and_return_partial_completions() -> None:
     clusters = [SimulatedCluster(colocated(seed, "calm")).run() for seed in SEEDS]
     for cluster in clusters:
-        turns = [note.fields["role"] for note in cluster.host.notes if note.kind == "turn"]
+        changes = [note.fields["role"] for note in cluster.host.notes if note.kind == "turn"]
         least = 2 * cluster.plan.num_steps if cluster.plan.max_staleness == 0 else 2
-        assert len(turns) >= least, "one for the groups of each step, and one for the step"
-        assert all(a != b for a, b in pairwise(turns))
+        assert len(changes) >= least, "one for the groups of each step, and one for the step"
+        assert all(a != b for a, b in pairwise(changes))
     num_interrupted = {cluster.plan.max_staleness: 0 for cluster in clusters}
     for cluster in clusters:
         num_interrupted[cluster.plan.max_staleness] += sum(note.kind == "interrupted" for note in cluster.host.notes)
@@ -68,7 +68,7 @@ def test_sides_alternate_and_return_partial_completions() -> None:
     assert sum(num_interrupted.values()) > 0
 
 
-def violation_of(scenario: Scenario) -> str:
+def run_violation(scenario: Scenario) -> str:
     try:
         SimulatedCluster(scenario).run()
     except Violation as violation:
@@ -91,8 +91,8 @@ def disable_fencing(patch: pytest.MonkeyPatch) -> None:
 
 def test_replicas_without_fencing_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     disable_fencing(monkeypatch)
-    violations = [violation_of(partitioned(seed, "partitions")) for seed in SEEDS]
-    assert any("which is awake" in violation for violation in violations)
+    violations = [run_violation(partitioned(seed, "partitions")) for seed in SEEDS]
+    assert any("wakes while" in violation for violation in violations)
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_controller_that_wakes_too_early_is_detected(
     bug: Callable[[pytest.MonkeyPatch], None], mix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
-    violations = [violation_of(colocated(seed, mix)) for seed in SEEDS]
-    assert any("which is awake" in violation or "while it sleeps" in violation for violation in violations)
+    violations = [run_violation(colocated(seed, mix)) for seed in SEEDS]
+    assert any("wakes while" in violation or "while it sleeps" in violation for violation in violations)

@@ -69,7 +69,7 @@ def test_faults_of_the_mixes_occur() -> None:
     replayed = [cluster.guarantees.num_repeated for cluster in clusters]
     num_returned = [note.fields["num_tokens"] for cluster in clusters for note in cluster.host.notes
                   if note.kind == "interrupted"]  # fmt: skip
-    assert sum(num_returned) > 0, "rollouts that leave in order return their tokens"
+    assert sum(num_returned) > 0, "rollouts that leave gracefully return their tokens"
     assert sum(replayed) > 0, "a restarted policy replays the steps since its saved state"
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of very different speeds: all of them stay busy, and the run takes hardly longer than it must."""
+"""Routing among rollouts of very different speeds: all stay busy, and the run takes close to the ideal time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKLOAD = Workload(tokens=32.0, token_s=0.5, score_s=0.01, step_s=0.5, publish_
 
 
 def scenario_of_speeds(seed: int, *, max_staleness: int, prompts_per_step: int, num_steps: int) -> Scenario:
-    """Return a run that spends nearly all of its time generating."""
+    """Return a scenario that spends nearly all of its time in generation."""
     plan = replace(
         scenario_of(seed).plan,
         num_supervised_steps=0,

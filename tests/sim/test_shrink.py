@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.sim.campaign.shrink import as_test, kind_of, shrink, simplifications, violation_of
 from starling.sim.errors import Violation
 from starling.sim.scenario.faults import CALM, MIXES
@@ -19,8 +19,8 @@ def size_of(scenario: Scenario) -> int:
 
 @pytest.fixture
 def one_slot_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_slots = TrainBuffer.free_slots
-    monkeypatch.setattr(TrainBuffer, "free_slots", lambda self: free_slots(self) + 1)
+    free_slots = GroupBuffer.num_free_slots
+    monkeypatch.setattr(GroupBuffer, "num_free_slots", lambda self: free_slots(self) + 1)
 
 
 @pytest.mark.usefixtures("one_slot_too_many")

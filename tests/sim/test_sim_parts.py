@@ -71,7 +71,7 @@ def generated(key: str) -> records.CompletionsStored:
 
 
 def append_step(journal: SimulatedJournal, step: int, ordinals: tuple[int, ...]) -> None:
-    """Append the records of a step, in another order than its groups are trained in."""
+    """Append the records of a step's groups, in another order than that of training."""
     for ordinal in reversed(ordinals):
         journal.append(generated(f"t{ordinal}"), (b"first",))
         journal.append(generated(f"t{ordinal}"), (b"%d" % ordinal,))

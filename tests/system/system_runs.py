@@ -1,4 +1,4 @@
-"""`starling` commands as a user starts them: real processes, watched from outside, each found again by a mark."""
+"""`starling` commands as a user starts them: real processes, found by a mark in their environment."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ RECIPES = Path(__file__).with_name("recipes")
 MARK = "STARTED_BY_TEST"
 WORDS = [f"{a}{b}{c}" for a in "abcd" for b in "efgh" for c in "ijkl"]
 END_S = 90.0
-"""Within this every command ends, on a busy machine."""
+"""Deadline for any command, on a busy machine."""
 
 
-def workplace(folder: Path, **changes: dict[str, Any]) -> Path:
-    """Make a folder with the tiny recipe and its prompts; `changes` replace keys of the recipe's sections.
+def make_workdir(folder: Path, **changes: dict[str, Any]) -> Path:
+    """Create a working directory with the tiny recipe and its prompts; `changes` override keys of its sections.
 
-    A section that is given as an empty table is left out.
+    An empty table removes a section.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recipe = tomllib.loads((RECIPES / "tiny.toml").read_text())
@@ -50,26 +50,26 @@ def write_prompts(folder: Path, words: list[str]) -> None:
 
 
 class Command:
-    """One `starling` command, in a folder, with its output in files there."""
+    """A `starling` command running in a folder, with its output in files of that folder."""
 
     def __init__(
         self,
         folder: Path,
         *arguments: str,
         name: str = "command",
-        within: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it behind the words `within`, such as ``ip netns exec NAME``, and with more of an `environment`."""
+        """Start it after the words of `prefix`, such as ``ip netns exec NAME``, with more `environment` variables."""
         self.folder, self.mark, self.name = folder, uuid.uuid4().hex, name
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
-        # Without SPT_NOENV the titles of the processes overwrite the place where their environment is read.
-        own = {MARK: self.mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
+        # SPT_NOENV: setproctitle must not overwrite the memory from which /proc shows the environment.
+        variables = {MARK: self.mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
-                [*within, sys.executable, "-m", "starling.cli.main", *arguments],
+                [*prefix, sys.executable, "-m", "starling.cli.main", *arguments],
                 cwd=folder,
-                env={**os.environ, **own, **(environment or {})},
+                env={**os.environ, **variables, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -86,29 +86,29 @@ class Command:
 
     def wait(self, timeout_s: float = END_S) -> int:
         """Return the exit code."""
-        self.until(lambda: self.process.poll() is not None, "the end", timeout_s)
+        self.wait_until(lambda: self.process.poll() is not None, "exit", timeout_s)
         assert self.process.returncode is not None
         return self.process.returncode
 
-    def until(self, happened: Callable[[], Any], what: str, timeout_s: float = END_S) -> None:
-        """Wait until `happened`, at most `timeout_s`, and no longer than the command runs."""
+    def wait_until(self, condition: Callable[[], Any], description: str, timeout_s: float = END_S) -> None:
+        """Wait until `condition` holds, for at most `timeout_s`, and no longer than the command runs."""
         deadline = time.monotonic() + timeout_s
-        while not happened():
-            assert time.monotonic() < deadline, f"{what} did not come within {timeout_s:g} s\n{self.story()}"
+        while not condition():
+            assert time.monotonic() < deadline, f"no {description} within {timeout_s:g} s\n{self.transcript()}"
             ended = self.process.poll() is not None
-            assert not ended or happened(), f"it ended before {what}\n{self.story()}"
+            assert not ended or condition(), f"the command ended before {description}\n{self.transcript()}"
             time.sleep(0.02)
 
-    def until_said(self, *texts: str, timeout_s: float = END_S) -> None:
-        """Wait for texts in the output."""
-        self.until(lambda: all(text in self.output for text in texts), f"saying {texts}", timeout_s)
+    def wait_for_output(self, *texts: str, timeout_s: float = END_S) -> None:
+        """Wait until all `texts` are in the output."""
+        self.wait_until(lambda: all(text in self.output for text in texts), f"output {texts}", timeout_s)
 
     def interrupt(self) -> None:
-        """Press Ctrl-C."""
+        """Send SIGINT, as Ctrl-C does."""
         self.process.send_signal(signal.SIGINT)
 
-    def family(self) -> list[psutil.Process]:
-        """Return every living process that this command started, at whatever remove, and itself."""
+    def processes(self) -> list[psutil.Process]:
+        """Return the living processes among this command and all its descendants."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -118,65 +118,67 @@ class Command:
                 continue
         return found
 
-    def titled(self, title: str) -> psutil.Process:
-        """Return the process of the family that calls itself ``starling: <title>``."""
-        found = [process for process in self.family() if _command_line(process)[:1] == [f"starling: {title}"]]
-        assert len(found) == 1, f"{len(found)} processes are called {title}\n{self.story()}"
+    def process_titled(self, title: str) -> psutil.Process:
+        """Return the process of this command whose title is ``starling: <title>``."""
+        found = [process for process in self.processes() if _command_line(process)[:1] == [f"starling: {title}"]]
+        assert len(found) == 1, f"{len(found)} processes have the title {title}\n{self.transcript()}"
         return found[0]
 
-    def story(self) -> str:
-        """Return all that it said."""
+    def transcript(self) -> str:
+        """Return its exit code and the ends of its stdout and stderr, for error messages."""
         return f"--- {self.name}, code {self.process.poll()}\n{self.output[-4000:]}\n--- errors\n{self.errors[-3000:]}"
 
     def kill(self) -> None:
-        """Kill all of it at once, as when the power fails."""
-        for process in self.family():
+        """Kill all its processes at once, as a power failure does."""
+        for process in self.processes():
             with suppress(psutil.NoSuchProcess):  # gone already with one that was killed before it
                 process.kill()
 
-    def put_down(self) -> None:
-        """Kill what is left, after a test that failed."""
+    def kill_leftovers(self) -> None:
+        """Kill all remaining processes; there are some only after a failed test."""
         self.kill()
         self.process.wait(END_S)
 
 
 @contextmanager
-def started(
+def starling_command(
     folder: Path,
     *arguments: str,
     name: str = "command",
-    within: tuple[str, ...] = (),
+    prefix: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Command]:
-    """Start a command, and see that it leaves nothing behind: no process, no file in /dev/shm."""
+    """Start a command; assert at its end that it leaves no process and no file in /dev/shm."""
     before = shared_memory()
-    command = Command(folder, *arguments, name=name, within=within, environment=environment)
+    command = Command(folder, *arguments, name=name, prefix=prefix, environment=environment)
     try:
         yield command
         command.wait()
-        awaited(lambda: not command.family(), "its processes to be gone", command)
-        awaited(lambda: not _without_owner(shared_memory() - before), "its shared memory to be gone", command)
+        wait_until(lambda: not command.processes(), "the end of its processes", command)
+        wait_until(lambda: not _without_owner(shared_memory() - before), "the removal of its shared memory", command)
     finally:
-        command.put_down()
+        command.kill_leftovers()
 
 
 @contextmanager
 def run(folder: Path, *flags: str) -> Iterator[Command]:
     """`starling run` of the recipe in `folder`."""
-    with started(folder, "run", "tiny.toml", *flags, name="run") as command:
+    with starling_command(folder, "run", "tiny.toml", *flags, name="run") as command:
         yield command
 
 
-def awaited(happened: Callable[[], bool], what: str, command: Command, timeout_s: float = END_S) -> None:
-    """Wait for something that follows from the end of a command."""
+def wait_until(condition: Callable[[], bool], description: str, command: Command, timeout_s: float = END_S) -> None:
+    """Wait until a `condition` holds that follows from the end of `command`."""
     deadline = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}: {command.family()}\n{command.story()}"
+    while not condition():
+        assert time.monotonic() < deadline, (
+            f"waited {timeout_s:g} s for {description}: {command.processes()}\n" + command.transcript()
+        )
         time.sleep(0.05)
 
 
 def _command_line(process: psutil.Process) -> list[str]:
-    """Return the arguments of a process, none of one that has ended meanwhile."""
+    """Return the arguments of a process, or an empty list when it has ended."""
     try:
         return list(process.cmdline())
     except psutil.Error:
@@ -184,12 +186,12 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    """Return the files of /dev/shm, without the semaphores of Python and joblib: nobody's can be told by name."""
+    """Return the files of /dev/shm except semaphores of Python and joblib, whose names do not tell their owner."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "sem.loky-"))}
 
 
 def _without_owner(names: set[str]) -> set[str]:
-    """Return those of `names` that no living process has mapped: others on this machine may use /dev/shm too."""
+    """Return the `names` that no living process has mapped; other programs may use /dev/shm too."""
     for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
         try:
             text = maps.read_text()
@@ -205,15 +207,15 @@ def attempt(folder: Path) -> Path:
 
 
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the lines of a kind in metrics.jsonl, as far as they are written."""
+    """Return the complete lines of one kind in metrics.jsonl."""
     path = attempt(folder) / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [line for line in (json.loads(text) for text in lines if text.endswith("\n")) if line["kind"] == kind]
 
 
 @contextmanager
-def watching(folder: Path) -> Iterator[Callable[[], dict[str, int]]]:
-    """Listen to a run's telemetry, as a second screen would. The function counts the groups in each state."""
+def group_counts(folder: Path) -> Iterator[Callable[[], dict[str, int]]]:
+    """Subscribe to a run's telemetry; yields a function that returns the number of groups in each state."""
     addresses = json.loads((attempt(folder) / "controller.json").read_text())
     watch = TelemetrySubscriber(addresses["telemetry"], attempt(folder) / "keys" / "observer-0.json")
     try:
@@ -223,34 +225,34 @@ def watching(folder: Path) -> Iterator[Callable[[], dict[str, int]]]:
 
 
 def num_steps(folder: Path) -> int:
-    """Return how many steps are made."""
+    """Return the number of completed steps."""
     return len(metrics(folder, "step"))
 
 
 def trained(folder: Path) -> Counter[str]:
-    """Return how often each prompt was trained by reinforcement."""
+    """Return how often each prompt was trained on by reinforcement learning."""
     return Counter(prompt for line in metrics(folder, "trained") for prompt in line["prompts"])
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Return the steps of which there is a whole checkpoint."""
+    """Return the names of the complete checkpoints."""
     found = attempt(folder).glob("checkpoints/*/model.safetensors")
     return sorted(path.parent.name for path in found)
 
 
 def sentence(command: Command) -> str:
-    """Return the one sentence on stderr. It is no traceback, and nothing but the place of a log follows it."""
+    """Return the only sentence on stderr; assert that no traceback and at most an excerpt of a log follows."""
     lines = command.errors.splitlines()
-    assert lines, f"nothing on stderr\n{command.story()}"
-    assert lines[0].startswith("starling: "), command.story()
-    assert all(line.startswith(("  its log: ", "  | ")) for line in lines[1:]), command.story()
-    assert "Traceback" not in command.errors, command.story()
+    assert lines, f"nothing on stderr\n{command.transcript()}"
+    assert lines[0].startswith("starling: "), command.transcript()
+    assert all(line.startswith(("  its log: ", "  | ")) for line in lines[1:]), command.transcript()
+    assert "Traceback" not in command.errors, command.transcript()
     return lines[0].removeprefix("starling: ")
 
 
-def together(*scenarios: Callable[[], None], at_once: int = 3) -> None:
-    """Run scenarios that do not disturb each other at the same time, and raise what failed in any of them."""
-    with ThreadPoolExecutor(at_once) as threads:
+def run_concurrently(*scenarios: Callable[[], None], max_workers: int = 3) -> None:
+    """Run independent scenarios in threads, and raise the errors of all that failed."""
+    with ThreadPoolExecutor(max_workers) as threads:
         futures = [threads.submit(scenario) for scenario in scenarios]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:

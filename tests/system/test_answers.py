@@ -1,4 +1,4 @@
-"""Runs without a policy, and runs without rollouts: evaluated, answered, generated, replayed, and killed on the way."""
+"""Runs without a policy (evaluate, infer, serve, rollout --only) and without rollouts (replay), some of them killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ import tomli_w
 import torch
 from openai import OpenAI
 from safetensors.torch import load_file
-from system_runs import WORDS, Command, attempt, checkpoints, metrics, run, sentence, started, together, workplace
+from system_runs import (
+    WORDS,
+    Command,
+    attempt,
+    checkpoints,
+    make_workdir,
+    metrics,
+    run,
+    run_concurrently,
+    sentence,
+    starling_command,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.cli.model.scratch import make_model_folder
@@ -24,14 +35,14 @@ from starling.cli.recipe.schema import load_recipe
 pytestmark = pytest.mark.system
 
 SYNCHRONOUS = {"rl": {"num_steps": 3, "max_staleness": 0}, "sft": {"num_steps": 0}, "evaluation": {}}
-LONG = "ab" * 20
-"""A prompt that is longer than the tiny model's context."""
+LONG_PROMPT = "ab" * 20
+"""Prompt longer than the tiny model's context."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a tiny model whose weights are wide enough for its answers to differ from prompt to prompt."""
-    place = workplace(tmp_path_factory.mktemp("model"))
+    """Create a tiny model with large initial weights, so that its answers differ between prompts."""
+    place = make_workdir(tmp_path_factory.mktemp("model"))
     settings = load_recipe([place / "tiny.toml"], []).model.scratch
     assert settings is not None
     folder = place / "model"
@@ -43,8 +54,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluation(folder: Path, model: Path, num: int, out: str) -> tuple[str, ...]:
-    """Return the command line that evaluates two tasks on `num` instances."""
+def evaluate_arguments(folder: Path, model: Path, num: int, out: str) -> tuple[str, ...]:
+    """Write two tasks; return the arguments that evaluate them on `num` instances."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, words in (("one", WORDS), ("two", [word[::-1] for word in WORDS])):
         rows = [{"question": f"{word}>", "answer": word[:2]} for word in words]
@@ -55,36 +66,36 @@ def evaluation(folder: Path, model: Path, num: int, out: str) -> tuple[str, ...]
 
 
 def test_evaluate_result_is_independent_of_instances_and_failures(tmp_path: Path, model: Path) -> None:
-    """One instance alone; and three, all of whose processes are killed on the way."""
+    """Compares one instance with three whose processes are all killed before the end."""
 
     def alone() -> None:
         folder = tmp_path / "alone"
-        with started(folder, *evaluation(folder, model, 1, "out")) as command:
-            assert command.wait() == 0, command.story()
+        with starling_command(folder, *evaluate_arguments(folder, model, 1, "out")) as command:
+            assert command.wait() == 0, command.transcript()
         assert "1 shares of the CPU = 1 instances x tp 1" in command.output
         assert "128 prompts x 1 completions = 128 sequences" in command.output
         assert "prompt 128 of 128" in command.output
 
     def killed() -> None:
         folder = tmp_path / "killed"
-        with started(folder, *evaluation(folder, model, 3, "out")) as command:
+        with starling_command(folder, *evaluate_arguments(folder, model, 3, "out")) as command:
             index = folder / "out" / "trajectories" / "index.jsonl"
-            command.until(lambda: index.exists() and index.stat().st_size, "a file")
+            command.wait_until(lambda: index.exists() and index.stat().st_size, "a file")
             command.kill()
             command.wait()
-        assert not (folder / "out" / "answers.jsonl").exists(), "it was killed too late to prove anything"
-        with started(folder, "evaluate", "--resume", "out", name="again") as again:
-            assert again.wait() == 0, again.story()
+        assert not (folder / "out" / "answers.jsonl").exists(), "the run was killed too late to prove anything"
+        with starling_command(folder, "evaluate", "--resume", "out", name="again") as second:
+            assert second.wait() == 0, second.transcript()
         assert sorted(path.name for path in (folder / "out" / "logs").glob("rollout*")) == [
             "rollout-0.log", "rollout-1.log", "rollout-2.log"
         ]  # fmt: skip
 
-    together(alone, killed)
+    run_concurrently(alone, killed)
     answers, others = ((tmp_path / name / "out" / "answers.jsonl").read_bytes() for name in ("alone", "killed"))
     assert answers == others
     lines = [json.loads(line) for line in answers.splitlines()]
     assert [line["id"] for line in lines] == [f"{task}/{row}" for task in ("one", "two") for row in range(64)]
-    assert len({line["completions"][0]["text"] for line in lines}) > 30, "the answers tell the prompts apart"
+    assert len({line["completions"][0]["text"] for line in lines}) > 30, "the answers depend on the prompts"
     summary = json.loads((tmp_path / "alone" / "out" / "summary.json").read_text())
     rewards = [line["completions"][0]["reward"] for line in lines]
     assert summary["reward_mean"] == pytest.approx(sum(rewards) / 128)
@@ -93,60 +104,60 @@ def test_evaluate_result_is_independent_of_instances_and_failures(tmp_path: Path
 
 
 def test_infer_answers_prompts_and_reports_the_one_that_fails(tmp_path: Path, model: Path) -> None:
-    rows = [{"text": "ab>"}, {"text": LONG}, {"text": "cd>"}]
+    rows = [{"text": "ab>"}, {"text": LONG_PROMPT}, {"text": "cd>"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--max-tokens", "4", "--num-completions", "2", "--temperature", "1", "--launch.screen", "plain")
     words = ("infer", "--model", str(model), "prompts.jsonl", "--out", "answers.jsonl")
-    with started(tmp_path, *words, *flags) as command:
-        assert command.wait() == 0, command.story()
+    with starling_command(tmp_path, *words, *flags) as command:
+        assert command.wait() == 0, command.transcript()
     assert "answers to 3 prompts, 1 without any: answers.jsonl" in command.output
     lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [(line["id"], line["text"], len(line["completions"])) for line in lines] == [
-        ("0", "ab>", 2), ("1", LONG, 0), ("2", "cd>", 2)
+        ("0", "ab>", 2), ("1", LONG_PROMPT, 0), ("2", "cd>", 2)
     ]  # fmt: skip
     assert "40 tokens" in lines[1]["problem"]
     assert set(lines[0]["completions"][0]) == {"text", "status", "num_tokens"}, "nothing was scored"
-    again = Command(tmp_path, *words, *flags, name="again")
-    assert again.wait() == 2
-    assert sentence(again).startswith("answers.jsonl exists; give another --out")
+    second = Command(tmp_path, *words, *flags, name="again")
+    assert second.wait() == 2
+    assert sentence(second).startswith("answers.jsonl exists; give another --out")
 
 
 def test_serve_answers_an_openai_client_until_stopped(tmp_path: Path, model: Path) -> None:
-    with started(tmp_path, "serve", "--model", str(model), "--launch.screen", "plain") as command:
-        told = tmp_path / "runs/serve/attempt-1/api/rollout-0.json"
-        command.until(told.exists, "an endpoint")
-        address = json.loads(told.read_text())
+    with starling_command(tmp_path, "serve", "--model", str(model), "--launch.screen", "plain") as command:
+        address_file = tmp_path / "runs/serve/attempt-1/api/rollout-0.json"
+        command.wait_until(address_file.exists, "an endpoint")
+        address = json.loads(address_file.read_text())
         with OpenAI(base_url=address["base_url"], api_key=address["api_key"], timeout=60.0, max_retries=0) as client:
             answer = client.completions.create(model=address["model"], prompt="ab>", max_tokens=4, temperature=0)
         assert answer.choices[0].finish_reason in ("stop", "length")
         assert answer.usage is not None
         assert 0 < answer.usage.completion_tokens <= 4
         command.interrupt()
-        assert command.wait() == 0, command.story()
-    assert "stopping in order: requests in progress get no answer" in command.output
+        assert command.wait() == 0, command.transcript()
+    assert "stopping gracefully: requests in progress get no answer" in command.output
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return what the only run in `folder` has made of the model."""
+    """Return the weights of the only checkpoint of the run in `folder`."""
     [step] = checkpoints(folder)
     return load_file(attempt(folder) / "checkpoints" / step / "model.safetensors")
 
 
 def test_replay_reproduces_the_weights_of_the_recorded_run(tmp_path: Path) -> None:
-    """To the bit: a synchronous run trains its groups in order, by the same versions and draws."""
+    """Bitwise, because a synchronous run trains its groups in order, with the same versions and seeds."""
     first, second = tmp_path / "first", tmp_path / "second"
-    with run(workplace(first, **SYNCHRONOUS, logging={"trajectories": True})) as command:
-        assert command.wait() == 0, command.story()
-    workplace(second, **SYNCHRONOUS)
+    with run(make_workdir(first, **SYNCHRONOUS, logging={"trajectories": True})) as command:
+        assert command.wait() == 0, command.transcript()
+    make_workdir(second, **SYNCHRONOUS)
     (second / "prompts.jsonl").unlink()
     trajectories = attempt(first) / "trajectories"
-    with started(second, "policy", "--replay", str(trajectories), "tiny.toml", name="replay") as command:
-        assert command.wait() == 0, command.story()
+    with starling_command(second, "policy", "--replay", str(trajectories), "tiny.toml", name="replay") as command:
+        assert command.wait() == 0, command.transcript()
     assert "replay: 12 groups = 3 steps x 4 prompts; 3 are trained" in command.output
     assert not list((attempt(second) / "logs").glob("rollout*"))
-    made, again = weights(first), weights(second)
-    assert made.keys() == again.keys()
-    assert all(torch.equal(made[name], again[name]) for name in made)
+    made, replayed = weights(first), weights(second)
+    assert made.keys() == replayed.keys()
+    assert all(torch.equal(made[name], replayed[name]) for name in made)
     prompts = [[line["prompts"] for line in metrics(folder, "trained")] for folder in (first, second)]
     assert prompts[0] == prompts[1]
     assert [line["staleness_max"] for line in metrics(second, "step")] == [0, 0, 0]
@@ -155,14 +166,14 @@ def test_replay_reproduces_the_weights_of_the_recorded_run(tmp_path: Path) -> No
 def test_generate_then_replay_trains_without_rollouts(tmp_path: Path, model: Path) -> None:
     generated, trained = tmp_path / "generated", tmp_path / "trained"
     changes: dict[str, Any] = {**SYNCHRONOUS, "model": {"path": str(model)}}
-    workplace(generated, **changes)
+    make_workdir(generated, **changes)
     drop_scratch(generated)
-    with started(generated, "rollout", "--only", "tiny.toml", name="generate") as command:
-        assert command.wait() == 0, command.story()
+    with starling_command(generated, "rollout", "--only", "tiny.toml", name="generate") as command:
+        assert command.wait() == 0, command.transcript()
     folder = attempt(generated) / "trajectories"
     lines = [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()]
-    told = [(line["step"], line["num_groups"], line["num_usable"]) for line in lines]
-    assert told == [(1, 4, 4), (2, 4, 4), (3, 4, 4)]
+    address_file = [(line["step"], line["num_groups"], line["num_usable"]) for line in lines]
+    assert address_file == [(1, 4, 4), (2, 4, 4), (3, 4, 4)]
     assert "12 in 3 files, 0 of them without an answer" in command.output
     file = msgpack.unpackb((folder / lines[0]["file"]).read_bytes())
     assert (file["format"], file["version"], file["step"]) == ("starling-trajectories", 1, 1)
@@ -175,17 +186,17 @@ def test_generate_then_replay_trains_without_rollouts(tmp_path: Path, model: Pat
         assert (logprobs <= 0).all()
         assert set(versions) == {0}
         assert len(group["rewards"]) == 4
-    workplace(trained, **changes)
+    make_workdir(trained, **changes)
     drop_scratch(trained)
-    with started(trained, "policy", "--replay", str(folder), "tiny.toml", name="replay") as command:
-        assert command.wait() == 0, command.story()
-    assert [line["staleness_max"] for line in metrics(trained, "step")] == [0, 1, 2], "told, and nothing is dropped"
+    with starling_command(trained, "policy", "--replay", str(folder), "tiny.toml", name="replay") as command:
+        assert command.wait() == 0, command.transcript()
+    assert [line["staleness_max"] for line in metrics(trained, "step")] == [0, 1, 2], "stale groups are not dropped"
     before = load_file(model / "model.safetensors")
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trained).items())
 
 
 def drop_scratch(folder: Path) -> None:
-    """Let the recipe have a model's folder instead of one from nothing."""
+    """Remove `[model.scratch]`, so that the recipe uses the model folder."""
     recipe = tomllib.loads((folder / "tiny.toml").read_text())
     del recipe["model"]["scratch"]
     (folder / "tiny.toml").write_text(tomli_w.dumps(recipe))

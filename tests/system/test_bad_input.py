@@ -1,4 +1,4 @@
-"""What a new user gets wrong: one clear sentence each, a non-zero exit, and nothing left behind."""
+"""Mistakes of new users: one clear sentence each, a non-zero exit, and nothing left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from system_runs import attempt, run, sentence, started, together, workplace
+from system_runs import attempt, make_workdir, run, run_concurrently, sentence, starling_command
 
 from starling.cli.main import main
 
@@ -78,64 +78,64 @@ MODEL_MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
 }
 
 
-def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command that must fail at once, and return its one sentence."""
+def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must fail at once, and return its only sentence."""
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("starling: ")
     assert captured.err.count("\n") == 1, captured.err
-    assert not Path("runs").exists(), "an attempt was begun"
+    assert not Path("runs").exists(), "an attempt was created"
     return captured.err
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_bad_recipe_is_refused_in_one_sentence(
+def test_bad_recipe_is_rejected_in_one_sentence(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(workplace(tmp_path))
-    argv, wanted = MISTAKES[mistake]
-    said = refused(argv, capsys)
-    assert all(part in said for part in wanted), said
+    monkeypatch.chdir(make_workdir(tmp_path))
+    argv, expected = MISTAKES[mistake]
+    message = error_of(argv, capsys)
+    assert all(part in message for part in expected), message
 
 
 @pytest.mark.parametrize("mistake", MODEL_MISTAKES)
-def test_unusable_model_is_refused_in_one_sentence(
+def test_unusable_model_is_rejected_in_one_sentence(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(workplace(tmp_path, model={}))
+    monkeypatch.chdir(make_workdir(tmp_path, model={}))
     (tmp_path / "empty").mkdir()
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    argv, wanted = MODEL_MISTAKES[mistake]
-    said = refused(argv, capsys)
-    assert all(part in said for part in wanted), said
+    argv, expected = MODEL_MISTAKES[mistake]
+    message = error_of(argv, capsys)
+    assert all(part in message for part in expected), message
 
 
-def test_misspelt_keys_of_file_and_environment_name_the_nearest(
+def test_misspelt_key_of_file_or_environment_suggests_the_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(workplace(tmp_path, rl={"grop_size": 4}))
-    assert "unknown setting rl.grop_size = 4; did you mean rl.group_size? (in tiny.toml)" in refused(RUN, capsys)
+    monkeypatch.chdir(make_workdir(tmp_path, rl={"grop_size": 4}))
+    assert "unknown setting rl.grop_size = 4; did you mean rl.group_size? (in tiny.toml)" in error_of(RUN, capsys)
     Path("tiny.toml").write_text("[run\n")
-    assert "tiny.toml is not valid TOML" in refused(RUN, capsys)
-    workplace(tmp_path)
+    assert "tiny.toml is not valid TOML" in error_of(RUN, capsys)
+    make_workdir(tmp_path)
     monkeypatch.setenv("STARLING_RL__GROP_SIZE", "4")
-    assert "rl.grop_size = '4'; did you mean rl.group_size? (in the environment)" in refused(RUN, capsys)
+    assert "rl.grop_size = '4'; did you mean rl.group_size? (in the environment)" in error_of(RUN, capsys)
 
 
-def fails(folder: Path, wanted: tuple[str, ...], *flags: str) -> None:
-    """Run a recipe that a started process refuses, and see that nothing came of it."""
-    with run(workplace(folder), *flags) as command:
+def assert_fails(folder: Path, expected: tuple[str, ...], *flags: str) -> None:
+    """Run a recipe that one of the processes rejects; assert its error, and that there is no checkpoint."""
+    with run(make_workdir(folder), *flags) as command:
         assert command.wait() not in (0, 130)
-    said = sentence(command)
-    assert all(part in said for part in wanted), said
+    message = sentence(command)
+    assert all(part in message for part in expected), message
     assert not list(attempt(folder).glob("checkpoints/*"))
 
 
 @pytest.mark.system
-def test_services_refuse_bad_settings_in_one_sentence(tmp_path: Path) -> None:
-    """One sentence that names process, value and remedy; no process and no shared memory is left."""
+def test_services_reject_bad_settings_in_one_sentence(tmp_path: Path) -> None:
+    """The sentence names process, value and remedy; no process and no shared memory is left."""
     (tmp_path / "nothing.jsonl").write_text("")
     (tmp_path / "gap.jsonl").write_text('{"question": "abc", "answer": "cba"}\n{"question": null, "answer": "cba"}\n')
     (tmp_path / "mine.py").write_text("def reward(completion, reference, prompt_text, metadata):\n    return 1.0\n")
@@ -163,19 +163,21 @@ def test_services_refuse_bad_settings_in_one_sentence(tmp_path: Path) -> None:
             "scorer function": (("reward-0", "no 'rewrad' in there; did you mean 'reward'"),
                                 ["--reward.scorers", '[{name = "../mine.py:rewrad"}]']),
         }  # fmt: skip
-        together(*(partial(fails, tmp_path / name, wanted, *flags) for name, (wanted, flags) in cases.items()))
+        run_concurrently(
+            *(partial(assert_fails, tmp_path / name, expected, *flags) for name, (expected, flags) in cases.items())
+        )
 
 
 @pytest.mark.system
 def test_service_without_controller_exits_with_the_reason(tmp_path: Path) -> None:
-    folder = workplace(tmp_path, network={"connect_s": 0.5, "curve": False})
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        address = "tcp://{}:{}".format(*nobody.getsockname())
+    folder = make_workdir(tmp_path, network={"connect_s": 0.5, "curve": False})
+    with socket.create_server(("127.0.0.1", 0)) as silent_server:
+        address = "tcp://{}:{}".format(*silent_server.getsockname())
         arguments = ["--config", "tiny.toml", "--controller", address]
-        with started(folder, "reward", *arguments) as command:
+        with starling_command(folder, "reward", *arguments) as command:
             assert command.wait() == 1
     assert f"the controller at {address} cannot be reached by reward-0" in command.errors
     assert "check the address" in command.errors
-    with started(folder, "reward", *arguments[:-1], "localhost:7") as command:
+    with starling_command(folder, "reward", *arguments[:-1], "localhost:7") as command:
         assert command.wait() == 2
     assert command.errors == "starling reward-0: --controller localhost:7 is not an address; write tcp://host:port\n"

@@ -1,4 +1,4 @@
-"""Every service started by itself, and strangers at the door: the run is not disturbed, and they are told."""
+"""Services started one by one, and replicas with wrong keys or runs, which are rejected without harm to the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from system_runs import Command, started, workplace
+from system_runs import Command, make_workdir, starling_command
 
 from starling.cli.recipe.schema import Recipe
 from starling.common.settings import iter_settings
@@ -23,66 +23,68 @@ pytestmark = pytest.mark.system
 REPLICAS = ("policy-0", "rollout-0", "rollout-1", "reward-0", "reward-1")
 
 
-def starling(folder: Path, *arguments: str) -> str:
-    """Run a command that ends at once, and return its output."""
-    with started(folder, *arguments) as command:
-        assert command.wait() == 0, command.story()
+def run_to_the_end(folder: Path, *arguments: str) -> str:
+    """Run a short command, and return its output."""
+    with starling_command(folder, *arguments) as command:
+        assert command.wait() == 0, command.transcript()
     return command.output
 
 
-def prepared(folder: Path) -> Path:
-    """Make what every service needs: a model folder, keys, and a recipe that names the model."""
-    starling(workplace(folder), "scratch", "tiny.toml", "model")
-    starling(folder, "keys", "make", "run/keys", *REPLICAS)
-    starling(folder, "keys", "make", "others/keys", "rollout-1", "reward-1")
-    workplace(folder, run={"id": "by-hand"}, model={}, network={"connect_s": 15.0}, rl={"num_steps": 8})
+def make_run_folder(folder: Path) -> Path:
+    """Create what every service needs: a model folder, keys, and a recipe that names the model."""
+    run_to_the_end(make_workdir(folder), "scratch", "tiny.toml", "model")
+    run_to_the_end(folder, "keys", "make", "run/keys", *REPLICAS)
+    run_to_the_end(folder, "keys", "make", "others/keys", "rollout-1", "reward-1")
+    make_workdir(folder, run={"id": "by-hand"}, model={}, network={"connect_s": 15.0}, rl={"num_steps": 8})
     text = (folder / "tiny.toml").read_text()
     (folder / "tiny.toml").write_text(text.replace("[model]", '[model]\npath = "model"'))
     return folder
 
 
 def test_services_started_by_hand_train_and_refuse_unknown_keys(tmp_path: Path) -> None:
-    folder, config = prepared(tmp_path), ["--config", "tiny.toml", "--policy.init", "random", "--dir", "run"]
-    own = json.loads((folder / "run/keys/rollout-1.json").read_text())
-    stranger = folder / "others/keys/rollout-1.json"
-    stranger.write_text(json.dumps({**json.loads(stranger.read_text()), "controller_public": own["controller_public"]}))
+    folder, config = make_run_folder(tmp_path), ["--config", "tiny.toml", "--policy.init", "random", "--dir", "run"]
+    own_key = json.loads((folder / "run/keys/rollout-1.json").read_text())
+    stranger_file = folder / "others/keys/rollout-1.json"
+    stranger_file.write_text(
+        json.dumps({**json.loads(stranger_file.read_text()), "controller_public": own_key["controller_public"]})
+    )
     with ExitStack() as stack:
-        controller = stack.enter_context(started(folder, "controller", *config, name="controller"))
-        controller.until((folder / "run/controller.json").exists, "its address")
+        controller = stack.enter_context(starling_command(folder, "controller", *config, name="controller"))
+        controller.wait_until((folder / "run/controller.json").exists, "its address")
         address = json.loads((folder / "run/controller.json").read_text())["address"]
 
         def start(role: str, *more: str, name: str) -> Command:
             arguments = [role, *config, "--controller", address, *more]
-            return stack.enter_context(started(folder, *arguments, name=name))
+            return stack.enter_context(starling_command(folder, *arguments, name=name))
 
-        # All at once, and before the policy, so that they are there while the run goes on.
-        key_of_another = start("reward", "--name", "reward-1", "--key", "run/keys/reward-0.json", name="key of another")
+        # All are started before the policy, so that they connect while the run is in progress.
+        other_replica = start("reward", "--name", "reward-1", "--key", "run/keys/reward-0.json", name="key of another")
         wrong_run = start("reward", "--name", "reward-1", "--run.id", "yesterday", name="wrong run")
-        wrong_key = start("rollout", "--name", "rollout-1", "--key", str(stranger), name="wrong key")
+        unknown_key = start("rollout", "--name", "rollout-1", "--key", str(stranger_file), name="wrong key")
         other_run = start("reward", "--name", "reward-1", "--key", "others/keys/reward-1.json", name="key of a run")
-        wrong_key.wait()
+        unknown_key.wait()
         services = [start(role, name=f"{role}-0") for role in ("reward", "rollout", "policy")]
-        assert controller.wait() == 0, controller.story()
-        assert [service.wait() for service in services] == [0, 0, 0], [service.story() for service in services]
-    assert key_of_another.process.returncode == 2
-    assert "key file run/keys/reward-0.json was made for reward-0, and this is reward-1" in key_of_another.errors
-    assert wrong_key.process.returncode == 1
-    assert f"the controller at {address} refuses the key of rollout-1; use the key file that was" in wrong_key.errors
+        assert controller.wait() == 0, controller.transcript()
+        assert [service.wait() for service in services] == [0, 0, 0], [service.transcript() for service in services]
+    assert other_replica.process.returncode == 2
+    assert "key file run/keys/reward-0.json was made for reward-0, not for reward-1" in other_replica.errors
+    assert unknown_key.process.returncode == 1
+    assert f"the controller at {address} refuses the key of rollout-1; use the key file that was" in unknown_key.errors
     assert wrong_run.process.returncode == 1
     assert "the controller refuses reward-1: this is run by-hand, not yesterday" in wrong_run.errors
     assert other_run.process.returncode == 1
     assert "cannot be reached by reward-1" in other_run.errors
     assert "that the key file was made for this run" in other_run.errors
     assert "refused an unknown key" in controller.errors
-    assert "Traceback" not in "".join(command.errors for command in (key_of_another, wrong_key, wrong_run, other_run))
+    assert "Traceback" not in "".join(command.errors for command in (other_replica, unknown_key, wrong_run, other_run))
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 12))
     assert {line["replica"] for line in lines if line["kind"] == "joined"} == {"policy-0", "rollout-0", "reward-0"}
     assert (folder / "run/checkpoints/step-11/model.safetensors").exists()
 
 
-def test_every_setting_is_shown() -> None:
-    """`starling settings` shows all of them, and the help of a service its own."""
+def test_settings_and_help_show_every_setting() -> None:
+    """`starling settings` lists all settings, and `--help` of a service those of the service."""
     done = subprocess.run(
         [sys.executable, "-m", "starling.cli.main", "settings"], capture_output=True, text=True, timeout=60, check=True
     )
@@ -103,7 +105,7 @@ def help_of(command: str) -> str:
     return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-LEAN = """
+LIST_HEAVY_IMPORTS = """
 import sys
 from starling.reward.shell.main import main
 code = main(["--config", "tiny.toml", "--controller", "tcp://127.0.0.1:9"])
@@ -112,18 +114,18 @@ print(code, heavy)
 """
 
 
-def test_the_reward_service_runs_without_torch(tmp_path: Path) -> None:
-    """It finds nobody at that address, after it has done all that a reward service does before its first command."""
-    workplace(tmp_path, network={"connect_s": 0.3, "curve": False})
+def test_reward_service_imports_no_torch(tmp_path: Path) -> None:
+    """The service initialises completely, and fails only because nothing listens at the controller's address."""
+    make_workdir(tmp_path, network={"connect_s": 0.3, "curve": False})
     done = subprocess.run(
-        [sys.executable, "-c", LEAN], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", LIST_HEAVY_IMPORTS], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
     )
     assert "ready" in done.stderr
     assert done.stdout == "1 []\n"
 
 
-def test_dry_run_prints_the_arithmetic_and_starts_nothing(tmp_path: Path) -> None:
-    said = starling(workplace(tmp_path), "run", "tiny.toml", "--dry-run", "--rl.max-staleness", "2")
+def test_dry_run_prints_arithmetic_and_starts_nothing(tmp_path: Path) -> None:
+    output = run_to_the_end(make_workdir(tmp_path), "run", "tiny.toml", "--dry-run", "--rl.max-staleness", "2")
     for line in (
         "# supervised: 3 steps x 4 examples = 12 examples",
         "# a step: 4 prompts x 4 completions = 16 sequences, at most 96 sampled tokens",
@@ -131,6 +133,6 @@ def test_dry_run_prints_the_arithmetic_and_starts_nothing(tmp_path: Path) -> Non
         "# the run: 6 steps x 4 prompts = 24 groups",
         "parameters x 4 bytes = ",
     ):
-        assert line in said, said
-    assert "max_staleness = 2" in said
+        assert line in output, output
+    assert "max_staleness = 2" in output
     assert not (tmp_path / "runs").exists()

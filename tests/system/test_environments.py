@@ -1,4 +1,4 @@
-"""Environments in whole runs: what the page says works as it stands, and what goes wrong costs only what it is of."""
+"""Environments in whole runs: the examples of the documentation work verbatim, and an error costs only its group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from system_runs import WORDS, Command, attempt, checkpoints, metrics, run, together, trained, workplace, write_prompts
+from system_runs import (
+    WORDS,
+    Command,
+    attempt,
+    checkpoints,
+    make_workdir,
+    metrics,
+    run,
+    run_concurrently,
+    trained,
+    write_prompts,
+)
 
 pytestmark = pytest.mark.system
 
@@ -22,33 +33,33 @@ SCRATCH = {
 }
 FEW = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "max_staleness": 0}
 ALL = {"algorithm": {"skip_zero_advantage": False}}
-"""So that every sampled token is trained, and tells how far policy and rollout are apart."""
+"""Trains every sampled token, so that the mismatch metrics cover all of them."""
 
 
-def blocks() -> dict[str, str]:
-    """Return the files that the page shows, by the names in their first lines."""
+def page_files() -> dict[str, str]:
+    """Return the files in the page's code blocks, by the names in their first lines."""
     return dict(re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 
 
-def place(folder: Path, name: str, **changes: dict[str, Any]) -> Path:
-    """Make a workplace with the files of the page that are called `name`, and its part of a recipe."""
-    shown = tomllib.loads(blocks()[f"{name}.toml"])
+def make_page_workdir(folder: Path, name: str, **changes: dict[str, Any]) -> Path:
+    """Create a working directory with the page's environment `name` and its sections of a recipe."""
+    page_sections = tomllib.loads(page_files()[f"{name}.toml"])
     sections = {
         "sft": {"num_steps": 0},
         "rl": FEW,
         "evaluation": {},
         "data": {"held_out": 0},
         "policy": ALL,
-        **shown,
+        **page_sections,
         **changes,
     }
-    workplace(folder, **sections)
-    (folder / f"{name}.py").write_text(blocks()[f"{name}.py"])
+    make_workdir(folder, **sections)
+    (folder / f"{name}.py").write_text(page_files()[f"{name}.py"])
     return folder
 
 
-def scratch(folder: Path) -> None:
-    """Give the recipe's model an alphabet for what is said, and a chat template."""
+def set_up_model(folder: Path) -> None:
+    """Give the recipe's model the alphabet of the conversations, and a chat template."""
     import tomli_w
 
     path = folder / "tiny.toml"
@@ -57,30 +68,30 @@ def scratch(folder: Path) -> None:
     path.write_text(tomli_w.dumps(recipe))
 
 
-def finished(folder: Path) -> Command:
-    scratch(folder)
+def run_to_the_end(folder: Path) -> Command:
+    set_up_model(folder)
     with run(folder) as command:
-        assert command.wait(180) == 0, command.story()
+        assert command.wait(180) == 0, command.transcript()
     return command
 
 
-def reinforced(folder: Path) -> list[dict[str, Any]]:
+def rl_steps(folder: Path) -> list[dict[str, Any]]:
     return [line for line in metrics(folder, "step") if line["phase"] == "rl"]
 
 
-def masks_are_exact(folder: Path) -> None:
-    """The policy finds the probabilities that the rollout told, at just as many tokens as were sampled."""
-    for line in reinforced(folder):
+def assert_masks_are_exact(folder: Path) -> None:
+    """Assert that exactly the sampled tokens are trained, with the log-probabilities that the rollout reported."""
+    for line in rl_steps(folder):
         num = FEW["prompts_per_step"] * FEW["group_size"]
         assert line["num_trained_tokens"] == line["num_tokens"] == pytest.approx(line["completion_tokens_mean"] * num)
         assert line["mismatch_max"] < 1e-3
         assert line["reward_min"] <= line["reward_mean"] <= line["reward_max"]
 
 
-def an_environment_of_ones_own(folder: Path) -> None:
-    place(folder, "guessing", data={"held_out": 0, "format": ""})
-    finished(folder)
-    masks_are_exact(folder)
+def custom_environment(folder: Path) -> None:
+    make_page_workdir(folder, "guessing", data={"held_out": 0, "format": ""})
+    run_to_the_end(folder)
+    assert_masks_are_exact(folder)
     steps = metrics(folder, "step")
     assert len(steps) == 4
     assert all(1.0 <= line["env/guesses"] <= 3.0 and line["turns_mean"] == line["env/guesses"] for line in steps)
@@ -90,9 +101,9 @@ def an_environment_of_ones_own(folder: Path) -> None:
     assert checkpoints(folder) == ["step-4"]
 
 
-def tools(folder: Path) -> None:
-    """After a warm-up that teaches the call, the model is answered."""
-    place(
+def tools_environment(folder: Path) -> None:
+    """After supervised steps on tool calls, the model's calls are answered."""
+    make_page_workdir(
         folder,
         "calculator",
         sft={"num_steps": 60, "examples_per_step": 9},
@@ -102,19 +113,19 @@ def tools(folder: Path) -> None:
     rows = [{"question": "x", "answer": f"{a}+{b}"} for a in range(3) for b in range(3)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "calculator.py").write_text(
-        blocks()["calculator.py"].replace('text.startswith("=")', "True")  # the prompt has it
+        page_files()["calculator.py"].replace('text.startswith("=")', "True")  # the prompt has it
     )
-    finished(folder)
-    masks_are_exact(folder)
-    steps = reinforced(folder)
+    run_to_the_end(folder)
+    assert_masks_are_exact(folder)
+    steps = rl_steps(folder)
     assert len(steps) == 4
-    assert sum(line["env/tool_calls"] for line in steps) > 0, "it has learnt to call"
+    assert sum(line["env/tool_calls"] for line in steps) > 0, "the model has learnt to call tools"
     assert sum(line["env/tool_errors"] for line in steps) == 0
     rows = [json.loads(line) for line in (attempt(folder) / "samples.jsonl").read_text().splitlines()]
     assert any("<tool_response>" in row["completion"] for row in rows)
 
 
-WRONG = """
+FAILING = """
 import time
 
 from starling.rollout.env.base import Episode
@@ -136,9 +147,9 @@ async def play(episode: Episode, *, raises: str, hangs: str, blocks: str) -> flo
 """
 
 
-def what_goes_wrong_costs_what_it_is_of(folder: Path) -> None:
+def environment_errors_drop_their_groups(folder: Path) -> None:
     options = {"raises": WORDS[0], "hangs": WORDS[1]}
-    workplace(
+    make_workdir(
         folder,
         sft={"num_steps": 0},
         rl={"num_steps": 9, "prompts_per_step": 4, "group_size": 4, "max_tries": 1},
@@ -146,18 +157,18 @@ def what_goes_wrong_costs_what_it_is_of(folder: Path) -> None:
         data={"held_out": 0},
         reward={"scorers": [{"name": "environment"}]},
         rollout={
-            "environment": {"kind": "wrong.py:play", "timeout_s": 5.0, "options": {**options, "blocks": WORDS[2]}}
+            "environment": {"kind": "failing.py:play", "timeout_s": 5.0, "options": {**options, "blocks": WORDS[2]}}
         },
     )
-    (folder / "wrong.py").write_text(WRONG)
+    (folder / "failing.py").write_text(FAILING)
     write_prompts(folder, WORDS[:39])
-    finished(folder)
+    run_to_the_end(folder)
     dropped = {line["prompt"].rpartition("/")[2]: line for line in metrics(folder, "discarded")}
     assert {"0", "1", "2"} <= set(dropped)
-    said = {row: line["reason"] for row, line in dropped.items()}
-    assert f"the environment raised LookupError: nothing is known of {WORDS[0]}" in said["0"]
-    assert "the environment took longer than 5 s" in said["1"]
-    assert "could not be stopped: it must not block" in said["2"]
+    reasons = {row: line["reason"] for row, line in dropped.items()}
+    assert f"the environment raised LookupError: nothing is known of {WORDS[0]}" in reasons["0"]
+    assert "the environment took longer than 5 s" in reasons["1"]
+    assert "could not be stopped: it must not block" in reasons["2"]
     assert {line["status"] for line in dropped.values()} == {"env_error"}
     assert not {f"train/0/{row}" for row in dropped} & set(trained(folder))
     assert checkpoints(folder) == ["step-9"]
@@ -178,8 +189,8 @@ async def play(episode: Episode) -> float:
 """
 
 
-def a_rollout_that_leaves_loses_no_prompt(folder: Path) -> None:
-    workplace(
+def terminated_rollout_loses_no_prompt(folder: Path) -> None:
+    make_workdir(
         folder,
         launch={"num_rollouts": 2},
         sft={"num_steps": 0},
@@ -191,17 +202,17 @@ def a_rollout_that_leaves_loses_no_prompt(folder: Path) -> None:
     )
     (folder / "slow.py").write_text(SLOW)
     write_prompts(folder, WORDS[:40])
-    scratch(folder)
+    set_up_model(folder)
     with run(folder) as command:
-        command.until(lambda: len(metrics(folder, "step")) >= 2, "two steps", 180)
-        command.titled("rollout-0").terminate()
-        assert command.wait(180) == 0, command.story()
+        command.wait_until(lambda: len(metrics(folder, "step")) >= 2, "two steps", 180)
+        command.process_titled("rollout-0").terminate()
+        assert command.wait(180) == 0, command.transcript()
     assert trained(folder) == {f"train/0/{row}": 1 for row in range(40)}
-    assert metrics(folder, "discarded") == [], "what it gave back has not failed"
+    assert metrics(folder, "discarded") == [], "groups that the rollout gave back have not failed"
 
 
-def bad_settings_are_refused(folder: Path) -> None:
-    workplace(folder, rollout={"environment": {"kind": "tool"}})
+def bad_settings_are_rejected(folder: Path) -> None:
+    make_workdir(folder, rollout={"environment": {"kind": "tool"}})
     with run(folder) as command:
         assert command.wait() != 0
     assert "rollout.environment.kind is 'tool': did you mean 'tools'" in command.output + command.errors
@@ -209,10 +220,10 @@ def bad_settings_are_refused(folder: Path) -> None:
 
 def test_environments_train_and_recover(tmp_path: Path) -> None:
     scenarios = (
-        an_environment_of_ones_own,
-        tools,
-        what_goes_wrong_costs_what_it_is_of,
-        a_rollout_that_leaves_loses_no_prompt,
-        bad_settings_are_refused,
+        custom_environment,
+        tools_environment,
+        environment_errors_drop_their_groups,
+        terminated_rollout_loses_no_prompt,
+        bad_settings_are_rejected,
     )
-    together(*(partial(one, tmp_path / one.__name__) for one in scenarios), at_once=2)
+    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios), max_workers=2)

@@ -1,4 +1,4 @@
-"""The examples that stand alone do what they say."""
+"""Examples that run standalone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-eval evaluates a model through its endpoint: what it finds is what a forward pass of the model says."""
+"""lm-eval evaluates a model through its endpoint; its results equal those of forward passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from system_runs import Command, awaited, started
+from system_runs import Command, starling_command, wait_until
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
@@ -44,7 +44,7 @@ doc_to_choice: "{{choices}}"
 doc_to_target: label
 target_delimiter: ""
 """
-SAID = """
+GENERATE = """
 doc_to_target: "{{a}}"
 generation_kwargs:
   until: ["?"]
@@ -68,32 +68,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def place(folder: Path) -> dict[str, str]:
-    """Write the tasks; return the environment in which nothing is asked of the hub."""
+def write_tasks(folder: Path) -> dict[str, str]:
+    """Write the tasks; return environment variables that keep Hugging Face libraries offline."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     file = folder / "rows.jsonl"
     choose = TASK.format(name="choose", file=file, kind="multiple_choice", metric="acc")
     (folder / "choose.yaml").write_text(choose + CHOICES)
     say = TASK.format(name="say", file=file, kind="generate_until", metric="exact_match")
-    (folder / "say.yaml").write_text(say + SAID)
+    (folder / "say.yaml").write_text(say + GENERATE)
     return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
 
 
-def score(model: Any, prompt: list[int], more: list[int]) -> tuple[float, bool]:
-    """Return the log-probability of tokens behind others, and whether each is the likeliest."""
+def score_choice(model: Any, prompt: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Return the log-probability of a continuation, and whether it is the greedy one."""
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *more]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    wanted = torch.tensor(more)
-    found = logits.log_softmax(-1).gather(-1, wanted[:, None])
-    return float(found.sum()), bool((logits.argmax(-1) == wanted).all())
+        logits = model(torch.tensor([[*prompt, *continuation]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    expected = torch.tensor(continuation)
+    found = logits.log_softmax(-1).gather(-1, expected[:, None])
+    return float(found.sum()), bool((logits.argmax(-1) == expected).all())
 
 
 @pytest.mark.campaign
 def test_lm_eval_agrees_with_a_forward_pass(tmp_path: Path, model: Path) -> None:
     tasks = "lm-eval:choose.yaml,lm-eval:say.yaml"
     words = ("evaluate", "--model", str(model), "--tasks", tasks, "--out", "out", "--launch.screen", "plain")
-    with started(tmp_path, *words, environment=place(tmp_path)) as command:
-        assert command.wait(240) == 0, command.story()
+    with starling_command(tmp_path, *words, environment=write_tasks(tmp_path)) as command:
+        assert command.wait(240) == 0, command.transcript()
     found = json.loads((tmp_path / "out/summary.json").read_text())
     assert found["harness"].startswith("lm-eval 0.4")
     lines = [json.loads(line) for line in (tmp_path / "out/answers.jsonl").read_text().splitlines()]
@@ -106,7 +106,7 @@ def test_lm_eval_agrees_with_a_forward_pass(tmp_path: Path, model: Path) -> None
         prompt = tokenizer.encode(line["text"], add_special_tokens=False)
         for text, choice in zip(row["choices"], line["choices"], strict=True):
             assert choice["text"] == text
-            logprob, is_greedy = score(network, prompt, tokenizer.encode(text, add_special_tokens=False))
+            logprob, is_greedy = score_choice(network, prompt, tokenizer.encode(text, add_special_tokens=False))
             assert choice["logprob"] == pytest.approx(logprob, abs=1e-4)
             assert choice["is_greedy"] == is_greedy
         best = max(range(3), key=lambda at: line["choices"][at]["logprob"])
@@ -114,13 +114,13 @@ def test_lm_eval_agrees_with_a_forward_pass(tmp_path: Path, model: Path) -> None
         assert line["scores"] == {"acc": right[-1]}
     assert found["tasks"]["choose"]["num_prompts"] == 8
     assert found["tasks"]["choose"]["metrics"]["acc"]["value"] == pytest.approx(sum(right) / 8)
-    assert 0 < sum(right) < 8, "a model that knows nothing is right by chance"
+    assert 0 < sum(right) < 8, "a random model must be right sometimes and wrong sometimes"
 
     for line in lines[8:]:
-        (said,) = line["completions"]
-        asked = torch.tensor([tokenizer.encode(line["text"], add_special_tokens=False)])
-        wanted = network.generate(asked, max_new_tokens=6, do_sample=False)[0, asked.shape[1] :]
-        assert said["text"] == tokenizer.decode(wanted, skip_special_tokens=True).partition("?")[0]
+        (generated,) = line["completions"]
+        prompt_ids = torch.tensor([tokenizer.encode(line["text"], add_special_tokens=False)])
+        expected = network.generate(prompt_ids, max_new_tokens=6, do_sample=False)[0, prompt_ids.shape[1] :]
+        assert generated["text"] == tokenizer.decode(expected, skip_special_tokens=True).partition("?")[0]
     assert found["tasks"]["say"]["metrics"].keys() == {"exact_match"}
     assert "choose" in command.output
 
@@ -128,8 +128,8 @@ def test_lm_eval_agrees_with_a_forward_pass(tmp_path: Path, model: Path) -> None
 @pytest.mark.campaign
 def test_unknown_task_fails_the_run(tmp_path: Path, model: Path) -> None:
     words = ("evaluate", "--model", str(model), "--tasks", "lm-eval:no_such_task", "--launch.screen", "plain")
-    command = Command(tmp_path, *words, environment=place(tmp_path))
+    command = Command(tmp_path, *words, environment=write_tasks(tmp_path))
     assert command.wait(240) == 1
     assert "harness exited with code" in command.errors
     assert "no_such_task" in command.errors
-    awaited(lambda: not command.family(), "its processes to be gone", command)
+    wait_until(lambda: not command.processes(), "its processes to be gone", command)

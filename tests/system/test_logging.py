@@ -1,4 +1,4 @@
-"""What a run says of itself: loggers that misbehave, samples, and an alarm that ends it."""
+"""Loggers that misbehave, samples, and an alarm that ends the run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from system_runs import attempt, metrics, run, sentence, together, workplace
+from system_runs import attempt, make_workdir, metrics, run, run_concurrently, sentence
 
 pytestmark = pytest.mark.system
 
-MINE = """
+LOGGERS = """
 import json
 import threading
 
@@ -32,18 +32,18 @@ class Mine:
 """
 
 
-def one_logger_hangs(folder: Path) -> None:
-    """The run ends well, the other logger has every step once, and the report tells what was lost."""
+def hanging_logger(folder: Path) -> None:
+    """The run succeeds, the other logger gets every step once, and the report counts the dropped steps."""
     logging = {"loggers": ["mine.py:hangs", "mine.py:Mine"], "close_s": 5.0, "samples_per_step": 2, "samples_every": 2}
-    workplace(folder, logging=logging)
-    (folder / "mine.py").write_text(MINE)
+    make_workdir(folder, logging=logging)
+    (folder / "mine.py").write_text(LOGGERS)
     with run(folder) as command:
-        assert command.wait() == 0, command.story()
-    told = [json.loads(line) for line in (folder / "mine.jsonl").read_text().splitlines()]
+        assert command.wait() == 0, command.transcript()
+    records = [json.loads(line) for line in (folder / "mine.jsonl").read_text().splitlines()]
     steps = metrics(folder, "step")
-    lines = [one for one in told if one != "closed"]
-    assert [one for one in lines if one[1] is not None] == [[line["step"], line["loss"]] for line in steps]
-    assert told[-1] == "closed"
+    lines = [record for record in records if record != "closed"]
+    assert [record for record in lines if record[1] is not None] == [[line["step"], line["loss"]] for line in steps]
+    assert records[-1] == "closed"
     [lost] = metrics(folder, "logger")
     assert lost["logger"] == "mine.py:hangs"
     assert lost["dropped"] > len(steps)
@@ -55,13 +55,13 @@ def one_logger_hangs(folder: Path) -> None:
     assert abs(sum(shares.values()) - 1.0) < 1e-9
 
 
-def an_alarm_ends_the_run(folder: Path) -> None:
-    """With its sentence, after the step that turned it on."""
+def alarm_fails_the_run(folder: Path) -> None:
+    """The run fails with the alarm's sentence, after the step that raised it."""
     alarms = {"fail_on": ["entropy"], "entropy": 100.0, "entropy_steps": 2}
     algorithm = {"skip_zero_advantage": False}  # so that every step has an entropy
-    workplace(folder, sft={"num_steps": 0}, evaluation={}, policy={"alarms": alarms, "algorithm": algorithm})
+    make_workdir(folder, sft={"num_steps": 0}, evaluation={}, policy={"alarms": alarms, "algorithm": algorithm})
     with run(folder) as command:
-        assert command.wait() == 1, command.story()
+        assert command.wait() == 1, command.transcript()
     assert "policy.alarms.fail_on names an alarm that is on: entropy: " in sentence(command)
     assert "against a bound of 100 since step 2: the policy hardly explores" in sentence(command)
     assert [line["step"] for line in metrics(folder, "step")] == [1, 2]
@@ -69,34 +69,34 @@ def an_alarm_ends_the_run(folder: Path) -> None:
     assert (line["name"], line["step"], line["bound"]) == ("entropy", 2, 100.0)
 
 
-def a_logger_is_not_installed(folder: Path) -> None:
-    """One sentence, before anything is computed."""
-    workplace(folder, logging={"loggers": ["nowhere.py:log"]})
+def missing_logger(folder: Path) -> None:
+    """The run is rejected in one sentence before any work."""
+    make_workdir(folder, logging={"loggers": ["nowhere.py:log"]})
     with run(folder) as command:
-        assert command.wait() != 0, command.story()
-    assert "the logger 'nowhere.py:log': there is no file" in command.output + command.story()
+        assert command.wait() != 0, command.transcript()
+    assert "the logger 'nowhere.py:log': there is no file" in command.output + command.transcript()
 
 
-def the_controller_is_killed(folder: Path) -> None:
-    """The logger gets every committed step all the same, in order, and at most the one in hand twice."""
+def killed_controller(folder: Path) -> None:
+    """The logger still gets every committed step in order, and at most the step in progress twice."""
     num_steps, file = 400, folder / "mine.jsonl"
     logging = {"loggers": ["mine.py:Mine"]}
-    workplace(folder, run={"kind": "sft"}, sft={"num_steps": num_steps}, evaluation={}, logging=logging)
-    (folder / "mine.py").write_text(MINE)
+    make_workdir(folder, run={"kind": "sft"}, sft={"num_steps": num_steps}, evaluation={}, logging=logging)
+    (folder / "mine.py").write_text(LOGGERS)
     with run(folder) as command:
-        command.until(lambda: file.exists() and file.read_text().count("\n") >= 20, "twenty steps")
-        command.titled("controller").kill()
-        assert command.wait() == 0, command.story()
-    told = [json.loads(line) for line in file.read_text().splitlines()]
-    steps = [one[0] for one in told if one != "closed"]
+        command.wait_until(lambda: file.exists() and file.read_text().count("\n") >= 20, "twenty steps")
+        command.process_titled("controller").kill()
+        assert command.wait() == 0, command.transcript()
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [record[0] for record in records if record != "closed"]
     assert sorted(set(steps)) == list(range(1, num_steps + 1))
     assert steps == sorted(steps)
     assert len(steps) <= num_steps + 1
 
 
-STORIES = (one_logger_hangs, the_controller_is_killed, an_alarm_ends_the_run, a_logger_is_not_installed)
+SCENARIOS = (hanging_logger, killed_controller, alarm_fails_the_run, missing_logger)
 
 
 def test_loggers_record_every_step_over_restarts(tmp_path: Path) -> None:
-    """Runs side by side."""
-    together(*(partial(story, tmp_path / story.__name__) for story in STORIES))
+    """All scenarios run concurrently."""
+    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in SCENARIOS))

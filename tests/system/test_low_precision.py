@@ -1,4 +1,4 @@
-"""Runs whose rollouts hold their linear layers in eight and in four bits: only that travels, and training goes on."""
+"""Runs with quantised rollout weights of 8 and 4 bits: only codes and scales are transferred."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from system_runs import attempt, metrics, run, together, workplace
+from system_runs import attempt, make_workdir, metrics, run, run_concurrently
 
 from starling.weightsync.plan.layout import item_bytes
 from starling.weightsync.quantise.layouts import received_layout
@@ -28,28 +28,28 @@ CONFIG = {
 
 def quantised(folder: Path, form: str, least: float, most: float) -> None:
     scratch = {"alphabet": "abcdefghijklmnopqrstuvwxyz>", "max_length": 24, "config": CONFIG}
-    workplace(folder, model={"scratch": scratch}, weights={"quantise": form})
+    make_workdir(folder, model={"scratch": scratch}, weights={"quantise": form})
     with run(folder) as command:
-        assert command.wait() == 0, command.story()
+        assert command.wait() == 0, command.transcript()
     checkpoint = load_file(attempt(folder) / "checkpoints/step-9/model.safetensors")
     whole = sum(tensor.nbytes for tensor in checkpoint.values())
-    wanted = received_layout(layout_of(checkpoint, "rollout-0"), linear_weights(form))
-    size = sum(item_bytes(tensor) * math.prod(tensor.shape) for tensor in wanted.tensors)
+    expected = received_layout(layout_of(checkpoint, "rollout-0"), linear_weights(form))
+    size = sum(item_bytes(tensor) * math.prod(tensor.shape) for tensor in expected.tensors)
     adopted = metrics(folder, "adopted")
     assert len(adopted) > 1, "versions after the first"
     assert all(line["attested"] and line["sent_bytes"] == line["size_bytes"] == size for line in adopted)
     assert least < size / whole < most
     steps = [line for line in metrics(folder, "step") if line["phase"] == "rl"]
     assert len(steps) == 6
-    # What the rollout samples from is not quite what is trained, and the run says how far apart they are.
+    # The rollout samples from quantised weights, and the metrics report the mismatch.
     assert all(1e-7 < line["mismatch_kl"] < 1.0 for line in steps if "mismatch_kl" in line)
     assert any("mismatch_kl" in line for line in steps)
 
 
 @pytest.mark.system
 def test_quantised_run_transfers_only_codes_and_scales(tmp_path: Path) -> None:
-    together(
+    run_concurrently(
         partial(quantised, tmp_path / "eight", "fp8_row", 0.25, 0.32),
         partial(quantised, tmp_path / "four", "mxfp4", 0.13, 0.2),
-        at_once=2,
+        max_workers=2,
     )

@@ -1,4 +1,4 @@
-"""Agents in whole runs: what the page says works as it stands, and its conversations are trained to the token."""
+"""Agents in whole runs: the examples of the documentation work verbatim, and exactly their tokens are trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 import tomli_w
-from system_runs import attempt, checkpoints, metrics, run, workplace
+from system_runs import attempt, checkpoints, make_workdir, metrics, run
 
 pytestmark = pytest.mark.system
 
@@ -20,14 +20,14 @@ CHAT = "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else '<
 FEW = {"num_steps": 3, "prompts_per_step": 4, "group_size": 4, "max_staleness": 0}
 
 
-def shown(name: str) -> str:
-    """Return the file that the page shows under `name`."""
+def page_file(name: str) -> str:
+    """Return the page's code block of the file `name`."""
     return dict(re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))[name]
 
 
-def place(folder: Path, **sections: dict[str, Any]) -> None:
-    """Make a workplace for conversations with `sections` of a recipe."""
-    workplace(
+def make_chat_workdir(folder: Path, **sections: dict[str, Any]) -> None:
+    """Create a working directory for conversations, with `sections` of a recipe."""
+    make_workdir(
         folder,
         sft={"num_steps": 0},
         rl=FEW,
@@ -42,10 +42,10 @@ def place(folder: Path, **sections: dict[str, Any]) -> None:
     (folder / "tiny.toml").write_text(tomli_w.dumps(recipe))
 
 
-def exact(folder: Path) -> list[dict[str, Any]]:
-    """Return the steps: the policy finds the log-probabilities that were told, at just as many tokens as were sampled.
+def exact_rl_steps(folder: Path) -> list[dict[str, Any]]:
+    """Return the RL steps; assert that exactly the sampled tokens are trained, with the reported log-probabilities.
 
-    All of those are trained, so that one which the mask has wrong would show.
+    Every sampled token is trained, so that an error in the mask shows.
     """
     steps = [line for line in metrics(folder, "step") if line["phase"] == "rl"]
     assert len(steps) == FEW["num_steps"]
@@ -57,38 +57,38 @@ def exact(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_openai_agent_is_trained_by_changing_its_base_url(tmp_path: Path) -> None:
-    page: dict[str, Any] = tomllib.loads(shown("speller.toml"))
+    page: dict[str, Any] = tomllib.loads(page_file("speller.toml"))
     page["rollout"]["api"] = {"enabled": True, "key": "mine"}
-    place(tmp_path, **page)
-    (tmp_path / "speller.py").write_text(shown("speller.py"))
-    told: list[Any] = []
+    make_chat_workdir(tmp_path, **page)
+    (tmp_path / "speller.py").write_text(page_file("speller.py"))
+    answers: list[Any] = []
     with run(tmp_path) as command:
 
-        def listens() -> bool:
-            """Ask beside the run, as soon as there are weights."""
+        def is_answered() -> bool:
+            """Send a request from outside the run as soon as there are weights."""
             file = attempt(tmp_path) / "api/rollout-0.json" if (tmp_path / "runs").is_dir() else None
             if file is None or not file.is_file():
                 return command.process.poll() is not None
             address = json.loads(file.read_text())
             client = openai.OpenAI(base_url=address["base_url"], api_key="mine", max_retries=0, timeout=60)
             try:
-                told.append(client.completions.create(model=address["model"], prompt="a>", max_tokens=3))
+                answers.append(client.completions.create(model=address["model"], prompt="a>", max_tokens=3))
             except openai.APIError:
                 return command.process.poll() is not None  # it leaves
             return True
 
-        command.until(listens, "an answer beside the run", 180)
-        assert command.wait(180) == 0, command.story()
-    assert told
-    assert all(span["version"] >= 0 for span in told[0].choices[0].starling["versions"])
-    for line in exact(tmp_path):
+        command.wait_until(is_answered, "an answer to a client outside the run", 180)
+        assert command.wait(180) == 0, command.transcript()
+    assert answers
+    assert all(span["version"] >= 0 for span in answers[0].choices[0].starling["versions"])
+    for line in exact_rl_steps(tmp_path):
         assert line["env/num_branches"] == 1.0
         assert 1.0 <= line["turns_mean"] <= 2.0
         assert line["score/environment"] == line["reward_mean"]
     rows = [json.loads(line) for line in (attempt(tmp_path) / "samples.jsonl").read_text().splitlines()]
     assert any("no>" in row["completion"] and row["num_turns"] == 2 for row in rows)
     assert checkpoints(tmp_path) == ["step-3"]
-    assert not list((attempt(tmp_path) / "api").iterdir()), "who has ended is not to be found"
+    assert not list((attempt(tmp_path) / "api").iterdir()), "the address file was removed at the end"
 
 
 VERIFIERS = """
@@ -115,12 +115,12 @@ def nag():
 
 def test_verifiers_environment_is_trained(tmp_path: Path) -> None:
     environment = {"kind": "verifiers", "options": {"environment": "nagging.py:nag"}, "turn_max_tokens": 5}
-    place(tmp_path, rollout={"environment": environment}, reward={"scorers": [{"name": "environment"}]})
+    make_chat_workdir(tmp_path, rollout={"environment": environment}, reward={"scorers": [{"name": "environment"}]})
     (tmp_path / "nagging.py").write_text(VERIFIERS)
     with run(tmp_path) as command:
-        assert command.wait(180) == 0, command.story()
-    steps = exact(tmp_path)
-    # The library ends where the model says nothing, and does not count that turn.
+        assert command.wait(180) == 0, command.transcript()
+    steps = exact_rl_steps(tmp_path)
+    # verifiers ends an episode at an empty reply, and does not count that turn.
     assert all(1.0 <= line["env/num_turns"] <= line["turns_mean"] <= 2.0 for line in steps)
     assert all(line["env/share"] == pytest.approx(line["reward_mean"]) for line in steps)
-    assert not (attempt(tmp_path) / "api").exists(), "nobody else was to listen"
+    assert not (attempt(tmp_path) / "api").exists(), "the endpoint is internal: no address file"

@@ -1,4 +1,4 @@
-"""The shipped recipes and `starling smoke`, run as a newcomer runs them (the quickstart with fewer steps)."""
+"""The shipped recipes and `starling smoke`, run as documented (the quickstart with fewer steps)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_recipe_resolves(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_quickstart_writes_its_results(tmp_path: Path) -> None:
     command = Command(tmp_path, "run", str(RECIPES / "quickstart.toml"), "--rl.num-steps", "60")
-    assert command.wait(170) == 0, command.story()
+    assert command.wait(170) == 0, command.transcript()
     attempt = tmp_path / "runs/quickstart/attempt-1"
     before, after = metrics(attempt, "evaluation")
     assert (before["version"], after["version"]) == (220, 280)
@@ -54,7 +54,7 @@ def test_quickstart_writes_its_results(tmp_path: Path) -> None:
     for name in ("controller", "policy-0", "rollout-0", "rollout-1", "reward-0"):
         assert (attempt / f"logs/{name}.log").exists()
     report = Command(tmp_path, "sync-report", str(attempt.parent), name="sync-report")
-    assert report.wait() == 0, report.story()
+    assert report.wait() == 0, report.transcript()
     assert "bottleneck: " in report.output
     timelines = [json.loads(path.read_text()) for path in sorted((attempt / "weightsync").glob("version-*.json"))]
     assert len(timelines) == len({line["version"] for line in metrics(attempt, "published")})
@@ -71,7 +71,7 @@ def test_quickstart_writes_its_results(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_supervised_recipes_run_stop_and_resume(tmp_path: Path) -> None:
     command = Command(tmp_path, "run", str(RECIPES / "sft.toml"), "--sft.num-steps", "80")
-    assert command.wait() == 0, command.story()
+    assert command.wait() == 0, command.transcript()
     attempt = tmp_path / "runs/sft/attempt-1"
     losses = [line["loss"] for line in metrics(attempt, "step")]
     assert len(losses) == 80
@@ -79,16 +79,16 @@ def test_supervised_recipes_run_stop_and_resume(tmp_path: Path) -> None:
     assert (attempt / "checkpoints/step-80/model.safetensors").exists()
     assert {line["role"] for line in metrics(attempt, "joined")} == {"policy"}
     pretrained = attempt / "checkpoints/step-80"
-    adapters_learn_on_top_of(pretrained, tmp_path)
-    preferences_are_learnt_on_top_of(pretrained, tmp_path)
-    a_student_learns_from_a_teacher(pretrained, tmp_path)
+    check_lora(pretrained, tmp_path)
+    check_dpo(pretrained, tmp_path)
+    check_distillation(pretrained, tmp_path)
 
 
-def preferences_are_learnt_on_top_of(pretrained: Path, folder: Path) -> None:
+def check_dpo(pretrained: Path, folder: Path) -> None:
     source = f"{RECIPES / 'spelling_pairs.py'}:pairs"
     flags = ("--model.path", str(pretrained), "--data.source", source, "--preference.num-steps", "60")
     command = Command(folder, "run", str(RECIPES / "dpo.toml"), *flags, name="dpo")
-    assert command.wait() == 0, command.story()
+    assert command.wait() == 0, command.transcript()
     steps = metrics(folder / "runs/dpo/attempt-1", "step")
     assert len(steps) == 60
     assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-4)  # it is its own reference
@@ -97,10 +97,10 @@ def preferences_are_learnt_on_top_of(pretrained: Path, folder: Path) -> None:
     assert (folder / "runs/dpo/attempt-1/checkpoints/step-60/model.safetensors").exists()
 
 
-def a_student_learns_from_a_teacher(pretrained: Path, folder: Path) -> None:
-    """The teacher prefers right spellings: it is what the pairs have made of the student."""
+def check_distillation(pretrained: Path, folder: Path) -> None:
+    """The teacher prefers correct spellings: it is the checkpoint of the preference recipe."""
     teacher = folder / "runs/dpo/attempt-1/checkpoints/step-60"
-    short = ("--rl.num-steps", "40", "--evaluation.at-start", "false", "--evaluation.at-end", "false")
+    fewer_steps = ("--rl.num-steps", "40", "--evaluation.at-start", "false", "--evaluation.at-end", "false")
     command = Command(
         folder,
         "run",
@@ -109,10 +109,10 @@ def a_student_learns_from_a_teacher(pretrained: Path, folder: Path) -> None:
         str(pretrained),
         "--teacher.path",
         str(teacher),
-        *short,
+        *fewer_steps,
         name="distill",
     )
-    assert command.wait() == 0, command.story()
+    assert command.wait() == 0, command.transcript()
     steps = metrics(folder / "runs/distill/attempt-1", "step")
     assert len(steps) == 40
     divergence = [step["jsd"] for step in steps]
@@ -125,7 +125,7 @@ def a_student_learns_from_a_teacher(pretrained: Path, folder: Path) -> None:
     }
 
 
-def adapters_learn_on_top_of(pretrained: Path, folder: Path) -> None:
+def check_lora(pretrained: Path, folder: Path) -> None:
     flags = (
         "--model.path",
         str(pretrained),
@@ -137,7 +137,7 @@ def adapters_learn_on_top_of(pretrained: Path, folder: Path) -> None:
         "false",
     )
     command = Command(folder, "run", str(RECIPES / "lora.toml"), *flags, name="lora")
-    assert command.wait() == 0, command.story()
+    assert command.wait() == 0, command.transcript()
     attempt = folder / "runs/lora/attempt-1"
     assert len(metrics(attempt, "step")) == 12
     adopted = metrics(attempt, "adopted")
@@ -153,6 +153,6 @@ def adapters_learn_on_top_of(pretrained: Path, folder: Path) -> None:
 
 def test_smoke_passes(tmp_path: Path) -> None:
     command = Command(tmp_path, "smoke")
-    assert command.wait() == 0, command.story()
+    assert command.wait() == 0, command.transcript()
     assert command.output.count("ok: ") == 5
     assert "was killed during the run" in command.output

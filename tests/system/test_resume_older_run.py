@@ -1,4 +1,4 @@
-"""Runs of an older Starling, resumed by this one: the journal and the saved states keep their form.
+"""Runs of an older Starling, resumed by this version: the format of the journal and of saved states is stable.
 
 The archives beside this file were written at commit b971b08 by `starling run` of a tiny recipe with 3 supervised steps,
 40 steps of reinforcement learning and ``controller.save_every = 6``. They hold the run's folder without logs, keys,
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from system_runs import attempt, checkpoints, metrics, num_steps, started, together, trained
+from system_runs import attempt, checkpoints, metrics, num_steps, run_concurrently, starling_command, trained
 
 pytestmark = pytest.mark.system
 
@@ -33,14 +33,16 @@ def unpack(name: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def resume(name: str, folder: Path, *, version: int, state: int) -> None:
-    """Resume a run that had made `version` steps from the state of version `state`, and check that it ends whole."""
+    """Resume a run with `version` steps from the state of version `state`, and assert that it completes."""
     before = unpack(name, folder)
     assert [line["step"] for line in before if line["kind"] == "step"] == list(range(1, version + 1))
-    with started(folder, "run", "--resume", "runs/tiny", name="resume") as command:
-        assert command.wait() == 0, command.story()
-    assert f"state={attempt(folder) / 'states' / f'version-{state}'} version={state}" in command.output, command.story()
+    with starling_command(folder, "run", "--resume", "runs/tiny", name="resume") as command:
+        assert command.wait() == 0, command.transcript()
+    assert f"state={attempt(folder) / 'states' / f'version-{state}'} version={state}" in command.output, (
+        command.transcript()
+    )
     lines = [json.loads(line) for line in (attempt(folder) / "metrics.jsonl").read_text().splitlines()]
-    assert lines[: len(before)] == before, "what was measured before stays as it was"
+    assert lines[: len(before)] == before, "metrics lines from before the resume have changed"
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, LAST_STEP + 1))
     assert [line["step"] for line in metrics(folder, "trained")] == list(range(NUM_SUPERVISED + 1, LAST_STEP + 1))
     assert num_steps(folder) == LAST_STEP
@@ -54,4 +56,4 @@ def test_run_of_older_version_resumes(tmp_path: Path) -> None:
     """One was stopped with Ctrl-C; the machine of the other was lost, so its steps 7 to 9 are replayed."""
     stopped = partial(resume, "stopped", tmp_path / "stopped", version=12, state=12)
     killed = partial(resume, "killed", tmp_path / "killed", version=9, state=6)
-    together(stopped, killed, at_once=2)
+    run_concurrently(stopped, killed, max_workers=2)

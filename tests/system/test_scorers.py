@@ -1,4 +1,4 @@
-"""Scorers and prompts that misbehave: what can be trained is trained, and the reason of a failure is told."""
+"""Misbehaving scorers and impossible prompts: only their groups are dropped, and the reason is recorded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from system_runs import WORDS, checkpoints, metrics, run, sentence, together, trained, workplace, write_prompts
+from system_runs import (
+    WORDS,
+    checkpoints,
+    make_workdir,
+    metrics,
+    run,
+    run_concurrently,
+    sentence,
+    trained,
+    write_prompts,
+)
 
 pytestmark = pytest.mark.system
 
-MINE = """
+SCORER = """
 import math
 import os
 import time
@@ -35,21 +45,21 @@ def reward(completion, reference, prompt_text, metadata, *, hangs="", raises="",
 """
 
 
-def mine(folder: Path, **options: str) -> dict[str, object]:
-    """Write a scorer of the user's, and return the reward section that names it."""
+def write_scorer(folder: Path, **options: str) -> dict[str, object]:
+    """Write the scorer file, and return the `[reward]` section that names it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mine.py").write_text(MINE)
+    (folder / "mine.py").write_text(SCORER)
     return {"scorers": [{"name": "mine.py:reward", "timeout_s": 0.3, "options": options}]}
 
 
-def some_prompts_are_impossible(folder: Path) -> None:
-    """One hangs its scorer, one makes it raise, one is longer than the context: they are dropped, with the reason."""
-    reward = mine(folder, hangs=WORDS[0], raises=WORDS[1])
+def impossible_prompts(folder: Path) -> None:
+    """A prompt that hangs the scorer, one that makes it raise, and one beyond the context are dropped with a reason."""
+    reward = write_scorer(folder, hangs=WORDS[0], raises=WORDS[1])
     rl = {"num_steps": 11, "max_tries": 0}
-    workplace(folder, sft={"num_steps": 0}, rl=rl, reward=reward, evaluation={}, data={"held_out": 0})
+    make_workdir(folder, sft={"num_steps": 0}, rl=rl, reward=reward, evaluation={}, data={"held_out": 0})
     write_prompts(folder, [*WORDS[:40], "a" * 40])
     with run(folder) as command:
-        assert command.wait() == 0, command.story()
+        assert command.wait() == 0, command.transcript()
     dropped = {line["prompt"].rpartition("/")[2]: line["reason"] for line in metrics(folder, "discarded")}
     assert sorted(dropped) == ["0", "1", "40"], "each once, in the only pass"
     assert "scorer 'mine.py:reward' took longer than 0.3 s." in dropped["0"]
@@ -61,14 +71,14 @@ def some_prompts_are_impossible(folder: Path) -> None:
     assert checkpoints(folder) == ["step-11"]
 
 
-def rewards_are_no_numbers(folder: Path) -> None:
-    """What is once NaN is generated and scored again, and trained; what is always infinite is dropped, untrained."""
-    reward = mine(folder, nan_once=WORDS[0], inf=WORDS[1])
+def rewards_that_are_not_finite(folder: Path) -> None:
+    """A group with a NaN reward is generated again and trained; one with an infinite reward each time is dropped."""
+    reward = write_scorer(folder, nan_once=WORDS[0], inf=WORDS[1])
     rl = {"num_steps": 3, "max_tries": 1}
-    workplace(folder, sft={"num_steps": 0}, rl=rl, reward=reward, evaluation={}, data={"held_out": 0})
+    make_workdir(folder, sft={"num_steps": 0}, rl=rl, reward=reward, evaluation={}, data={"held_out": 0})
     write_prompts(folder, WORDS[:13])
     with run(folder) as command:
-        assert command.wait() == 0, command.story()
+        assert command.wait() == 0, command.transcript()
     assert (folder / "was_nan").is_dir()
     (dropped,) = metrics(folder, "discarded")
     assert (dropped["prompt"], dropped["tries"]) == ("train/0/1", 2)
@@ -78,31 +88,31 @@ def rewards_are_no_numbers(folder: Path) -> None:
         assert all(math.isfinite(line[name]) for name in ("reward_min", "reward_max", "loss", "grad_norm")), line
 
 
-def all_rewards_are_equal(folder: Path) -> None:
-    """Nothing can be learnt: the steps are made, no weight moves, each alarm is told once, and the run ends well."""
+def equal_rewards(folder: Path) -> None:
+    """Steps are made and no weight changes; each alarm is raised once, and the run succeeds."""
     folder.mkdir(parents=True)
     (folder / "mine.py").write_text("def reward(completion, reference, prompt_text, metadata):\n    return 0.5\n")
     scorers = {"scorers": [{"name": "mine.py:reward"}]}
-    workplace(folder, sft={"num_steps": 0}, rl={"num_steps": 7}, reward=scorers, evaluation={})
+    make_workdir(folder, sft={"num_steps": 0}, rl={"num_steps": 7}, reward=scorers, evaluation={})
     with run(folder) as command:
-        assert command.wait() == 0, command.story()
+        assert command.wait() == 0, command.transcript()
     steps = metrics(folder, "step")
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6, 7]
-    still = {"zero_advantage_share": 1.0, "reward_std": 0.0, "loss": 0.0, "grad_norm": 0.0, "update_norm": 0.0}
-    assert all(still.items() <= line.items() for line in steps), steps
+    unchanged = {"zero_advantage_share": 1.0, "reward_std": 0.0, "loss": 0.0, "grad_norm": 0.0, "update_norm": 0.0}
+    assert all(unchanged.items() <= line.items() for line in steps), steps
     alarms = [(line["name"], line["step"]) for line in metrics(folder, "alarm")]
     assert alarms == [("weights_still", 3), ("zero_advantage", 5)]
     assert checkpoints(folder) == ["step-7"]
 
 
-def completions_reach_the_end_of_the_context(folder: Path) -> None:
-    """They end there, as if at their token limit, are trained, and cost what a scorer takes for their length."""
+def completions_up_to_the_context_length(folder: Path) -> None:
+    """They are truncated there as at a token limit, trained, and penalised for their length by a scorer."""
     overlong = {"name": "overlong", "options": {"max_tokens": 20, "buffer": 10}}
     reward = {"scorers": [{"name": "prefix_match"}, overlong]}
     sampling = {"max_tokens": 1000}
-    workplace(folder, sft={"num_steps": 0}, rl={"num_steps": 2}, sampling=sampling, reward=reward, evaluation={})
+    make_workdir(folder, sft={"num_steps": 0}, rl={"num_steps": 2}, sampling=sampling, reward=reward, evaluation={})
     with run(folder) as command:
-        assert command.wait() == 0, command.story()
+        assert command.wait() == 0, command.transcript()
     steps = metrics(folder, "step")
     assert max(line["completion_tokens_max"] for line in steps) == 24 - len("abc>")
     assert all(line["truncated_share"] > 0.0 for line in steps)
@@ -110,21 +120,21 @@ def completions_reach_the_end_of_the_context(folder: Path) -> None:
     assert len(trained(folder)) == 8
 
 
-def the_scorer_always_raises(folder: Path) -> None:
-    workplace(folder, sft={"num_steps": 0}, evaluation={}, reward=mine(folder, raises="always"))
+def scorer_that_always_raises(folder: Path) -> None:
+    make_workdir(folder, sft={"num_steps": 0}, evaluation={}, reward=write_scorer(folder, raises="always"))
     with run(folder) as command:
-        assert command.wait() == 1, command.story()
+        assert command.wait() == 1, command.transcript()
     assert "groups were all discarded" in sentence(command)
     assert "scorer 'mine.py:reward' raised LookupError: nothing is known of" in sentence(command)
     assert trained(folder) == {}
 
 
-def an_example_is_longer_than_the_context(folder: Path) -> None:
-    workplace(folder, run={"kind": "sft"}, evaluation={}, sft={"num_steps": 20})
+def example_longer_than_the_context(folder: Path) -> None:
+    make_workdir(folder, run={"kind": "sft"}, evaluation={}, sft={"num_steps": 20})
     rows = [{"question": word, "answer": "a" * 40} for word in WORDS]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with run(folder) as command:
-        assert command.wait() == 1, command.story()
+        assert command.wait() == 1, command.transcript()
     assert "policy-0 could not train" in sentence(command)
     assert "24" in sentence(command), "the context is named"
     assert checkpoints(folder) == []
@@ -132,11 +142,11 @@ def an_example_is_longer_than_the_context(folder: Path) -> None:
 
 def test_misbehaving_scorers_fail_only_their_groups(tmp_path: Path) -> None:
     scenarios = [
-        some_prompts_are_impossible,
-        rewards_are_no_numbers,
-        all_rewards_are_equal,
-        completions_reach_the_end_of_the_context,
-        the_scorer_always_raises,
-        an_example_is_longer_than_the_context,
+        impossible_prompts,
+        rewards_that_are_not_finite,
+        equal_rewards,
+        completions_up_to_the_context_length,
+        scorer_that_always_raises,
+        example_longer_than_the_context,
     ]
-    together(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))
+    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))

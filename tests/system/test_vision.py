@@ -1,4 +1,4 @@
-"""A run with a vision-language model: images from the dataset's folder to the policy's steps, one of them missing."""
+"""A run with a vision-language model and images from the dataset's folder, one of which is missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from system_runs import Command, attempt, checkpoints, metrics, trained, workplace
+from system_runs import Command, attempt, checkpoints, make_workdir, metrics, trained
 from tiny_vision import ask, image, make_encoder, make_model, picture, write_folder, write_video
 
 pytestmark = pytest.mark.system
@@ -17,9 +17,9 @@ OTHER_FAMILIES = [pytest.param(name, marks=pytest.mark.campaign) for name in ("q
 
 @pytest.mark.parametrize("family", ["qwen2_vl", *OTHER_FAMILIES])
 def test_run_with_images_trains(tmp_path: Path, family: str) -> None:
-    # Any number that differs from completion to completion: there must be something to train.
+    # Any reward that differs between completions, so that advantages are not zero.
     (tmp_path / "scorer.py").write_text("def score(completion, *_):\n    return sum(map(ord, completion)) % 97\n")
-    folder = workplace(
+    folder = make_workdir(
         tmp_path / "work",
         model={},
         data={"format": "", "image_column": "images", "video_column": "video", "held_out": 2, "shuffle": False},
@@ -40,7 +40,7 @@ def test_run_with_images_trains(tmp_path: Path, family: str) -> None:
     (folder / "7.png").unlink()
     (folder / "prompts.jsonl").write_text("".join(json.dumps({**row, "answer": "ab"}) + "\n" for row in rows))
     command = Command(folder, "run", str(recipe))
-    assert command.wait() == 0, command.story()
+    assert command.wait() == 0, command.transcript()
     steps = metrics(folder, "step")
     assert len(steps) == 4
     assert all(step["mismatch_max"] < 1e-5 for step in steps), "the policy saw other images than the rollout"
@@ -49,5 +49,5 @@ def test_run_with_images_trains(tmp_path: Path, family: str) -> None:
     assert checkpoints(folder) == ["step-4"]
     exported = attempt(folder) / "checkpoints/step-4"
     assert make_encoder(exported, make_model(family)).encode(ask("<image>", image(8, 8)))[1], (
-        "nobody could go on from it"
+        "the checkpoint lacks the image processor"
     )

@@ -1,4 +1,4 @@
-"""Four services that talk over sockets make, to the bit, the weights that one process makes."""
+"""Four services connected by sockets train bitwise the same weights as the loop in one process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_colocated_run_equals_the_walk_bitwise(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_run_with_deltas_equals_the_walk_bitwise(tmp_path: Path) -> None:
-    """bf16 at a small learning rate: most elements keep their bits, and the same run comes out."""
+    """bf16 at a small learning rate: deltas are small because most elements keep their bits."""
     flags = ("--model.dtype", "bfloat16", "--policy.optimizer.learning-rate", "0.00005")
     run("examples/walk.py", str(RECIPE), str(tmp_path / "walk"), *flags)
     run(
@@ -70,7 +70,7 @@ def test_run_with_deltas_equals_the_walk_bitwise(tmp_path: Path) -> None:
     adopted = [line for line in lines if line["kind"] == "adopted"]
     assert all(line["attested"] for line in adopted)
     assert adopted[0]["sent_bytes"] == adopted[0]["size_bytes"]
-    # The last version may come when the run is over: what the least of them sent does not depend on that.
+    # The last version may be adopted after the end of the run, so the smallest delta is compared.
     assert min(line["sent_bytes"] for line in adopted) < adopted[0]["size_bytes"] / 2
 
 

@@ -16,6 +16,7 @@ PURE = (
     "starling.common.wire",
     "starling.common.leases",
     "starling.common.ids",
+    "starling.common.kinds",
     "starling.common.errors",
     "starling.weightsync.plan.layout",
     "starling.weightsync.plan.planner",

@@ -1,9 +1,9 @@
-"""Adoptions under continuous load: the driver of the tests, and a program that runs any number of them.
+"""Adoptions under continuous load, for tests and as a program that runs any number of them.
 
     python tests/vllm/adoptions.py --tp 2 --adoptions 200
 
-It prints one JSON object: how many adoptions and completions there were, the largest difference between a sampled
-token's log-probability and that of a forward pass of transformers over the weights of its version, and the pauses.
+It prints one JSON object: the numbers of adoptions and completions, the largest difference between a sampled token's
+log-probability and that of a forward pass of transformers over the weights of its version, and the pauses.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from starling.common.wire.messages import Status
 from starling.rollout.engine.base import CacheMode, GroupRequest, GroupResult
 
 Ask: TypeAlias = Callable[[str, int], GroupRequest]
-"""Makes the request of a lease and a number."""
+"""Returns the request for a lease and a group number."""
 NUM_CHECKPOINTS = 3
 """Version v has the weights of checkpoint v modulo this."""
 GROUPS_IN_FLIGHT = 6
 GROUP_SIZE = 3
 MAX_TOKENS = 160
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Layers that every family has adapters on."""
+"""Layers with adapters, present in every model family."""
 
 
 def ask_text(lease: str, number: int) -> GroupRequest:
@@ -58,25 +58,25 @@ def ask_text(lease: str, number: int) -> GroupRequest:
 
 @dataclass
 class Load:
-    """The load: a new group is added whenever one ends."""
+    """Constant load: a new group is added whenever one ends."""
 
     driver: EngineDriver
     ask: Ask = ask_text
     num_added: int = 0
-    begun_at: dict[str, int] = field(default_factory=dict)
-    """The version in use as a group was added, by lease."""
+    version_at_start: dict[str, int] = field(default_factory=dict)
+    """Version in use when a group was added, by lease."""
     results: list[GroupResult] = field(default_factory=list)
 
     def top_up(self) -> None:
-        """Add groups until there are as many as there are to be."""
-        while len(self.begun_at) - len(self.results) < GROUPS_IN_FLIGHT:
+        """Add groups until `GROUPS_IN_FLIGHT` are running."""
+        while len(self.version_at_start) - len(self.results) < GROUPS_IN_FLIGHT:
             lease = f"load-{self.num_added}"
-            self.begun_at[lease] = self.driver.engine.version
+            self.version_at_start[lease] = self.driver.engine.version
             self.driver.engine.add(self.ask(lease, self.num_added))
             self.num_added += 1
 
     def step(self, timeout_s: float = 0.0) -> None:
-        """Take what ended."""
+        """Step the driver, and collect finished groups."""
         self.driver.step(timeout_s)
         for lease in [lease for lease in self.driver.results if lease.startswith("load-")]:
             result = self.driver.results.pop(lease)
@@ -86,10 +86,10 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What a run of adoptions did."""
+    """Results and timings of a run of adoptions."""
 
     results: list[GroupResult]
-    begun_at: dict[str, int]
+    version_at_start: dict[str, int]
     adopt_s: list[float]
     recomputed_tokens: int
 
@@ -104,7 +104,7 @@ def adopt_under_load(
     in_place: bool = False,
     ask: Ask = ask_text,
 ) -> Outcome:
-    """Generate what `ask` says without a break, and adopt versions `first`, `first` + 1, ... one after the other."""
+    """Generate the groups of `ask` continuously, and adopt the versions `first`, `first` + 1, ... one by one."""
     engine = driver.engine
     plan = source.plan(engine)
     load = Load(driver, ask)
@@ -127,31 +127,31 @@ def adopt_under_load(
         load.top_up()
         tokens, end = engine.num_tokens, time.monotonic() + DEADLINE_S
         while engine.num_tokens < tokens + 8 * (1 + version % 5):  # some tokens of each version, now more, now less
-            assert time.monotonic() < end, "nothing is generated any more"
+            assert time.monotonic() < end, "the engine does not generate"
             load.step(0.005)
             load.top_up()
     end = time.monotonic() + DEADLINE_S
     while len(load.results) < load.num_added:
-        assert time.monotonic() < end, "not every group ended"
+        assert time.monotonic() < end, "not all groups ended"
         load.step(1.0)
-    return Outcome(load.results, load.begun_at, adopt_s, recomputed)
+    return Outcome(load.results, load.version_at_start, adopt_s, recomputed)
 
 
 def check(outcome: Outcome, last: int, max_tokens: int = MAX_TOKENS) -> None:
-    """Every completion arrived whole, with versions in order."""
-    assert {result.lease for result in outcome.results} == set(outcome.begun_at)
+    """Assert that every completion is complete, with ascending versions."""
+    assert {result.lease for result in outcome.results} == set(outcome.version_at_start)
     for result in outcome.results:
         assert len(result.completions) == GROUP_SIZE
         for completion in result.completions:
             assert completion.status is Status.TRUNCATED
             assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) == max_tokens
             assert (np.diff(completion.versions) >= 0).all()
-            assert outcome.begun_at[result.lease] <= completion.versions[0]
+            assert outcome.version_at_start[result.lease] <= completion.versions[0]
             assert completion.versions[-1] <= last
 
 
 def largest_difference(results: list[GroupResult], models: list[Any]) -> float:
-    """Return the most by which a token's log-probability differs from a forward pass over its version's weights."""
+    """Return the largest difference of a token's log-probability from a forward pass over its version's weights."""
     worst = 0.0
     for result in results:
         prompt = result.prompt_ids.tolist()
@@ -164,7 +164,7 @@ def largest_difference(results: list[GroupResult], models: list[Any]) -> float:
 
 
 def main() -> None:
-    """Run as many adoptions as the command line says."""
+    """Run the number of adoptions given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen3")
     parser.add_argument("--tp", type=int, default=1)
@@ -178,7 +178,7 @@ def main() -> None:
     lora = LoraSettings(targets=ATTENTION) if options.lora else None
     with tempfile.TemporaryDirectory() as name:
         seeds = [0 if options.lora else seed for seed in range(NUM_CHECKPOINTS)]
-        folders = [checkpoint(Path(name) / str(index), options.family, seed) for index, seed in enumerate(seeds)]
+        folders = [checkpoint(Path(name) / str(index), options.processes, seed) for index, seed in enumerate(seeds)]
         models = [
             read_model(folder) if lora is None else adapted_model(folder, lora, seed)
             for seed, folder in enumerate(folders)

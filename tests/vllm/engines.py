@@ -81,7 +81,7 @@ def checkpoint(folder: Path, family: str, seed: int) -> Path:
 
 
 def publish_experts(file: Path) -> None:
-    """Turn the experts in `file` as in the published files of Qwen3-VL: transformers writes them otherwise."""
+    """Transpose the experts in `file` as in the published files of Qwen3-VL; transformers writes another layout."""
     full = load_file(file)
     save_file({name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in full.items()}, file)
 
@@ -93,7 +93,7 @@ def read_model(folder: Path) -> Any:
 
 
 def adapted_model(folder: Path, lora: LoraSettings, seed: int) -> Any:
-    """Read a checkpoint with transformers and put adapters on it with peft, whose values `seed` decides."""
+    """Read a checkpoint with transformers, and add peft adapters with values drawn from `seed`."""
     model = read_model(folder)
     add_adapters(model, lora, seed=0)
     generator = torch.Generator().manual_seed(seed)
@@ -111,7 +111,7 @@ def spec_of(
     dtype: str = "float32",
     **rollout: Any,
 ) -> EngineSpec:
-    """Describe an engine for tests; `rollout` are the fields of `RolloutSettings`, those of `vllm` in a mapping."""
+    """Return the spec of an engine; `rollout` are fields of `RolloutSettings`, with those of `vllm` as a mapping."""
     vllm = {"kv_cache_mb": 16, "enforce_eager": True, "start_timeout_s": 500.0, **rollout.pop("vllm", {})}
     return EngineSpec(
         path=folder,
@@ -126,7 +126,7 @@ def spec_of(
 
 
 class EngineDriver:
-    """An engine and the thread that steps it."""
+    """An engine that is stepped by the calling thread."""
 
     def __init__(self, folder: Path, **rollout: Any) -> None:
         self._wake = threading.Event()
@@ -134,7 +134,7 @@ class EngineDriver:
         self.results: dict[str, GroupResult | GroupFailed] = {}
 
     def step(self, timeout_s: float = 1.0) -> None:
-        """Wait until something ended, but not long, and take it."""
+        """Step the engine, waiting at most `timeout_s`, and collect finished groups."""
         if not self.engine.ready:
             self._wake.wait(timeout_s)
         self._wake.clear()
@@ -143,7 +143,7 @@ class EngineDriver:
             self.results[result.lease] = result
 
     def finish(self, *leases: str) -> list[GroupResult]:
-        """Wait until these have ended; return them."""
+        """Step until these groups have ended; return their results."""
         end = time.monotonic() + DEADLINE_S
         while not set(leases) <= set(self.results):
             assert time.monotonic() < end, f"{set(leases) - set(self.results)} did not end"
@@ -170,7 +170,7 @@ def engine_driver(folder: Path, **rollout: Any) -> Iterator[EngineDriver]:
 
 
 def request(lease: str, prompt: list[int], count: int = 1, **rest: Any) -> GroupRequest:
-    """Write a request; `rest` are fields of `Sampling`, `partial`, `listener` and `score_prompt`."""
+    """Return a request; `rest` are fields of `Sampling`, `partial`, `listener` and `score_prompt`."""
     others = {name: rest.pop(name) for name in ("partial", "listener", "score_prompt") if name in rest}
     sampling = Sampling(**{"max_tokens": 16, "temperature": 1.0, "seed": 1, **rest})
     return GroupRequest(lease, prompt, count, sampling, **others)
@@ -220,9 +220,9 @@ def _publish(
 
 
 class PublisherProcess:
-    """A publisher process: version v has the weights of folder v modulo their number.
+    """A publisher process: version v has the weights of folder number v modulo the number of folders.
 
-    With `lora` it is that of `adapted_model` of the folder, with that number for a seed: give the same folder often.
+    With `lora` it publishes the adapters of `adapted_model` with that number as seed; list the same folder repeatedly.
     """
 
     def __init__(
@@ -235,20 +235,20 @@ class PublisherProcess:
         dtype: str = "float32",
     ) -> None:
         context = process_context()
-        self._pipe, theirs = context.Pipe()
-        arguments = (folders, transport, lora, quantise, dtype, theirs)
+        self._pipe, child_pipe = context.Pipe()
+        arguments = (folders, transport, lora, quantise, dtype, child_pipe)
         self._process = context.Process(target=_publish, args=arguments, daemon=True)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
         self.layout: Layout = decode_layout(self._answer())
 
     def publish(self, version: int) -> Offer:
-        """Offer `version`."""
+        """Publish `version`, and return its offer."""
         self._pipe.send(version)
         return decode_offer(self._answer())
 
     def plan(self, engine: Engine) -> Plan:
-        """Make the plan for an engine."""
+        """Return the plan of transfers to an engine."""
         return make_plan(self.layout, engine.layout())
 
     def pull(self, engine: Engine, plan: Plan, version: int, **options: Any) -> Any:
@@ -257,7 +257,7 @@ class PublisherProcess:
         return engine.pull(self.publish(version), plan, **named)
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End the process, even if it hangs."""
         self._process.kill()
         self._process.join(DEADLINE_S)
 

@@ -1,4 +1,4 @@
-"""What the fork server of `warm.py` imports, and how its children start workers: by fork as well."""
+"""Modules that the fork server of `warm.py` imports; its children fork their workers, too."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from starling.weightsync.quantise.spec import QuantSpec
 from starling.weightsync.tensors.quantise import Quantised, dequantise
 
 
-def torchaos(form: str, tensor: torch.Tensor, amax: torch.Tensor) -> list[torch.Tensor]:
-    """Codes, scales, and the tensor's scale where the form has one; `amax` is that of all tensors that have it too."""
+def torchao_parts(form: str, tensor: torch.Tensor, amax: torch.Tensor) -> list[torch.Tensor]:
+    """Return codes, scales, and any scale of the tensor by torchao; `amax` is that of all tensors with this scale."""
     if form.startswith("fp8"):
         made = Float8Tensor.from_hp(tensor, granularity=PerRow() if form == "fp8_row" else PerBlock([128, 128]))
         return [made.qdata, made.scale]
@@ -33,8 +33,8 @@ def torchaos(form: str, tensor: torch.Tensor, amax: torch.Tensor) -> list[torch.
     return [codes.view(torch.uint8) if form == "mxfp4" else codes, scales.view(torch.uint8)]
 
 
-def in_codes(form: str, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a checkpoint that vLLM loads, of what is in `full`; codes and scales are torchao's."""
+def quantised_checkpoint(form: str, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `full` as a quantised checkpoint that vLLM loads, with torchao's codes and scales."""
     found = dict(full)
     for spec, parts in _quantised(form, full):
         del found[spec.tensor.name]
@@ -45,7 +45,7 @@ def in_codes(form: str, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def dequantised(form: str, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what is in `full` with the numbers of torchao's codes and scales, in the same element type."""
+    """Return `full` after quantisation by torchao and dequantisation, in the same element type."""
     found = dict(full)
     for spec, (codes, scales, *rest) in _quantised(form, full):
         numbers = Quantised(codes, scales.view(getattr(torch, spec.format.scale_dtype)), rest[0] if rest else None)
@@ -54,7 +54,7 @@ def dequantised(form: str, full: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def _quantised(form: str, full: dict[str, torch.Tensor]) -> Iterator[tuple[QuantSpec, list[torch.Tensor]]]:
-    """Yield what is quantised of `full`, and its parts; tensors that vLLM makes one of have one scale of the tensor."""
+    """Yield the quantised tensors of `full` and their parts; tensors that vLLM fuses share the scale of the tensor."""
     specs = [
         TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         for name, tensor in full.items()
@@ -62,14 +62,14 @@ def _quantised(form: str, full: dict[str, torch.Tensor]) -> Iterator[tuple[Quant
     amax: dict[str, torch.Tensor] = {}
     for name, tensor in full.items():
         largest = tensor.abs().amax()
-        amax[_together(name)] = torch.maximum(amax.get(_together(name), largest), largest)
+        amax[_fused_name(name)] = torch.maximum(amax.get(_fused_name(name), largest), largest)
     for spec in quantisation_of(specs, recipe_of(form)).specs:
         if spec is not None:
             name = spec.tensor.name
-            parts = zip(spec.tensors(), torchaos(form, full[name], amax[_together(name)]), strict=True)
+            parts = zip(spec.tensors(), torchao_parts(form, full[name], amax[_fused_name(name)]), strict=True)
             yield spec, [tensor.reshape(part.shape).contiguous() for part, tensor in parts]
 
 
-def _together(name: str) -> str:
-    """Return the name of what vLLM makes of a tensor."""
+def _fused_name(name: str) -> str:
+    """Return the name of the vLLM parameter that a tensor is fused into."""
     return re.sub(r"\.(q|k|v|gate|up)_proj\.", lambda found: f".{'qkv' if found[1] in 'qkv' else 'both'}.", name)

@@ -28,7 +28,7 @@ NAME = "rollout-0"
 CONTEXT = 2048
 ROWS = 16
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-"""One token of the model's, so that one with random weights writes it now and then."""
+"""A single token, so that a model with random weights samples it now and then."""
 CHAT = (
     "{% for tool in tools or [] %}{{ '[' + tool.function.name + ']' }}{% endfor %}"
     "{% for message in messages %}{{ message.role[0] + ':' + message.content }}"
@@ -38,8 +38,8 @@ CHAT = (
 OWNED = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def talking_checkpoints(base: Path, num: int = 2) -> list[Path]:
-    """Make folders of the same model with other random weights each: a token for each character, and one for `CALL`."""
+def make_checkpoints(base: Path, num: int = 2) -> list[Path]:
+    """Create checkpoints of one model with different random weights; each character and `CALL` are tokens."""
     config = {name: value for name, value in COMMON.items() if name not in OWNED}
     first = base / "tiny-0"
     make_model_folder(ScratchSettings(config=config, chat_template=CHAT, max_length=CONTEXT), first)
@@ -61,7 +61,7 @@ def talking_checkpoints(base: Path, num: int = 2) -> list[Path]:
 
 @dataclass
 class Service:
-    """A rollout's process that has adopted `version`, and what its weights must be."""
+    """A rollout process that has adopted `version`, and models with the weights of each version."""
 
     hub: FakeHub
     process: subprocess.Popen[str]
@@ -74,20 +74,20 @@ class Service:
     version: int = 0
 
     def client(self, **more: Any) -> openai.OpenAI:
-        """Return a client of its endpoint."""
+        """Return an OpenAI client of its endpoint."""
         return openai.OpenAI(**self.address, **more)
 
     def async_client(self, **more: Any) -> openai.AsyncOpenAI:
-        """Return the same for coroutines."""
+        """Return an asynchronous client of its endpoint."""
         return openai.AsyncOpenAI(**self.address, **more)
 
     @property
     def address(self) -> dict[str, Any]:
-        """What every client is given."""
+        """Arguments of every client."""
         return {"base_url": self.base_url, "api_key": self.api_key, "max_retries": 0, "timeout": DEADLINE_S}
 
     def adopt(self) -> None:
-        """Have it adopt the next version, as a controller does."""
+        """Publish the next version, and command the rollout to adopt it."""
         offer = self.source.publish(self.version + 1)
         order = wire.AdoptWeights(lease=self.hub.lease("adopt"), version=offer.version, source="policy-0")
         adopted, _ = self.hub.ask(NAME, order, wire.WeightsAdopted, (encode(offer), encode(self.plan)))
@@ -99,7 +99,7 @@ class Service:
         return forward_logprobs(self.models[version % len(self.models)], prompt, ids, temperature)
 
     def check(self, prompt: list[int], starling: Any, logprobs: list[float], temperature: float = 1.0) -> set[int]:
-        """Compare log-probabilities of sampled tokens with forward passes over their versions; return those."""
+        """Compare log-probabilities with forward passes over the weights of their versions; return the versions."""
         ids, found = starling["token_ids"], np.array(logprobs)
         assert len(ids) == len(found)
         ends = [0, *(span["end"] for span in starling["versions"])]
@@ -114,8 +114,8 @@ class Service:
 
 @contextmanager
 def service(base: Path, *flags: str) -> Iterator[Service]:
-    """Start it, with the first checkpoint's weights as version 0."""
-    folders = talking_checkpoints(base)
+    """Start the rollout, with the first checkpoint as version 0."""
+    folders = make_checkpoints(base)
     run = base / "run"
     vllm = ("--rollout.vllm.kv-cache-mb", "32", "--rollout.vllm.enforce-eager", "true")
     shared = ("--model.path", str(folders[0]), "--model.dtype", "float32", "--rollout.load-weights", "true")

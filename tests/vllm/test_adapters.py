@@ -1,4 +1,4 @@
-"""Adapters on vLLM: only they are adopted, and log-probabilities equal those of transformers and peft."""
+"""Adapters on vLLM: only adapters are transferred, and log-probabilities equal those of transformers with peft."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ REWARD = """\
 def reward(completion, reference, prompt_text, metadata):
     return float(sum(map(ord, completion)) % 2)
 """
-"""The rewards differ within groups, or no token would be trained."""
+"""Reward that differs within groups, so that advantages are not zero."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same base for every version."""
+    """Return the base checkpoint, once for every version."""
     return [checkpoint(tmp_path_factory.mktemp("checkpoints") / "base", "llama", 0)] * NUM_CHECKPOINTS
 
 
@@ -85,14 +85,14 @@ def engine(folders: list[Path]) -> Iterator[EngineDriver]:
 
 @pytest.fixture
 def running(engine: EngineDriver, publisher: PublisherProcess) -> EngineDriver:
-    """The engine, with some adapters in place."""
+    """Return the engine after at least one adoption."""
     if engine.engine.version < 1:
         adopt(engine, publisher)
     return engine
 
 
 def largest_of(result: Any, model: Any) -> float:
-    """The most by which a group's log-probabilities differ from those of a forward pass over `model`."""
+    """Return the largest difference of a group's log-probabilities from a forward pass over `model`."""
     prompt = result.prompt_ids.tolist()
     return max(
         float(np.abs(c.logprobs - forward_logprobs(model, prompt, c.token_ids.tolist())).max())
@@ -124,7 +124,9 @@ def test_adoptions_under_load(
     outcome = adopt_under_load(running, publisher, 40, "recompute", first=first)
     check(outcome, first + 39)
     assert largest_difference(outcome.results, models) < 1e-4
-    assert largest_difference(outcome.results[:1], [read_model(folders[0])]) > 0.1, "the adapters matter"
+    assert largest_difference(outcome.results[:1], [read_model(folders[0])]) > 0.1, (
+        "the adapters must change the log-probabilities"
+    )
     versions = np.concatenate([c.versions for result in outcome.results for c in result.completions])
     assert set(range(first, first + 40)) <= {*versions.tolist()}
 
@@ -176,7 +178,7 @@ def test_adapters_for_another_base_are_rejected(engine: EngineDriver, tmp_path: 
 def test_new_engine_adopts_the_newest_adapters(
     engine: EngineDriver, publisher: PublisherProcess, models: list[Any], folders: list[Path]
 ) -> None:
-    """The last with this engine. As when it is lost: the base is there again, and the next version is the newest."""
+    """The last test of this engine: a new engine starts from the base and adopts the newest version directly."""
     newest = engine.engine.version + 1
     engine.engine.close()
     with engine_driver(folders[0], lora=VARIED) as again:
@@ -231,7 +233,7 @@ def test_adapters_on_the_language_model_of_a_vision_model(tmp_path: Path) -> Non
     [
         ("llama", {"dora": True}, "model.lora.dora needs rollout.engine = 'transformers': vllm has no DoRA"),
         ("qwen3_moe", {"parameters": ("mlp.experts.down_proj",)}, "model.lora.parameters needs"),
-        ("qwen3_moe", {}, r"adapts model.layers.0.mlp.\S+, which is no layer of its own"),
+        ("qwen3_moe", {}, r"adapts model.layers.0.mlp.\S+, which is not a layer"),
         ("llama", {"rank": 600, "targets": ["q_proj"]}, "adapters of rank 600, and vllm computes with ranks up to 512"),
         (
             "llama",
@@ -267,7 +269,7 @@ def test_arguments_list_the_adapted_layers(tmp_path: Path) -> None:
 
 
 def test_lora_recipe_runs_on_vllm(tmp_path: Path) -> None:
-    """The recipe for adapters, with a model that is made from nothing, and few steps."""
+    """The recipe for adapters with a random model and few steps."""
     config = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
     model = tmp_path / "model"
@@ -293,9 +295,9 @@ def test_lora_recipe_runs_on_vllm(tmp_path: Path) -> None:
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
     command = Command(tmp_path, "run", str(RECIPES / "lora.toml"), *flags, name="lora")
     try:
-        assert command.wait(2 * DEADLINE_S) == 0, command.story()
+        assert command.wait(2 * DEADLINE_S) == 0, command.transcript()
     finally:
-        command.put_down()
+        command.kill_leftovers()
     lines = [json.loads(line) for line in (tmp_path / "runs/lora/attempt-1/metrics.jsonl").read_text().splitlines()]
     adopted = [line for line in lines if line["kind"] == "adopted"]
     assert adopted

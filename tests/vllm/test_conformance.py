@@ -8,7 +8,7 @@ from conformance import EngineConformance, Facts
 
 
 class TestVllm(EngineConformance):
-    """One worker. Its random numbers follow a seed and are used up as they come, so that what goes on draws others."""
+    """One worker. vLLM's random numbers depend on the calls so far, so a resumed completion draws others."""
 
     rollout: ClassVar = {
         "engine": "vllm",

@@ -265,7 +265,7 @@ def test_versions_pulled_in_place_are_exact(
 
 
 def test_call_raises_when_vllm_reports_a_dead_engine(folders: list[Path]) -> None:
-    """vLLM marks its client when its process has ended, before the task that reads from it ends."""
+    """vLLM marks its client as dead when its process has ended, before the reading task ends."""
     with engine_driver(folders[0]) as one:
         engine = one.engine
         assert isinstance(engine, VllmEngine)
@@ -275,7 +275,7 @@ def test_call_raises_when_vllm_reports_a_dead_engine(folders: list[Path]) -> Non
         assert engine.ready
 
 
-def test_unanswered_call_loses_the_engine_and_no_token(folders: list[Path]) -> None:
+def test_unanswered_call_loses_the_engine_but_no_token(folders: list[Path]) -> None:
     """Tokens that had arrived are returned at once, without waiting for another answer."""
     others = engine_processes()
     with engine_driver(folders[0], load_weights=True) as running:

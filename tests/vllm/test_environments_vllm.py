@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import DEADLINE_S, forward_logprobs, read_model, spec_of
-from service import CALL, CONTEXT, talking_checkpoints
+from service import CALL, CONTEXT, make_checkpoints
 from transformers import AutoTokenizer
 
 from starling.algo.text import decode, encode_prompt
@@ -94,7 +94,7 @@ class EpisodeHarness:
         self._thread.start()
 
     def play(self, prompt: wire.Prompt, num_completions: int, max_tokens: int, **environment: Any) -> PlayedGroup:
-        """Play one group to its end."""
+        """Run the episodes of one group to their end."""
         settings = EnvironmentSettings(**environment)
         chosen = make_environment(settings)
         assert chosen is not None
@@ -120,7 +120,7 @@ class EpisodeHarness:
         finally:
             runner.close()
 
-    def said(self, played: PlayedGroup, trajectory: Trajectory) -> list[tuple[int, str]]:
+    def check_text(self, played: PlayedGroup, trajectory: Trajectory) -> list[tuple[int, str]]:
         """Check the log-probabilities of the sampled tokens; return the text as runs of sampled and of other tokens."""
         assert trajectory.status in (wire.Status.OK, wire.Status.TRUNCATED), trajectory.problem
         mask = trajectory.loss_mask.astype(bool)
@@ -132,7 +132,7 @@ class EpisodeHarness:
         return [(int(bits[0]), decode(self.tokenizer, ids)) for bits, ids in runs]
 
     def close(self) -> None:
-        """End it."""
+        """Close server, queue and engine."""
         self._ended.set()
         self._wake.set()
         self._thread.join(DEADLINE_S)
@@ -153,7 +153,7 @@ class EpisodeHarness:
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodeHarness]:
-    made = EpisodeHarness(talking_checkpoints(tmp_path_factory.mktemp("models"), 1)[0])
+    made = EpisodeHarness(make_checkpoints(tmp_path_factory.mktemp("models"), 1)[0])
     try:
         yield made
     finally:
@@ -177,21 +177,21 @@ def test_tools_environment_masks_tool_results(harness: EpisodeHarness, file: Pat
     assert decode(harness.tokenizer, played.prompt_ids) == "[add]u:hello;a:"
     called = 0
     for trajectory in played.trajectories:
-        runs = harness.said(played, trajectory)
-        said = [text for mask, text in runs if mask]
+        runs = harness.check_text(played, trajectory)
+        sampled = [text for mask, text in runs if mask]
         others = "".join(text for mask, text in runs if not mask)
-        answered = sum(text.count(CALL) for text in said[:-1])  # those of the last reply are in no trajectory
+        answered = sum(text.count(CALL) for text in sampled[:-1])  # calls of the last reply are not answered
         assert others.count("t:3;") == answered <= trajectory.metrics["tool_calls"]
         assert trajectory.metrics["tool_errors"] == 0.0
         called += answered
-    assert called, "of some thousand tokens none is the call"
+    assert called, "none of some thousand tokens is the call token"
 
 
 def test_verifiers_environment(harness: EpisodeHarness, file: Path) -> None:
     settings: dict[str, Any] = {"kind": "verifiers", "options": {"environment": f"{file}:nag"}, "turn_max_tokens": 6}
     played = harness.play(PROMPT, 4, 60, **settings)
     for trajectory in played.trajectories:
-        runs = harness.said(played, trajectory)
+        runs = harness.check_text(played, trajectory)
         assert [text for mask, text in runs if not mask] == [";u:more;a:"] * (trajectory.num_turns - 1)
         text = [text for mask, text in runs if mask]
         assert trajectory.reward == sum(map(len, text))
@@ -201,7 +201,7 @@ def test_verifiers_environment(harness: EpisodeHarness, file: Path) -> None:
 def test_agent_environment_with_an_openai_client(harness: EpisodeHarness, file: Path) -> None:
     played = harness.play(PROMPT, 4, 60, kind="agent", options={"program": f"{file}:agent"}, max_turns=4)
     for trajectory in played.trajectories:
-        runs = harness.said(played, trajectory)
+        runs = harness.check_text(played, trajectory)
         assert [mask for mask, _ in runs] == [1, 0, 1]
         assert runs[1][1] == ";u:and 0?;a:"
         assert (trajectory.reward, trajectory.num_turns) == (1.0, 2)
@@ -210,6 +210,6 @@ def test_agent_environment_with_an_openai_client(harness: EpisodeHarness, file: 
 def test_custom_environment(harness: EpisodeHarness, file: Path) -> None:
     played = harness.play(PROMPT, 4, 60, kind=f"{file}:own", options={"turns": 3}, max_turns=4)
     for trajectory in played.trajectories:
-        runs = harness.said(played, trajectory)
+        runs = harness.check_text(played, trajectory)
         assert [text for mask, text in runs if not mask] == [";u:go on;a:"] * 2
         assert trajectory.reward == 3.0

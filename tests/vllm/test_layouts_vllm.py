@@ -1,8 +1,8 @@
 """The layouts of vLLM's workers against vLLM's own model classes.
 
-For each parallelism as many processes as it has workers build the real class, each its part, fill it with NaN and let
-vLLM load a small checkpoint. Every element must then be what the table says, in terms of the parameters that a policy
-publishes: the element of its box, exactly once, or padding, which is zero.
+For each parallelism, one process per worker builds its part of the real class, fills it with NaN and lets vLLM load a
+small checkpoint. By the table, every element must then be an element of a parameter that a policy publishes, exactly
+once, or padding, which is zero.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ CONFIGS: dict[str, tuple[str, Any]] = {
 
 
 def check_worker(rank: int, folder: Path, config: VllmConfig) -> None:
-    """Build, load and compare the part of one worker."""
+    """Build, load and check the part of one worker."""
     parallel = config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     media = config.model_config.multimodal_config

@@ -41,7 +41,7 @@ def _param(name: str) -> Any:
 
 
 def sized(family: str) -> Any:
-    """Describe a tiny model with heads that are large enough, and so four times as wide."""
+    """Return the configuration of a tiny model with heads large enough for vLLM, so four times as wide."""
     config = make_config(family, initializer_range=0.12)  # or rounding alone would exceed what is allowed
     text, vision = config.text_config, config.vision_config
     text.hidden_size = HEAD * text.num_attention_heads
@@ -60,7 +60,7 @@ def sized(family: str) -> Any:
 
 
 def write_model(folder: Path, config: Any, seed: int) -> Any:
-    """Write a model and what its prompts need; return it."""
+    """Write a model with its tokenizer and processors; return the model."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForImageTextToText.from_config(config).eval().requires_grad_(False)
     model.save_pretrained(folder)
@@ -73,7 +73,7 @@ def write_model(folder: Path, config: Any, seed: int) -> Any:
 
 @dataclass(frozen=True)
 class VisionEngine:
-    """An engine, the models whose weights it has in turn, and what makes its prompts."""
+    """An engine, the models of its versions, and the encoder of its prompts."""
 
     driver: EngineDriver
     models: list[Any]
@@ -188,7 +188,7 @@ def test_inconsistent_tensors_are_rejected(vision_engine: VisionEngine) -> None:
 
 
 def test_adoption_discards_old_vision_outputs(vision_engine: VisionEngine) -> None:
-    """Vision outputs computed by older weights are not used again in the modes that exclude it."""
+    """Vision outputs of older weights are not reused, except under `keep`."""
     engine = vision_engine.driver.engine
     prompt = ask("<image>c", image(24, 24, 9))
     plan = vision_engine.publisher.plan(engine)

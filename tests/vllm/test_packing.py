@@ -1,9 +1,8 @@
 """Quantised weights in vLLM's layers: after an adoption they are bitwise those that vLLM's loader produces.
 
-For each parallelism as many processes as it has workers build the real class twice. One loads a checkpoint of torchao's
-codes and scales through vLLM, as any user's would. The other begins with random weights and adopts two versions that a
-publisher quantises. All parameters and buffers of the two must then have the same bits, and those of the second be
-where they were.
+For each parallelism, one process per worker builds the real class twice. The first instance loads a checkpoint of
+torchao's codes and scales through vLLM. The second starts with random weights and adopts two versions that a publisher
+quantises. All parameters and buffers of both must then have the same bits, and those of the second their old addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pytest
 import torch
 import transformers
 from engines import spec_of
-from quantised_checkpoints import dequantised, in_codes
+from quantised_checkpoints import dequantised, quantised_checkpoint
 from safetensors.torch import load_file, save_file
 from vllm.config import LoadConfig, VllmConfig
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -60,7 +59,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def write_model(folder: Path, name: str, form: str, seed: int) -> dict[str, torch.Tensor]:
-    """Write a random model, as a policy would have it and in codes."""
+    """Write a random model in full precision and quantised."""
     torch.manual_seed(seed)
     config = CONFIGS[name]
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -70,12 +69,12 @@ def write_model(folder: Path, name: str, form: str, seed: int) -> dict[str, torc
     dtype = torch.bfloat16 if form == "nvfp4" else torch.float32
     model.to(dtype).save_pretrained(folder)
     full = load_file(folder / "model.safetensors")
-    save_file(in_codes(form, full), folder / "codes.safetensors")
+    save_file(quantised_checkpoint(form, full), folder / "codes.safetensors")
     return full
 
 
-def loaded(folder: Path, config: VllmConfig) -> torch.nn.Module:
-    """Build the class of the model once more, and have vLLM load and pack the codes."""
+def load_quantised(folder: Path, config: VllmConfig) -> torch.nn.Module:
+    """Build the model, and let vLLM load and pack the quantised checkpoint."""
     config.compilation_config.static_forward_context.clear()
     module = initialize_model(config)
     module.load_weights(iter(load_file(folder / "codes.safetensors").items()))
@@ -83,8 +82,8 @@ def loaded(folder: Path, config: VllmConfig) -> torch.nn.Module:
     return module
 
 
-def at_random(config: VllmConfig) -> torch.nn.Module:
-    """Build it with random weights, as for a rollout that waits for a policy's."""
+def build_random(config: VllmConfig) -> torch.nn.Module:
+    """Build the model with random weights, like a rollout that waits for its first version."""
     module = initialize_model(config)
     DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(module, config.model_config)
     pack(module, config)
@@ -92,7 +91,7 @@ def at_random(config: VllmConfig) -> torch.nn.Module:
 
 
 def pack(module: torch.nn.Module, config: VllmConfig) -> None:
-    """Do what vLLM does after loading; experts in codes it has no kernel for on CPUs, so these stay as they are."""
+    """Process the weights as vLLM does after loading, except quantised experts, which vLLM cannot run on CPUs."""
     for layer in module.modules():
         if isinstance(layer, RoutedExperts):
             layer.quant_method.process_weights_after_loading = lambda _: None
@@ -112,9 +111,9 @@ def form_of(folder: Path) -> str:
 
 
 def check_worker(rank: int, folder: Path, config: VllmConfig) -> None:
-    """Load one model, adopt another one twice, and compare."""
+    """Load one instance, adopt two versions in another, and compare both."""
     form, tp = form_of(folder), config.parallel_config.tensor_parallel_size
-    module = at_random(config)
+    module = build_random(config)
     before = {name: tensor.data_ptr() for name, tensor in state(module).items()}
     written = json.loads((folder / "0" / "config.json").read_text())
     table = worker_table(written, rank, tp=tp, dtype=str(config.model_config.dtype).removeprefix("torch."))
@@ -133,7 +132,7 @@ def check_worker(rank: int, folder: Path, config: VllmConfig) -> None:
             assert report.size_bytes < 0.6 * sum(tensor.nbytes for tensor in weights.values())  # codes, not numbers
             root = puller.switch_in_parts(packer.layers_to_fill(), offer)
             assert (puller.version, root) == (version, offer.root)
-            expected = state(loaded(folder / str(version), config))
+            expected = state(load_quantised(folder / str(version), config))
             found = state(module)
             assert {*found} == {*expected}
             for name, tensor in expected.items():
@@ -178,11 +177,11 @@ def test_adoption_equals_loading_a_checkpoint(
     in_workers(check_worker, config, tmp_path, monkeypatch)
 
 
-def check_mistakes(rank: int, folder: Path, config: VllmConfig) -> None:
+def check_rejections(rank: int, folder: Path, config: VllmConfig) -> None:
     """Check the errors for a layout of another format, and for layers that vLLM does not have."""
     form = form_of(folder)
     written = json.loads((folder / "0" / "config.json").read_text())
-    module = at_random(config)
+    module = build_random(config)
     other = packed_layout(module, "worker 0", worker_table(written, rank), "mxfp8")
     with pytest.raises(WeightsError, match=r"qkv_proj.weight_scale has 6144 bytes by the model's table, and 3072 in"):
         Packer(module, other, 0, form, config)
@@ -195,4 +194,4 @@ def test_parameters_that_differ_from_the_layout_are_rejected(tmp_path: Path, mon
     write_model(tmp_path / "0", "qwen3 tied", "fp8_row", 0)
     (tmp_path / "form").write_text("fp8_row")
     config = engine_config(tmp_path / "0", 1, 1, hf_overrides=overrides(spec_of(tmp_path / "0", quantise="fp8_row")))
-    in_workers(check_mistakes, config, tmp_path, monkeypatch)
+    in_workers(check_rejections, config, tmp_path, monkeypatch)

@@ -66,7 +66,7 @@ def check_scores(engine: EngineDriver, model: Any) -> None:
 
 
 def kill_one_worker(engine: EngineDriver) -> None:
-    """Kill one of two workers while a group runs: nothing hangs, and no sampled token is lost."""
+    """Kill one of two workers during a group; assert that nothing hangs and no sampled token is lost."""
     ours = engine_processes()
     worker = max(ours, key=lambda process: process.create_time())
     streamed: dict[int, list[int]] = {}

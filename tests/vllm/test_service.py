@@ -58,7 +58,7 @@ def test_chat_returns_tokens_and_logprobs(served: Service, client: openai.OpenAI
     prompt = answer.starling["prompt_token_ids"][0]  # type: ignore[attr-defined]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(prompt) == len("u:hello;a:")
-    assert len({choice.message.content for choice in answer.choices}) == 3, "each completion draws for itself"
+    assert len({choice.message.content for choice in answer.choices}) == 3, "completions of a request must differ"
     for choice in answer.choices:
         logprobs = [one.logprob for one in choice.logprobs.content]  # type: ignore[union-attr]
         assert served.check(prompt, choice.starling, logprobs, 0.7) == {served.version}  # type: ignore[attr-defined]
@@ -152,7 +152,7 @@ def test_request_without_the_api_key_is_rejected(served: Service) -> None:
 
 
 class Running:
-    """A stream that a thread reads to its end."""
+    """A streamed completion that a thread reads to its end."""
 
     def __init__(self, client: openai.OpenAI, model: str, num_tokens: int, **more: Any) -> None:
         self._asked: Any = {"model": model, "prompt": "q", "max_tokens": num_tokens, "stream": True, **more}
@@ -176,7 +176,7 @@ class Running:
 
 
 NEVER_ENDS: Any = {"temperature": 0}
-"""The most likely token of these weights is never the end token."""
+"""Request whose greedy completion never ends by itself."""
 
 
 def test_disconnected_client_cancels_its_request(served: Service, client: openai.OpenAI) -> None:
@@ -195,7 +195,7 @@ def test_tool_calls_are_parsed(served: Service, client: openai.OpenAI) -> None:
     asked: Any = {"model": served.model, "tools": ADD, "max_tokens": 80, "seed": 5}
     answer = client.chat.completions.create(messages=HELLO, n=ROWS, **asked)
     calling = [choice for choice in answer.choices if choice.message.tool_calls]
-    assert calling, "of some thousand tokens none is the call"
+    assert calling, "none of some thousand tokens is the call token"
     for choice in calling:
         assert choice.finish_reason == "tool_calls"
         assert choice.message.tool_calls is not None
@@ -235,12 +235,12 @@ def test_verifiers_environment_is_a_client_of_the_endpoint(served: Service) -> N
             )
 
     outputs = asyncio.run(evaluate())["outputs"]
-    assert [len(one["completion"]) for one in outputs] == [5] * 6, "three replies, and two between"
+    assert [len(one["completion"]) for one in outputs] == [5] * 6, "three replies and two environment turns"
     assert all(0 < one["reward"] == letters(one["completion"]) for one in outputs)
 
 
 def world_group(served: Service) -> wire.GenerateGroup:
-    """Ask for four trajectories in the world."""
+    """Return the command for four trajectories in the environment."""
     prompt = wire.Prompt(id="p", messages=(wire.ChatMessage(role="user", content="go"),), metadata={"seed": 7})
     return wire.GenerateGroup(
         lease=served.hub.lease("generate"),
@@ -278,7 +278,7 @@ def test_requests_complete_during_adoptions(served: Service) -> None:
 
     async def ask(client: openai.AsyncOpenAI, number: int) -> None:
         while not over.is_set():
-            # Of several lengths, so that they do not all end at once, and some version samples nothing.
+            # Of several lengths: requests that all ended at once would leave a version without tokens.
             length = 40 + 4 * number
             asked: Any = {"model": served.model, "prompt": f"q{number}", "max_tokens": length, "n": 2, "logprobs": 0}
             if number % 2:
@@ -307,11 +307,11 @@ def test_requests_complete_during_adoptions(served: Service) -> None:
         served.adopt()
     over.set()
     thread.join(DEADLINE_S)
-    assert not thread.is_alive(), "some answer never arrived"
+    assert not thread.is_alive(), "a request was never answered"
     assert not failed, failed
     seen = [served.check(prompt, choice.starling, choice.logprobs.token_logprobs)
             for prompt, choices in answers if prompt for choice in choices]  # fmt: skip
-    assert any(len(versions) > 1 for versions in seen), "no answer was under way while weights changed"
+    assert any(len(versions) > 1 for versions in seen), "no request spanned an adoption"
     assert set(range(first + 1, served.version)) <= set().union(*seen)
     for prompt, pieces in answers:
         if prompt is None:

@@ -126,7 +126,7 @@ def test_quantised_latent_attention_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("form", "least"), [("fp8_row", 7.5), ("fp8_block", 7.5), ("mxfp4", 8.0), ("nvfp4", 7.5)])
 def test_old_gpus_are_rejected(form: str, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With vLLM's answers patched to those of an old GPU."""
+    """vLLM's platform queries are patched to those of an old GPU."""
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
@@ -175,7 +175,7 @@ def stop() -> Iterator[StopSignal]:
 def test_cancelled_start_leaves_no_process(
     tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch, poll_s: float
 ) -> None:
-    """Whether the start is still running, or was completed before the first poll."""
+    """Cancelled both during the start and after it, before the first poll."""
     monkeypatch.setattr(async_llm, "POLL_S", poll_s)
     folder, before = checkpoint(tmp_path / "model", "llama", 0), engine_processes()
 

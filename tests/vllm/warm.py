@@ -22,7 +22,7 @@ from starling.rollout.engine.vllm import cpu, launch
 
 HERE = Path(__file__).parent
 GET_CONTEXT = "vllm.v1.engine.utils.get_mp_context"
-"""What vLLM calls to start the process of an engine."""
+"""Function with which vLLM starts the process of an engine."""
 
 
 class WarmProcess(ForkServerProcess):

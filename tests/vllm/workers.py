@@ -1,4 +1,4 @@
-"""The parts of a vLLM model in processes, as vLLM's workers hold them, without an engine."""
+"""Processes that hold the parts of a vLLM model like vLLM's workers, without an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE_S = 120
 
 
 def engine_config(folder: Path, tp: int, pp: int, whole_experts: bool = False, **others: Any) -> VllmConfig:
-    """Return what vLLM makes of its arguments; `others` are further ones."""
+    """Return vLLM's configuration for these arguments."""
     arguments: dict[str, Any] = {
         "model": str(folder),
         "tensor_parallel_size": tp,
@@ -61,7 +61,7 @@ def in_workers(
         workers.append((worker, mine))
     try:
         for rank, (_, answer) in enumerate(workers):
-            assert answer.poll(DEADLINE_S), f"worker {rank} said nothing for {DEADLINE_S} s"
+            assert answer.poll(DEADLINE_S), f"worker {rank} did not answer within {DEADLINE_S} s"
             if said := answer.recv():
                 pytest.fail(f"worker {rank}: {said}")
     finally:

@@ -10,7 +10,7 @@ from faults import Target
 from guarantees import JournalHistory, contradictions, violations
 from host_faults import WallClock, disk
 from observation import Observation
-from system_runs import Command, started
+from system_runs import Command, starling_command
 
 import starling.cli
 from starling.algo.staleness import num_slots
@@ -37,32 +37,32 @@ FLAGS = {
 
 @contextmanager
 def chaos_run(folder: Path) -> Iterator[Target]:
-    """Start the run on a disk and with a clock of its own, and wait until it is complete.
+    """Start the run on a disk and with a clock of its own, and wait until all replicas are members.
 
-    Leaves no process behind, which `started` asserts.
+    `starling_command` asserts that no process is left.
     """
     clock = WallClock(folder)
-    with disk(folder / "runs", DISK_MB) as small:
+    with disk(folder / "runs", DISK_MB) as run_disk:
         flags = [part for key, value in FLAGS.items() for part in (f"--{key}", str(value))]
-        with started(folder, "run", str(RECIPE), *flags, name="run", environment=clock.environment) as command:
+        with starling_command(folder, "run", str(RECIPE), *flags, name="run", environment=clock.environment) as command:
             attempt = Attempt((folder / "runs/smoke/attempt-1").absolute())
             observation, recipe = Observation(attempt), load_recipe([RECIPE], flags)
-            target = Target(command, observation, replicas_of(recipe), 1.5 * LEASE_S, clock, small)
+            target = Target(command, observation, replicas_of(recipe), 1.5 * LEASE_S, clock, run_disk)
             try:
-                target.until_whole("the start of the run")
+                target.wait_until_complete("the start of the run")
                 yield target
             finally:
                 observation.close()
 
 
 def finish(target: Target) -> tuple[JournalHistory, list[str]]:
-    """Evaluate and stop it as an operator. Returns its journal and one sentence per violated guarantee."""
+    """Evaluate and stop the run with operator commands; return its history and a sentence per violated guarantee."""
     command, attempt = target.command, target.observation.attempt
-    said = [operator(command, "evaluate", str(attempt.folder))]
+    outputs = [operator(command, "evaluate", str(attempt.folder))]
     evaluated = lambda: any(line["kind"] == "evaluation" for line in target.observation.metrics())  # noqa: E731
-    command.until(evaluated, "the evaluation", RUN_S)
-    said.append(operator(command, "stop", str(attempt.folder)))
-    assert command.wait(RUN_S) == 0, command.story()
+    command.wait_until(evaluated, "the evaluation", RUN_S)
+    outputs.append(operator(command, "stop", str(attempt.folder)))
+    assert command.wait(RUN_S) == 0, command.transcript()
     recipe = load_recipe([attempt.recipe], [])
     history = target.observation.history(recipe.sft.num_steps)
     slots = num_slots(recipe.rl.prompts_per_step, recipe.rl.max_staleness)
@@ -81,6 +81,6 @@ def replicas_of(recipe: Recipe) -> frozenset[str]:
 
 def operator(command: Command, *arguments: str) -> str:
     """Run an operator command, and return its output."""
-    with started(command.folder, *arguments, name=arguments[0]) as asked:
-        assert asked.wait() == 0, asked.story()
-    return asked.output
+    with starling_command(command.folder, *arguments, name=arguments[0]) as operator_command:
+        assert operator_command.wait() == 0, operator_command.transcript()
+    return operator_command.output

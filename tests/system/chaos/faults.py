@@ -1,10 +1,10 @@
-"""What can go wrong in a run, drawn from a seed, and struck at a run that goes on until it is whole again.
+"""Faults drawn from a seed, and their injection into a run, which must recover from each.
 
-| fault      | what is done                                                   | what has to follow                  |
+| fault      | injection                                                      | recovery                            |
 |------------|----------------------------------------------------------------|-------------------------------------|
-| `Kill`     | SIGKILL one process                                            | a new one joins, and a step is made |
-| `Hold`     | SIGSTOP one process for longer than its lease, then SIGCONT    | all are members, and a step is made |
-| `FillDisk` | no room for the journal for some seconds                       | as after a hold                     |
+| `Kill`     | SIGKILL one process                                            | a new one joins, and a step is done |
+| `Hold`     | SIGSTOP one process for longer than its lease, then SIGCONT    | all are members, and a step is done |
+| `FillDisk` | no space for the journal for some seconds                      | as after a hold                     |
 | `SetClock` | the time of day jumps by hours, and then one process is killed | as after a kill                     |
 """
 
@@ -21,7 +21,7 @@ from observation import Observation
 from system_runs import Command
 
 RECOVERY_S = 60.0
-"""Within this a run is whole again after any fault, on a busy machine."""
+"""Deadline for the recovery from any fault, on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class FillDisk:
-    """Leave no room on the run's disk for `seconds`."""
+    """Leave no space on the run's disk for `seconds`."""
 
     seconds: float
 
@@ -59,7 +59,7 @@ Fault = Kill | Hold | FillDisk | SetClock
 
 @dataclass(frozen=True)
 class Recovery:
-    """A fault, and after how many seconds from its end the run was whole again."""
+    """A fault, and the seconds from its end to the recovery of the run."""
 
     fault: Fault
     seconds: float
@@ -67,7 +67,7 @@ class Recovery:
 
 @dataclass
 class Target:
-    """A run that goes on, and its surroundings as far as faults can reach them."""
+    """A run, and the parts of its environment that faults act on."""
 
     command: Command
     observation: Observation
@@ -79,11 +79,11 @@ class Target:
 
     @property
     def names(self) -> list[str]:
-        """Every process that may be struck."""
+        """Processes that faults may be injected into."""
         return ["controller", *sorted(self.replicas)]
 
     def faults(self, draw: random.Random, num: int) -> list[Fault]:
-        """Draw `num` faults. Each kind comes once, in an order that is drawn, before any comes again."""
+        """Draw `num` faults in random order; each kind comes once before any is repeated."""
         drawn: list[Fault] = []
         while len(drawn) < num:
             cycle: list[Fault] = [Kill(name) for name in self.names]
@@ -97,9 +97,9 @@ class Target:
             drawn += cycle
         return drawn[:num]
 
-    def strike(self, fault: Fault) -> Recovery:
-        """Do it, and wait until the run is whole again. Raises AssertionError when it ends, or is not in time."""
-        self.until_whole("the run to be whole before a fault")
+    def inject(self, fault: Fault) -> Recovery:
+        """Inject `fault` and wait for the recovery. Raises AssertionError when the run ends or the deadline passes."""
+        self.wait_until_complete("a complete run before a fault")
         match fault:
             case Kill(name=name):
                 recovery = Recovery(fault, self._kill(name))
@@ -108,60 +108,62 @@ class Target:
                 self.clock.jump(seconds)
                 recovery = Recovery(fault, self._kill(name))
             case Hold(name=name, seconds=seconds):
-                process = self.command.titled(name)
+                process = self.command.process_titled(name)
                 process.suspend()
                 time.sleep(seconds)  # that is the fault
                 process.resume()
-                recovery = Recovery(fault, self._until_it_goes_on())
+                recovery = Recovery(fault, self._wait_for_next_step())
             case FillDisk(seconds=seconds):
                 assert self.disk is not None
                 self.disk.fill()
                 time.sleep(seconds)
                 self.disk.free()
-                recovery = Recovery(fault, self._until_it_goes_on())
+                recovery = Recovery(fault, self._wait_for_next_step())
         self.recoveries.append(recovery)
         return recovery
 
-    def until_whole(self, what: str) -> None:
+    def wait_until_complete(self, description: str) -> None:
         """Wait until every replica is a member, and every rollout has adopted a version.
 
-        What a library does once, when it is loaded, is done then. UCX for example patches the program at its first
-        use, waits for other threads by the time of day, and would wait for hours if that were set back meanwhile.
+        Libraries have been initialised by then. UCX for example patches the program at its first use and waits for
+        other threads by the wall clock: if that were set back meanwhile, it would wait for hours.
         """
-        self._until(lambda: self.observation.members >= self.replicas and self.observation.all_adopted, what)
+        self._wait_until(
+            lambda: self.observation.members >= self.replicas and self.observation.all_adopted, description
+        )
 
     def _kill(self, name: str) -> float:
-        process = self.command.titled(name)
-        self.observation.look()
+        process = self.command.process_titled(name)
+        self.observation.refresh()
         joined = self.observation.joined[name]
         if name == "controller":
-            self.observation.forget()
+            self.observation.clear_snapshot()
         begin = time.monotonic()
         process.send_signal(signal.SIGKILL)
         if name == "controller":
-            self._until(lambda: not process.is_running(), "the death of the controller")
+            self._wait_until(lambda: not process.is_running(), "the death of the controller")
             self.observation.close()
         else:
-            self._until(lambda: self.observation.joined[name] > joined, f"another {name}")
-        self._until_beyond(self.observation.step)
+            self._wait_until(lambda: self.observation.joined[name] > joined, f"another {name}")
+        self._wait_for_step_after(self.observation.step)
         return time.monotonic() - begin
 
-    def _until_it_goes_on(self) -> float:
+    def _wait_for_next_step(self) -> float:
         begin = time.monotonic()
-        self.observation.look()
-        self._until_beyond(self.observation.step)
+        self.observation.refresh()
+        self._wait_for_step_after(self.observation.step)
         return time.monotonic() - begin
 
-    def _until_beyond(self, version: int) -> None:
-        """Wait until every replica is a member, and a step after `version` is made."""
-        self._until(
+    def _wait_for_step_after(self, version: int) -> None:
+        """Wait until every replica is a member, and a step after `version` is completed."""
+        self._wait_until(
             lambda: self.observation.members >= self.replicas and self.observation.version > version,
             f"all of {sorted(self.replicas)} and a step after {version}",
         )
 
-    def _until(self, happened: Callable[[], bool], what: str) -> None:
-        def looked() -> bool:
-            self.observation.look()
-            return happened()
+    def _wait_until(self, condition: Callable[[], bool], description: str) -> None:
+        def refreshed() -> bool:
+            self.observation.refresh()
+            return condition()
 
-        self.command.until(looked, what, RECOVERY_S)
+        self.command.wait_until(refreshed, description, RECOVERY_S)

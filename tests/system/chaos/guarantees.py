@@ -4,7 +4,7 @@
 - No prompt was trained twice, none was both trained and dropped, and none is missing when the run is complete.
 - No finished group was generated again: completions are stored twice only if the first were dropped.
 - Steps were frozen before they were committed, and committed once each, in order.
-- Every evaluation that was begun was finished.
+- Every evaluation that was opened was closed.
 - The metrics agree with the journal.
 """
 
@@ -57,7 +57,7 @@ class JournalHistory:
 
 
 def read_history(records: Iterable[rec.Record], num_supervised_steps: int) -> JournalHistory:
-    """Read a journal; supervised steps, the first `num_supervised_steps`, have no groups to seal."""
+    """Read a journal; supervised steps, the first `num_supervised_steps`, have no groups to freeze."""
     history, has, scored, frozen = JournalHistory(), set[str](), set[str](), set[int]()
     for record in records:
         match record:
@@ -97,8 +97,8 @@ def read_history(records: Iterable[rec.Record], num_supervised_steps: int) -> Jo
 def violations(history: JournalHistory, *, complete: bool, num_slots: int = 0) -> list[str]:
     """Return one sentence for each guarantee that is violated.
 
-    `complete`: the run came to its last step. A run that was stopped before leaves at most its `num_slots` newest
-    positions open: groups are trained in the order of their opening, and a slot is free when its group is trained.
+    `complete`: the run reached its last step. A run stopped before leaves at most its `num_slots` newest positions
+    open: groups are trained in the order in which they were opened, and a slot is free when its group is trained.
     """
     found = [*_violations_always(history), *(_violations_at_the_end(history) if complete else ())]
     if not complete and (lost := [p for p in history.lost if p < len(history.opened) - num_slots]):
@@ -150,7 +150,7 @@ def _violations_at_the_end(history: JournalHistory) -> Iterator[str]:
 def contradictions(history: JournalHistory, lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return one sentence for each contradiction between metrics.jsonl and the journal.
 
-    A controller that was killed between the journal and the metrics may have left a line out, never one too many.
+    A controller killed between writing the journal and the metrics may omit a line, never write one too many.
     """
     found = []
     prompts = {step.step: step.prompts for step in history.frozen}

@@ -1,4 +1,4 @@
-"""Faults of the host: a full disk, a clock that jumps, a network that is cut."""
+"""Faults of the host: a full disk, a jumping clock, a cut network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WallClock:
         """Compile the library to preload into `folder`. Skips the test without a C compiler."""
         compiler = shutil.which("cc")
         if compiler is None:
-            pytest.skip("no C compiler: a clock cannot be made to jump")
+            pytest.skip("no C compiler to build the preloaded clock")
         self._library, self._offset = folder / "wall_clock.so", folder / "wall_clock.offset"
         command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(self._library), str(SOURCE)]
         subprocess.run(command, check=True, timeout=60)
@@ -84,7 +84,7 @@ class Network:
     def __init__(self, near: str, far: str) -> None:
         self.near, self.far = near, far
 
-    def within(self, namespace: str) -> tuple[str, ...]:
+    def command_prefix(self, namespace: str) -> tuple[str, ...]:
         """Return the prefix of a command that runs in `namespace`."""
         return ("ip", "netns", "exec", namespace)
 

@@ -1,4 +1,4 @@
-"""A run seen from outside, through the deaths of its controller: telemetry, the lines of its metrics, its journal."""
+"""External view of a run that outlives its controllers: telemetry, metrics and journal."""
 
 from __future__ import annotations
 
@@ -14,65 +14,65 @@ from starling.common.net.telemetry import TelemetrySubscriber
 from starling.common.wire.telemetry import RunSnapshot
 from starling.controller.shell.journal.journal import read_journal
 
-LOOK_S = 0.05
+POLL_S = 0.05
 
 
 class Observation:
-    """What is known of a run at the moment. `look` renews it."""
+    """State of a run as last observed; `refresh` updates it."""
 
     def __init__(self, attempt: Attempt) -> None:
-        """Begin to observe; the controller need not be there yet."""
+        """Start to observe; the controller need not run yet."""
         self.attempt = attempt
         self.snapshot: RunSnapshot | None = None
-        """The last that the present controller told; None before it did."""
+        """Latest snapshot of the present controller; None before its first."""
         self.joined: Counter[str] = Counter()
-        """How often each replica joined."""
+        """Number of joins of each replica."""
         self.step = 0
-        """The last step of which the metrics tell."""
+        """Last step in the metrics."""
         self._offset = 0
-        self._watch: TelemetrySubscriber | None = None
-        self._watched = ""
+        self._subscriber: TelemetrySubscriber | None = None
+        self._addresses = ""
 
-    def look(self) -> None:
-        """Take in what there is, for at most `LOOK_S`."""
+    def refresh(self) -> None:
+        """Read new metrics, and wait at most `POLL_S` for a snapshot."""
         for line in self._new_lines():
             if line["kind"] == "joined":
                 self.joined[line["replica"]] += 1
             elif line["kind"] == "step":
                 self.step = line["step"]
         addresses = _read(self.attempt.address)
-        if addresses and addresses != self._watched:
+        if addresses and addresses != self._addresses:
             self.close()
-            self._watch = TelemetrySubscriber(json.loads(addresses)["telemetry"], self.attempt.key("observer-0"))
-            self._watched = addresses
-        if self._watch is not None:
-            self.snapshot = self._watch.latest(LOOK_S) or self.snapshot
+            self._subscriber = TelemetrySubscriber(json.loads(addresses)["telemetry"], self.attempt.key("observer-0"))
+            self._addresses = addresses
+        if self._subscriber is not None:
+            self.snapshot = self._subscriber.latest(POLL_S) or self.snapshot
 
-    def forget(self) -> None:
-        """Forget what the controller told: it is about to be another one."""
+    def clear_snapshot(self) -> None:
+        """Drop the snapshot, because the controller is about to be replaced."""
         self.snapshot = None
 
     @property
     def members(self) -> frozenset[str]:
-        """The replicas that the controller knows now."""
+        """Replicas in the latest snapshot."""
         return (
             frozenset(replica.name for replica in self.snapshot.replicas) if self.snapshot is not None else frozenset()
         )
 
     @property
     def all_adopted(self) -> bool:
-        """Every rollout that the controller knows generates with weights of the policy's."""
+        """Whether there are rollouts and all of them have adopted a version of the policy."""
         rollouts = [replica for replica in self.snapshot.replicas if replica.role == "rollout"] if self.snapshot else []
         return bool(rollouts) and all(replica.version > 0 for replica in rollouts)
 
     @property
     def version(self) -> int:
-        """Steps made; -1 when the controller has not told."""
+        """Number of completed steps; -1 without a snapshot."""
         return -1 if self.snapshot is None else self.snapshot.version
 
     def history(self, num_supervised_steps: int) -> JournalHistory:
-        """Read the journal, as far as it is durable."""
-        records = (kept.record for kept in read_journal(self.attempt.folder / "journal.sqlite"))
+        """Read the durable part of the journal."""
+        records = (entry.record for entry in read_journal(self.attempt.folder / "journal.sqlite"))
         return read_history(records, num_supervised_steps)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -81,12 +81,12 @@ class Observation:
 
     def close(self) -> None:
         """Stop listening to the present controller."""
-        if self._watch is not None:
-            self._watch.close()
-        self._watch, self._watched, self.snapshot = None, "", None
+        if self._subscriber is not None:
+            self._subscriber.close()
+        self._subscriber, self._addresses, self.snapshot = None, "", None
 
     def _new_lines(self) -> list[dict[str, Any]]:
-        """Return the whole lines that were added; each is read once, so that looking stays cheap."""
+        """Return the complete lines added since the last call, so that `refresh` stays cheap."""
         if not self.attempt.metrics.exists():
             return []
         with self.attempt.metrics.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The judge is judged: a history that satisfies every guarantee passes, and each way to break one is seen."""
+"""Checks of the guarantees: a valid history passes, and each kind of violation is detected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starling.controller.core import records as rec
 OPENED = rec.GroupsOpened(first=0, num=4)
 GENERATED = [rec.CompletionsStored(key=f"t{i}", trajectories=(), tensors=()) for i in range(4)]
 SCORED = [rec.RewardsStored(key=f"t{i}", rewards=()) for i in range(4)]
-SEALED = [rec.StepFrozen(step=s, ordinals=(2 * s - 4, 2 * s - 3), prompts=(f"a{s}", f"b{s}")) for s in (2, 3)]
+FROZEN = [rec.StepFrozen(step=s, ordinals=(2 * s - 4, 2 * s - 3), prompts=(f"a{s}", f"b{s}")) for s in (2, 3)]
 COMMITTED = [rec.StepCommitted(step=step) for step in (1, 2, 3)]
 EVALUATED = [
     rec.EvaluationOpened(number=0, version=3, cause="end", num_completions=1, first=0),
@@ -24,14 +24,14 @@ GOOD: list[rec.Record] = [
     OPENED,
     *GENERATED[:2],
     *SCORED[:2],
-    SEALED[0],
+    FROZEN[0],
     rec.ControllerStarted(incarnation=2),
     COMMITTED[1],
     *GENERATED[2:],
     rec.GroupRequeued(key="t3", tries=1),
     GENERATED[3],
     *SCORED[2:],
-    SEALED[1],
+    FROZEN[1],
     COMMITTED[2],
     *EVALUATED,
     rec.RunEnded(ok=True, reason="the run is complete"),
@@ -42,7 +42,7 @@ LINES = [
     {"kind": "trained", "step": 2, "prompts": ["a2", "b2"]},
     {"kind": "trained", "step": 3, "prompts": ["a3", "b3"]},
 ]
-"""Of step 3 one line is missing: the controller was killed once."""
+"""One line of step 3 is missing, because the controller was killed."""
 
 
 def without(*left_out: rec.Record) -> list[rec.Record]:
@@ -65,13 +65,13 @@ BAD: dict[str, tuple[list[rec.Record], str]] = {
         after(OPENED, rec.StepFrozen(step=9, ordinals=(), prompts=("a2",))),
         r"prompts \['a2'\] are in two steps",
     ),
-    "frozen twice": (after(SEALED[0], rec.StepFrozen(step=2, ordinals=(), prompts=())), r"steps \[2\] were frozen"),
+    "frozen twice": (after(FROZEN[0], rec.StepFrozen(step=2, ordinals=(), prompts=())), r"steps \[2\] were frozen"),
     "never opened": (without(OPENED), r"groups \[0, 1, 2, 3\] were frozen and never opened"),
     "dropped and trained": (after(OPENED, rec.GroupDiscarded(key="t1", prompt="", reason="")), "frozen and dropped"),
     "generated again": (after(SCORED[1], GENERATED[1]), r"groups \['t1'\] were generated again"),
     "not scored": (without(SCORED[3]), r"groups \['t3'\] were frozen without rewards"),
     "thrown away, and frozen": (after(SCORED[3], rec.GroupRequeued(key="t3", tries=2)), "frozen without rewards"),
-    "not frozen": (without(SEALED[1]), r"steps \[3\] were committed and not frozen before"),
+    "not frozen": (without(FROZEN[1]), r"steps \[3\] were committed and not frozen before"),
     "committed twice": (after(COMMITTED[1], COMMITTED[1]), "committed once each and in order"),
     "a step left out": (without(COMMITTED[1]), "committed once each and in order"),
     "an incarnation again": (after(COMMITTED[1], rec.ControllerStarted(incarnation=2)), "counted one by one"),
@@ -92,9 +92,9 @@ def test_valid_history_satisfies_every_guarantee() -> None:
 
 @pytest.mark.parametrize("name", BAD)
 def test_violated_guarantee_is_reported(name: str) -> None:
-    records, wanted = BAD[name]
+    records, expected = BAD[name]
     found = violations(read_history(records, num_supervised_steps=1), complete=True)
-    assert any(re.search(wanted, sentence) for sentence in found), found
+    assert any(re.search(expected, sentence) for sentence in found), found
 
 
 def test_open_prompts_are_not_lost_before_the_end() -> None:
@@ -106,10 +106,10 @@ def test_open_prompts_are_not_lost_before_the_end() -> None:
 
 def test_metrics_that_contradict_the_journal_are_reported() -> None:
     history = read_history(GOOD, num_supervised_steps=1)
-    for lines, wanted in (
+    for lines, expected in (
         ([*LINES, LINES[0]], "step: the metrics tell of steps [1] twice"),
         ([*LINES, {"kind": "step", "step": 4}], "step: the metrics tell of steps [4], which were never committed"),
         ([LINES[0], *LINES[2:]], "step: steps [2, 3] are not in the metrics"),
         ([*LINES[:2], {**LINES[2], "prompts": ["a2", "a3"]}, LINES[3]], "step 2 trained ['a2', 'a3']"),
     ):
-        assert any(found.startswith(wanted) for found in contradictions(history, lines)), wanted
+        assert any(found.startswith(expected) for found in contradictions(history, lines)), expected

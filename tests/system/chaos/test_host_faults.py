@@ -1,4 +1,4 @@
-"""The tools of these tests do what they say; if they did nothing, the tests that use them would prove nothing."""
+"""The injected host faults take effect; tests that inject them would otherwise prove nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from host_faults import HOUR_S, Network, WallClock, disk, network
 
 pytestmark = pytest.mark.system
 
-TELL = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
+PRINT_TIMES = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
 CONNECT = """
 import socket
 line = socket.socket()
@@ -27,7 +27,7 @@ def test_wall_clock_changes_only_for_preloading_process(tmp_path: Path) -> None:
     clock = WallClock(tmp_path)
     environment = {**os.environ, **clock.environment}
     with subprocess.Popen(
-        [sys.executable, "-c", TELL], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PRINT_TIMES], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -54,8 +54,8 @@ def test_full_disk_is_full_until_freed(tmp_path: Path) -> None:
 
 
 def connects(cable: Network) -> bool:
-    """Say whether a packet from `near` comes to `far`, which refuses the connection."""
-    command = [*cable.within(cable.near), sys.executable, "-c", CONNECT]
+    """Whether a packet from `near` reaches `far`, which refuses the connection."""
+    command = [*cable.command_prefix(cable.near), sys.executable, "-c", CONNECT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return int(done.stdout) == errno.ECONNREFUSED
 

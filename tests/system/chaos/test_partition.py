@@ -1,4 +1,4 @@
-"""Rollouts on another network than the rest, and the cable between them pulled for longer than their lease."""
+"""Rollouts on a network of their own, which is cut for longer than their lease."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from guarantees import contradictions, violations
 from host_faults import network
 from observation import Observation
-from system_runs import END_S, Command, started, workplace
+from system_runs import END_S, Command, make_workdir, starling_command
 
 from starling.cli.run.attempt import Attempt
 
@@ -23,14 +23,14 @@ SFT_STEPS, ENDLESS = 3, 100_000
 REPLICAS = {"policy-0": "near", "reward-0": "near", "rollout-0": "near", "rollout-1": "far"}
 
 
-def prepared(folder: Path) -> Path:
-    """Make the model, the keys, and a recipe that names both and listens on the cable."""
+def make_run_folder(folder: Path) -> Path:
+    """Create the model, the keys, and a recipe whose controller listens on the cable."""
     for arguments in (
         ("scratch", "tiny.toml", "model"),
         ("keys", "make", "run/keys", *REPLICAS, "observer-0", "operator-0"),
     ):
-        with started(workplace(folder), *arguments, name=arguments[0]) as command:
-            assert command.wait() == 0, command.story()
+        with starling_command(make_workdir(folder), *arguments, name=arguments[0]) as command:
+            assert command.wait() == 0, command.transcript()
     changes = {
         "run": {"id": "cut-in-two"},
         "model": {},
@@ -39,23 +39,23 @@ def prepared(folder: Path) -> Path:
         "controller": {"num_rollouts": 2},
         "policy": {"init": "random", "transport": "tcp"},
     }
-    workplace(folder, **changes)
+    make_workdir(folder, **changes)
     text = (folder / "tiny.toml").read_text()
     (folder / "tiny.toml").write_text(text.replace("[model]", '[model]\npath = "model"'))
     return folder
 
 
 def test_partitioned_rollouts_are_evicted_and_rejoin(tmp_path: Path) -> None:
-    folder, config = prepared(tmp_path), ["--config", "tiny.toml", "--dir", "run"]
+    folder, config = make_run_folder(tmp_path), ["--config", "tiny.toml", "--dir", "run"]
     attempt = Attempt(folder / "run")
     with network() as cable, ExitStack() as stack:
-        places = {"near": cable.within(cable.near), "far": cable.within(cable.far)}
+        places = {"near": cable.command_prefix(cable.near), "far": cable.command_prefix(cable.far)}
 
         def start(role: str, *more: str, name: str, place: str) -> Command:
-            return stack.enter_context(started(folder, role, *config, *more, name=name, within=places[place]))
+            return stack.enter_context(starling_command(folder, role, *config, *more, name=name, prefix=places[place]))
 
         controller = start("controller", name="controller", place="near")
-        controller.until(attempt.address.exists, "its address")
+        controller.wait_until(attempt.address.exists, "its address")
         address = json.loads(attempt.address.read_text())["address"]
         services = []
         for name, place in REPLICAS.items():
@@ -63,23 +63,27 @@ def test_partitioned_rollouts_are_evicted_and_rejoin(tmp_path: Path) -> None:
             more = ("--name", name, "--controller", address, *host)
             services.append(start(name.partition("-")[0], *more, name=name, place=place))
 
-        def until(kind: str, what: str, wanted: Callable[[dict[str, object]], bool], num: int = 1) -> None:
-            seen = lambda: [line for line in observation.metrics() if line["kind"] == kind and wanted(line)]  # noqa: E731
-            controller.until(lambda: len(seen()) >= num, what, END_S)
+        def wait_for_line(
+            kind: str, description: str, matches: Callable[[dict[str, object]], bool], num: int = 1
+        ) -> None:
+            matching_lines = lambda: [line for line in observation.metrics() if line["kind"] == kind and matches(line)]  # noqa: E731
+            controller.wait_until(lambda: len(matching_lines()) >= num, description, END_S)
 
         observation = Observation(attempt)
-        of_far = lambda line: line["replica"] == "rollout-1"  # noqa: E731
-        until("adopted", "a version of reinforcement", lambda line: of_far(line) and line["version"] > SFT_STEPS)
+        about_rollout_1 = lambda line: line["replica"] == "rollout-1"  # noqa: E731
+        wait_for_line(
+            "adopted", "a version of reinforcement", lambda line: about_rollout_1(line) and line["version"] > SFT_STEPS
+        )
         cable.cut()
-        until("left", "the end of its lease", of_far)
+        wait_for_line("left", "the end of its lease", about_rollout_1)
         version = max(line["step"] for line in observation.metrics() if line["kind"] == "step")
-        until("step", "steps without it", lambda line: line["step"] > version + 5)
+        wait_for_line("step", "steps without it", lambda line: line["step"] > version + 5)
         cable.restore()
-        until("joined", "its return", of_far, num=2)
+        wait_for_line("joined", "its return", about_rollout_1, num=2)
         version = max(line["step"] for line in observation.metrics() if line["kind"] == "step")
-        until("adopted", "its next version", lambda line: of_far(line) and line["version"] > version)
+        wait_for_line("adopted", "its next version", lambda line: about_rollout_1(line) and line["version"] > version)
         controller.interrupt()
-        assert controller.wait() == 0, controller.history()
+        assert controller.wait() == 0, controller.transcript()
         assert [service.wait() for service in services] == [0] * len(services)
     history = observation.history(SFT_STEPS)
     found = violations(history, complete=False, num_slots=2 * PROMPTS_PER_STEP) + contradictions(

@@ -132,7 +132,7 @@ def test_an_algorithm_comes_from_a_module_or_an_entry_point(tmp_path: Path, monk
     assert find("outside") is own
     with pytest.raises(ConfigError, match="the algorithm 'odd' has the type int: make it an Algorithm"):
         find("odd")
-    with pytest.raises(ConfigError, match=r"no algorithm 'gpro': give one of grpo, .*, odd, outside, or module"):
+    with pytest.raises(ConfigError, match=r"no algorithm 'gpro': give one of grpo, .*, odd, outside, or your own"):
         find("gpro")
 
 

@@ -106,7 +106,7 @@ SUGGESTIONS = {
     "plan a b --modle x": "unknown flag --modle; did you mean --model?",
     "evaluate --model m --task t": "unknown flag --task; did you mean --tasks?",
     "evaluate runs/a --limit 3": "--limit is for the evaluation of a model; give --model DIR, or leave it out",
-    "evaluate --model m --tasks t --timeout 3": "--timeout is for the evaluation of a run under way; leave it out",
+    "evaluate --model m --tasks t --timeout 3": "--timeout is for the evaluation of a run in progress; leave it out",
     "plan fsdp4": "DESTINATION is missing; see starling plan --help",
     "sync-report runs/a --last two": 'unable to convert "two" into int; see starling sync-report --help',
     "stop a b": "unexpected argument 'b'; see starling stop --help",

@@ -59,8 +59,9 @@ SCORERS = {"scorers": [{"name": "exact_match"}]}
 def test_a_run_with_a_teacher_starts_one_and_needs_no_scorers() -> None:
     alone = recipe("rl", teacher={"path": "big", "top_k": 4})
     assert alone.replicas == {"policy": 1, "rollout": 1, "reward": 0, "teacher": 1}
-    assert "teachers: 1; each completion is scored by one: the 4 likeliest tokens at each place" in describe_arithmetic(
-        alone
+    assert (
+        "teachers: 1; each completion is scored by one: the 4 most likely tokens at each position"
+        in describe_arithmetic(alone)
     )
     both = recipe("rl", teacher={"path": "big"}, reward=SCORERS, launch={"num_teachers": 2, "num_rewards": 3})
     assert both.replicas == {"policy": 1, "rollout": 1, "reward": 3, "teacher": 2}

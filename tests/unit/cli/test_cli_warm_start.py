@@ -10,7 +10,8 @@ import pytest
 from starling.cli.recipe.schema import Recipe
 from starling.cli.recipe.warm_start import start_from_state
 from starling.common.errors import ConfigError
-from starling.policy.train.checkpoint.header import StateHeader, TrainerKind, TrainerState, encode_header
+from starling.common.ids import TrainerKind
+from starling.policy.train.checkpoint.header import StateHeader, TrainerState, encode_header
 from starling.policy.train.checkpoint.storage import MANIFEST
 
 SCRATCH = {

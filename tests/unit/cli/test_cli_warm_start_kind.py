@@ -10,7 +10,8 @@ import torch
 
 from starling.cli.recipe.schema import Recipe
 from starling.cli.recipe.warm_start import start_from_state
-from starling.policy.train.checkpoint.header import TrainerKind, TrainerState
+from starling.common.ids import TrainerKind
+from starling.policy.train.checkpoint.header import TrainerState
 from starling.policy.train.checkpoint.state import HostBuffers, StateMetadata, StateStore, take_state
 from starling.policy.train.checkpoint.storage import Storage
 

@@ -140,8 +140,8 @@ def test_existing_folder_is_kept_and_one_of_other_settings_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model_type": "qwen33"}, "'qwen33' is no causal language model .*nearest: qwen3"),
-        ({"model_type": "clip"}, "'clip' is no causal language model"),
+        ({"model_type": "qwen33"}, "'qwen33' is not a causal language model .*nearest: qwen3"),
+        ({"model_type": "clip"}, "'clip' is not a causal language model"),
         ({"config": {"hiden_size": 32}}, "a qwen3 has no config.hiden_size; nearest: hidden_size"),
         ({"config": {"hidden_size": "wide"}}, "hidden_size.*expected int"),
         ({"config": {"vocab_size": 9}}, "config.vocab_size follows from the alphabet"),

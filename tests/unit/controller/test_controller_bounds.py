@@ -1,4 +1,4 @@
-"""What the controller keeps in memory is bounded by who and what is in the run now, however long the run has been."""
+"""The controller's memory is bounded by present members and live groups, not by the length of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from transcript import SMALL, Script, Stream
 
 from starling.common.wire import messages as wire
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import JournalEntry, MemberJoined, MemberLeft
@@ -21,13 +21,13 @@ from starling.sim.replicas.weights import encoded_layout, encoded_offer
 from starling.weightsync.plan.layout import decode_layout
 
 
-def size_of(one: Any) -> int:
-    """Return how many entries all containers of `one` have, those in its containers included."""
-    if isinstance(one, dict):
-        return len(one) + sum(size_of(value) for value in one.values())
-    if isinstance(one, list | tuple | set):
-        return len(one) + sum(size_of(value) for value in one if not isinstance(value, str))
-    return sum(size_of(value) for value in vars(one).values()) if isinstance(one, FreeSlots | TrainBuffer) else 0
+def size_of(state: Any) -> int:
+    """Return the total number of entries in all nested containers of `state`."""
+    if isinstance(state, dict):
+        return len(state) + sum(size_of(value) for value in state.values())
+    if isinstance(state, list | tuple | set):
+        return len(state) + sum(size_of(value) for value in state if not isinstance(value, str))
+    return sum(size_of(value) for value in vars(state).values()) if isinstance(state, FreeSlots | GroupBuffer) else 0
 
 
 def test_free_slots_memory_grows_with_members_only() -> None:
@@ -58,41 +58,41 @@ def test_routing_memory_grows_with_members_only() -> None:
 
 
 def test_discarded_prompts_are_counted_and_not_listed() -> None:
-    ledger = TrainBuffer(num_steps=500, prompts_per_step=2, max_staleness=0, max_tries=0)
+    buffer = GroupBuffer(num_steps=500, prompts_per_step=2, max_staleness=0, max_tries=0)
     for step in range(1, 501):
         for _ in range(4):
-            ledger.admit(Stream("p").prompt(0))
-        first = ledger.num_admitted - 4
+            buffer.admit(Stream("p").prompt(0))
+        first = buffer.num_admitted - 4
         for ordinal in (first, first + 2):
-            group = ledger.get(ordinal)
+            group = buffer.get(ordinal)
             assert group is not None
-            ledger.discard(group)
+            buffer.discard(group)
         for rank, ordinal in enumerate((first + 1, first + 3)):
-            group = ledger.get(ordinal)
+            group = buffer.get(ordinal)
             assert group is not None
-            assert ledger.rank(group) == rank
-            ledger.lease(group, 0)
-            ledger.store_completions(group, (), (), ())
-            ledger.store_rewards(group, (1.0,), {})
-        assert ledger.next_waiting() is ledger.next_to_score() is None
-        assert len(ledger.freeze_next(step)) == 2
-        ledger.retire(step)
-    assert ledger.count(GroupState.FROZEN) == 0
-    assert size_of(ledger) < 100
+            assert buffer.rank(group) == rank
+            buffer.lease(group, 0)
+            buffer.store_completions(group, (), (), ())
+            buffer.store_rewards(group, (1.0,), {})
+        assert buffer.next_waiting() is buffer.next_to_score() is None
+        assert len(buffer.freeze_next(step)) == 2
+        buffer.retire(step)
+    assert buffer.count(GroupState.FROZEN) == 0
+    assert size_of(buffer) < 100
 
 
 def test_plans_to_a_departed_replica_are_dropped() -> None:
     script = Script()
-    script.begins()
-    for epoch in range(2, 100):
-        script.loses("rollout-0")
-        script.joins("rollout-0", epoch=epoch)
+    script.start_run()
+    for incarnation in range(2, 100):
+        script.disconnect("rollout-0")
+        script.joins("rollout-0", incarnation=incarnation)
         assert script.state.replicas.leases.num("rollout-0", "adopt") == 1
     assert size_of(script.state.weights._encoded) < 20
 
 
 def test_plans_from_a_departed_replica_are_dropped() -> None:
-    rounds = Publications()
+    publications = Publications()
     here = decode_layout(encoded_layout("rollout-0"))
     for number in range(50):
         name = f"policy-{number}"
@@ -100,10 +100,10 @@ def test_plans_from_a_departed_replica_are_dropped() -> None:
         member = Member(
             name=name, role="policy", incarnation=1, num_slots=0, heard_at=0.0, version=number, host="h", layout=source
         )
-        rounds.publish(member, number, encoded_offer(number))
-        rounds.plan(source, here)
-        rounds.forget(name, source)
-    assert size_of(rounds._encoded) < 20
+        publications.publish(member, number, encoded_offer(number))
+        publications.plan(source, here)
+        publications.forget(name, source)
+    assert size_of(publications._encoded) < 20
 
 
 def test_former_members_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_repeated_setting_changes_take_no_memory() -> None:
     assert changes.now("rl.max_tries", -1) == 999
 
 
-def test_recovery_bounds_what_is_known_of_former_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_bounds_former_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_GONE", 10)
     records: list[JournalEntry] = []
     for number in range(100):

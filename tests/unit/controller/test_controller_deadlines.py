@@ -1,4 +1,4 @@
-"""Replicas that heartbeat all the while and never answer: their work has a deadline, and they must go."""
+"""Replicas that send heartbeats and never a result: they are evicted at the deadline of their work."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 from transcript import Script
 
+from starling.controller.core.plan import LeaseTimeouts
+
 
 @dataclass(frozen=True)
 class Hang:
-    """A replica that does not do one kind of work."""
+    """A replica that hangs in one kind of work."""
 
     limit: str
-    """The number of the plan that bounds it."""
+    """The timeout of the work."""
     name: str
     work: str
     stages: int
-    """How much of `up_to` has happened."""
+    """Number of stages of `run_until` before the hang."""
 
 
 HANGS = [
@@ -32,12 +34,12 @@ HANGS = [
 ]
 
 
-def up_to(stages: int, **changes: Any) -> Script:
-    """Return a run of two steps as it is after so many of its stages."""
+def run_until(stages: int, **changes: Any) -> Script:
+    """Return a run of two steps after its first stages."""
     script = Script(save_every=1, **changes)
     for name in ("policy-0", "reward-0", "rollout-0"):
         script.joins(name)
-    stories = [
+    stages_of_run = [
         lambda: script.publishes(0),
         lambda: script.adopts("rollout-0", 0),
         lambda: [script.generates("rollout-0", f"generate:t{n}:0") for n in (0, 1)],
@@ -45,61 +47,61 @@ def up_to(stages: int, **changes: Any) -> Script:
         lambda: [script.trains(1), script.publishes(1), script.adopts("rollout-0", 1)],
         lambda: [
             script.saves_state(1),
-            script.makes_groups(2, 3, version=1),
+            script.generate_and_score(2, 3, version=1),
             script.trains(2),
             script.publishes(2),
             script.adopts("rollout-0", 2),
         ],
     ]
-    for story in stories[:stages]:
-        story()
+    for stage in stages_of_run[:stages]:
+        stage()
     return script
 
 
-def beat_all(script: Script) -> None:
-    """Every replica tells that it holds what it was given."""
+def heartbeat_all(script: Script) -> None:
+    """Let every replica send a heartbeat with all its leases."""
     for name, member in sorted(script.state.replicas.membership.members.items()):
         held = [script.aliases.short(lease.id) for lease in script.state.replicas.leases.all_of(name)]
-        script.beats(name, *held, version=member.version)
+        script.heartbeats(name, *held, version=member.version)
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=[hang.work for hang in HANGS])
 def test_hanging_replica_is_evicted_with_a_reason(hang: Hang) -> None:
-    script = up_to(hang.stages, **{hang.limit: 7.0})
+    script = run_until(hang.stages, timeouts=LeaseTimeouts(**{hang.limit: 7.0}))
     [lease] = [
         found for found in script.state.replicas.leases.all_of(hang.name) if found.id.startswith(hang.work + ":")
     ]
     while script.now + 2.0 < 7.0:
         script.now += 2.0
-        beat_all(script)
-    assert script.waits(6.9 - script.now) == [], "it has its time"
-    beat_all(script)
-    lines = script.waits(0.1)
+        heartbeat_all(script)
+    assert script.advance_time(6.9 - script.now) == [], "the deadline has not passed"
+    heartbeat_all(script)
+    lines = script.advance_time(0.1)
     sentence = f"{hang.name} did not answer {lease.id} within 7 s"
     assert lines[:3] == [f"(left {hang.name})", f"(refused {hang.name})", f"{hang.name} <- refused: {sentence}"]
     assert script.joins(hang.name) == [f"(refused {hang.name})", f"{hang.name} <- refused: {sentence}"]
-    assert f"{hang.name} <- welcome" in script.joins(hang.name, epoch=2), "started again, it is another matter"
+    assert f"{hang.name} <- welcome" in script.joins(hang.name, incarnation=2), "a restarted process may rejoin"
 
 
 def test_work_of_a_hanging_replica_is_requeued() -> None:
-    script = up_to(2, generate_s=7.0)
+    script = run_until(2, timeouts=LeaseTimeouts(generate_s=7.0))
     script.joins("rollout-1")
     script.adopts("rollout-1", 0, 1)
     for _ in range(3):
         script.now += 2.0
-        beat_all(script)
-    assert script.waits(1.0)[-2:] == [
+        heartbeat_all(script)
+    assert script.advance_time(1.0)[-2:] == [
         "rollout-1 <- generate:t0:1 train0 >= v0",
         "rollout-1 <- generate:t1:1 train1 >= v0",
     ]
-    assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- introduce"], "it comes too late"
+    assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- introduce"], "the late result is ignored"
 
 
 def test_result_in_time_ends_the_deadline() -> None:
-    script = up_to(2, generate_s=7.0)
+    script = run_until(2, timeouts=LeaseTimeouts(generate_s=7.0))
     script.now = 6.9
-    beat_all(script)
+    heartbeat_all(script)
     script.generates("rollout-0", "generate:t0:0")
     script.generates("rollout-0", "generate:t1:0")
-    assert script.waits(0.1) == []
+    assert script.advance_time(0.1) == []
     assert "rollout-0" in script.state.replicas.membership.members

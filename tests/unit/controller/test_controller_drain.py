@@ -1,23 +1,22 @@
-"""The end of a run as a table: each row a rule, the run that it is about, what happens, and what that leads to.
+"""Rules of the end of a run, as a table: each with the state of the run, an event, and the expected commands.
 
-The rules are those that a system of this kind must keep, gathered from what goes wrong in such systems when a run ends.
-Rules that have no meaning in this one, and why:
+The rules were collected from the failures of other systems at the end of a run. Rules that do not apply here, and why:
 
-| rule elsewhere                                                       | here                                          |
+| rule of another system                                               | here                                          |
 |----------------------------------------------------------------------|-----------------------------------------------|
-| a replica has ended only when each of its ranks has said so          | a replica is one peer; its ranks are its own  |
-| one that has ended stays in the collective, or is left out of it     | there is no collective between replicas       |
-| building the collective is a fence for transfers, and not overtaken  | as above; a version is pulled by whoever      |
-|                                                                      | needs it, from an offer that stays            |
-| the members left over build the collective anew, also a single one   | a step is dispatched to those left over:      |
+| a replica has ended when each of its ranks has reported that         | a replica is one peer, whatever its ranks     |
+| an ended replica stays in the collective, or is excluded from it     | there is no collective between replicas       |
+| building the collective is a fence for transfers                     | as above; each replica that needs a version   |
+|                                                                      | pulls it from an offer that stays valid       |
+| the remaining members rebuild the collective, even a single one      | a step is dispatched to remaining policies:   |
 |                                                                      | `tests/scenarios/policy_dies_*.txt`           |
-| transfers that would repeat another are dropped while one is         | one version at most is being published, then  |
-| under way                                                            | the newest: `test_controller_walk.py`         |
-| a last batch is filled up with synthetic samples                     | steps are whole; the tail stays in the        |
-|                                                                      | journal, and is reported (rows below)         |
-| the end is posted again until it is acknowledged, except by a        | heartbeats carry it, for one process and for  |
-| single process                                                       | a thousand (rows below)                       |
-| a scheduler does not start a job again that ended with status 0      | the launcher's: `tests/system/test_stop.py`   |
+| redundant transfers are dropped while one is                         | at most one version is being published, then  |
+| in progress                                                          | the newest: `test_controller_walk.py`         |
+| the last batch is padded with synthetic samples                      | all steps are full; remaining groups stay in  |
+|                                                                      | the journal, and are reported (rules below)   |
+| the end is sent again until it is acknowledged, except by a          | it is sent with each heartbeat, however many  |
+| single process                                                       | processes there are (rules below)             |
+| a scheduler does not restart a job that ended with status 0          | the launcher's: `tests/system/test_stop.py`   |
 """
 
 from __future__ import annotations
@@ -39,203 +38,205 @@ COMPLETE = "drain: the run is complete"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One rule."""
+class DrainRule:
+    """A rule, with an event in a given state and the lines that must follow."""
 
     rule: str
-    given: Callable[[], Script]
-    happens: Callable[[Script], list[str]]
-    then: list[str]
-    """All that the controller says and notes."""
+    setup: Callable[[], Script]
+    action: Callable[[Script], list[str]]
+    expected: list[str]
+    """All messages and notes of the controller."""
 
 
-def begun(**changes: Any) -> Script:
+def generating_run(**changes: Any) -> Script:
     """Return a run whose groups are being generated."""
     script = Script(**changes)
-    script.begins()
+    script.start_run()
     return script
 
 
-def trained(**changes: Any) -> Script:
-    """Return a run whose only step is made, and not published yet."""
-    script = begun(num_steps=1, **changes)
-    script.makes_groups(0, 1)
+def trained_run(**changes: Any) -> Script:
+    """Return a run whose only step is trained, and not published yet."""
+    script = generating_run(num_steps=1, **changes)
+    script.generate_and_score(0, 1)
     script.trains(1)
     return script
 
 
-def published(**changes: Any) -> Script:
+def published_run(**changes: Any) -> Script:
     """Return a run whose last version is published."""
-    script = trained(**changes)
+    script = trained_run(**changes)
     script.publishes(1)
     return script
 
 
-def drained(**changes: Any) -> Script:
-    """Return a run that was told to leave."""
-    script = published(**changes)
-    exports(script)
+def drained_run(**changes: Any) -> Script:
+    """Return a run whose replicas were told to leave."""
+    script = published_run(**changes)
+    report_checkpoint(script)
     return script
 
 
-def exports(script: Script, name: str = "policy-0", lease: str = "checkpoint:1:0", step: int = 1) -> list[str]:
-    return script.hears(name, wire.CheckpointSaved(lease=lease, step=step, path="/c"))
+def report_checkpoint(
+    script: Script, name: str = "policy-0", lease: str = "checkpoint:1:0", step: int = 1
+) -> list[str]:
+    return script.receive(name, wire.CheckpointSaved(lease=lease, step=step, path="/c"))
 
 
-def shared() -> Script:
+def shared_run() -> Script:
     """Return a run that only lacks the checkpoints of its two policies, which share steps."""
     script = Script(num_steps=1, num_policies=2)
     for name in ("policy-0", "policy-1"):
-        joins_as_sharer(script, name)
+        join_sharing_policy(script, name)
     script.joins("reward-0", slots=8)
     script.joins("rollout-0")
     script.publishes(0)
     script.adopts("rollout-0", 0)
-    script.makes_groups(0, 1)
+    script.generate_and_score(0, 1)
     script.trains(1, 0, name="policy-0")
     script.trains(1, 1, name="policy-1")
     assert script.publishes(1)[-2:] == ["policy-0 <- checkpoint:1:0", "policy-1 <- checkpoint:1:1"]
     return script
 
 
-def joins_as_sharer(script: Script, name: str) -> None:
-    """`name` says hello as a policy that shares steps."""
+def join_sharing_policy(script: Script, name: str) -> None:
+    """Let `name` join as a policy that shares steps."""
     hello = wire.Hello(role="policy", host="h", pid=1, version=0, has_layout=True, serves=True, shares_steps=True)
-    script.hears(name, hello, encoded_layout(name))
+    script.receive(name, hello, encoded_layout(name))
 
 
-def evaluating_at_the_end() -> Script:
+def evaluating_run() -> Script:
     """Return a run whose last version is being evaluated."""
-    script = published(evaluate_at_end=True)
+    script = published_run(evaluate_at_end=True)
     assert script.adopts("rollout-0", 1)[-1] == "rollout-0 <- generate:e0:0 held0 >= v1"
     return script
 
 
-def one_more(script: Script) -> list[str]:
+def finish_evaluation_group(script: Script) -> list[str]:
     script.generates("rollout-0", "generate:e0:0", 1, num=1)
     return script.scores("score:e0:0", 1.0)
 
 
-def ends_without(script: Script, *names: str) -> list[str]:
+def leave_in_turn(script: Script, *names: str) -> list[str]:
     lines: list[str] = []
     for name in names:
         lines = script.leaves(name)
     return lines
 
 
-def empties_rollouts(script: Script) -> list[str]:
-    script.loses("rollout-0")
-    return script.waits(1.0)
+def lose_all_rollouts(script: Script) -> list[str]:
+    script.disconnect("rollout-0")
+    return script.advance_time(1.0)
 
 
-def supervised() -> Script:
+def supervised_run() -> Script:
     script = Script(num_steps=0, num_supervised_steps=1)
     script.joins("policy-0")
     return script
 
 
-def written_by_one(script: Script) -> Script:
-    exports(script)
+def with_checkpoint_of_policy_0(script: Script) -> Script:
+    report_checkpoint(script)
     script.leaves("policy-0")
     return script
 
 
-def half_scored() -> Script:
-    script = begun(num_steps=1)
-    script.makes_groups(0)
+def half_scored_run() -> Script:
+    script = generating_run(num_steps=1)
+    script.generate_and_score(0)
     return script
 
 
-def generated() -> Script:
-    script = begun()
+def run_with_generated_group() -> Script:
+    script = generating_run()
     script.generates("rollout-0", "generate:t0:0")
     return script
 
 
-def over() -> Script:
-    script = drained()
-    ends_without(script, "policy-0", "reward-0", "rollout-0")
+def ended_run() -> Script:
+    script = drained_run()
+    leave_in_turn(script, "policy-0", "reward-0", "rollout-0")
     return script
 
 
-ROWS = [
+DRAIN_RULES = [
     # --- the last version -----------------------------------------------------------------------------------------
-    Row(
+    DrainRule(
         "the last version is published before the end, without an evaluation",
-        lambda: begun(num_steps=1),
-        lambda script: (script.makes_groups(0, 1), script.trains(1))[1],
+        lambda: generating_run(num_steps=1),
+        lambda script: (script.generate_and_score(0, 1), script.trains(1))[1],
         ["policy-0 <- release train:1:0", "(step 1)", "(trained 1)", "policy-0 <- publish:1:0"],
     ),
-    Row(
-        "and with one, which the checkpoint waits for",
-        lambda: trained(evaluate_at_end=True),
+    DrainRule(
+        "the last version is evaluated before the checkpoint is written",
+        lambda: trained_run(evaluate_at_end=True),
         lambda script: script.publishes(1),
         ["policy-0 <- release publish:1:0", "(published 1)", "rollout-0 <- adopt:1:0"],
     ),
-    Row(
-        "a run of supervised steps publishes nothing, for nobody generates",
-        supervised,
+    DrainRule(
+        "a run of supervised steps publishes nothing, as it has no rollouts",
+        supervised_run,
         lambda script: script.trains(1),
         ["policy-0 <- release train:1:0", "(step 1)", "policy-0 <- checkpoint:1:0"],
     ),
-    Row(
-        "a step is made by the policy's answer, and no publication makes one",
-        lambda: begun(num_steps=2),
-        lambda script: script.hears(
+    DrainRule(
+        "a step is committed by the policy's result, and not by a publication",
+        lambda: generating_run(num_steps=2),
+        lambda script: script.receive(
             "policy-0", wire.WeightsPublished(lease="publish:1:9", version=1, publish_s=0.0), b""
         ),
         ["policy-0 <- release publish:1:9"],
     ),
-    # --- when nobody is told to leave -----------------------------------------------------------------------------
-    Row("nobody leaves at the start, when nobody has come", Script, lambda script: script.waits(1.0), []),
-    Row(
-        "nobody leaves at the start, when the first replica comes",
+    # --- when no replica is told to leave -------------------------------------------------------------------------
+    DrainRule("no drain at the start, without replicas", Script, lambda script: script.advance_time(1.0), []),
+    DrainRule(
+        "no drain at the start, when the first replica joins",
         Script,
         lambda script: script.joins("rollout-0"),
         ["(joined rollout-0)", "rollout-0 <- welcome"],
     ),
-    Row("nobody leaves because there are no rollouts for a while", begun, empties_rollouts, []),
-    Row(
-        "nobody leaves because all groups are generated: steps are left",
-        lambda: begun(num_steps=1),
-        lambda script: (script.makes_groups(0), script.generates("rollout-0", "generate:t1:0"))[1],
+    DrainRule("no drain when rollouts are missing for a while", generating_run, lose_all_rollouts, []),
+    DrainRule(
+        "no drain when all groups are generated and steps remain",
+        lambda: generating_run(num_steps=1),
+        lambda script: (script.generate_and_score(0), script.generates("rollout-0", "generate:t1:0"))[1],
         ["rollout-0 <- release generate:t1:0", "reward-0 <- score:t1:0"],
     ),
-    Row(
-        "nobody leaves while the last version is evaluated",
-        evaluating_at_the_end,
-        one_more,
+    DrainRule(
+        "no drain while the last version is evaluated",
+        evaluating_run,
+        finish_evaluation_group,
         ["reward-0 <- release score:e0:0"],
     ),
-    Row(
-        "the last evaluation goes on when the policy has left",
-        evaluating_at_the_end,
-        lambda script: (script.leaves("policy-0"), one_more(script))[1],
+    DrainRule(
+        "the last evaluation continues when the policy has left",
+        evaluating_run,
+        lambda script: (script.leaves("policy-0"), finish_evaluation_group(script))[1],
         ["reward-0 <- release score:e0:0"],
     ),
-    Row(
-        "once only",
-        drained,
-        lambda script: script.waits(1.0),
+    DrainRule(
+        "the drain is sent once",
+        drained_run,
+        lambda script: script.advance_time(1.0),
         [],
     ),
-    Row(
-        "a run without steps is over at once",
+    DrainRule(
+        "a run without steps ends at once",
         lambda: Script(num_steps=0),
-        lambda script: script.waits(0.0),
+        lambda script: script.advance_time(0.0),
         ["done: the run is complete"],
     ),
-    # --- who must have written the checkpoint ---------------------------------------------------------------------
-    Row(
+    # --- which policies must have written the checkpoint ----------------------------------------------------------
+    DrainRule(
         "every policy writes the last checkpoint",
-        shared,
-        exports,
+        shared_run,
+        report_checkpoint,
         ["policy-0 <- release checkpoint:1:0", "(checkpoint 1)"],
     ),
-    Row(
-        "one that has written it may leave, and counts",
-        lambda: written_by_one(shared()),
-        lambda script: exports(script, "policy-1", "checkpoint:1:1"),
+    DrainRule(
+        "a policy that has written its checkpoint may leave, and counts",
+        lambda: with_checkpoint_of_policy_0(shared_run()),
+        lambda script: report_checkpoint(script, "policy-1", "checkpoint:1:1"),
         [
             "policy-1 <- release checkpoint:1:1",
             "(checkpoint 1)",
@@ -244,92 +245,92 @@ ROWS = [
             f"rollout-0 <- {COMPLETE}",
         ],
     ),
-    Row(
-        "one that leaves without having written it does not end the run for the other",
-        shared,
+    DrainRule(
+        "a policy that leaves without its checkpoint does not end the run for the other",
+        shared_run,
         lambda script: script.leaves("policy-1"),
         ["(left policy-1)"],
     ),
-    Row(
-        "the answer to another lease is none",
-        published,
-        lambda script: exports(script, lease="checkpoint:1:7"),
+    DrainRule(
+        "a result of another lease is ignored",
+        published_run,
+        lambda script: report_checkpoint(script, lease="checkpoint:1:7"),
         ["policy-0 <- release checkpoint:1:7"],
     ),
-    Row(
-        "nor is a step that was made long ago",
-        published,
+    DrainRule(
+        "a late result of an earlier step is ignored",
+        published_run,
         lambda script: script.trains(1),
         ["policy-0 <- release train:1:0"],
     ),
     # --- the tail -------------------------------------------------------------------------------------------------
-    Row(
-        "no more prompts are read than the steps need",
-        lambda: begun(num_steps=1, max_staleness=3),
+    DrainRule(
+        "no more groups are opened than the steps need",
+        lambda: generating_run(num_steps=1, max_staleness=3),
         lambda script: script.generates("rollout-0", "generate:t0:0"),
         ["rollout-0 <- release generate:t0:0", "reward-0 <- score:t0:0"],
     ),
-    Row(
-        "what was generated and will not be trained is reported",
-        half_scored,
-        lambda script: script.stops(),
+    DrainRule(
+        "groups that are generated and will not be trained are reported",
+        half_scored_run,
+        lambda script: script.request_stop(),
         ["(tail )", "policy-0 <- drain: enough", "reward-0 <- drain: enough", "rollout-0 <- drain: enough"],
     ),
-    # --- counts that cannot be ------------------------------------------------------------------------------------
-    Row(
-        "a group with another number of completions is no group",
-        begun,
+    # --- invalid counts -------------------------------------------------------------------------------------------
+    DrainRule(
+        "a group with a wrong number of completions is generated again",
+        generating_run,
         lambda script: script.generates("rollout-0", "generate:t0:0", num=0),
         ["rollout-0 <- release generate:t0:0", "(waiting train0)", "rollout-0 <- generate:t0:1 train0 >= v0"],
     ),
-    Row(
-        "another number of rewards is no reward",
-        generated,
+    DrainRule(
+        "a group with a wrong number of rewards is generated again",
+        run_with_generated_group,
         lambda script: script.scores("score:t0:0", 1.0, 1.0, 1.0),
         ["reward-0 <- release score:t0:0", "(waiting train0)", "rollout-0 <- generate:t0:1 train0 >= v0"],
     ),
     # --- the goodbye ---------------------------------------------------------------------------------------------
-    Row(
-        "whoever has not heard it is told with each heartbeat",
-        drained,
-        lambda script: script.beats("rollout-0", version=1),
+    DrainRule(
+        "the drain is repeated with each heartbeat",
+        drained_run,
+        lambda script: script.heartbeats("rollout-0", version=1),
         ["rollout-0 <- welcome", f"rollout-0 <- {COMPLETE}"],
     ),
-    Row(
+    DrainRule(
         "a repeated goodbye counts once",
-        drained,
-        lambda script: ends_without(script, "rollout-0", "rollout-0"),
+        drained_run,
+        lambda script: leave_in_turn(script, "rollout-0", "rollout-0"),
         [],
     ),
-    Row(
-        "the run is over with the last goodbye",
-        drained,
-        lambda script: ends_without(script, "policy-0", "reward-0", "rollout-0"),
+    DrainRule(
+        "the run ends with the last goodbye",
+        drained_run,
+        lambda script: leave_in_turn(script, "policy-0", "reward-0", "rollout-0"),
         ["(left rollout-0)", "done: the run is complete"],
     ),
-    Row(
-        "or after drain_s without it",
-        lambda: drained(drain_s=5.0),
-        lambda script: script.waits(5.0),
+    DrainRule(
+        "the run ends after drain_s without the last goodbye",
+        lambda: drained_run(drain_s=5.0),
+        lambda script: script.advance_time(5.0),
         ["(left policy-0)", "(left reward-0)", "(left rollout-0)", "done: the run is complete"],
     ),
-    Row(
-        "what comes afterwards changes nothing",
-        over,
-        lambda script: [*script.stops(), *script.waits(100.0), *script.leaves("policy-0")],
+    DrainRule(
+        "later events change nothing",
+        ended_run,
+        lambda script: [*script.request_stop(), *script.advance_time(100.0), *script.leaves("policy-0")],
         [],
     ),
-    # --- how it went ----------------------------------------------------------------------------------------------
-    Row(
-        "a run that was stopped is no failure",
+    # --- results --------------------------------------------------------------------------------------------------
+    DrainRule(
+        "a stopped run has not failed",
         Script,
-        lambda script: script.stops("maintenance"),
+        lambda script: script.request_stop("maintenance"),
         ["done: maintenance"],
     ),
-    Row(
-        "one that lost its work for good is",
+    DrainRule(
+        "a run without its policy fails",
         lambda: Script(start_s=1.0),
-        lambda script: [*script.waits(0.0), *script.waits(1.5)],
+        lambda script: [*script.advance_time(0.0), *script.advance_time(1.5)],
         [
             "failed: the run needs the policy, which has not joined, for 1 s; start what is missing or lower the "
             "number in the recipe"
@@ -338,24 +339,26 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.rule for row in ROWS])
-def test_rule(row: Row) -> None:
-    assert row.happens(row.given()) == row.then
+@pytest.mark.parametrize("case", DRAIN_RULES, ids=[case.rule for case in DRAIN_RULES])
+def test_drain_rule(case: DrainRule) -> None:
+    assert case.action(case.setup()) == case.expected
 
 
 def test_resumed_run_writes_a_missing_last_checkpoint() -> None:
-    before = published()
-    past = [JournalEntry(write.record) for write in before.journal]
-    controller = Controller(before.plan, Stream("train"), Stream("sft"), before.held_out, journal=past, incarnation=2)
+    before = published_run()
+    journaled = [JournalEntry(write.record) for write in before.journal]
+    controller = Controller(
+        before.plan, Stream("train"), Stream("sft"), before.held_out, journal=journaled, incarnation=2
+    )
     script = Script(num_steps=1)
     script.controller, script.state = controller, controller.state
     script.joins("policy-0", version=1)
-    script.waits(script.plan.heartbeat_s * 3)
-    assert script.sent_lines() == ["policy-0 <- checkpoint:1:0"], "no step is left, and nobody is told to generate"
+    script.advance_time(script.plan.heartbeat_s * 3)
+    assert script.sent_lines() == ["policy-0 <- checkpoint:1:0"], "no step is left, and no group is generated"
 
 
 def test_latest_metrics_hold_numbers_only() -> None:
-    script = half_scored()
-    script.stops()
+    script = half_scored_run()
+    script.request_stop()
     [tail] = [command for command in script.commands if isinstance(command, Note) and command.kind == "tail"]
     assert tail.fields == {"leased": 1, "generated": 0, "scored": 1}

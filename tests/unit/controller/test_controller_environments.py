@@ -1,4 +1,4 @@
-"""What the controller makes of trajectories with an environment: their rewards, their masks, their failures."""
+"""Trajectories of environments: their rewards, loss masks and failures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def trajectory(**changes: Any) -> wire.TrajectoryMeta:
     return wire.TrajectoryMeta(**{**fields, **changes})
 
 
-def played(
+def environment_result(
     lease: str, *trajectories: wire.TrajectoryMeta, mask: bool = True
 ) -> tuple[wire.GroupGenerated, list[bytes]]:
-    """What a rollout says of a group, and its buffers."""
+    """Return the result of a group played with an environment, and its buffers."""
     total = sum(one.num_tokens for one in trajectories)
     kinds = [("int32", 1), ("int32", total), ("float32", total), ("int32", total)]
     tensors = [wire.TensorMeta(dtype=kind, shape=(n,), nbytes=4 * n) for kind, n in kinds]
@@ -34,15 +34,17 @@ def played(
     return wire.GroupGenerated(lease=lease, trajectories=trajectories, tensors=tuple(tensors)), buffers
 
 
-def hears(script: Script, lease: str, *trajectories: wire.TrajectoryMeta, mask: bool = True) -> list[str]:
-    message, buffers = played(lease, *trajectories, mask=mask)
-    return script.hears("rollout-0", message, *buffers)
+def receive_result(script: Script, lease: str, *trajectories: wire.TrajectoryMeta, mask: bool = True) -> list[str]:
+    message, buffers = environment_result(lease, *trajectories, mask=mask)
+    return script.receive("rollout-0", message, *buffers)
 
 
 def test_score_command_has_reward_and_number_of_sampled_tokens() -> None:
     script = Script()
-    script.begins()
-    hears(script, "generate:t0:0", trajectory(reward=0.5, num_masked=1), trajectory(status=wire.Status.TRUNCATED))
+    script.start_run()
+    receive_result(
+        script, "generate:t0:0", trajectory(reward=0.5, num_masked=1), trajectory(status=wire.Status.TRUNCATED)
+    )
     (score,) = [send.message for send in script.sent if isinstance(send.message, wire.ScoreGroup)]
     assert score.completions == (
         wire.CompletionText(text="y", status=wire.Status.OK, num_tokens=1, reward=0.5),
@@ -52,36 +54,36 @@ def test_score_command_has_reward_and_number_of_sampled_tokens() -> None:
 
 def test_loss_mask_reaches_the_policy() -> None:
     script = Script(prompts_per_step=1)
-    script.begins()
-    hears(script, "generate:t0:0", trajectory(num_masked=1), trajectory())
+    script.start_run()
+    receive_result(script, "generate:t0:0", trajectory(num_masked=1), trajectory())
     script.scores("score:t0:0")
     (train,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
     assert train.message.groups[0].tensors[-1].name == "loss_mask"
     assert train.buffers[-1] == MASK.tobytes()
 
 
-def test_teacher_reads_past_it() -> None:
+def test_teacher_gets_no_loss_mask() -> None:
     script = Script(prompts_per_step=1, num_teachers=1)
-    script.begins()
-    hears(script, "generate:t0:0", trajectory(num_masked=1), trajectory())
+    script.start_run()
+    receive_result(script, "generate:t0:0", trajectory(num_masked=1), trajectory())
     script.scores("score:t0:0")
-    script.teaches("teach:t0:0", num_tokens=4)
+    script.scores_tokens("teach:t0:0", num_tokens=4)
     (train,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
     assert [tensor.name for tensor in train.message.groups[0].tensors[4:]] == ["loss_mask", "teacher_logprobs"]
 
 
 def test_group_with_an_environment_error_is_retried_then_discarded() -> None:
     script = Script(max_tries=1)
-    script.begins()
+    script.start_run()
     broken = trajectory(
         status=wire.Status.ENV_ERROR, num_tokens=0, problem="the environment raised KeyError: 'map'", num_turns=0
     )
-    assert hears(script, "generate:t0:0", trajectory(), broken) == [
+    assert receive_result(script, "generate:t0:0", trajectory(), broken) == [
         "rollout-0 <- release generate:t0:0",
         "(waiting train0)",
         "rollout-0 <- generate:t0:1 train0 >= v0",
-    ], "nobody scores it"
-    assert "(discarded train0)" in hears(script, "generate:t0:1", broken, broken)
+    ], "it is not scored"
+    assert "(discarded train0)" in receive_result(script, "generate:t0:1", broken, broken)
     (note,) = [command for command in script.commands if getattr(command, "kind", "") == "discarded"]
     assert note.fields["status"] == "env_error"
     assert note.fields["reason"] == (
@@ -92,13 +94,13 @@ def test_group_with_an_environment_error_is_retried_then_discarded() -> None:
 
 def test_step_metrics_have_environment_metrics() -> None:
     script = Script(prompts_per_step=1)
-    script.begins()
+    script.start_run()
     first = trajectory(metrics={"calls": 3.0, "won": 1.0}, num_turns=4, num_masked=1)
-    hears(script, "generate:t0:0", first, trajectory(metrics={"calls": 1.0}, num_turns=2))
+    receive_result(script, "generate:t0:0", first, trajectory(metrics={"calls": 1.0}, num_turns=2))
     script.scores("score:t0:0")
-    told = step_metrics(script.state.buffer, 1)
-    assert (told["env/calls"], told["env/won"], told["turns_mean"]) == (2.0, 1.0, 3.0)
-    assert (told["completion_tokens_mean"], told["completion_tokens_max"]) == (1.5, 2)
+    metrics = step_metrics(script.state.buffer, 1)
+    assert (metrics["env/calls"], metrics["env/won"], metrics["turns_mean"]) == (2.0, 1.0, 3.0)
+    assert (metrics["completion_tokens_mean"], metrics["completion_tokens_max"]) == (1.5, 2)
     (group,) = script.state.buffer.frozen_groups(1)
     assert to_row(group, 0)["env/calls"] == 3.0
     assert to_row(group, 0)["num_turns"] == 4
@@ -107,6 +109,6 @@ def test_step_metrics_have_environment_metrics() -> None:
 @pytest.mark.parametrize("status", [wire.Status.ENV_ERROR, wire.Status.INFRA_LOST])
 def test_only_environments_are_counted(status: wire.Status) -> None:
     script = Script()
-    script.begins()
-    hears(script, "generate:t0:0", trajectory(), trajectory(status=status, problem="gone"))
+    script.start_run()
+    receive_result(script, "generate:t0:0", trajectory(), trajectory(status=status, problem="gone"))
     assert script.state.buffer.num_env_errors == (status is wire.Status.ENV_ERROR)

@@ -1,4 +1,4 @@
-"""What the controller makes of groups that fail, replicas that vanish, and messages that come late, twice, or never."""
+"""Failed groups, lost replicas, and messages that are late, repeated or lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TWO_ROLLOUTS = ("rollout-0", "rollout-1")
 
 def started(**changes: int) -> Script:
     script = Script(**changes)
-    script.begins()
+    script.start_run()
     return script
 
 
@@ -35,10 +35,10 @@ def test_group_whose_scorer_fails_is_generated_again_and_then_discarded() -> Non
         "reward-0 <- release score:t0:1",
         "(discarded train0)",
         "rollout-0 <- generate:t2:0 train2 >= v0",
-    ], "a prompt that was not read before takes the place"
+    ], "an unused prompt takes its place"
     # The discarded prompt is in no step, and no reward of 0 took its place.
-    script.makes_groups(1)
-    assert script.makes_groups(2)[-1] == "policy-0 <- train:1:0 train1 train2"
+    script.generate_and_score(1)
+    assert script.generate_and_score(2)[-1] == "policy-0 <- train:1:0 train1 train2"
 
 
 @pytest.mark.parametrize("max_tries", [0, 1, 3])
@@ -62,9 +62,9 @@ def test_group_with_a_fatal_failure_is_discarded_at_once() -> None:
 def test_discarded_group_at_the_tail_is_replaced() -> None:
     script = started(num_steps=1)
     assert script.state.buffer.num_admitted == 2
-    script.makes_groups(0)
+    script.generate_and_score(0)
     assert script.fails("rollout-0", "generate:t1:0", fatal=True)[-1] == "rollout-0 <- generate:t2:0 train2 >= v0"
-    assert script.makes_groups(2)[-1] == "policy-0 <- train:1:0 train0 train2"
+    assert script.generate_and_score(2)[-1] == "policy-0 <- train:1:0 train0 train2"
 
 
 @pytest.mark.parametrize("num", [0, 1, 3])
@@ -98,17 +98,17 @@ def test_run_fails_with_the_reason_when_every_group_is_discarded() -> None:
         assert script.fails("rollout-0", f"generate:t{n}:0")[-1].startswith("rollout-0 <- generate")
     script.fails("rollout-0", "generate:t5:0")
     reason = "the last 6 groups were all discarded; the last one, prompt train5: no luck"
-    assert f"policy-0 <- drain: {reason}" in script.waits(0.25)
+    assert f"policy-0 <- drain: {reason}" in script.advance_time(0.25)
     for name in ("policy-0", "reward-0", "rollout-0"):
         lines = script.leaves(name)
     assert lines[-1] == f"failed: {reason}"
 
 
-def test_one_good_group_starts_the_count_of_discards_anew() -> None:
+def test_good_group_resets_the_count_of_discards() -> None:
     script = started(max_tries=0)
     for n in range(5):
         script.fails("rollout-0", f"generate:t{n}:0")
-    script.makes_groups(5)
+    script.generate_and_score(5)
     for n in range(6, 11):
         script.fails("rollout-0", f"generate:t{n}:0")
     assert run_phase(script.state) == "rl"
@@ -119,14 +119,14 @@ def test_one_good_group_starts_the_count_of_discards_anew() -> None:
 
 def two_rollouts() -> Script:
     script = Script()
-    script.begins(*TWO_ROLLOUTS)
+    script.start_run(*TWO_ROLLOUTS)
     held = script.state.replicas.leases.of("rollout-0", "generate")
     assert sorted(map(script.aliases.short, held)) == ["generate:t0:0", "generate:t1:0"]
     return script
 
 
 def test_groups_of_a_disconnected_rollout_are_requeued() -> None:
-    assert two_rollouts().loses("rollout-0") == [
+    assert two_rollouts().disconnect("rollout-0") == [
         "(left rollout-0)",
         "rollout-1 <- generate:t0:1 train0 >= v0",
         "rollout-1 <- generate:t1:1 train1 >= v0",
@@ -137,10 +137,10 @@ def test_groups_of_a_silent_rollout_are_requeued() -> None:
     script = two_rollouts()
     script.now += script.plan.lease_s
     for name in ("policy-0", "reward-0"):
-        script.beats(name)
-    script.beats("rollout-1", version=0)
-    assert script.waits(0.0) == [], "the lease holds to its last moment"
-    assert script.waits(0.01) == [
+        script.heartbeats(name)
+    script.heartbeats("rollout-1", version=0)
+    assert script.advance_time(0.0) == [], "the lease has not expired yet"
+    assert script.advance_time(0.01) == [
         "(left rollout-0)",
         "rollout-1 <- generate:t0:1 train0 >= v0",
         "rollout-1 <- generate:t1:1 train1 >= v0",
@@ -153,24 +153,30 @@ def test_lost_reward_replica_costs_no_completions() -> None:
     script.generates("rollout-0", "generate:t0:0")
     holder = next(name for name in ("reward-0", "reward-1") if script.state.replicas.leases.of(name, "score"))
     other = {"reward-0": "reward-1", "reward-1": "reward-0"}[holder]
-    assert script.loses(holder) == [f"(left {holder})", f"{other} <- score:t0:1"]
+    assert script.disconnect(holder) == [f"(left {holder})", f"{other} <- score:t0:1"]
     assert script.state.buffer.get(0).tries == 0  # type: ignore[union-attr]
 
 
 def test_late_result_of_a_redispatched_group_is_ignored() -> None:
     script = two_rollouts()
-    script.loses("rollout-0")
-    assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- introduce"], "a stranger by now"
+    script.disconnect("rollout-0")
+    assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- introduce"], (
+        "the rollout is no member any longer"
+    )
     script.joins("rollout-0")
     assert script.generates("rollout-0", "generate:t0:0") == ["rollout-0 <- release generate:t0:0"]
-    assert script.generates("rollout-0", "generate:t0:1") == ["rollout-0 <- release generate:t0:1"], "it is another's"
+    assert script.generates("rollout-0", "generate:t0:1") == ["rollout-0 <- release generate:t0:1"], (
+        "the group is leased to another rollout"
+    )
     assert script.generates("rollout-1", "generate:t0:1")[1:] == ["reward-0 <- score:t0:0"]
-    assert script.generates("rollout-1", "generate:t0:1") == ["rollout-1 <- release generate:t0:1"], "once is enough"
+    assert script.generates("rollout-1", "generate:t0:1") == ["rollout-1 <- release generate:t0:1"], (
+        "the result is stored once"
+    )
 
 
 def test_restarted_rollout_holds_no_version_and_no_group() -> None:
     script = two_rollouts()
-    assert script.joins("rollout-0", epoch=2) == [
+    assert script.joins("rollout-0", incarnation=2) == [
         "(left rollout-0)",
         "(joined rollout-0)",
         "rollout-0 <- welcome",
@@ -182,19 +188,19 @@ def test_restarted_rollout_holds_no_version_and_no_group() -> None:
 
 def test_message_of_an_older_incarnation_is_ignored() -> None:
     script = two_rollouts()
-    script.joins("rollout-0", epoch=2)
-    assert script.joins("rollout-0", epoch=1) == []
-    assert script.beats("rollout-0", epoch=1) == []
+    script.joins("rollout-0", incarnation=2)
+    assert script.joins("rollout-0", incarnation=1) == []
+    assert script.heartbeats("rollout-0", incarnation=1) == []
     assert script.generates("rollout-0", "generate:t0:0") == []
-    assert script.hears("rollout-0", wire.Leave(reason="late")) == []
+    assert script.receive("rollout-0", wire.Leave(reason="late")) == []
     assert script.state.replicas.membership.members["rollout-0"].incarnation == 2
 
 
 def test_replica_with_an_older_incarnation_joins_after_its_successor_left() -> None:
     script = two_rollouts()
-    assert script.joins("rollout-0", epoch=0) == []
-    script.loses("rollout-0")
-    assert "(joined rollout-0)" in script.joins("rollout-0", epoch=0)
+    assert script.joins("rollout-0", incarnation=0) == []
+    script.disconnect("rollout-0")
+    assert "(joined rollout-0)" in script.joins("rollout-0", incarnation=0)
 
 
 def test_repeated_hello_changes_nothing() -> None:
@@ -206,21 +212,21 @@ def test_repeated_hello_changes_nothing() -> None:
 
 def test_unknown_replica_is_asked_for_a_hello() -> None:
     script = started()
-    assert script.beats("rollout-7") == ["rollout-7 <- introduce"]
-    assert script.hears("rollout-7", wire.Leave(reason="bye")) == [], "one that leaves need not say"
+    assert script.heartbeats("rollout-7") == ["rollout-7 <- introduce"]
+    assert script.receive("rollout-7", wire.Leave(reason="bye")) == [], "no hello is requested from a leaving replica"
 
 
 def test_run_fails_when_a_role_stays_empty() -> None:
     script = started()
-    script.loses("rollout-0")
+    script.disconnect("rollout-0")
     assert script.controller.waiting_for == "needs 1 rollout replica, has 0"
-    script.waits(0.0)
+    script.advance_time(0.0)
     for _ in range(12):
         script.now += 10.0
-        script.beats("policy-0")
-        script.beats("reward-0")
-        assert script.waits(0.0) == []
-    assert script.waits(0.01)[-1] == (
+        script.heartbeats("policy-0")
+        script.heartbeats("reward-0")
+        assert script.advance_time(0.0) == []
+    assert script.advance_time(0.01)[-1] == (
         "reward-0 <- drain: the run needs 1 rollout replica, has 0, for 120 s; "
         "start what is missing or lower the number in the recipe"
     )
@@ -233,19 +239,23 @@ def test_lost_command_is_sent_again() -> None:
     script = started()
     lost = script.plan.heartbeat_s * 2
     script.now += lost - 0.01
-    assert script.beats("rollout-0", "generate:t0:0", version=0) == ["rollout-0 <- welcome"], "it may be on its way"
+    assert script.heartbeats("rollout-0", "generate:t0:0", version=0) == ["rollout-0 <- welcome"], (
+        "the command may be on its way"
+    )
     script.now += 0.01
-    assert script.beats("rollout-0", "generate:t0:0", version=0) == [
+    assert script.heartbeats("rollout-0", "generate:t0:0", version=0) == [
         "rollout-0 <- welcome",
         "rollout-0 <- generate:t1:0 train1 >= v0",
     ]
-    assert script.beats("rollout-0", "generate:t0:0", version=0) == ["rollout-0 <- welcome"], "and gets its time anew"
+    assert script.heartbeats("rollout-0", "generate:t0:0", version=0) == ["rollout-0 <- welcome"], (
+        "and its deadline starts again"
+    )
 
 
 @pytest.mark.parametrize("name", ["policy-0", "reward-0"])
 def test_every_role_gets_its_lost_command_again(name: str) -> None:
     script = started()
-    script.makes_groups(0)
+    script.generate_and_score(0)
     script.generates("rollout-0", "generate:t1:0")
     if name == "policy-0":
         script.scores("score:t1:0")
@@ -253,13 +263,13 @@ def test_every_role_gets_its_lost_command_again(name: str) -> None:
         send for send in script.sent if send.peer == name and not isinstance(send.message, wire.ReleaseLeases)
     ]
     script.now += 2 * script.plan.heartbeat_s
-    script.beats(name)
-    assert script.sent[1:] == [command], "the very same, with its buffers"
+    script.heartbeats(name)
+    assert script.sent[1:] == [command], "the same command, with its buffers"
 
 
 def test_heartbeat_with_an_unknown_lease_releases_it() -> None:
     script = started()
-    assert script.beats("rollout-0", "generate:t0:0", "generate:t1:0", "generate:t9:9", version=0) == [
+    assert script.heartbeats("rollout-0", "generate:t0:0", "generate:t1:0", "generate:t9:9", version=0) == [
         "rollout-0 <- welcome",
         "rollout-0 <- release generate:t9:9",
     ]
@@ -280,7 +290,7 @@ def test_lease_that_was_never_granted_is_released(lease: str) -> None:
 
 def test_older_heartbeat_at_worst_makes_a_rollout_adopt_again() -> None:
     script = started()
-    assert script.beats("rollout-0", "generate:t0:0", "generate:t1:0", version=-1) == [
+    assert script.heartbeats("rollout-0", "generate:t0:0", "generate:t1:0", version=-1) == [
         "rollout-0 <- release generate:t0:0 generate:t1:0",
         "rollout-0 <- welcome",
         "rollout-0 <- release generate:t0:0 generate:t1:0",
@@ -301,8 +311,8 @@ def test_failed_pull_is_retried_after_a_backoff() -> None:
         script.joins(name)
     script.publishes(0)
     assert script.fails("rollout-0", "adopt:0:0") == ["rollout-0 <- release adopt:0:0", "(failed rollout-0)"]
-    assert script.waits(0.9) == []
-    assert script.waits(0.1) == ["rollout-0 <- adopt:0:1"]
+    assert script.advance_time(0.9) == []
+    assert script.advance_time(0.1) == ["rollout-0 <- adopt:0:1"]
 
 
 def test_rollout_with_a_wrong_root_gets_no_work_before_it_adopts_again() -> None:
@@ -318,21 +328,21 @@ def test_rollout_with_a_wrong_root_gets_no_work_before_it_adopts_again() -> None
     (note,) = [c for c in script.commands if getattr(c, "kind", "") == "adopted"]
     assert note.fields["attested"] is False
     assert script.adopts("rollout-1", 0, 1)[-1] == "rollout-1 <- generate:t1:0 train1 >= v0"
-    assert script.waits(1.0) == ["rollout-0 <- adopt:0:2"]
+    assert script.advance_time(1.0) == ["rollout-0 <- adopt:0:2"]
 
 
 def test_torn_rollout_gives_its_groups_back() -> None:
     script = two_rollouts()
-    lines = script.beats("rollout-0", "generate:t0:0", "generate:t1:0", version=-1)
+    lines = script.heartbeats("rollout-0", "generate:t0:0", "generate:t1:0", version=-1)
     assert lines[0] == "rollout-0 <- release generate:t0:0 generate:t1:0"
     assert lines[-2:] == ["rollout-1 <- generate:t0:1 train0 >= v0", "rollout-1 <- generate:t1:1 train1 >= v0"]
-    assert script.state.buffer.get(0).tries == 0, "the group is not at fault"  # type: ignore[union-attr]
+    assert script.state.buffer.get(0).tries == 0, "the group has not failed"  # type: ignore[union-attr]
 
 
 def test_invalid_offer_fails_the_run() -> None:
     script = Script()
     script.joins("policy-0")
-    lines = script.hears("policy-0", wire.WeightsPublished(lease="publish:0:0", version=0, publish_s=0.0), b"garbage")
+    lines = script.receive("policy-0", wire.WeightsPublished(lease="publish:0:0", version=0, publish_s=0.0), b"garbage")
     assert "the offer of version 0 by policy-0 is not usable: These 7 bytes are not a Offer" in lines[-1]
     assert script.state.lifecycle.failure
 
@@ -341,7 +351,7 @@ def test_offer_of_another_version_fails_the_run() -> None:
     script = Script()
     script.joins("policy-0")
     published = wire.WeightsPublished(lease="publish:0:0", version=0, publish_s=0.0)
-    lines = script.hears("policy-0", published, encoded_offer(5))
+    lines = script.receive("policy-0", published, encoded_offer(5))
     assert lines[-1].endswith("An offer of version 5 came in the publication of version 0.")
 
 
@@ -353,8 +363,8 @@ HELLO = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("reward-0", {}, "reward-0 is no name of a rollout; it must be rollout-<number>"),
-        ("rollout", {}, "rollout is no name of a rollout; it must be rollout-<number>"),
+        ("reward-0", {}, "reward-0 is not the name of a rollout; it must be rollout-<number>"),
+        ("rollout", {}, "rollout is not the name of a rollout; it must be rollout-<number>"),
         ("rollout-1", {"num_slots": 0}, "rollout-1 offers 0 slots; it needs at least 1"),
         ("rollout-1", {"has_layout": False}, "rollout-1 did not send the layout of its weights"),
         ("reward-1", {"role": "reward", "num_slots": -1}, "reward-1 offers -1 slots; it needs at least 1"),
@@ -371,9 +381,9 @@ HELLO = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True
         ),
     ],
 )
-def test_refusals_say_why(name: str, changes: dict[str, object], reason: str) -> None:
+def test_refusal_has_its_reason(name: str, changes: dict[str, object], reason: str) -> None:
     script = started()
-    lines = script.hears(name, msgspec.structs.replace(HELLO, **changes), encoded_layout(name))
+    lines = script.receive(name, msgspec.structs.replace(HELLO, **changes), encoded_layout(name))
     assert lines == [f"(refused {name})", f"{name} <- refused: {reason}"]
     assert name not in script.state.replicas.membership.members or name == "reward-0"
 
@@ -387,13 +397,13 @@ def test_policy_of_another_version_is_refused() -> None:
 
 
 def test_invalid_layout_is_refused() -> None:
-    lines = Script().hears("rollout-0", HELLO, b"garbage")
+    lines = Script().receive("rollout-0", HELLO, b"garbage")
     assert lines[1].startswith("rollout-0 <- refused: These 7 bytes are not a Layout")
 
 
 def test_rollout_of_another_model_is_evicted() -> None:
     script = started()
-    lines = script.hears("rollout-1", HELLO, encoded_layout("rollout-1", (5,)))
+    lines = script.receive("rollout-1", HELLO, encoded_layout("rollout-1", (5,)))
     assert lines[:2] == ["(joined rollout-1)", "rollout-1 <- welcome"]
     assert lines[2:] == [
         "(left rollout-1)",
@@ -401,4 +411,4 @@ def test_rollout_of_another_model_is_evicted() -> None:
         "rollout-1 <- refused: Tensor w is float32 (5,) in rollout-1 but float32 (4,) in policy-0.",
     ]
     assert "rollout-1" not in script.state.replicas.membership.members
-    assert script.makes_groups(0, 1)[-1] == "policy-0 <- train:1:0 train0 train1"
+    assert script.generate_and_score(0, 1)[-1] == "policy-0 <- train:1:0 train0 train1"

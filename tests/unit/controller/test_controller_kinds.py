@@ -1,4 +1,4 @@
-"""Kinds of run: what journals and recordings say of them."""
+"""Kinds of run in journals and recordings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from transcript import SMALL
 
-from starling.controller.core.kinds import KINDS, RunKind, kind_of
+from starling.common.kinds import KINDS, RunKind, kind_of
+from starling.controller.core.groups.buffer import buffer_class
 from starling.controller.core.plan import RunPlan
 
 JOURNALED = {
@@ -39,12 +40,12 @@ def test_recorded_plan_is_read_back(kind: RunKind) -> None:
     plan = replace(SMALL, kind=kind)
     read = RunPlan.from_fields(plan.to_fields())
     assert replace(read, kind=kind) == plan
-    assert read.kind.buffer is kind.buffer
+    assert buffer_class(read.kind) is buffer_class(kind)
     assert [read.phase(step) for step in (0, 1)] == [plan.phase(step) for step in (0, 1)]
 
 
 def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="no kind of run that learns by 'ppo' and does 'rl'"):
+    with pytest.raises(ValueError, match="no kind of run with the objective 'ppo' and the activity 'rl'"):
         kind_of("ppo", "rl")
 
 

@@ -1,4 +1,4 @@
-"""What operators may change, and what they are told."""
+"""Operator requests: changeable settings, queries and their replies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALUES: dict[str, tuple[list[float], list[float]]] = {
     "evaluation.every": ([0, 10], [-1, 2.5]),
     "controller.save_every": ([0, 10], [-1, 2.5]),
 }
-"""What each setting may be, and what not."""
+"""Valid and invalid values of each setting."""
 
 
 def test_table_covers_every_lease_kind() -> None:
@@ -49,7 +49,7 @@ def test_setting_has_a_range(key: str) -> None:
         with pytest.raises(ValueError, match="is out of range"):
             check(key, value)
     for value in (True, "1"):
-        with pytest.raises(ValueError, match="is no number"):
+        with pytest.raises(ValueError, match="is not a number"):
             check(key, value)
 
 
@@ -65,30 +65,30 @@ def test_last_setting_change_wins(changes: list[tuple[str, int, int]]) -> None:
     for number, (key, value, step) in enumerate(sorted(changes, key=lambda change: change[2])):
         made.add(key, float(value), step, str(number))
     for step in range(1, 10):
-        wanted: dict[str, float] = {}
+        expected: dict[str, float] = {}
         for key, value, first in sorted(changes, key=lambda change: change[2]):
             if first <= step and key.startswith("policy."):
-                wanted[key] = value
-        assert made.for_policies(step) == wanted
+                expected[key] = value
+        assert made.for_policies(step) == expected
 
 
 def change(script: Script, key: str, value: Any, request: str = "r") -> list[str]:
-    return script.hears("operator-0", wire.ChangeSetting(request=request, key=key, value=value))
+    return script.receive("operator-0", wire.ChangeSetting(request=request, key=key, value=value))
 
 
 def test_setting_change_applies_from_the_first_step_that_was_not_dispatched() -> None:
     script = Script(num_steps=3, max_staleness=1, prompts_per_step=1)
-    script.begins(slots=4)
-    for step, story in enumerate((lambda: None, lambda: script.makes_groups(0), lambda: script.trains(1)), start=1):
-        story()
-        said = change(script, "policy.algorithm.clip_low", step / 10, str(step))
-        wanted = 1 if step == 1 else 2
-        assert said[-1] == f"operator-0 <- yes: policy.algorithm.clip_low = {step / 10:g} from step {wanted} on"
+    script.start_run(slots=4)
+    for step, run in enumerate((lambda: None, lambda: script.generate_and_score(0), lambda: script.trains(1)), start=1):
+        run()
+        reply = change(script, "policy.algorithm.clip_low", step / 10, str(step))
+        expected = 1 if step == 1 else 2
+        assert reply[-1] == f"operator-0 <- yes: policy.algorithm.clip_low = {step / 10:g} from step {expected} on"
 
 
 def test_more_slots_are_used_at_once() -> None:
     script = Script(num_steps=3, max_staleness=0)
-    script.begins(slots=8)
+    script.start_run(slots=8)
     assert change(script, "rl.max_staleness", 1)[-2:] == [
         "rollout-0 <- generate:t2:0 train2 >= v0",
         "rollout-0 <- generate:t3:0 train3 >= v0",
@@ -97,7 +97,7 @@ def test_more_slots_are_used_at_once() -> None:
 
 def test_refused_operator_request_changes_nothing() -> None:
     script = Script()
-    script.begins()
+    script.start_run()
     num = len(script.journal)
     assert change(script, "rl.max_staleness", -1)[-1].startswith("operator-0 <- no: ")
     assert (len(script.journal), script.state.training.changes) == (num, SettingChanges())
@@ -108,8 +108,8 @@ def test_refused_operator_request_changes_nothing() -> None:
 
 def ask(script: Script) -> dict[str, Any]:
     text, data = why(script.state)
-    [said] = script.hears("operator-0", wire.QueryRun(request="r", about="why"))
-    assert said == f"operator-0 <- yes: {text}"
+    [reply] = script.receive("operator-0", wire.QueryRun(request="r", about="why"))
+    assert reply == f"operator-0 <- yes: {text}"
     assert data["waiting_for"] == explain(script.state)
     return data
 
@@ -120,11 +120,11 @@ def test_why_follows_waits_to_their_root() -> None:
         script.joins(name)
     script.publishes(0)
     script.now = 3.0
-    script.beats("policy-0")
+    script.heartbeats("policy-0")
     buckets = wire.Wait(what="buckets of version 0", on="policy-0", since_s=2.5, seconds_left=10.0)
     disk = wire.Wait(what="room for the snapshot", on="disk", since_s=2.0, seconds_left=60.0)
-    script.hears("rollout-0", beat(script, "rollout-0", buckets))
-    script.hears("policy-0", beat(script, "policy-0", disk))
+    script.receive("rollout-0", heartbeat_with_waits(script, "rollout-0", buckets))
+    script.receive("policy-0", heartbeat_with_waits(script, "policy-0", disk))
     data = ask(script)
     assert data["root"] == {
         "owner": "policy-0",
@@ -136,18 +136,18 @@ def test_why_follows_waits_to_their_root() -> None:
     assert [wait["owner"] for wait in data["waits"]] == ["policy-0", "controller", "rollout-0"]
 
 
-def beat(script: Script, name: str, *found: wire.Wait) -> wire.Heartbeat:
-    """Return the heartbeat of a replica that holds what it was given and waits."""
+def heartbeat_with_waits(script: Script, name: str, *found: wire.Wait) -> wire.Heartbeat:
+    """Return a replica's heartbeat with all its leases and these waits."""
     held = tuple(wire.HeldLease(lease=lease.id, phase="working") for lease in script.state.replicas.leases.all_of(name))
     return wire.Heartbeat(leases=held, version=script.state.replicas.membership.members[name].version, waits=found)
 
 
 def test_why_handles_circular_waits() -> None:
     script = Script()
-    script.begins("rollout-0", "rollout-1")
+    script.start_run("rollout-0", "rollout-1")
     for name, other in (("rollout-0", "rollout-1"), ("rollout-1", "rollout-0")):
         circle = wire.Wait(what="the other", on=other, since_s=1.0, seconds_left=5.0)
-        script.hears(name, beat(script, name, circle))
+        script.receive(name, heartbeat_with_waits(script, name, circle))
     assert ask(script)["root"]["owner"] in ("rollout-0", "rollout-1")
 
 
@@ -161,25 +161,25 @@ def test_every_wait_has_an_end(stage: str) -> None:
         script.joins("rollout-0")
         script.publishes(0)
     elif stage != "alone":
-        script.begins()
+        script.start_run()
     if stage == "scoring":
         script.generates("rollout-0", "generate:t0:0")
     elif stage in ("training", "draining"):
-        script.makes_groups(0, 1)
+        script.generate_and_score(0, 1)
     if stage == "draining":
         script.trains(1)
         script.publishes(1)
-        script.hears("policy-0", wire.CheckpointSaved(lease="checkpoint:1:0", step=1, path="/"))
-    script.waits(1.0)
+        script.receive("policy-0", wire.CheckpointSaved(lease="checkpoint:1:0", step=1, path="/"))
+    script.advance_time(1.0)
     found = waits(script.state)
-    assert found, "the controller waits for somebody, and says for whom"
+    assert found, "the controller reports what it waits for"
     assert all(wait["seconds_left"] >= 0 for wait in found)
     assert ask(script)["root"] is not None
 
 
 def test_why_names_a_missing_role() -> None:
     script = Script()
-    script.waits(1.0)
+    script.advance_time(1.0)
     assert why(script.state)[0].split("\n")[:2] == [
         "the run needs the policy, which has not joined",
         "at the root: controller waits for the policy, which has not joined on launcher, for 0.0 s, "
@@ -189,10 +189,10 @@ def test_why_names_a_missing_role() -> None:
 
 def test_status_lists_work_by_replica() -> None:
     script = Script()
-    script.begins()
+    script.start_run()
     change(script, "rl.max_tries", 3)
-    [said] = script.hears("operator-0", wire.QueryRun(request="r", about="status"))
-    assert said.split("\n") == [
+    [reply] = script.receive("operator-0", wire.QueryRun(request="r", about="status"))
+    assert reply.split("\n") == [
         "operator-0 <- yes: rl: version 0 of 2, published 0, saved 0; controller's incarnation 1",
         "groups: 0 waiting, 2 leased, 0 generated, 0 scored, 0 frozen",
         "waits for the groups of step 1: 2 being generated, 0 being scored, 0 scored of 2",
@@ -205,13 +205,13 @@ def test_status_lists_work_by_replica() -> None:
 
 def test_changed_settings_are_sent_with_each_later_step() -> None:
     script = Script(num_steps=3)
-    script.begins()
-    script.hears("operator-0", wire.ChangeSetting(request="r", key="sampling.temperature", value=0.5))
-    told = []
+    script.start_run()
+    script.receive("operator-0", wire.ChangeSetting(request="r", key="sampling.temperature", value=0.5))
+    reply_text = []
     for step in (1, 2):
-        script.makes_groups(2 * step - 2, 2 * step - 1, version=step - 1)
+        script.generate_and_score(2 * step - 2, 2 * step - 1, version=step - 1)
         script.trains(step)
-        told += [c.fields for c in script.commands if isinstance(c, Note) and c.kind == "step"]
+        reply_text += [c.fields for c in script.commands if isinstance(c, Note) and c.kind == "step"]
         script.publishes(step)
         script.adopts("rollout-0", step)
-    assert [fields.get("set/sampling.temperature") for fields in told] == [0.5, 0.5]
+    assert [fields.get("set/sampling.temperature") for fields in reply_text] == [0.5, 0.5]

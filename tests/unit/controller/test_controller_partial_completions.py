@@ -1,4 +1,4 @@
-"""Groups that a rollout gives back: what is kept of them, what is not, and who goes on."""
+"""Interrupted groups: which partial completions are kept, and which rollout resumes them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from starling.controller.core.records import JournalEntry, PartialCompletionsSto
 
 
 def generating(**changes: Any) -> Script:
-    """Return a run in which rollout-0 has t0 and t1, and rollout-1 waits for work."""
+    """Return a run in which rollout-0 generates t0 and t1, and rollout-1 is idle."""
     script = Script(max_staleness=1, prompts_per_step=1, **changes)
-    script.begins()
+    script.start_run()
     return script
 
 
-def given_out(script: Script) -> list[wire.GenerateGroup]:
+def dispatched_groups(script: Script) -> list[wire.GenerateGroup]:
     return [send.message for send in script.sent if isinstance(send.message, wire.GenerateGroup)]
 
 
-def adopts_as_second(script: Script) -> None:
+def adopt_second(script: Script) -> None:
     script.joins("rollout-1")
     script.adopts("rollout-1", 0, 1)
 
@@ -35,9 +35,9 @@ def adopts_as_second(script: Script) -> None:
 def test_interrupted_group_is_resumed_by_another_rollout() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 3, 0)
-    assert given_out(script) == [], "who gives a group back gets none"
-    adopts_as_second(script)
-    [command] = given_out(script)
+    assert dispatched_groups(script) == [], "the rollout that returned the group is in cooldown"
+    adopt_second(script)
+    [command] = dispatched_groups(script)
     assert [completion.num_tokens for completion in command.partial] == [3, 0]
     assert [tensor.nbytes for tensor in command.tensors] == [12, 12, 12]
     assert script.state.buffer.get(0).tries == 0  # type: ignore[union-attr]
@@ -48,25 +48,25 @@ def test_cooldown_ends_after_a_lease() -> None:
     script.interrupts("rollout-0", "generate:t0:0", 3, 3)
     for _ in range(int(script.plan.lease_s)):
         for name in ("policy-0", "reward-0"):
-            script.beats(name)
-        script.beats("rollout-0", "generate:t1:0", version=0)
-        assert given_out(script) == []
-        script.waits(1.0)
-    assert [command.prompt.id for command in given_out(script)] == ["train0"]
+            script.heartbeats(name)
+        script.heartbeats("rollout-0", "generate:t1:0", version=0)
+        assert dispatched_groups(script) == []
+        script.advance_time(1.0)
+    assert [command.prompt.id for command in dispatched_groups(script)] == ["train0"]
 
 
 def test_cooldown_ends_with_an_adoption() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 3, 3)
     script.interrupts("rollout-0", "generate:t1:0", 3, 3)
-    script.beats("rollout-0", version=-1)
-    assert given_out(script) == []
+    script.heartbeats("rollout-0", version=-1)
+    assert dispatched_groups(script) == []
     script.adopts("rollout-0", 0, 1)
-    assert [command.prompt.id for command in given_out(script)] == ["train0", "train1"]
+    assert [command.prompt.id for command in dispatched_groups(script)] == ["train0", "train1"]
 
 
-def test_group_that_kills_engines_is_given_up() -> None:
-    """An orderly handover is nobody's failure; engines that die count, the second one as a try of the group."""
+def test_group_that_kills_engines_is_discarded() -> None:
+    """A handover is no failure of the group; lost engines count, the second one as a failed try."""
     script = generating(max_tries=1)
     kept = []
     for number in range(4):
@@ -75,9 +75,9 @@ def test_group_that_kills_engines_is_given_up() -> None:
         assert group.tries == number // 2
         kept.append(group.partial is not None)
         script.interrupts("rollout-0", f"generate:t0:{number}", 3, 3, lost=True)
-        script.beats("rollout-0", "generate:t1:0", version=-1)
+        script.heartbeats("rollout-0", "generate:t1:0", version=-1)
         script.adopts("rollout-0", 0, number + 1)
-    assert kept == [False, True, False, True], "what two engines died of is begun anew"
+    assert kept == [False, True, False, True], "after two lost engines the group starts over without its tokens"
     assert script.state.buffer.get(0) is None
     assert "2 engines died while they worked on it" in script.state.buffer.last_discarded
 
@@ -85,18 +85,18 @@ def test_group_that_kills_engines_is_given_up() -> None:
 def test_longer_partial_completions_win() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 6, 6)
-    adopts_as_second(script)
+    adopt_second(script)
     script.interrupts("rollout-1", "generate:t0:1", 2, 2)
     script.joins("rollout-2")
     script.adopts("rollout-2", 0, 2)
-    [command] = given_out(script)
+    [command] = dispatched_groups(script)
     assert [completion.num_tokens for completion in command.partial] == [6, 6]
 
 
 def test_journal_keeps_the_longest_partial_completions() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 6, 6)
-    adopts_as_second(script)
+    adopt_second(script)
     script.interrupts("rollout-1", "generate:t0:1", 2, 2)
     told = [write.record for write in script.journal if isinstance(write.record, PartialCompletionsStored)]
     assert [sum(one.num_tokens for one in record.partial) for record in told] == [12]
@@ -105,29 +105,29 @@ def test_journal_keeps_the_longest_partial_completions() -> None:
 def test_partial_tokens_of_a_future_version_are_dropped() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 3, 3, version=1)
-    adopts_as_second(script)
-    assert [command.partial for command in given_out(script)] == [()]
+    adopt_second(script)
+    assert [command.partial for command in dispatched_groups(script)] == [()]
 
 
 def test_stale_partial_tokens_are_dropped_at_dispatch() -> None:
     script = generating()
-    script.makes_groups(0)
+    script.generate_and_score(0)
     script.trains(1)
     script.publishes(1)
     script.interrupts("rollout-0", "generate:t1:0", 3, 3)
-    script.hears("operator-0", wire.ChangeSetting(request="a", key="rl.max_staleness", value=0))
+    script.receive("operator-0", wire.ChangeSetting(request="a", key="rl.max_staleness", value=0))
     script.joins("rollout-1")
     script.adopts("rollout-1", 1, 1)
-    commands = {command.prompt.id: command.partial for command in given_out(script)}
-    assert commands["train1"] == (), "a token of version 0 would be 1 old in step 2"
+    commands = {command.prompt.id: command.partial for command in dispatched_groups(script)}
+    assert commands["train1"] == (), "a token of version 0 would have staleness 1 in step 2"
 
 
 def test_group_keeps_the_temperature_of_its_tokens() -> None:
     script = generating()
     script.interrupts("rollout-0", "generate:t0:0", 3, 3)
-    script.hears("operator-0", wire.ChangeSetting(request="a", key="sampling.temperature", value=0.5))
-    adopts_as_second(script)
-    [command] = given_out(script)
+    script.receive("operator-0", wire.ChangeSetting(request="a", key="sampling.temperature", value=0.5))
+    adopt_second(script)
+    [command] = dispatched_groups(script)
     assert command.sampling.temperature == 1.0
 
 
@@ -136,8 +136,8 @@ def test_reclaimed_partial_completions_need_a_temperature(temperature: float, ke
     before = generating()
     script = Script()
     script.plan, script.aliases = before.plan, before.aliases
-    past = [JournalEntry(write.record, write.payload) for write in before.journal]
-    script.controller = Controller(before.plan, Stream("train"), Stream("sft"), [], journal=past, incarnation=2)
+    journaled = [JournalEntry(write.record, write.payload) for write in before.journal]
+    script.controller = Controller(before.plan, Stream("train"), Stream("sft"), [], journal=journaled, incarnation=2)
     script.state = script.controller.state
     script.joins("rollout-0")
     script.interrupts("rollout-0", "generate:t0:0", 3, 0, temperature=temperature)
@@ -148,21 +148,21 @@ def test_reclaimed_partial_completions_need_a_temperature(temperature: float, ke
 
 def test_interrupted_evaluation_group_is_resumed() -> None:
     script = Script(evaluate_at_start=True)
-    script.begins()
+    script.start_run()
     script.interrupts("rollout-0", "generate:e0:0", 4)
-    adopts_as_second(script)
+    adopt_second(script)
     script.leaves("rollout-0")
-    [command] = [command for command in given_out(script) if command.purpose == "evaluate" and command.partial]
+    [command] = [command for command in dispatched_groups(script) if command.purpose == "evaluate" and command.partial]
     assert [completion.num_tokens for completion in command.partial] == [4]
 
 
 @pytest.mark.parametrize(
     ("lengths", "num_tensors", "num_versions", "complaint"),
     [
-        ((3,), 3, 3, "1 completions of 3 tokens came of a group of 2"),
+        ((3,), 3, 3, "1 completions of 3 tokens were returned for a group of 2"),
         ((4, -1), 3, 3, "2 completions of 3 tokens"),
-        ((2, 1), 2, 3, "2 tensors came in 2 buffers instead of 3 or more"),
-        ((2, 1), 3, 2, "of 8 bytes came with 3 tokens"),
+        ((2, 1), 2, 3, "2 tensors and 2 buffers were returned; expected 3 or more"),
+        ((2, 1), 3, 2, "of 8 bytes was returned with 3 tokens"),
     ],
 )
 def test_inconsistent_partial_completions_are_refused(

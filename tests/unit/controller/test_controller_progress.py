@@ -1,4 +1,4 @@
-"""What the controller shows of pulls that are under way."""
+"""Progress of pulls in the controller's explanations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def adopting() -> Script:
 
 def test_explain_shows_the_progress_of_a_pull() -> None:
     script = adopting()
-    script.beats("rollout-1", "adopt:0:1", progress=SOME)
+    script.heartbeats("rollout-1", "adopt:0:1", progress=SOME)
     assert script.controller.waiting_for == "rollout-1 pulls version 0: 43 %, 2.1 s left; rollout-0 to adopt version 0"
     assert (view(script, "rollout-1").pulling, view(script, "rollout-1").progress) == (0, SOME)
     assert (view(script, "rollout-0").pulling, view(script, "rollout-0").progress) == (-1, None)
@@ -37,13 +37,13 @@ def test_explain_shows_the_progress_of_a_pull() -> None:
 def test_explain_shows_no_finished_pull() -> None:
     for end in ("adopted", "failed", "lost"):
         script = adopting()
-        script.beats("rollout-1", "adopt:0:1", progress=SOME)
+        script.heartbeats("rollout-1", "adopt:0:1", progress=SOME)
         if end == "adopted":
             script.adopts("rollout-1", 0, 1)
         elif end == "failed":
             script.fails("rollout-1", "adopt:0:1")
         else:
-            script.loses("rollout-1")
+            script.disconnect("rollout-1")
             script.joins("rollout-1")
         assert view(script, "rollout-1").progress is None, end
         assert "pulls" not in script.controller.waiting_for, end
@@ -52,12 +52,12 @@ def test_explain_shows_no_finished_pull() -> None:
 def test_heartbeat_from_before_an_adoption_shows_no_pull() -> None:
     script = adopting()
     script.adopts("rollout-1", 0, 1)
-    script.beats("rollout-1", "adopt:0:1", progress=SOME)
+    script.heartbeats("rollout-1", "adopt:0:1", progress=SOME)
     assert view(script, "rollout-1").progress is None
 
 
-def test_only_a_pull_is_shown_as_one() -> None:
+def test_explain_shows_progress_of_pulls_only() -> None:
     script = Script()
-    script.begins()
-    script.beats("rollout-0", "generate:t0:0", "generate:t1:0", version=0, progress=SOME)
+    script.start_run()
+    script.heartbeats("rollout-0", "generate:t0:0", "generate:t1:0", version=0, progress=SOME)
     assert view(script, "rollout-0").progress is None

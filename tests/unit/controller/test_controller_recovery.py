@@ -1,7 +1,7 @@
-"""A controller that is made again from the journal knows what the one before knew, but for who has what in hand.
+"""Recovery: a controller rebuilt from the journal has the state of its predecessor, except for leases.
 
-The laws are checked after random stories: replicas answer, fail, die and return, operators change settings and want
-evaluations. The records go through their real encoding.
+The properties are checked after random event sequences: replicas answer, fail, die and return, operators change
+settings and request evaluations. Records are encoded and decoded as in the journal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SETTINGS = (
     ("no.such", 1),
 )
 ACTIONS = ("answer",) * 12 + ("stop", "fail", "lose", "join", "join", "set", "evaluate", "wait")
-stories = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 999)), max_size=60)
+action_lists = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 999)), max_size=60)
 plans = st.fixed_dictionaries(
     {
         "num_supervised_steps": st.sampled_from((0, 0, 1)),
@@ -60,37 +60,37 @@ plans = st.fixed_dictionaries(
 )
 
 
-class Story(Script):
-    """A run whose replicas do what a list of numbers says."""
+class RandomRun(Script):
+    """A run driven by a list of (action, number) pairs."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(**changes)
-        self.epochs = dict.fromkeys(NAMES, 0)
+        self.incarnations = dict.fromkeys(NAMES, 0)
 
-    def tell(self, story: list[tuple[str, int]]) -> None:
-        """Let all replicas join, and then happen what `story` says."""
+    def play(self, actions: list[tuple[str, int]]) -> None:
+        """Let all replicas join, then perform `actions`."""
         for name in NAMES:
-            self.enters(name)
-        for action, number in story:
-            # Many answers at a time, for a story of a few dozen events to come to the later steps.
+            self.join(name)
+        for action, number in actions:
+            # Several answers per action, so that a few dozen actions reach the later steps.
             for _ in range(1 + number % 10 if action == "answer" else 1):
-                self.goes_on(action, number)
+                self.perform(action, number)
 
-    def goes_on(self, action: str, number: int) -> None:
-        """One thing happens."""
+    def perform(self, action: str, number: int) -> None:
+        """Perform one action."""
         self.now += 0.01
         leases = [lease for name in NAMES for lease in self.state.replicas.leases.all_of(name)]
         if self.state.training.fetching >= 0:
             self.fetched(self.state.training.fetching)
         elif action in ("answer", "fail"):
             if leases:
-                self.answers(leases[number % len(leases)], number, well=action == "answer")
+                self.answer(leases[number % len(leases)], number, succeeds=action == "answer")
         else:
-            self.happens(action, number)
+            self.perform_without_lease(action, number)
 
-    def enters(self, name: str) -> None:
-        """Another incarnation of `name` says hello; a policy holds the newest saved state."""
-        self.epochs[name] += 1
+    def join(self, name: str) -> None:
+        """Let a new incarnation of `name` join; a policy starts from the newest saved state."""
+        self.incarnations[name] += 1
         role: Any = name.rpartition("-")[0]
         hello = wire.Hello(
             role=role,
@@ -102,64 +102,64 @@ class Story(Script):
             serves=role in ("policy", "rollout"),
             shares_steps=True,
         )
-        self.says(name, hello, *((encoded_layout(name),) if hello.has_layout else ()))
+        self.send(name, hello, *((encoded_layout(name),) if hello.has_layout else ()))
 
-    def says(self, name: str, message: wire.Up, *buffers: bytes) -> None:
-        """`name`, in its present incarnation, says `message`."""
-        self.hears(name, message, *buffers, epoch=self.epochs[name])
+    def send(self, name: str, message: wire.Up, *buffers: bytes) -> None:
+        """Deliver `message` from the present incarnation of `name`."""
+        self.receive(name, message, *buffers, incarnation=self.incarnations[name])
 
-    def happens(self, action: str, number: int) -> None:
-        """Do what concerns no lease."""
+    def perform_without_lease(self, action: str, number: int) -> None:
+        """Perform an action that concerns no lease."""
         name = NAMES[number % len(NAMES)]
         if action == "lose":
-            self.loses(name)
+            self.disconnect(name)
         elif action == "join" and name not in self.state.replicas.membership.members:
-            self.enters(name)
+            self.join(name)
         elif action == "set":
             key, value = SETTINGS[number % len(SETTINGS)]
-            self.hears("operator-0", wire.ChangeSetting(request=str(number % 20), key=key, value=value))
+            self.receive("operator-0", wire.ChangeSetting(request=str(number % 20), key=key, value=value))
         elif action == "evaluate":
-            self.hears("operator-0", wire.RequestEvaluation(request=str(number % 3)))
+            self.receive("operator-0", wire.RequestEvaluation(request=str(number % 3)))
         elif action == "stop" and number % 10 == 0:
-            self.hears("operator-0", wire.RequestStop(request=str(number), reason=f"for reason {number}"))
+            self.receive("operator-0", wire.RequestStop(request=str(number), reason=f"for reason {number}"))
         elif action == "wait":
-            self.waits(number / 500)
+            self.advance_time(number / 500)
 
-    def answers(self, lease: Lease, number: int, *, well: bool) -> None:
-        """Whoever has `lease` has done the work, or has failed where that does not end the run."""
+    def answer(self, lease: Lease, number: int, *, succeeds: bool) -> None:
+        """Answer `lease` with its result, or with a failure where that does not end the run."""
         name, subject = lease.peer, lease_subject(lease.id)
-        if not well and lease.kind in ("generate", "score", "teach", "adopt"):
+        if not succeeds and lease.kind in ("generate", "score", "teach", "adopt"):
             reason = wire.LeaseFailed(lease=lease.id, status=wire.Status.INFRA_LOST, reason="x", fatal=number % 4 == 0)
-            self.says(name, reason)
+            self.send(name, reason)
             return
         match lease.kind:
             case "generate":
-                self.says(name, *self.completions(lease.id, self.state.replicas.membership.members[name].version))
+                self.send(name, *self.completions(lease.id, self.state.replicas.membership.members[name].version))
             case "score":
                 group = self.state.group_of_lease(lease.id)
                 assert group is not None
                 num = len(group[1].trajectories)
                 rewards = tuple(float((number + i) % 2 * (number % 3 > 0)) for i in range(num))
-                self.says(name, wire.GroupScored(lease=lease.id, rewards=rewards, statuses=(wire.Status.OK,) * num))
+                self.send(name, wire.GroupScored(lease=lease.id, rewards=rewards, statuses=(wire.Status.OK,) * num))
             case "teach":
                 meta = wire.TensorMeta(dtype="float32", shape=(2,), nbytes=8, name="teacher_logprobs")
-                self.says(name, wire.TokensScored(lease=lease.id, tensors=(meta,)), lease.id.encode()[-8:])
+                self.send(name, wire.TokensScored(lease=lease.id, tensors=(meta,)), lease.id.encode()[-8:])
             case "train":
-                self.says(name, wire.StepTrained(lease=lease.id, step=int(subject), metrics={}))
+                self.send(name, wire.StepTrained(lease=lease.id, step=int(subject), metrics={}))
             case "publish":
                 published = wire.WeightsPublished(lease=lease.id, version=int(subject), publish_s=0.0)
-                self.says(name, published, encoded_offer(int(subject)))
+                self.send(name, published, encoded_offer(int(subject)))
             case "adopt":
-                self.says(name, adopted(lease.id, int(subject)))
+                self.send(name, adopted(lease.id, int(subject)))
             case "checkpoint" | "save":
                 saved = wire.CheckpointSaved(lease=lease.id, step=int(subject), path="/", state=lease.kind == "save")
-                self.says(name, saved)
+                self.send(name, saved)
 
     def completions(self, lease: str, version: int) -> tuple[Any, ...]:
-        """Return what a rollout says that has generated a group: the message, and its buffers."""
-        found = self.state.group_of_lease(lease)
-        assert found is not None
-        num = num_completions(self.state, found[1].purpose)
+        """Return the message of a generated group, and its buffers."""
+        group = self.state.group_of_lease(lease)
+        assert group is not None
+        num = num_completions(self.state, group[1].purpose)
         meta = wire.TrajectoryMeta(
             status=wire.Status.OK, num_tokens=1, text=lease, oldest_version=version, newest_version=version
         )
@@ -181,31 +181,33 @@ def adopted(lease: str, version: int) -> wire.WeightsAdopted:
 
 
 def read_back(script: Script) -> list[JournalEntry]:
-    """Return the records as the journal gives them back: encoded, decoded, and without payload once it is trained."""
+    """Return the records as the journal returns them: encoded, decoded, and without payloads of trained groups."""
     committed = {write.record.step for write in script.journal if isinstance(write.record, StepCommitted)}
     steps = [write.record for write in script.journal if isinstance(write.record, StepFrozen)]
-    trained = {f"t{ordinal}" for sealed in steps if sealed.step in committed for ordinal in sealed.ordinals}
-    kept = []
+    trained = {f"t{ordinal}" for frozen in steps if frozen.step in committed for ordinal in frozen.ordinals}
+    entries = []
     for write in script.journal:
         record = msgspec.msgpack.decode(msgspec.msgpack.encode(write.record), type=Record)  # type: ignore[arg-type]
-        gone = isinstance(record, CompletionsStored | TeacherLogprobsStored) and record.key in trained
-        kept.append(JournalEntry(record, () if gone else write.payload))
-    return kept
+        pruned = isinstance(record, CompletionsStored | TeacherLogprobsStored) and record.key in trained
+        entries.append(JournalEntry(record, () if pruned else write.payload))
+    return entries
 
 
-def restored(script: Script) -> ControllerState:
-    """Return the state of a controller that is made again from what `script` has written."""
-    past = read_back(script)
-    return Controller(script.plan, Stream("train"), Stream("sft"), script.held_out, journal=past, incarnation=2).state
+def recovered_state(script: Script) -> ControllerState:
+    """Return the state of a controller recovered from the journal of `script`."""
+    journaled = read_back(script)
+    return Controller(
+        script.plan, Stream("train"), Stream("sft"), script.held_out, journal=journaled, incarnation=2
+    ).state
 
 
-def groups_of(book: Groups, num_committed: int) -> dict[int, Any]:
-    """Return all that counts of the live groups; one that is in a rollout's hands waits."""
-    found = {}
-    for group in book.live():
+def groups_of(groups: Groups, num_committed: int) -> dict[int, Any]:
+    """Return the durable fields of the live groups; a leased group counts as waiting."""
+    fields = {}
+    for group in groups.live():
         state = GroupState.WAITING if group.state is GroupState.LEASED else group.state
         trained = 0 < group.step <= num_committed
-        found[group.ordinal] = (
+        fields[group.ordinal] = (
             state,
             group.prompt,
             group.step,
@@ -216,34 +218,37 @@ def groups_of(book: Groups, num_committed: int) -> dict[int, Any]:
             group.buffers if state is not GroupState.WAITING and group.purpose == "train" and not trained else (),
             group.temperature if state is not GroupState.WAITING else 0.0,
         )
-    return found
+    return fields
 
 
-def known(state: ControllerState) -> dict[str, Any]:
-    """Return what a controller must know of a run, whoever holds what."""
-    ledger, evaluation = state.buffer, state.evaluations.current
+def durable_state(state: ControllerState) -> dict[str, Any]:
+    """Return the state of a run that recovery must restore: all but leases."""
+    buffer, evaluation = state.buffer, state.evaluations.current
     return {
         "version": state.version,
         "published": state.weights.version,
         "roots": state.weights.roots,
         "saved": (state.training.saved.newest, state.training.saved.previous),
         "metrics": state.training.metrics.all(),
-        "groups": groups_of(ledger, state.version),
+        "groups": groups_of(buffer, state.version),
         "filtered": (
-            ledger.num_filtered,
-            ledger.num_filtered_in_a_row,
-            tuple(ledger.filtered_rewards(state.version + 1)),
+            buffer.num_filtered,
+            buffer.num_filtered_in_a_row,
+            tuple(buffer.filtered_rewards(state.version + 1)),
         ),
-        "counts": (ledger.num_admitted, ledger.num_discarded, ledger.num_frozen_steps, ledger.num_trained_groups),
-        "free_slots": ledger.free_slots(),
-        "ranks": {group.ordinal: ledger.rank(group) for group in ledger.live()},
-        "full": ledger.is_full(),
+        "counts": (buffer.num_admitted, buffer.num_discarded, buffer.num_frozen_steps, buffer.num_trained_groups),
+        "free_slots": buffer.num_free_slots(),
+        "ranks": {group.ordinal: buffer.rank(group) for group in buffer.live()},
+        "full": buffer.is_full(),
         "settings": state.training.changes,
         "sampling": state.training.sampling,
-        "bounds": (ledger.max_staleness, ledger.max_tries),
+        "bounds": (buffer.max_staleness, buffer.max_tries),
         "evaluated": state.evaluations.evaluated,
         "granted": state.evaluations.granted,
-        "requested": [(wanted.request, wanted.num_completions) for wanted in state.evaluations.requested],
+        "requested": [
+            (evaluation_request.request, evaluation_request.num_completions)
+            for evaluation_request in state.evaluations.requested
+        ],
         "stopping": state.lifecycle.stopping if state.lifecycle.stop_is_journaled else "",
         "evaluations": (state.evaluations.num_begun, state.evaluations.num_groups),
         "evaluating": evaluation
@@ -260,35 +265,35 @@ def known(state: ControllerState) -> dict[str, Any]:
     }
 
 
-@given(plans, stories)
+@given(plans, action_lists)
 @settings(max_examples=150, deadline=None)
-def test_recovery_restores_the_whole_state(plan: dict[str, Any], story: list[tuple[str, int]]) -> None:
-    script = Story(num_policies=2, num_rollouts=2, **plan)
-    script.tell(story)
-    assert known(restored(script)) == known(script.state)
+def test_recovery_restores_the_whole_state(plan: dict[str, Any], actions: list[tuple[str, int]]) -> None:
+    script = RandomRun(num_policies=2, num_rollouts=2, **plan)
+    script.play(actions)
+    assert durable_state(recovered_state(script)) == durable_state(script.state)
 
 
-@given(plans, stories)
+@given(plans, action_lists)
 @settings(max_examples=50, deadline=None)
-def test_restored_groups_wait_for_a_reclaim(plan: dict[str, Any], story: list[tuple[str, int]]) -> None:
-    script = Story(num_policies=2, num_rollouts=2, **plan)
-    script.tell(story)
-    state = restored(script)
-    books: list[Groups] = [state.buffer] + (
+def test_restored_groups_wait_for_a_reclaim(plan: dict[str, Any], actions: list[tuple[str, int]]) -> None:
+    script = RandomRun(num_policies=2, num_rollouts=2, **plan)
+    script.play(actions)
+    state = recovered_state(script)
+    all_groups: list[Groups] = [state.buffer] + (
         [state.evaluations.current] if state.evaluations.current is not None else []
     )
-    assert not any(group.state is GroupState.LEASED for book in books for group in book.live())
-    assert not any(group.score_lease or group.teacher_lease for book in books for group in book.live())
-    for book in books:
-        waiting = [group.ordinal for group in book.within(GroupState.WAITING)]
-        first = book.next_waiting()
+    assert not any(group.state is GroupState.LEASED for groups in all_groups for group in groups.live())
+    assert not any(group.score_lease or group.teacher_lease for groups in all_groups for group in groups.live())
+    for groups in all_groups:
+        waiting = [group.ordinal for group in groups.within(GroupState.WAITING)]
+        first = groups.next_waiting()
         assert (first.ordinal if first else None) == (waiting[0] if waiting else None)
 
 
-def test_stories_get_far() -> None:
-    """The laws above mean something: a long story of answers alone ends the run."""
-    script = Story(num_policies=2, num_rollouts=2, evaluate_at_start=True, save_every=1, num_steps=3)
-    script.tell([("answer", 0)] * 150)
+def test_long_action_list_completes_the_run() -> None:
+    """The properties above cover whole runs: enough answers complete the run."""
+    script = RandomRun(num_policies=2, num_rollouts=2, evaluate_at_start=True, save_every=1, num_steps=3)
+    script.play([("answer", 0)] * 150)
     assert script.state.version == 3
     assert script.state.evaluations.evaluated == {"start": 0}
     assert str(script.state.lifecycle.stage) == "draining"

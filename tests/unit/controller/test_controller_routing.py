@@ -1,4 +1,4 @@
-"""Where groups go: against a search from end to end, and what is expected of prompts and rollouts."""
+"""Routing of groups, compared with a linear scan, and the estimates of lengths and speeds."""
 
 from __future__ import annotations
 
@@ -42,17 +42,21 @@ def test_routing_matches_a_scan(
             routing.drop(members[name])
             del model[name]
         for least in range(-1, 4):
-            able = {name: entry for name, entry in model.items() if entry[0] >= least}
-            free = [((queued + tokens) / speed, name) for name, (_, busy, queued, speed) in able.items() if busy < 4]
+            eligible = {name: entry for name, entry in model.items() if entry[0] >= least}
+            free = [
+                ((queued + tokens) / speed, name) for name, (_, busy, queued, speed) in eligible.items() if busy < 4
+            ]
             found = routing.soonest(least, tokens)
             assert (found and (found.seconds, found.member.name)) == min(free, default=None)
-            full = [entry for entry in able.values() if entry[1] == 4]
+            full = [entry for entry in eligible.values() if entry[1] == 4]
             if found is not None and full:
                 work, speed = sum(entry[2] for entry in full) + tokens + others, sum(entry[3] for entry in full)
                 their_s = work / speed + tokens / max(entry[3] for entry in full)
                 assert routing.should_wait(found, least, tokens, tokens + others) == (found.seconds > their_s)
             elif found is not None:
-                assert not routing.should_wait(found, least, tokens, tokens), "nobody is full, so nobody to wait for"
+                assert not routing.should_wait(found, least, tokens, tokens), (
+                    "no rollout is full, so none is worth waiting for"
+                )
 
 
 def test_only_the_last_groups_wait_for_a_fast_rollout() -> None:
@@ -61,8 +65,8 @@ def test_only_the_last_groups_wait_for_a_fast_rollout() -> None:
     routing.put(fast, 4, 4, queued=400, speed=8.0)
     found = routing.soonest(-1, 100)
     assert found == Route(slow, 100.0)
-    assert routing.should_wait(found, -1, 100, 100), "the fast one is done with all of it after 75 s"
-    assert not routing.should_wait(found, -1, 100, 1000), "and after 188 s with ten of them"
+    assert routing.should_wait(found, -1, 100, 100), "the fast rollout finishes all groups after 75 s"
+    assert not routing.should_wait(found, -1, 100, 1000), "and ten groups after 188 s"
 
 
 def test_length_of_a_prompt_is_known_from_the_epoch_before() -> None:
@@ -71,8 +75,10 @@ def test_length_of_a_prompt_is_known_from_the_epoch_before() -> None:
     lengths.note("train/0/7", "train", 30.0)
     lengths.note("train/0/8", "train", 10.0)
     assert lengths.expected("train/1/7", "train", 64.0) == 30.0
-    assert lengths.expected("train/1/9", "train", 64.0) == 26.0, "the mean, in which what is new counts a fifth"
-    assert lengths.expected("held/1/9", "evaluate", 64.0) == 64.0, "of which nothing is known"
+    assert lengths.expected("train/1/9", "train", 64.0) == 26.0, (
+        "a moving mean in which the newest value has weight 1/5"
+    )
+    assert lengths.expected("held/1/9", "evaluate", 64.0) == 64.0, "for an unknown prompt"
     assert [row_of(name) for name in ("a/b/0/7", "train0", "a/7")] == ["a/b/7", "train0", "a/7"]
 
 
@@ -85,7 +91,7 @@ def test_unknown_rate_is_the_median() -> None:
     for number in range(3):
         rates.forget(f"rollout-{number}")
     rates.note("rollout-5", 10, 0.0)
-    assert rates.rate("rollout-5") == rates.rate("rollout-9"), "what took no time says nothing"
+    assert rates.rate("rollout-5") == rates.rate("rollout-9"), "a duration of 0 does not change the rate"
 
 
 @given(st.floats(0.85, 1.15), st.floats(1.0, 1e6))
@@ -102,7 +108,7 @@ def test_longest_of_a_step_goes_first() -> None:
     script = Script(prompts_per_step=3, num_steps=1)
     for ordinal, length in enumerate((5.0, 50.0, 500.0)):
         script.state.replicas.lengths.note(f"train{ordinal}", "train", length)
-    assert [line.split()[3] for line in script.begins() if "generate" in line] == ["train2", "train1"]
+    assert [line.split()[3] for line in script.start_run() if "generate" in line] == ["train2", "train1"]
     assert [line.split()[3] for line in script.generates("rollout-0", "generate:t1:0") if "generate:t0" in line] == [
         "train0"
     ]

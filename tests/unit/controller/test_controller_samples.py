@@ -1,4 +1,4 @@
-"""The completions that people are shown: which ones, and how much of them."""
+"""Samples of completions for logs: their choice and their truncation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from starling.controller.core.training.samples import MAX_CHARACTERS, choose, sh
 
 def group(ordinal: int, num: int) -> Group:
     """Return a scored group of `num` completions."""
-    made = Group(ordinal, Prompt(id=f"p{ordinal}", text="2 + 2 ="), "train")
-    made.trajectories = tuple(
+    sample = Group(ordinal, Prompt(id=f"p{ordinal}", text="2 + 2 ="), "train")
+    sample.trajectories = tuple(
         TrajectoryMeta(status=Status.OK, num_tokens=index, text=f"{index}", oldest_version=3, newest_version=4)
         for index in range(num)
     )
-    made.rewards, made.components = (0.5,) * num, {"exact": (1.0,) * num, "short": (None,) * num}
-    return made
+    sample.rewards, sample.components = (0.5,) * num, {"exact": (1.0,) * num, "short": (None,) * num}
+    return sample
 
 
 @given(
@@ -30,7 +30,7 @@ def group(ordinal: int, num: int) -> Group:
     step=st.integers(1, 10**6),
 )
 def test_chosen_samples_are_distinct_and_deterministic(sizes: list[int], num: int, seed: int, step: int) -> None:
-    """Different completions that exist, in order, no more than asked for, and the same ones every time."""
+    """Samples are distinct existing completions, in order, at most the requested number, and deterministic."""
     groups = [group(ordinal, size) for ordinal, size in enumerate(sizes)]
     chosen = choose(groups, num, seed=seed, step=step)
     places = [(one.ordinal, index) for one, index in chosen]
@@ -43,7 +43,7 @@ def test_chosen_samples_are_distinct_and_deterministic(sizes: list[int], num: in
 
 
 def test_steps_and_seeds_choose_differently() -> None:
-    """Of a thousand completions four are the same in two steps about never; every completion has its chance."""
+    """Two steps practically never choose the same four of a thousand completions; every completion can be chosen."""
     groups = [group(ordinal, 10) for ordinal in range(100)]
     found = [
         tuple((one.ordinal, index) for one, index in choose(groups, 4, seed=seed, step=step))
@@ -75,14 +75,14 @@ def test_sample_row_has_texts_rewards_and_versions() -> None:
 
 
 def test_sample_of_a_conversation_has_roles() -> None:
-    """As there is no template at the controller."""
+    """Because the controller has no chat template."""
     messages = (ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="Why?"))
     assert text_of(Prompt(id="p", messages=messages)) == "system: Be brief.\nuser: Why?"
 
 
 @given(st.text(max_size=3 * MAX_CHARACTERS))
 def test_long_texts_lose_their_middle(text: str) -> None:
-    """Both ends stay, for the start has the task and the end has the answer."""
+    """The start with the task and the end with the answer are kept."""
     short = shortened(text)
     assert len(short) <= MAX_CHARACTERS + 50
     assert short[:100] == text[:100]
@@ -91,16 +91,16 @@ def test_long_texts_lose_their_middle(text: str) -> None:
 
 
 def test_samples_every_counts_steps() -> None:
-    """One note with the step's rows; none where the recipe wants none."""
-    for every, wanted in ((1, [1, 2]), (2, [2])):
+    """One note with the step's rows; none if the recipe disables samples."""
+    for every, expected in ((1, [1, 2]), (2, [2])):
         script, noted = Script(samples_per_step=3, samples_every=every), []
-        script.begins()
+        script.start_run()
         for step in (1, 2):
-            script.makes_groups(2 * step - 2, 2 * step - 1, version=step - 1)
+            script.generate_and_score(2 * step - 2, 2 * step - 1, version=step - 1)
             script.trains(step)
             noted += [c.fields for c in script.commands if isinstance(c, Note) and c.kind == "samples"]
             script.publishes(step)
             script.adopts("rollout-0", step)
-        assert [fields["step"] for fields in noted] == wanted
+        assert [fields["step"] for fields in noted] == expected
         assert all(len(fields["rows"]) == 3 for fields in noted)
         assert noted[0]["rows"][0]["completion"] == "y"

@@ -1,4 +1,4 @@
-"""Who has a free slot, against a list searched from end to end; and the counts of leases, against the leases."""
+"""Free slots of replicas, compared with a linear scan; lease counts, compared with a model."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_lease_counts_match_a_model(granted: list[tuple[str, str, float, int]]) 
             assert leases.settle(lease, peer)
             del model[lease]
         elif then == 1:
-            gone = [held for held, entry in model.items() if entry[:2] == (peer, kind)]
-            assert leases.drop(peer, kind) == sorted(gone)
-            for held in gone:
+            dropped = [held for held, entry in model.items() if entry[:2] == (peer, kind)]
+            assert leases.drop(peer, kind) == sorted(dropped)
+            for held in dropped:
                 del model[held]
         elif then == 2:
-            assert not leases.settle(lease, "rollout-9"), "nobody ends the work of another"
+            assert not leases.settle(lease, "rollout-9"), "a lease is settled only by its owner"
         for kind in LEASE_KINDS:
             assert leases.has(kind) == any(entry[1] == kind for entry in model.values())
             for peer in NAMES:
@@ -72,4 +72,4 @@ def test_lease_counts_match_a_model(granted: list[tuple[str, str, float, int]]) 
                 assert (leases.of(peer, kind), leases.num(peer, kind)) == (held, len(held))
     late = {lease for lease, entry in model.items() if entry[2] <= 20.0}
     assert {lease.id for lease in leases.expired(20.0)} == late
-    assert leases.expired(20.0) == [], "each is told once"
+    assert leases.expired(20.0) == [], "each lease expires once"

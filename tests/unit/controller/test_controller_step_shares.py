@@ -37,12 +37,12 @@ def tokens(share: list[Group]) -> int:
 def test_shares_hold_every_group_once_and_are_even(lengths: list[int], num: int) -> None:
     shares = group_shares(groups_of(lengths), num)
     assert len(shares) == num
-    dealt = [group.ordinal for share in shares for group in share]
-    assert sorted(dealt) == list(range(len(lengths)))
+    dispatched = [group.ordinal for share in shares for group in share]
+    assert sorted(dispatched) == list(range(len(lengths)))
     assert all(share == sorted(share, key=lambda group: group.ordinal) for share in shares)
     assert sum(not share for share in shares) == max(0, num - len(lengths))
     sizes = [tokens(share) for share in shares]
-    assert max(sizes) - min(sizes) <= max(lengths) + 2, "no further apart than the longest group"
+    assert max(sizes) - min(sizes) <= max(lengths) + 2, "shares differ by at most the longest group"
 
 
 @given(lengths=LENGTHS, num=st.integers(1, 8))

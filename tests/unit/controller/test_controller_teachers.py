@@ -1,4 +1,4 @@
-"""Teachers: every group of a step has been seen by one, whoever else has worked on it in between."""
+"""Teachers: every group of a step has teacher log-probabilities before it is trained."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from starling.controller.core.plan import RunPlan
 
 def script(**changes: object) -> Script:
     run = Script(**{"num_teachers": 1, "prompts_per_step": 1, **changes})
-    run.begins()
+    run.start_run()
     return run
 
 
-def dealt(run: Script) -> tuple[wire.TrainStep, tuple[bytes, ...]]:
-    """Return the step that was dealt last, with its buffers."""
+def dispatched_step(run: Script) -> tuple[wire.TrainStep, tuple[bytes, ...]]:
+    """Return the last dispatched step, with its buffers."""
     [send] = [send for send in run.sent if isinstance(send.message, wire.TrainStep)]
     assert isinstance(send.message, wire.TrainStep)
     return send.message, tuple(bytes(buffer) for buffer in send.buffers)
@@ -32,13 +32,13 @@ def test_group_is_trained_with_teacher_logprobs(order: tuple[str, str]) -> None:
     run.generates("rollout-0", "generate:t0:0")
     does: dict[str, Callable[[], list[str]]] = {
         "score": lambda: run.scores("score:t0:0"),
-        "teach": lambda: run.teaches("teach:t0:0", k=2),
+        "teach": lambda: run.scores_tokens("teach:t0:0", k=2),
     }
     first, second = order
     assert not any("train" in line for line in does[first]())
     assert run.state.buffer.count(GroupState.GENERATED) == 1
     assert "policy-0 <- train:1:0 train0" in does[second]()
-    command, buffers = dealt(run)
+    command, buffers = dispatched_step(run)
     [group] = command.groups
     assert [tensor.name for tensor in group.tensors] == ["", "", "", "", *TEACHER_TENSORS]
     assert [tensor.nbytes for tensor in group.tensors] == [len(buffer) for buffer in buffers]
@@ -57,19 +57,19 @@ def test_teacher_gets_only_token_ids_and_temperature() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("names", "reason"),
     [
         ({"num_tokens": 3}, "its teacher sent teacher_logprobs (3,), and it has 2 tokens"),
         ({"names": ("logits",)}, "its teacher sent logits (2,), and it has 2 tokens"),
         ({"names": ()}, "its teacher sent nothing, and it has 2 tokens"),
     ],
 )
-def test_invalid_teacher_logprobs_discard_the_completions(told: dict[str, int], reason: str) -> None:
+def test_invalid_teacher_logprobs_discard_the_completions(names: dict[str, int], reason: str) -> None:
     run = script(max_tries=0)
     run.generates("rollout-0", "generate:t0:0")
-    run.teaches("teach:t0:0", **told)  # type: ignore[arg-type]
+    run.scores_tokens("teach:t0:0", **names)  # type: ignore[arg-type]
     assert run.state.buffer.last_discarded == f"prompt train0: {reason}"
-    assert "reward-0 <- release score:t0:0" in run.sent_lines(), "nobody wants its rewards any more"
+    assert "reward-0 <- release score:t0:0" in run.sent_lines(), "its rewards are no longer needed"
 
 
 def test_prompt_with_images_cannot_be_scored_by_a_teacher() -> None:
@@ -77,7 +77,7 @@ def test_prompt_with_images_cannot_be_scored_by_a_teacher() -> None:
     tensor = wire.TensorMeta(dtype="int32", shape=(2,), nbytes=8)
     meta = wire.TrajectoryMeta(status=wire.Status.OK, num_tokens=1, text="y", oldest_version=0, newest_version=0)
     pixels = wire.TensorMeta(dtype="float32", shape=(2,), nbytes=8, name="pixel_values")
-    run.hears(
+    run.receive(
         "rollout-0",
         wire.GroupGenerated(lease="generate:t0:0", trajectories=(meta,) * 2, tensors=(*(tensor,) * 4, pixels)),
         *(bytes(8),) * 5,
@@ -92,13 +92,13 @@ def test_filtered_group_is_revoked_from_its_teacher() -> None:
     run = script(dynamic_sampling=True)
     run.generates("rollout-0", "generate:t0:0")
     assert "teacher-0 <- release teach:t0:0" in run.scores("score:t0:0", 1.0, 1.0)
-    assert run.teaches("teach:t0:0") == ["teacher-0 <- release teach:t0:0"], "late, and about nothing"
+    assert run.scores_tokens("teach:t0:0") == ["teacher-0 <- release teach:t0:0"], "the late result is ignored"
     assert not run.state.replicas.leases.has("teach")
 
 
 def test_evaluation_needs_no_teacher() -> None:
     run = Script(num_teachers=1, evaluate_at_start=True)
-    run.begins(slots=8)
+    run.start_run(slots=8)
     for ordinal in (0, 1):
         run.generates("rollout-0", f"generate:e{ordinal}:0", num=1)
         assert not any("teach:e" in line for line in run.sent_lines())
@@ -109,22 +109,24 @@ def test_evaluation_needs_no_teacher() -> None:
 def test_run_without_scorers_trains_rewards_of_zero() -> None:
     run = script(num_rewards=0)
     run.generates("rollout-0", "generate:t0:0")
-    run.teaches("teach:t0:0")
-    command, _ = dealt(run)
+    run.scores_tokens("teach:t0:0")
+    command, _ = dispatched_step(run)
     assert [trajectory.reward for trajectory in command.groups[0].trajectories] == [0.0, 0.0]
 
 
 def test_run_waits_for_its_teachers_and_fails_without() -> None:
     run = Script(num_teachers=2, start_s=5.0)
-    run.begins()
+    run.start_run()
     run.leaves("teacher-1")
-    assert run.controller.waiting_for.startswith("the groups of step 1"), "one will do once it has begun"
+    assert run.controller.waiting_for.startswith("the groups of step 1"), (
+        "one teacher is enough once the run has started"
+    )
     run.leaves("teacher-0")
     assert run.controller.waiting_for == "needs 1 teacher replica, has 0"
-    run.waits(1)
+    run.advance_time(1)
     for name in ("policy-0", "reward-0", "rollout-0"):
-        run.beats(name, version=0)
-    lines = run.waits(6)
+        run.heartbeats(name, version=0)
+    lines = run.advance_time(6)
     assert any("the run needs 1 teacher replica, has 0, for 5 s" in line for line in lines)
 
 
@@ -132,7 +134,7 @@ def test_fully_frozen_run_needs_no_teacher() -> None:
     run = script(num_steps=1)
     run.generates("rollout-0", "generate:t0:0")
     run.scores("score:t0:0")
-    run.teaches("teach:t0:0")
+    run.scores_tokens("teach:t0:0")
     run.leaves("teacher-0")
     assert run.controller.waiting_for == "the policy to train step 1"
 
@@ -140,4 +142,4 @@ def test_fully_frozen_run_needs_no_teacher() -> None:
 def test_plan_with_teachers() -> None:
     plan = RunPlan(seed=0, sampling=wire.Sampling(max_tokens=1), eval_sampling=wire.Sampling(max_tokens=1))
     assert not plan.has_teachers
-    assert plan.timeout_s("teach") == plan.teach_s
+    assert plan.timeouts.of("teach") == plan.timeouts.teach_s

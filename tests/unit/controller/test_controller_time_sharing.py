@@ -12,29 +12,29 @@ from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.time_sharing import TimeSharing
 
 
-def answers(script: Script, name: str) -> list[str]:
-    """`name` does what it was told last: it sleeps, or wakes."""
+def answer_command(script: Script, name: str) -> list[str]:
+    """Let `name` carry out its last command: sleep or wake."""
     [lease] = [lease for lease in script.state.replicas.leases.all_of(name) if lease.kind in ("sleep", "wake")]
     answer = wire.Slept if lease.kind == "sleep" else wire.Woken
-    return script.hears(name, answer(lease=lease.id))
+    return script.receive(name, answer(lease=lease.id))
 
 
 def generating(**changes: int) -> Script:
-    """Return a run in which the rollout has t0 and t1 in hand, and the policy sleeps."""
+    """Return a run in which the rollout generates t0 and t1, and the policy sleeps."""
     script = Script(colocate=True, **changes)
     script.joins("policy-0")
     script.joins("reward-0", slots=8)
     script.joins("rollout-0")
-    answers(script, "rollout-0")
-    answers(script, "policy-0")
+    answer_command(script, "rollout-0")
+    answer_command(script, "policy-0")
     script.publishes(0)
-    answers(script, "policy-0")
-    answers(script, "rollout-0")
+    answer_command(script, "policy-0")
+    answer_command(script, "rollout-0")
     script.adopts("rollout-0", 0)
     return script
 
 
-def told(script: Script) -> list[str]:
+def commands_sent(script: Script) -> list[str]:
     return [
         f"{send.peer} {'sleeps' if isinstance(send.message, wire.Sleep) else 'wakes'}"
         for send in script.sent
@@ -45,25 +45,25 @@ def told(script: Script) -> list[str]:
 def test_one_step_of_a_colocated_run() -> None:
     script = Script(colocate=True)
     script.joins("policy-0")
-    assert told(script) == ["policy-0 wakes"], "no other replica is there"
+    assert commands_sent(script) == ["policy-0 wakes"], "there is no other replica"
     script.joins("reward-0", slots=8)
     script.joins("rollout-0")
-    assert told(script) == ["rollout-0 sleeps"]
+    assert commands_sent(script) == ["rollout-0 sleeps"]
     assert explain(script.state) == "rollout-0 to sleep: the policies are due"
-    answers(script, "rollout-0")
-    assert "policy-0 <- publish:0:0" in answers(script, "policy-0")
+    answer_command(script, "rollout-0")
+    assert "policy-0 <- publish:0:0" in answer_command(script, "policy-0")
     script.publishes(0)
-    assert told(script) == ["policy-0 sleeps"], "what it offers is in the memory of the host"
+    assert commands_sent(script) == ["policy-0 sleeps"], "its offer is in host memory"
     assert explain(script.state) == "policy-0 to sleep: the rollouts are due"
-    answers(script, "policy-0")
-    assert told(script) == ["rollout-0 wakes"]
-    assert "rollout-0 <- adopt:0:0" in answers(script, "rollout-0")
+    answer_command(script, "policy-0")
+    assert commands_sent(script) == ["rollout-0 wakes"]
+    assert "rollout-0 <- adopt:0:0" in answer_command(script, "rollout-0")
     script.adopts("rollout-0", 0)
-    script.makes_groups(0, 1)
-    assert told(script) == ["rollout-0 sleeps"]
-    answers(script, "rollout-0")
-    assert told(script) == ["policy-0 wakes"]
-    assert "policy-0 <- train:1:0 train0 train1" in answers(script, "policy-0")
+    script.generate_and_score(0, 1)
+    assert commands_sent(script) == ["rollout-0 sleeps"]
+    answer_command(script, "rollout-0")
+    assert commands_sent(script) == ["policy-0 wakes"]
+    assert "policy-0 <- train:1:0 train0 train1" in answer_command(script, "policy-0")
 
 
 def member_of(name: str) -> Member:
@@ -76,7 +76,7 @@ def test_no_replica_wakes_while_a_lost_one_may_be_awake() -> None:
     sharing.note_answer(rollout, asleep=False)
     sharing.remove(rollout, 5.0, ended=False)
     assert sharing.obstacle([], 24.9) == "rollout-0"
-    assert sharing.obstacle([], 25.0) == "", "two leases after it was given up"
+    assert sharing.obstacle([], 25.0) == "", "two leases after it was declared lost"
 
 
 def test_lost_policy_keeps_devices_for_many_leases() -> None:
@@ -109,37 +109,37 @@ def test_restarted_controller_wakes_no_replica_at_once() -> None:
     sharing = TimeSharing(shared=True, lease_s=10.0)
     sharing.restart(0.0)
     assert sharing.obstacle([], 19.0) == "replicas that were lost before the controller's restart"
-    assert sharing.obstacle([member_of("rollout-0")], 20.0) == "rollout-0", "whose state is not known"
+    assert sharing.obstacle([member_of("rollout-0")], 20.0) == "rollout-0", "its device state is unknown"
     sharing.active = "rollout"
     assert sharing.obstacle([], 299.0) == "replicas that were lost before the controller's restart", (
-        "a policy in a step"
+        "a policy during a step"
     )
-    assert sharing.obstacle([member_of("policy-0")], 20.0) == "policy-0", "which is the one from before"
+    assert sharing.obstacle([member_of("policy-0")], 20.0) == "policy-0", "the lease of the previous incarnation"
 
 
 def test_rollout_that_gave_groups_back_to_sleep_gets_work_when_it_wakes() -> None:
     script = generating(max_staleness=1, prompts_per_step=1)
-    script.makes_groups(0)
-    assert told(script) == ["rollout-0 sleeps"]
+    script.generate_and_score(0)
+    assert commands_sent(script) == ["rollout-0 sleeps"]
     script.interrupts("rollout-0", "generate:t1:0", 2, 2)
-    answers(script, "rollout-0")
-    answers(script, "policy-0")
+    answer_command(script, "rollout-0")
+    answer_command(script, "policy-0")
     script.trains(1)
     script.publishes(1)
-    answers(script, "policy-0")
-    lines = answers(script, "rollout-0")
+    answer_command(script, "policy-0")
+    lines = answer_command(script, "rollout-0")
     assert any("generate:t1:1" in line for line in lines), lines
 
 
 def test_failed_sleep_is_retried_after_a_while() -> None:
     script = generating()
-    script.makes_groups(0, 1)
+    script.generate_and_score(0, 1)
     script.fails("rollout-0", "sleep:rollout-0:1", "it adopts a version")
-    assert told(script) == [], "to ask it again at once would go on without an end"
-    script.waits(0.9)
-    assert told(script) == []
-    script.waits(0.1)
-    assert told(script) == ["rollout-0 sleeps"]
+    assert commands_sent(script) == [], "an immediate retry could loop forever"
+    script.advance_time(0.9)
+    assert commands_sent(script) == []
+    script.advance_time(0.1)
+    assert commands_sent(script) == ["rollout-0 sleeps"]
 
 
 ASLEEP = "this policy is asleep: wake it first"
@@ -147,23 +147,23 @@ ASLEEP = "this policy is asleep: wake it first"
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_step_that_finds_the_policy_asleep_is_dispatched_again(lost: bool) -> None:
-    """It was on its way when the line was cut; whether the controller had lost the policy meanwhile or not."""
+    """The command was in flight when the connection closed, whether or not the policy was declared lost."""
     script = generating()
-    script.makes_groups(0, 1)
-    answers(script, "rollout-0")
-    answers(script, "policy-0")
+    script.generate_and_score(0, 1)
+    answer_command(script, "rollout-0")
+    answer_command(script, "policy-0")
     assert script.state.replicas.leases.of("policy-0", "train")
     if lost:
-        script.waits(6.0)
-        script.beats("rollout-0", version=0)
-        script.beats("reward-0")
-        script.waits(6.0)
+        script.advance_time(6.0)
+        script.heartbeats("rollout-0", version=0)
+        script.heartbeats("reward-0")
+        script.advance_time(6.0)
         assert not script.state.replicas.membership.of("policy")
     script.joins("policy-0")
     script.fails("policy-0", "train:1:0", ASLEEP, fatal=True)
     assert script.state.lifecycle.stage is RunStage.RUNNING
-    script.beats("policy-0", version=0)
-    lines = answers(script, "policy-0")
+    script.heartbeats("policy-0", version=0)
+    lines = answer_command(script, "policy-0")
     assert any("train:1:1 train0 train1" in line for line in lines), lines
     script.fails("policy-0", "train:1:1", "out of memory")
-    assert script.state.lifecycle.stage is not RunStage.RUNNING, "awake it has no such excuse"
+    assert script.state.lifecycle.stage is not RunStage.RUNNING, "an awake policy must not report that it sleeps"

@@ -14,7 +14,7 @@ from starling.controller.core.replicas.time_sharing import TimeSharing
 
 
 @pytest.mark.parametrize(("before", "after"), itertools.product(GroupState, GroupState))
-def test_group_moves_only_as_the_table_says(before: GroupState, after: GroupState) -> None:
+def test_group_transitions_follow_the_table(before: GroupState, after: GroupState) -> None:
     groups = Groups("train", max_tries=1)
     group = groups.admit(Prompt(id="p", text="x"))
     group.state = before
@@ -30,7 +30,7 @@ def test_group_moves_only_as_the_table_says(before: GroupState, after: GroupStat
 
 
 @pytest.mark.parametrize(("before", "after"), itertools.product(RunStage, RunStage))
-def test_run_enters_a_stage_only_as_the_table_says(before: RunStage, after: RunStage) -> None:
+def test_stage_transitions_follow_the_table(before: RunStage, after: RunStage) -> None:
     lifecycle = Lifecycle(drain_s=1.0, stop_s=1.0, stage=before)
     if (before, after) in STAGE_TRANSITIONS:
         lifecycle.enter(after)
@@ -40,7 +40,7 @@ def test_run_enters_a_stage_only_as_the_table_says(before: RunStage, after: RunS
             lifecycle.enter(after)
 
 
-def test_every_group_state_but_the_last_ones_can_be_left() -> None:
+def test_only_final_group_states_have_no_transitions() -> None:
     left = {before for before, _ in TRANSITIONS}
     assert set(GroupState) - left == {GroupState.TRAINED, GroupState.DISCARDED}
 

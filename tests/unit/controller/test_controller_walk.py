@@ -1,4 +1,4 @@
-"""The walk, event by event: what the controller says to whom, in which order, and what it waits for."""
+"""A whole run, event by event: the controller's commands, their order, and the conditions of each stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Step = tuple[Callable[[Script], list[str]], list[str], str]
 
 CHECKPOINT = wire.CheckpointSaved(lease="checkpoint:2:0", step=2, path="/p")
 
-A_WHOLE_RUN: list[Step] = [
+WHOLE_RUN: list[Step] = [
     (
         lambda s: s.joins("policy-0"),
         ["(joined policy-0)", "policy-0 <- welcome", "policy-0 <- publish:0:0"],
@@ -61,7 +61,7 @@ A_WHOLE_RUN: list[Step] = [
         "the groups of step 1: 1 being generated, 0 being scored, 1 scored of 2",
     ),
     (
-        lambda s: s.makes_groups(0),
+        lambda s: s.generate_and_score(0),
         ["reward-0 <- release score:t0:0", "policy-0 <- train:1:0 train0 train1"],
         "the policy to train step 1",
     ),
@@ -86,7 +86,7 @@ A_WHOLE_RUN: list[Step] = [
         "the groups of step 2: 2 being generated, 0 being scored, 0 scored of 2",
     ),
     (
-        lambda s: s.makes_groups(2, 3, version=1),
+        lambda s: s.generate_and_score(2, 3, version=1),
         ["reward-0 <- release score:t3:0", "policy-0 <- train:2:0 train2 train3"],
         "the policy to train step 2",
     ),
@@ -106,7 +106,7 @@ A_WHOLE_RUN: list[Step] = [
         "checkpointing: policy-0, reward-0, rollout-0",
     ),
     (
-        lambda s: s.hears("policy-0", CHECKPOINT),
+        lambda s: s.receive("policy-0", CHECKPOINT),
         [
             "policy-0 <- release checkpoint:2:0",
             "(checkpoint 2)",
@@ -125,40 +125,40 @@ A_WHOLE_RUN: list[Step] = [
 def test_whole_run() -> None:
     script = Script()
     assert script.controller.waiting_for == "needs the policy, which has not joined"
-    for event, lines, waiting_for in A_WHOLE_RUN:
+    for event, lines, waiting_for in WHOLE_RUN:
         assert event(script) == lines
         assert script.controller.waiting_for == waiting_for
-    assert script.waits(100.0) == []
+    assert script.advance_time(100.0) == []
 
 
-@pytest.mark.parametrize("num_events", range(1, len(A_WHOLE_RUN) + 1))
+@pytest.mark.parametrize("num_events", range(1, len(WHOLE_RUN) + 1))
 def test_derivations_are_idempotent(num_events: int) -> None:
     script = Script()
-    for event, _, _ in A_WHOLE_RUN[:num_events]:
+    for event, _, _ in WHOLE_RUN[:num_events]:
         event(script)
     script.state.out = []
     advance(script.state)
     assert script.state.out == []
 
 
-def test_reinforcement_learning_begins_when_all_first_replicas_are_there() -> None:
+def test_reinforcement_learning_starts_when_all_initial_replicas_have_joined() -> None:
     script = Script(num_rollouts=2)
-    script.begins("rollout-0")
+    script.start_run("rollout-0")
     assert script.controller.waiting_for == "needs 2 rollout replicas, has 1"
     assert "generate" not in " ".join(script.log)
     script.joins("rollout-1")
     assert script.adopts("rollout-1", 0, 1) == [
         "rollout-1 <- release adopt:0:1",
         "(adopted rollout-1)",
-    ], "both groups went to the rollout that was ready when the last one joined"
+    ], "both groups went to the rollout that was ready when the last replica joined"
     assert script.log.count("rollout-0 <- generate:t0:0 train0 >= v0") == 1
 
 
-def test_once_begun_one_replica_of_each_role_is_enough() -> None:
+def test_started_run_needs_one_replica_of_each_role() -> None:
     script = Script(num_rollouts=2)
-    script.begins("rollout-0", "rollout-1")
-    script.makes_groups(0, 1)
-    script.loses("rollout-1")
+    script.start_run("rollout-0", "rollout-1")
+    script.generate_and_score(0, 1)
+    script.disconnect("rollout-1")
     script.trains(1)
     assert script.publishes(1)[2:] == ["rollout-0 <- adopt:1:0"]
     assert script.adopts("rollout-0", 1)[2:] == [
@@ -186,7 +186,7 @@ def test_supervised_run_ends_with_its_checkpoint() -> None:
 
 def test_commands_of_a_step_are_complete() -> None:
     script = Script(num_supervised_steps=0, seed=3)
-    script.begins()
+    script.start_run()
     first, second = [send.message for send in script.sent if isinstance(send.message, wire.GenerateGroup)]
     assert (first.purpose, first.num_completions, first.min_version) == ("train", 2, 0)
     assert first.sampling.seed != second.sampling.seed
@@ -194,7 +194,7 @@ def test_commands_of_a_step_are_complete() -> None:
     (score,) = [send.message for send in script.sent if isinstance(send.message, wire.ScoreGroup)]
     assert score.completions == (wire.CompletionText(text="y", status=wire.Status.OK, num_tokens=1),) * 2
     script.scores("score:t0:0", 1.0, 0.25)
-    script.makes_groups(1)
+    script.generate_and_score(1)
     (send,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
     train = send.message
     assert isinstance(train, wire.TrainStep)
@@ -206,19 +206,19 @@ def test_commands_of_a_step_are_complete() -> None:
 def test_seed_of_a_group_depends_only_on_its_tries() -> None:
     def seeds(*, fail: bool) -> list[int]:
         script = Script()
-        script.begins()
+        script.start_run()
         if fail:
             script.fails("rollout-0", "generate:t0:0")
         else:
-            script.loses("rollout-0")
+            script.disconnect("rollout-0")
             script.joins("rollout-0")
-            script.beats("rollout-0", "adopt:0:1")
+            script.heartbeats("rollout-0", "adopt:0:1")
             script.adopts("rollout-0", 0, 1)
         again = [s.message for s in script.sent if isinstance(s.message, wire.GenerateGroup)]
         return [m.sampling.seed for m in again if m.prompt.id == "train0"]
 
     script = Script()
-    script.begins()
+    script.start_run()
     (original,) = [
         s.message.sampling.seed
         for s in script.sent
@@ -251,15 +251,15 @@ def test_rollout_with_a_new_layout_gets_a_new_plan() -> None:
     )
     split = replace(whole, ranks=(replace(rank, shards=halves),))
     hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=2, has_layout=True)
-    script.hears("rollout-0", hello, encode(split), epoch=2)
+    script.receive("rollout-0", hello, encode(split), incarnation=2)
     (adopt,) = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
     assert decode_plan(adopt.buffers[1]) == make_plan(layout_of("policy-0"), split)
 
 
-def test_rollouts_generate_on_while_the_next_version_is_pulled() -> None:
+def test_rollouts_generate_while_the_next_version_is_pulled() -> None:
     script = Script(max_staleness=1, num_steps=4)
-    script.begins(slots=4)
-    script.makes_groups(0, 1)
+    script.start_run(slots=4)
+    script.generate_and_score(0, 1)
     script.trains(1)
     lines = script.publishes(1)
     assert lines[2:] == ["rollout-0 <- adopt:1:0"]
@@ -270,11 +270,11 @@ def test_rollouts_generate_on_while_the_next_version_is_pulled() -> None:
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_admission_is_by_slots(max_staleness: int) -> None:
     script = Script(max_staleness=max_staleness, num_steps=9)
-    script.begins(slots=100)
+    script.start_run(slots=100)
     live = (max_staleness + 1) * 2
     assert script.state.buffer.num_live == live
     assert len(script.state.replicas.leases.of("rollout-0", "generate")) == live
-    script.makes_groups(0, 1)
+    script.generate_and_score(0, 1)
     script.trains(1)
     assert script.state.buffer.num_live == live, "a step frees its slots by its publication, not by its training"
     script.publishes(1)
@@ -284,14 +284,14 @@ def test_admission_is_by_slots(max_staleness: int) -> None:
 
 def test_no_more_prompts_are_admitted_than_the_steps_need() -> None:
     script = Script(max_staleness=5, num_steps=2)
-    script.begins(slots=100)
+    script.start_run(slots=100)
     assert script.state.buffer.num_admitted == 4
 
 
 def test_required_version_follows_from_rank() -> None:
     script = Script(max_staleness=1, num_steps=9)
-    script.begins(slots=1)
-    script.makes_groups(0, 1)
+    script.start_run(slots=1)
+    script.generate_and_score(0, 1)
     assert script.trains(1)[-1] == "policy-0 <- publish:1:0"
     assert script.publishes(1)[-1] == "rollout-0 <- adopt:1:0"
     # Ranks 0 and 1 (t2, t3) are of step 2 and may be sampled by version 0; ranks 2 and 3 belong to step 3.
@@ -318,7 +318,7 @@ def test_groups_go_to_the_rollout_that_finishes_them_first() -> None:
 
 def test_rollout_never_has_more_groups_than_slots() -> None:
     script = Script(prompts_per_step=4)
-    script.begins(slots=2)
+    script.start_run(slots=2)
     assert len(script.state.replicas.leases.of("rollout-0", "generate")) == 2
     assert script.generates("rollout-0", "generate:t0:0")[1:] == [
         "rollout-0 <- generate:t2:0 train2 >= v0",
@@ -340,20 +340,18 @@ def test_reward_replica_never_has_more_groups_than_slots() -> None:
 
 def test_steps_are_frozen_in_the_order_of_admission() -> None:
     script = Script(max_staleness=1)
-    script.begins(slots=4)
-    script.makes_groups(3, 2, 1)
-    assert not script.state.replicas.leases.has("train"), (
-        "group 0 is not scored, and later groups do not take its place"
-    )
-    assert script.makes_groups(0)[-1] == "policy-0 <- train:1:0 train0 train1"
+    script.start_run(slots=4)
+    script.generate_and_score(3, 2, 1)
+    assert not script.state.replicas.leases.has("train"), "group 0 is not scored, and no later group takes its place"
+    assert script.generate_and_score(0)[-1] == "policy-0 <- train:1:0 train0 train1"
     assert script.trains(1)[-1] == "policy-0 <- train:2:0 train2 train3"
 
 
 def overlapping() -> Script:
     """Return an asynchronous run that trains step 2 while version 1 is being published."""
     script = Script(max_staleness=1, num_steps=4)
-    script.begins(slots=4)
-    script.makes_groups(0, 1, 2, 3)
+    script.start_run(slots=4)
+    script.generate_and_score(0, 1, 2, 3)
     assert script.trains(1)[-2:] == ["policy-0 <- publish:1:0", "policy-0 <- train:2:0 train2 train3"]
     return script
 
@@ -361,9 +359,9 @@ def overlapping() -> Script:
 def test_next_step_is_trained_while_a_version_is_digested() -> None:
     script = overlapping()
     (send,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
-    assert send.message.published == 1, "not before the snapshot of version 1, whichever command comes first"
+    assert send.message.published == 1, "not before the snapshot of version 1, whichever command arrives first"
     assert script.controller.waiting_for == "the policy to train step 2"
-    assert script.state.buffer.num_live == 4, "the slots of step 1 are not free before version 1 is out"
+    assert script.state.buffer.num_live == 4, "the slots of step 1 are not free before version 1 is published"
     assert script.publishes(1)[1:] == ["(published 1)", "rollout-0 <- adopt:1:0"]
     assert script.state.buffer.num_live == 4
     assert script.state.buffer.num_admitted == 6
@@ -380,13 +378,13 @@ def test_at_most_one_version_is_unpublished_during_a_step() -> None:
     assert script.publishes(1)[1:] == ["(published 1)", "policy-0 <- publish:2:0", "rollout-0 <- adopt:1:0"]
     assert script.controller.waiting_for == "the policy to publish version 2"
     script.adopts("rollout-0", 1)
-    script.makes_groups(4, 5, version=1)
+    script.generate_and_score(4, 5, version=1)
     assert script.state.replicas.leases.has("train"), "version 2 is being published, so step 3 may be trained"
 
 
 def test_stop_waits_for_a_publication_in_progress() -> None:
     script = overlapping()
-    assert script.stops() == []
+    assert script.request_stop() == []
     assert script.trains(2)[1:] == ["(step 2)", "(trained 2)"]
     assert script.publishes(1)[1:] == ["(published 1)", "policy-0 <- publish:2:0", "rollout-0 <- adopt:1:0"]
     assert script.publishes(2)[-1] == "policy-0 <- checkpoint:2:0"
@@ -394,8 +392,8 @@ def test_stop_waits_for_a_publication_in_progress() -> None:
 
 def test_step_metrics_have_rewards_and_staleness() -> None:
     script = Script(max_staleness=1)
-    script.begins(slots=4)
-    script.makes_groups(0, 1, 2, 3)
+    script.start_run(slots=4)
+    script.generate_and_score(0, 1, 2, 3)
     script.trains(1)
     script.publishes(1)
     script.trains(2)

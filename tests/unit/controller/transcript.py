@@ -1,4 +1,4 @@
-"""Events in, lines out: a controller under test, and how its commands read."""
+"""Test harness of the controller's core: feeds it events, and returns its commands as lines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SMALL = RunPlan(
 
 
 class Stream:
-    """Prompts by position."""
+    """Prompt source with generated prompts."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class Stream:
 
 
 class Aliases:
-    """Short names of leases, as ``generate:t0:1`` for the second at that group: as tests read and write them."""
+    """Short names of leases for tests: ``generate:t0:1`` is the second lease to generate group t0."""
 
     def __init__(self) -> None:
         self._short: dict[str, str] = {}
@@ -72,7 +72,7 @@ class Aliases:
         self._num: Counter[str] = Counter()
 
     def short(self, lease: str) -> str:
-        """Return the short name of a lease of the controller's."""
+        """Return the short name of one of the controller's leases."""
         if lease in self._short:
             return self._short[lease]
         if "." not in lease.rpartition(":")[2]:
@@ -84,12 +84,12 @@ class Aliases:
         return short
 
     def long(self, lease: str) -> str:
-        """Return the lease of a short name; a name that was never given out stands for itself."""
+        """Return the lease with a short name; an unknown name is returned as it is."""
         return self._long.get(lease, lease)
 
 
 def line(command: Command, aliases: Aliases) -> str:
-    """Write a command as one line."""
+    """Return a command as one line."""
     match command:
         case FinishRun(ok=ok, reason=reason):
             return f"{'done' if ok else 'failed'}: {reason}"
@@ -97,7 +97,7 @@ def line(command: Command, aliases: Aliases) -> str:
             subject = fields.get("replica") or fields.get("prompt") or fields.get("version") or fields.get("step", "")
             return f"({kind} {subject})"
         case Send(peer=peer, message=message):
-            return f"{peer} <- {_said(message, aliases)}"
+            return f"{peer} <- {_message_text(message, aliases)}"
         case Write(record=record):
             return f"journal <- {type(record).__name__}"
         case Store(step=step, groups=groups):
@@ -106,7 +106,7 @@ def line(command: Command, aliases: Aliases) -> str:
             return f"journal: {type(command).__name__.lower()} {step}"
 
 
-def _said(message: wire.Down, aliases: Aliases) -> str:
+def _message_text(message: wire.Down, aliases: Aliases) -> str:
     lease = aliases.short(getattr(message, "lease", ""))
     match message:
         case wire.GenerateGroup():
@@ -127,7 +127,7 @@ def _said(message: wire.Down, aliases: Aliases) -> str:
 
 
 class Script:
-    """A controller that handles one event after the other; its commands are returned as lines."""
+    """A controller and methods that feed it one event each and return its commands as lines."""
 
     def __init__(self, plan: RunPlan = SMALL, num_held_out: int = 2, **changes: Any) -> None:
         self.plan = replace(plan, **changes)
@@ -141,23 +141,23 @@ class Script:
         self.commands: list[Command] = []
         self.log: list[str] = []
 
-    def hears(self, sender: str, message: wire.Up, *buffers: bytes, epoch: int = 1) -> list[str]:
-        """`sender` sends `message`."""
+    def receive(self, sender: str, message: wire.Up, *buffers: bytes, incarnation: int = 1) -> list[str]:
+        """Deliver `message` from `sender`."""
         if hasattr(message, "lease"):
             message = msgspec.structs.replace(message, lease=self.aliases.long(message.lease))
-        return self._step(Received(self.now, sender, epoch, message, buffers))
+        return self._step(Received(self.now, sender, incarnation, message, buffers))
 
-    def loses(self, peer: str) -> list[str]:
-        """The connection of `peer` closes."""
+    def disconnect(self, peer: str) -> list[str]:
+        """Close the connection of `peer`."""
         return self._step(ReplicaDisconnected(self.now, peer))
 
-    def waits(self, seconds: float) -> list[str]:
-        """Time passes."""
+    def advance_time(self, seconds: float) -> list[str]:
+        """Let time pass, then tick."""
         self.now += seconds
         return self._step(Ticked(self.now))
 
-    def stops(self, reason: str = "enough") -> list[str]:
-        """A signal asks the run to end."""
+    def request_stop(self, reason: str = "enough") -> list[str]:
+        """Request a stop, as a signal does."""
         return self._step(StopRequested(self.now, reason))
 
     def _step(self, event: Event) -> list[str]:
@@ -169,17 +169,17 @@ class Script:
 
     @property
     def sent(self) -> list[Send]:
-        """The messages that the last event led to."""
+        """Messages sent because of the last event."""
         return [command for command in self.commands if isinstance(command, Send)]
 
     def sent_lines(self) -> list[str]:
         """Return the last event's messages as lines."""
         return [line(send, self.aliases) for send in self.sent]
 
-    # --- what replicas usually say ---------------------------------------------------------------------------------
+    # --- work replicas usually say ---------------------------------------------------------------------------------
 
-    def joins(self, name: str, *, slots: int = 2, epoch: int = 1, version: int = 0) -> list[str]:
-        """`name` says hello as it should."""
+    def joins(self, name: str, *, slots: int = 2, incarnation: int = 1, version: int = 0) -> list[str]:
+        """`name` sends a valid hello."""
         role: Any = name.rpartition("-")[0]
         has_layout = role in ("policy", "rollout")
         layout = (encoded_layout(name),) if has_layout else ()
@@ -191,25 +191,25 @@ class Script:
             version=version if role == "policy" else -1,
             has_layout=has_layout,
         )
-        return self.hears(name, hello, *layout, epoch=epoch)
+        return self.receive(name, hello, *layout, incarnation=incarnation)
 
-    def beats(
-        self, name: str, *held: str, version: int = -1, epoch: int = 1, progress: wire.LeaseProgress | None = None
+    def heartbeats(
+        self, name: str, *held: str, version: int = -1, incarnation: int = 1, progress: wire.LeaseProgress | None = None
     ) -> list[str]:
-        """`name` sends its heartbeat; `progress` is that of each of its leases."""
+        """`name` sends a heartbeat with the leases `held`, all of them with `progress`."""
         leases = tuple(
             wire.HeldLease(lease=self.aliases.long(lease), phase="working", progress=progress) for lease in held
         )
-        return self.hears(name, wire.Heartbeat(leases=leases, version=version), epoch=epoch)
+        return self.receive(name, wire.Heartbeat(leases=leases, version=version), incarnation=incarnation)
 
     def publishes(self, version: int, lease: str | None = None) -> list[str]:
-        """The policy offers a version."""
+        """The policy has published a version."""
         lease = lease or f"publish:{version}:0"
         published = wire.WeightsPublished(lease=lease, version=version, publish_s=0.0)
-        return self.hears("policy-0", published, encoded_offer(version))
+        return self.receive("policy-0", published, encoded_offer(version))
 
     def adopts(self, name: str, version: int, attempt: int = 0, root: str | None = None) -> list[str]:
-        """`name` switched to a version."""
+        """`name` has adopted a version."""
         adopted = wire.WeightsAdopted(
             lease=f"adopt:{version}:{attempt}",
             version=version,
@@ -219,7 +219,7 @@ class Script:
             size_bytes=16,
             transport="local",
         )
-        return self.hears(name, adopted)
+        return self.receive(name, adopted)
 
     def generates(self, name: str, lease: str, version: int = 0, num: int = 2) -> list[str]:
         """`name` has generated a group, with all tokens of `version`."""
@@ -232,12 +232,12 @@ class Script:
         )
         buffers = tuple(bytes(t.nbytes) for t in tensors)
         generated = wire.GroupGenerated(lease=lease, trajectories=(meta,) * num, tensors=tensors)
-        return self.hears(name, generated, *buffers)
+        return self.receive(name, generated, *buffers)
 
     def interrupts(
         self, name: str, lease: str, *lengths: int, version: int = 0, temperature: float = -1.0, lost: bool = False
     ) -> list[str]:
-        """`name` gives a group back, with so many tokens of each completion, all of `version`."""
+        """`name` returns an interrupted group with partial completions of these `lengths`, sampled by `version`."""
         num = sum(lengths)
         tensors = tuple(
             wire.TensorMeta(dtype=kind, shape=(num,), nbytes=4 * num) for kind in ("int32", "float32", "int32")
@@ -250,15 +250,15 @@ class Script:
             temperature=temperature,
             lost=lost,
         )
-        return self.hears(name, interrupted, bytes(4 * num), bytes(4 * num), struct.pack("<i", version) * num)
+        return self.receive(name, interrupted, bytes(4 * num), bytes(4 * num), struct.pack("<i", version) * num)
 
     def scores(self, lease: str, *rewards: float | None, name: str = "reward-0") -> list[str]:
         """The reward replica has scored a group; None where the scorer failed."""
         rewards = rewards or (1.0, 0.0)
         statuses = tuple(wire.Status.OK if r is not None else wire.Status.REWARD_ERROR for r in rewards)
-        return self.hears(name, wire.GroupScored(lease=lease, rewards=rewards, statuses=statuses))
+        return self.receive(name, wire.GroupScored(lease=lease, rewards=rewards, statuses=statuses))
 
-    def teaches(
+    def scores_tokens(
         self,
         lease: str,
         *,
@@ -267,24 +267,24 @@ class Script:
         k: int = 0,
         names: tuple[str, ...] = TEACHER_TENSORS,
     ) -> list[str]:
-        """The teacher has scored the tokens of a group; `k`: with so many of the likeliest tokens."""
+        """The teacher has scored the tokens of a group, with its `k` most likely tokens at each position."""
         kinds = (("float32", (num_tokens,)), ("int32", (num_tokens, k)), ("float32", (num_tokens, k)))
         tensors = tuple(
             wire.TensorMeta(dtype=kind, shape=shape, nbytes=4 * math.prod(shape), name=tensor)
             for tensor, (kind, shape) in zip(names, kinds if k else kinds[:1], strict=False)
         )
-        # What stands for the log-probabilities says whose they are.
+        # The content of each buffer identifies its tensor.
         buffers = tuple(bytes([position + 1] * meta.nbytes) for position, meta in enumerate(tensors))
-        return self.hears(name, wire.TokensScored(lease=lease, tensors=tensors), *buffers)
+        return self.receive(name, wire.TokensScored(lease=lease, tensors=tensors), *buffers)
 
-    def trains(self, step: int, attempt: int = 0, *, name: str = "policy-0", epoch: int = 1) -> list[str]:
+    def trains(self, step: int, attempt: int = 0, *, name: str = "policy-0", incarnation: int = 1) -> list[str]:
         """The policy has made a step."""
         trained = wire.StepTrained(lease=f"train:{step}:{attempt}", step=step, metrics={})
-        return self.hears(name, trained, epoch=epoch)
+        return self.receive(name, trained, incarnation=incarnation)
 
     def saves_state(self, step: int) -> list[str]:
         """The policy has saved a state that it can resume from."""
-        return self.hears("policy-0", wire.CheckpointSaved(lease=f"save:{step}:0", step=step, path="/s", state=True))
+        return self.receive("policy-0", wire.CheckpointSaved(lease=f"save:{step}:0", step=step, path="/s", state=True))
 
     def fetched(self, step: int) -> list[str]:
         """The journal returns the groups of `step`."""
@@ -292,43 +292,43 @@ class Script:
 
     def records_of(self, step: int) -> tuple[JournalEntry, ...]:
         """Return the records of the groups of `step`, as a journal fetches them."""
-        [sealed] = [w.record for w in self.journal if isinstance(w.record, StepFrozen) and w.record.step == step]
-        found = []
-        for ordinal in sealed.ordinals:
+        [frozen] = [w.record for w in self.journal if isinstance(w.record, StepFrozen) and w.record.step == step]
+        entries = []
+        for ordinal in frozen.ordinals:
             for kind in (CompletionsStored, TeacherLogprobsStored, RewardsStored):
-                told = [w for w in self.journal if isinstance(w.record, kind) and w.record.key == f"t{ordinal}"]
-                found += [JournalEntry(last.record, last.payload) for last in told[-1:]]
-        return tuple(found)
+                writes = [w for w in self.journal if isinstance(w.record, kind) and w.record.key == f"t{ordinal}"]
+                entries += [JournalEntry(last.record, last.payload) for last in writes[-1:]]
+        return tuple(entries)
 
-    def finishes(self, *leases: str, version: int = 0) -> list[str]:
-        """The rollouts that have these groups generate them, and `reward-0` scores them; returns the last lines."""
+    def complete_groups(self, *leases: str, version: int = 0) -> list[str]:
+        """Generate these groups on the rollouts that lease them, score them on `reward-0`; return the last lines."""
         lines: list[str] = []
         for short in leases:
             lease = self.state.replicas.leases.get(self.aliases.long(short))
-            assert lease is not None, f"{short} is not in force"
+            assert lease is not None, f"{short} is not granted"
             self.generates(lease.peer, short, version)
             lines = self.scores(short.replace("generate", "score"))
         return lines
 
-    def attempt_of(self, name: str, what: str) -> int:
-        """Return the attempt at `what` that the replica works on."""
-        shorts = [self.aliases.short(lease.id) for lease in self.state.replicas.leases.all_of(name)]
-        [found] = [short for short in shorts if short.startswith(what + ":")]
-        return int(found.rpartition(":")[2])
+    def attempt_of(self, name: str, work: str) -> int:
+        """Return the attempt number of the replica's present lease for `work`."""
+        aliases = [self.aliases.short(lease.id) for lease in self.state.replicas.leases.all_of(name)]
+        [entries] = [short for short in aliases if short.startswith(work + ":")]
+        return int(entries.rpartition(":")[2])
 
     def fails(self, name: str, lease: str, reason: str = "no luck", *, fatal: bool = False) -> list[str]:
-        """`name` cannot do a piece of work."""
+        """`name` reports the failure of a lease."""
         failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason=reason, fatal=fatal)
-        return self.hears(name, failed)
+        return self.receive(name, failed)
 
     def leaves(self, name: str) -> list[str]:
-        """`name` says goodbye."""
-        return self.hears(name, wire.Leave(reason="drained"))
+        """`name` sends a goodbye."""
+        return self.receive(name, wire.Leave(reason="drained"))
 
     # --- whole stretches -------------------------------------------------------------------------------------------
 
-    def begins(self, *rollouts: str, slots: int = 2) -> list[str]:
-        """All replicas join, version 0 is published and adopted; returns the last lines."""
+    def start_run(self, *rollouts: str, slots: int = 2) -> list[str]:
+        """Let all replicas join, publish and adopt version 0; return the last lines."""
         self.joins("policy-0")
         if self.plan.num_rewards:
             self.joins("reward-0", slots=8)
@@ -341,8 +341,8 @@ class Script:
             lines = self.adopts(name, 0, attempt)
         return lines
 
-    def makes_groups(self, *ordinals: int, version: int = 0, attempt: int = 0) -> list[str]:
-        """`rollout-0` generates groups and `reward-0` scores them; returns the last answer."""
+    def generate_and_score(self, *ordinals: int, version: int = 0, attempt: int = 0) -> list[str]:
+        """Generate groups on `rollout-0` and score them on `reward-0`; return the last lines."""
         lines: list[str] = []
         for n in ordinals:
             self.generates("rollout-0", f"generate:t{n}:{attempt}", version)

@@ -10,8 +10,8 @@ import pytest
 import structlog
 
 from starling.common.errors import ConfigError
+from starling.common.kinds import INFER
 from starling.common.wire.messages import Sampling
-from starling.controller.core.kinds import INFER
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,

@@ -242,7 +242,7 @@ def test_malformed_key_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "policy-0.json"
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match="is no key file"):
+    with pytest.raises(ConfigError, match="is not a key file"):
         curve.load_key(path)
 
 

@@ -96,7 +96,7 @@ BAD = [
     ),
     (["{}", "rollout"], "'rollout' is not a valid name for a key"),
     (["make", "{}", "rollout-../../x"], "'rollout-../../x' is not a valid name for a key"),
-    (["make", "{}", "controller"], "the controller's key is made with the first others"),
+    (["make", "{}", "controller"], "the controller's key comes with the first keys of a folder"),
     (["make", "{}", "policy-1", "policy-1"], "policy-1 is given twice"),
     (["make", "{}", "policy-0"], "has a key for policy-0"),
     (["revoke", "{}", "policy-7"], "allows no key of policy-7; it allows policy-0"),

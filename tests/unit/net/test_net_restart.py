@@ -212,7 +212,7 @@ def test_operator_without_a_reply_gets_one_sentence(keys: Path) -> None:
         line.ask(wire.QueryRun(request="a", about="status"), 0.3)
     with pytest.raises(UnreachableError, match="tcp://nowhere cannot be reached by operator-0"):
         OperatorClient("tcp://nowhere", None, RUN)
-    with pytest.raises(ConfigError, match=r"reward-0\.json was made for reward-0, and this is operator-0"):
+    with pytest.raises(ConfigError, match=r"reward-0\.json was made for reward-0, not for operator-0"):
         OperatorClient("tcp://127.0.0.1:1", keys / "reward-0.json", RUN)
 
 

@@ -1,12 +1,13 @@
-"""A learner that saves its state after every step in the background. As a program it resumes from the newest state.
+"""A learner that saves its state after every step in the background, and resumes from the newest state.
 
-It says `made N`, `saving N` and `saved N`, so that whoever listens can kill it at any of these moments.
+It reports `made N`, `saving N` and `saved N`, so that a test can kill it at any of these moments.
 """
 
 from __future__ import annotations
 
-import sys
+import threading
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,14 @@ def go_on(learner: Learner, saving: PolicySaver, say: Any = lambda line: None) -
     return begin
 
 
-if __name__ == "__main__":
+def run(folder: Path, pipe: Connection) -> None:
+    """Make the remaining steps in a process of its own, and report into `pipe`."""
     torch.set_num_threads(1)
+    lock = threading.Lock()  # states are reported by the thread that writes them
 
     def say(line: str) -> None:
-        print(line, flush=True)
+        with lock:
+            pipe.send(line)
 
     made = learner()
-    go_on(made, saving_of(made, Path(sys.argv[1]), say), say)
+    go_on(made, saving_of(made, folder, say), say)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from forks import forked
+from lone_engine import run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
@@ -57,43 +57,33 @@ class Lone:
     base_url: str
     api_key: str
     model: str
-    process: subprocess.Popen[str]
+    pipe: Connection
 
     def sampled(self) -> tuple[int, int]:
         """Return how many tokens the engine has sampled, and how many sequences it runs."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        num_tokens, num_running = self.process.stdout.readline().split()
-        return int(num_tokens), int(num_running)
+        self.pipe.send(True)
+        assert self.pipe.poll(DEADLINE_S), "the engine does not answer"
+        num_tokens, num_running = self.pipe.recv()
+        return num_tokens, num_running
 
 
 @contextmanager
 def lone_engine(model: Path, folder: Path, *flags: str) -> Iterator[Lone]:
     """Start the engine; when it is left it must end well."""
     flags = ("--rollout.load-weights", "true", "--rollout.max-rows", "64", "--model.device", "cpu", *flags)
-    command = [sys.executable, str(Path(__file__).with_name("lone_engine.py")), str(model), str(folder), *flags]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    try:
+    with forked(run, model, folder, flags) as child:
         file = folder / "api" / "rollout-0.json"
         until = time.monotonic() + DEADLINE_S
         while not file.is_file():
-            assert process.poll() is None, "it ended before it listened"
+            assert child.process.is_alive(), "it ended before it listened"
             assert time.monotonic() < until, "it never listened"
             time.sleep(0.05)
         assert file.stat().st_mode & 0o777 == 0o600
         address = json.loads(file.read_text())
-        yield Lone(address["base_url"], address["api_key"], address["model"], process)
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(DEADLINE_S) == 0
+        yield Lone(address["base_url"], address["api_key"], address["model"], child.pipe)
+        child.pipe.send(False)
+        assert child.exit_code() == 0
         assert not file.exists(), "who has ended is not to be found"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def forward_logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from api_lone import Lone, lone_engine, make_model
 
-READ = ("--rollout.api.read-timeout-s", "5")
+READ = ("--rollout.api.read-timeout-s", "2")
 
 
 @pytest.fixture(scope="session")

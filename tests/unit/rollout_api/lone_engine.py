@@ -1,14 +1,12 @@
-"""An engine with an endpoint and nothing else, as a process: `lone_engine.py MODEL FOLDER [--section.key value ...]`.
-
-It answers each line on its standard input with what the engine has sampled and what it still runs.
-"""
+"""An engine with an HTTP server and nothing else, to be run in a process of its own."""
 
 from __future__ import annotations
 
-import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from starling.common.observe import log
@@ -22,14 +20,15 @@ from starling.rollout.engine.registry import make_engine
 from starling.rollout.settings import RolloutProcess
 
 
-def main(model: str, folder: str, *flags: str) -> None:
-    """Serve until the standard input ends."""
+def run(model: Path, folder: Path, flags: tuple[str, ...], pipe: Connection) -> None:
+    """Serve until False arrives; answer True with the numbers of sampled tokens and of running sequences."""
+    torch.set_num_threads(1)
     log.configure("rollout-0")
     settings = load(RolloutProcess, (), flags)
     wake, ended = threading.Event(), threading.Event()
     tokenizer = AutoTokenizer.from_pretrained(model)
     spec = EngineSpec(
-        path=Path(model),
+        path=model,
         model=settings.model,
         rollout=settings.rollout,
         weights=settings.weights,
@@ -41,11 +40,11 @@ def main(model: str, folder: str, *flags: str) -> None:
     engine = make_engine(spec)
     engine_queue = EngineQueue(wake.set)
     served = served_model(spec, tokenizer, engine.max_model_len, lambda: engine.version)
-    server = ApiServer(engine_queue, served, settings.rollout.api, replica="rollout-0", folder=Path(folder))
+    server = ApiServer(engine_queue, served, settings.rollout.api, replica="rollout-0", folder=folder)
 
     def answer() -> None:
-        for _ in sys.stdin:
-            print(engine.num_tokens, engine.num_running, flush=True)
+        while pipe.recv():
+            pipe.send((engine.num_tokens, engine.num_running))
         ended.set()
         wake.set()
 
@@ -60,7 +59,3 @@ def main(model: str, folder: str, *flags: str) -> None:
             wake.wait(1.0)
     engine_queue.close()
     server.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

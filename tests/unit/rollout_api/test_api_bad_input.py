@@ -35,10 +35,10 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0]: content of type None is not supported here"),
     (
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]},
-        "messages[0]: a call in tool_calls is no function; give {id, type, function: {name, arguments}}",
+        "messages[0]: a call in tool_calls is not a function; give {id, type, function: {name, arguments}}",
     ),
-    ({"tools": {"a": 1}}, "tools is no list"),
-    ({"tools": [{"type": "function"}]}, "tools[0] is no function"),
+    ({"tools": {"a": 1}}, "tools is not a list"),
+    ({"tools": [{"type": "function"}]}, "tools[0] is not a function"),
     ({"tool_choice": "required"}, 'tool_choice = "required" is not supported here; the model decides'),
     ({"temperature": -1}, "temperature = -1: give a number from 0 to 100"),
     ({"temperature": "hot"}, 'temperature = "hot": give a number'),
@@ -212,7 +212,7 @@ def test_slow_body_times_out(lone: Lone) -> None:
         while part := connection.recv(4096):  # until it is closed
             told += part
     assert told.startswith(b"HTTP/1.1 408 ")
-    assert b"the body was not complete after 5 s; send it at once, or raise rollout.api.read_timeout_s" in told
+    assert b"the body was not complete after 2 s; send it at once, or raise rollout.api.read_timeout_s" in told
     assert asked(lone, "/health", None, None)[0] == 200
 
 

@@ -161,7 +161,7 @@ def test_model_listing_and_health(client: openai.OpenAI, lone: Lone) -> None:
     (model,) = client.models.list()
     assert (model.id, model.starling["version"]) == (lone.model, 0)  # type: ignore[attr-defined]
     assert client.models.retrieve(lone.model).id == lone.model
-    with pytest.raises(openai.NotFoundError, match="model 'gpt-4o' is not here; this replica serves 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-4o' is not served; this replica serves 'tiny'"):
         client.chat.completions.create(model="gpt-4o", messages=HELLO)
 
 

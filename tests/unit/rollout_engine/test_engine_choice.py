@@ -59,7 +59,7 @@ def test_make_engine_builds_the_embedded_engine_by_name(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("transformer", "rollout.engine = 'transformer' is no engine; did you mean 'transformers'?"),
+        ("transformer", "rollout.engine = 'transformer' is not an engine; did you mean 'transformers'?"),
         ("sglang-x", "choose transformers, vllm, or `module:Class` for your own"),
         ("nowhere.py:Mine", "there is no file"),
         ("json:Mine", "Engine 'json:Mine': no 'Mine' in there"),

@@ -96,7 +96,7 @@ def test_without_top_k_the_top_arrays_are_empty() -> None:
         ([1], [2, VOCAB], (2,), f"token {VOCAB} is not in the teacher's vocabulary of {VOCAB}"),
         ([-1], [2], (1,), "token -1 is not in the teacher's vocabulary"),
         ([], [2], (1,), "the prompt is empty"),
-        ([1], [2, 3], (1,), r"completions of \[1\] tokens were announced, but 2 tokens came"),
+        ([1], [2, 3], (1,), r"completions of \[1\] tokens were announced, but 2 tokens arrived"),
         ([1], [2] * CONTEXT, (CONTEXT,), f"has {CONTEXT + 1} tokens, and the teacher's context {CONTEXT}"),
     ],
 )

@@ -155,7 +155,7 @@ def test_unreadable_media_are_rejected(encoder: PromptEncoder, tmp_path: Path) -
         assert f"{name}' does not decode (" in image_at(tmp_path / name)
     assert "does not decode" in image_at(tmp_path)
     assert "is not fetched from elsewhere: give a path" in image_at("https://example.org/a.png")
-    assert "is no data URL in base64" in image_at("data:image/png,abc")
+    assert "is not a base64 data URL" in image_at("data:image/png,abc")
     assert "is not valid base64" in image_at("data:image/png;base64,!!")
     assert len(image_at("data:image/png;base64," + "A" * 4000)) < 300
 

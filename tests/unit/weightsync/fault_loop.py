@@ -26,13 +26,6 @@ from transport_peers import served_transports
 from starling.weightsync.plan.offer import Transport
 
 TRANSPORTS: Final[tuple[Transport, ...]] = ("local", *served_transports())
-PRELOADED: Final = (
-    "starling.weightsync.publisher.publisher",
-    "starling.weightsync.puller.puller",
-    "starling.weightsync.layouts.checkpoint",
-    "starling.weightsync.tensors.modules",
-)
-"""Modules that the fork server imports once."""
 
 
 @dataclass
@@ -55,7 +48,6 @@ class Report:
 
 def run_faults(num: int, seed: int, report_progress: Callable[[int], None] = lambda done: None) -> Report:
     """Inject `num` faults; `report_progress` is called with the number done."""
-    mp.set_forkserver_preload(list(PRELOADED))
     draw = random.Random(seed)
     report = Report()
     warm_up(draw)

@@ -171,7 +171,7 @@ class FaultPair:
         self.source.process.close()
 
     def _start(self, version: int) -> Source:
-        source = Source(self.transport, read_timeout_s=0.0, start_method="forkserver")
+        source = Source(self.transport, read_timeout_s=0.0)
         source.version = version
         return source
 

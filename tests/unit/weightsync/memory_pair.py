@@ -152,7 +152,7 @@ class SideProcess:
     """The child process of one side."""
 
     def __init__(self, side: type[PublisherSide | PullerSide], num_layers: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve_calls, args=(side, num_layers, theirs), daemon=True)
         self.process.start()

@@ -42,8 +42,6 @@ def served_transports() -> tuple[Transport, ...]:
 
 
 NO_TARGET = ReadTarget()
-PRELOADED = ("starling.weightsync.transports.registry", "starling.weightsync.transports.collective")
-"""Modules that the fork server imports once for all sources: torch takes seconds."""
 
 
 def box(*spans: tuple[int, int]) -> Box:
@@ -119,7 +117,6 @@ class RemoteSource:
     """A source in a child process."""
 
     def __init__(self, transport: Transport, pieces: Sequence[ShardPiece]) -> None:
-        mp.set_forkserver_preload(list(PRELOADED))
         context = mp.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
         arguments = (transport, msgspec.msgpack.encode(tuple(pieces)), theirs)

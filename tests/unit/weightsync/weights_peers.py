@@ -80,9 +80,9 @@ def _publish(transport: Transport, read_timeout_s: float, pipe: Connection) -> N
 
 
 class Source:
-    """A publisher in a child process, started by `start_method`: ``spawn`` or ``forkserver``."""
+    """A publisher in a child process, started by `start_method`: ``forkserver``, or ``spawn`` for this environment."""
 
-    def __init__(self, transport: Transport, read_timeout_s: float = 60.0, start_method: str = "spawn") -> None:
+    def __init__(self, transport: Transport, read_timeout_s: float = 60.0, start_method: str = "forkserver") -> None:
         context: Any = mp.get_context(start_method)
         self._pipe: Connection
         self._pipe, theirs = context.Pipe()
@@ -116,9 +116,9 @@ class Source:
 
 
 @contextmanager
-def source(transport: Transport, read_timeout_s: float = 60.0) -> Iterator[Source]:
+def source(transport: Transport, read_timeout_s: float = 60.0, start_method: str = "forkserver") -> Iterator[Source]:
     """Run a publisher in a child process, which is killed afterwards."""
-    peer = Source(transport, read_timeout_s)
+    peer = Source(transport, read_timeout_s, start_method)
     try:
         yield peer
     finally:

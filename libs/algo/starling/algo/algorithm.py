@@ -135,7 +135,7 @@ def find(name: str) -> Algorithm:
         found = import_object(name, "the algorithm")
     else:
         known = ", ".join([*ALGORITHMS, *sorted(entries.names)])
-        raise ConfigError(f"there is no algorithm {name!r}: give one of {known}, or module:attribute of your own")
+        raise ConfigError(f"there is no algorithm {name!r}: give one of {known}, or your own module:attribute")
     if not isinstance(found, Algorithm):
         raise ConfigError(f"the algorithm {name!r} has the type {type(found).__name__}: make it an Algorithm")
     return found

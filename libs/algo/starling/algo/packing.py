@@ -83,8 +83,8 @@ def plan_microbatches(
 
     Args:
         lengths: tokens of each sequence.
-        tokens_per_microbatch: most token slots of one microbatch. A sequence longer than this still gets trained: in a
-            separate microbatch, the only kind that exceeds the budget.
+        tokens_per_microbatch: maximum token slots of one microbatch. A sequence longer than this is still trained, in
+            a separate microbatch, the only kind that exceeds the budget.
         row_tokens: length of the rows; by default the cheapest of a few multiples of the longest sequence, counting
             the token slots and `pair_cost` for each query-key pair.
         pair_cost: see `PAIR_COST`.

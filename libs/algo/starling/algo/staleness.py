@@ -19,7 +19,7 @@ from __future__ import annotations
 def staleness(step: int, oldest_version: int) -> int:
     """Return how many versions older than the base of `step` the oldest token of a sample is.
 
-    0 is on-policy. The result is negative only if the sample comes from a version that `step` has yet to make.
+    0 is on-policy. The result is negative only if the sample comes from a version newer than the base of `step`.
     """
     return (step - 1) - oldest_version
 

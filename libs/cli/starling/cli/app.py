@@ -10,7 +10,7 @@ from cyclopts import App, Group, Parameter
 from starling.cli.services import SERVICES, is_installed, missing, run_module
 from starling.common.errors import ConfigError
 
-SUMMARY: Final = "Reinforcement learning for large models: rollouts, rewards, training, and weights on the way."
+SUMMARY: Final = "Reinforcement learning for large models: rollouts, rewards, training and weight synchronisation."
 NOTES: Final = """`starling COMMAND --help` describes one command, `starling settings WORD ...` searches all settings.
 
 Examples:
@@ -20,10 +20,10 @@ Examples:
 GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
     "Run": (
         ("run", "cli.run.command:command", "Train: start and supervise every process of a run on this machine."),
-        ("smoke", "cli.run.command:smoke_command", "Prove in under a minute that everything works here."),
+        ("smoke", "cli.run.command:smoke_command", "Check in under a minute that everything works on this machine."),
         ("settings", "cli.settings.command:command", "Search all settings, or write them as a recipe."),
-        ("scratch", "cli.model.command:scratch_command", "Make the folder of a recipe's [model.scratch]."),
-        ("export", "cli.model.command:export_command", "Write the model of a saved state in Hugging Face form."),
+        ("scratch", "cli.model.command:scratch_command", "Create the model folder of a recipe with [model.scratch]."),
+        ("export", "cli.model.command:export_command", "Write the model of a saved state in Hugging Face format."),
     ),
     "Evaluate": (
         ("evaluate", "cli.evaluate.command:evaluate_command", "Evaluate a model, or the newest version of a run."),
@@ -34,8 +34,8 @@ GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ("status", "cli.operate.command:status_command", "Show what a run is doing: its phase, replicas and groups."),
         ("why", "cli.operate.command:why_command", "Explain what a run is waiting for, since when, and the deadline."),
         ("set", "cli.operate.command:set_command", "Change a setting of a run, from its next step on."),
-        ("stop", "cli.operate.command:stop_command", "Stop a run in order: finish the step, write a checkpoint."),
-        ("keys", "cli.operate.keys:command", "Make, list or revoke the CURVE keys of a run."),
+        ("stop", "cli.operate.command:stop_command", "Stop a run gracefully: finish the step, write a checkpoint."),
+        ("keys", "cli.operate.keys:command", "Create, list or revoke the CURVE keys of a run."),
     ),
     "Inspect": (
         ("plan", "cli.plan.command:command", "Estimate a weight synchronisation, without a GPU."),
@@ -46,7 +46,7 @@ GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ),
         ("record", "cli.report.command:record_command", "Collect a controller's recording into a crash report."),
         ("replay", "cli.report.command:replay_command", "Rebuild a controller's state from its recording."),
-        ("sim", "sim.cli:command", "Simulate runs under faults, or what a change of a run would bring."),
+        ("sim", "sim.cli:command", "Simulate runs under faults, or estimate the effect of a change."),
     ),
     "Services": (
         ("controller", "", "Run the controller by itself."),

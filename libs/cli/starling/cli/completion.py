@@ -22,11 +22,12 @@ NOTES = """Examples:
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Which shell.")],
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="The shell.")],
     /,
     *,
     install: Annotated[
-        bool, Parameter(help="Write the script to the shell's own place instead, and load it from its start-up file.")
+        bool,
+        Parameter(help="Install the script where the shell looks for completions, and load it in its start-up file."),
     ] = False,
 ) -> int:
     """Print or install the completion of bash, zsh or fish."""

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """End at once on Ctrl-C while there is nothing to end in order.
+    """End at once on Ctrl-C while there is nothing to stop gracefully.
 
     An exception would not do: it would be raised in whatever import is running, which may swallow it.
     """

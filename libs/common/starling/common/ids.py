@@ -11,9 +11,13 @@ from typing import Final, Literal
 Role = Literal["controller", "policy", "rollout", "reward", "teacher", "operator"]
 Objective = Literal["sft", "dpo", "reward_model"]
 """Training objective of steps on supervised examples."""
+TrainerKind = Literal["sft", "rl", "dpo", "reward_model"]
+"""Trainer of a step: supervised examples, scored groups, or preference pairs."""
 Activity = Literal["rl", "replay", "generate", "evaluate", "infer", "serve"]
 """What a run does with its groups."""
 Purpose = Literal["train", "evaluate"]
+"""What a group is for: the steps of the run, or an evaluation of a version. A run that trains nothing has groups of
+purpose `train` too: the values are on the wire, and a file takes the place of its step."""
 LeaseKind = Literal[
     "generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save", "sleep", "wake",
 ]  # fmt: skip

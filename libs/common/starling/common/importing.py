@@ -17,7 +17,7 @@ from typing import Any, Final
 from starling.common.errors import ConfigError
 
 MAX_LISTED: Final = 10
-"""Most names that the error for an unknown attribute lists."""
+"""Maximum number of names that the error for an unknown attribute lists."""
 _running: Final = threading.RLock()
 """Held while a file runs, which may import others: a second thread waits for its end."""
 

@@ -17,7 +17,7 @@ from starling.common.leases import LeaseTable
 from starling.common.wire.messages import Welcome
 
 DEVICE_GRACE_LEASES: Final[dict[Role, int]] = {"rollout": 2, "policy": 30}
-"""For so many lease periods a replica that was lost awake keeps its devices. A rollout can interrupt its work. A step
+"""Lease periods for which a replica that was lost awake keeps its devices. A rollout can interrupt its work. A step
 cannot be interrupted, and repeating it costs more than waiting."""
 MARGIN: Final = 0.25
 """Lease periods within which an exiting process has released its devices."""

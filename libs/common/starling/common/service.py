@@ -19,6 +19,7 @@ from starling.common.ids import Role
 from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.limits import role_of
 from starling.common.net.settings import LinkSettings
+from starling.common.observe.log import configure as configure_log
 from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, run_service, without_collection
 from starling.common.settings import ServiceSettings, iter_settings, load, nearest
 
@@ -72,7 +73,7 @@ class ServiceArguments:
         key = load_key(path)
         if key.name != self.name:
             raise ConfigError(
-                f"the key file {path} was made for {key.name}, and this is {self.name}; give --key or --name to match"
+                f"the key file {path} was made for {key.name}, not for {self.name}; give --key or --name to match"
             )
         return key
 
@@ -232,10 +233,12 @@ def serve(
     """
     stop = StopSignal(None if role == "controller" else STOP_S)
     given = sys.argv[1:] if argv is None else argv
+    name = role if role == "controller" else process_name(role, given)
 
     def body() -> None:
         arguments = parse_arguments(role, given, schema)
         settings = load(schema, arguments.configs, arguments.flags, others=SECTIONS)
+        configure_log(name, settings.run.log_format)
         stop.install()
         try:
             with without_collection(), nullcontext() if role == "controller" else stop.interruptible():
@@ -245,4 +248,4 @@ def serve(
             return
         shell.run(stop)
 
-    return run_service(role if role == "controller" else process_name(role, given), body)
+    return run_service(name, body)

@@ -51,19 +51,11 @@ class RunSettings(SettingsSection):
     """Seed of the initial weights, the order of the data and every sampled token."""
     folder: Path = Path("runs")
     """Folder of all runs."""
+    log_format: Literal["text", "json"] = "text"
+    """Format of the log of every process: lines of text, or one JSON object per line; see
+    `docs/reference/log-events.md`."""
     id: str = ""
     """Identity of this attempt on the wire; set by `starling run`. Replicas of another run are refused."""
-
-    @property
-    def learns_from(self) -> Literal["rl", "sft", "dpo", "reward_model"] | None:
-        """What a policy learns from: `replay` does as `rl`. None for a run without a policy."""
-        match self.kind:
-            case "generate" | "evaluate" | "infer" | "serve":
-                return None
-            case "replay":
-                return "rl"
-            case kind:
-                return kind
 
 
 class NetworkSettings(SettingsSection):

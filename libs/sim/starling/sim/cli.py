@@ -45,7 +45,7 @@ def sim(
     ] = None,
     json: Annotated[bool, Parameter(help="Print the answers as one JSON list.", group=CAPACITY)] = False,
 ) -> int:
-    """Simulate runs under faults, or what a change of a run would bring. Returns 1 when a guarantee was violated."""
+    """Simulate runs under faults, or estimate the effect of a change. Returns 1 when a guarantee was violated."""
     _check_faults(faults)
     _check_numbers(replicas=replicas, seeds=seeds, first_seed=first_seed, jobs=jobs)
     if what_if or base:
@@ -93,7 +93,7 @@ def _answer(what_if: tuple[str, ...], base: str, seeds: range, picture: Path | N
 
 
 def _line(outcomes: list[SeedResult]) -> str:
-    """Say in one line what became of a mix."""
+    """Return the outcome of a mix of faults in one line."""
     finished = sum(not o.violation for o in outcomes)
     events, cpu_s = sum(o.num_events for o in outcomes), sum(o.cpu_s for o in outcomes)
     simulated_s = sum(o.simulated_s for o in outcomes)
@@ -112,9 +112,7 @@ def _check_faults(faults: str) -> None:
     """Raise ConfigError when a mix of faults has an unknown name."""
     unknown = sorted(set(faults.split(",")) - {*ALL, "all"})
     if unknown:
-        raise ConfigError(
-            f"--faults {unknown[0]} is no mix of faults; there are {', '.join(ALL)}, and all of them: all"
-        )
+        raise ConfigError(f"--faults {unknown[0]} is not a mix of faults; choose from {', '.join(ALL)}, or all")
 
 
 def _check_numbers(*, replicas: int | None, first_seed: int, **numbers: int | None) -> None:

@@ -6,10 +6,10 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from starling.common.kinds import KINDS, RunKind
 from starling.common.settings import ServiceSettings, SettingsSection
 from starling.common.wire.messages import Sampling
-from starling.controller.core.kinds import KINDS, RunKind
-from starling.controller.core.plan import RunPlan
+from starling.controller.core.plan import LeaseTimeouts, RunPlan
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES
 
@@ -197,7 +197,7 @@ class ControllerSettings(SettingsSection):
     drain_s: float = Field(default=15.0, gt=0)
     """Time that replicas have to leave at the end of the run."""
     stop_s: float = Field(default=240.0, gt=0)
-    """Maximum duration of an orderly stop (the current step, its publication, the checkpoint) before the run fails."""
+    """Maximum duration of a graceful stop (the current step, its publication, the checkpoint) before the run fails."""
     save_every: int = Field(default=20, ge=0)
     """Interval between saved states of the policy, from which it resumes after a crash, in steps; 0 saves at a stop
     only."""
@@ -242,7 +242,9 @@ class ControllerProcess(ServiceSettings):
         self._check_kind()
         if self.controller.num_rewards == 0:
             if self.kind.learns_from_rewards and self.controller.num_teachers == 0:
-                raise ValueError("controller.num_rewards = 0 leaves nothing to learn from; set it, or have teachers")
+                raise ValueError(
+                    "controller.num_rewards = 0 leaves nothing to learn from; set it or controller.num_teachers"
+                )
             if self.kind.only_scores:
                 raise ValueError("controller.num_rewards = 0 leaves nothing to evaluate by; set it")
             self._check_unscored()
@@ -291,11 +293,13 @@ class ControllerProcess(ServiceSettings):
         evaluation = self.evaluation
         if self.rl.dynamic_sampling:
             raise ValueError(
-                "rl.dynamic_sampling = true compares rewards, and nothing scores in this run; have scorers, or turn it "
-                "off"
+                "rl.dynamic_sampling = true compares rewards, and nothing scores in this run; add [[reward.scorers]] "
+                "or turn it off"
             )
         if evaluation.at_start or evaluation.at_end or evaluation.every:
-            raise ValueError("[evaluation] is on, and nothing scores in this run; have scorers, or turn it off")
+            raise ValueError(
+                "[evaluation] is on, and nothing scores in this run; add [[reward.scorers]] or turn it off"
+            )
 
     @property
     def kind(self) -> RunKind:
@@ -356,5 +360,5 @@ class ControllerProcess(ServiceSettings):
             start_s=self.controller.start_s,
             drain_s=self.controller.drain_s,
             stop_s=self.controller.stop_s,
-            **self.controller.deadlines.model_dump(),
+            timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

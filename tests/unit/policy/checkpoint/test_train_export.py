@@ -81,7 +81,7 @@ def test_export_files_have_bounded_size(tmp_path: Path, model: Path) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
 
 
-def test_export_ema_writes_averaged_weights(tmp_path: Path, model: Path) -> None:
+def test_export_ema_writes_the_ema_weights(tmp_path: Path, model: Path) -> None:
     made = load_model(model, init="random", seed=4)
     held = {
         **in_section("weights/", version_tensors(made)),
@@ -169,7 +169,7 @@ def test_export_errors_are_one_sentence(tmp_path: Path, model: Path, capsys: pyt
         ([states, out], f"no configuration near {states} that names the trained model; give its folder with --model"),
         ([str(folder), out], f"there is no intact state in {folder}"),
         ([states, str(tmp_path / "full"), "--model", str(model)], "exists and is not empty"),
-        ([states, out, "--model", str(model), "--ema"], "has no averaged weights: omit --ema"),
+        ([states, out, "--model", str(model), "--ema"], "has no EMA weights: omit --ema"),
         ([states, out, "--model", str(other)], "of another model: it has model.layers.1.input_layernorm.weight"),
         ([str(tmp_path / "nowhere"), out], "nowhere does not exist"),
     ):

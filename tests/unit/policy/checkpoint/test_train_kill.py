@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import killed_learner
 import pytest
 import torch
+from forks import forked
 
 from starling.policy.train.checkpoint.header import find_state
 from starling.policy.train.checkpoint.state import SavedState
@@ -19,18 +16,15 @@ torch.set_num_threads(1)
 
 
 def run_until(line: str, folder: Path) -> None:
-    """Run the learner until it prints `line`, then kill it."""
-    command = [sys.executable, killed_learner.__file__, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        said = []
-        for text in process.stdout:
-            said.append(text.strip())
-            if said[-1] == line:
-                process.send_signal(signal.SIGKILL)
-        process.wait(60)
-    assert line in said, said
+    """Run the learner until it reports `line`, then kill it."""
+    with forked(killed_learner.run, folder) as learner:
+        reported = []
+        for report in learner.received():
+            reported.append(report)
+            if report == line:
+                learner.process.kill()
+        assert learner.exit_code() is not None
+    assert line in reported, reported
 
 
 @pytest.mark.parametrize(

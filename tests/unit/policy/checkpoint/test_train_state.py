@@ -6,8 +6,6 @@ import json
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from forks import forked
+from state_writers import write_endlessly, write_to_full_disk
 from states_on_disk import resume, save
 from structlog.testing import capture_logs
 from torch import Tensor
@@ -42,7 +42,7 @@ Make = Callable[..., Any]
 
 
 def settings(kl: float) -> PolicySettings:
-    """Schedules and clipping, so that counters and averages matter."""
+    """Schedules and clipping, so that counters and moments matter."""
     optimizer = OptimizerSettings(learning_rate=3e-3, warmup_steps=2, schedule="cosine", max_grad_norm=0.5)
     return PolicySettings(
         optimizer=optimizer,
@@ -285,59 +285,27 @@ def test_dcp_index_cannot_execute_code(tiny: Make, tmp_path: Path) -> None:
     assert not (tmp_path / "harm").exists()
 
 
-ENDLESS = """
-import itertools, sys
-import torch
-from starling.policy.train.checkpoint.state import HostBuffers, StateMetadata, StateStore, in_section, take_state
-from starling.policy.train.checkpoint.storage import Storage
-from starling.weightsync.plan.offer import digest_of
-model, states = torch.nn.Linear(1000, 500), StateStore(Storage(sys.argv[1]))
-for version in itertools.count(1):
-    tensors = in_section("weights/", dict(model.named_parameters()))
-    states.write(take_state(StateMetadata(run="r", version=version), tensors, torch.device("cpu"), HostBuffers()))
-    print(version, flush=True)
-"""
-
-
 @pytest.mark.parametrize("num", [1, 2, 7])
 def test_killed_writer_leaves_intact_state(tmp_path: Path, num: int) -> None:
-    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if int(line) == num:
-                process.kill()
-        last = int(line)
+    with forked(write_endlessly, str(tmp_path), {}, 500_000) as writer:
+        for line in writer.received():
+            if line == f"wrote {num}":
+                writer.process.kill()
+            if line.startswith("wrote "):
+                last = int(line.removeprefix("wrote "))
     with capture_logs() as lines:
         found = found_in(tmp_path)
     assert found.state.version in (last, last + 1), "the one after may have got its name, and not yet said so"
     assert lines == [], "nothing that has a name is damaged"
-    SavedState.of(found).restore("weights/", dict(torch.nn.Linear(1000, 500).named_parameters()))
-
-
-FULL_DISK = """
-import resource, sys
-import torch
-from starling.common.errors import ConfigError
-from starling.policy.train.checkpoint.state import HostBuffers, StateMetadata, StateStore, in_section, take_state
-from starling.policy.train.checkpoint.storage import Storage
-from starling.weightsync.plan.offer import digest_of
-model, states = torch.nn.Linear(64, 64), StateStore(Storage(sys.argv[1]))
-def write(version):
-    tensors = in_section("weights/", dict(model.named_parameters()))
-    states.write(take_state(StateMetadata(run="r", version=version), tensors, torch.device("cpu"), HostBuffers()))
-write(1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
-try:
-    write(2)
-except ConfigError as error:
-    print(error)
-"""
+    weights = {"w": torch.zeros(500_000)}
+    SavedState.of(found).restore("weights/", weights)
+    assert torch.equal(weights["w"], torch.full((500_000,), float(found.state.version)))
 
 
 def test_full_disk_is_reported_and_keeps_previous_state(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert f"{tmp_path / 'version-2'} cannot be written (File too large)" in done.stdout
+    with forked(write_to_full_disk, tmp_path) as writer:
+        (error,) = writer.received()
+        assert writer.exit_code() == 0
+    assert f"{tmp_path / 'version-2'} cannot be written (File too large)" in error
     assert [path.name for path in tmp_path.iterdir()] == ["version-1"]
     assert found_in(tmp_path).state.version == 1

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from forks import forked
+from state_writers import write_endlessly
 from structlog.testing import capture_logs
 
 from starling.common.errors import ConfigError
@@ -115,37 +114,18 @@ def test_s3_damaged_state_is_skipped(store: Store, part: str, damage: str) -> No
     assert [line["state"] for line in lines] == [f"{store.url}/states/version-2"]
 
 
-ENDLESS = """
-import itertools, json, sys
-import torch
-from starling.policy.train.checkpoint.state import HostBuffers, StateMetadata, StateStore, in_section, take_state
-from starling.policy.train.checkpoint.storage import Storage
-states = StateStore(Storage(sys.argv[1], json.loads(sys.argv[2])))
-for version in itertools.count(1):
-    weights = {"w": torch.full((1_500_000,), float(version))}
-    print(version, flush=True)
-    metadata, tensors = StateMetadata(run="r", version=version), in_section("weights/", weights)
-    states.write(take_state(metadata, tensors, torch.device("cpu"), HostBuffers()))
-"""
-
-
 @pytest.mark.parametrize("delay_objects", [0, 1, 3])
 def test_s3_killed_writer_keeps_previous_state(store: Store, delay_objects: int) -> None:
     """The writer is killed after a given number of objects of its third state."""
     storage = store.storage("states")
-    command = [sys.executable, "-c", ENDLESS, f"{store.url}/states", json.dumps(store.options)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if int(line) == 3:
-                break
-        while process.poll() is None:
+    with forked(write_endlessly, f"{store.url}/states", store.options, 1_500_000) as writer:
+        assert "writing 3" in writer.received()
+        while writer.process.is_alive():
             storage.fs.invalidate_cache()
             if len(storage.fs.find(storage.path("version-3"))) >= delay_objects:
-                process.kill()
+                writer.process.kill()
                 break
-        process.wait(30)
-    assert process.returncode == -9
+        assert writer.exit_code() == -signal.SIGKILL
     with capture_logs() as lines:
         version, value = value_of(newest_state(storage))
     assert version >= 2

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from state_writers import write_or_read_shards
 from structlog.testing import capture_logs
 
 from starling.common.errors import ConfigError
@@ -213,49 +213,15 @@ def test_writer_unexpected_exception_is_not_swallowed() -> None:
 
 # --- cut, and cut otherwise --------------------------------------------------------------------------------------
 
-RANKS = """
-import sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from fsspec.implementations.local import LocalFileSystem
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from starling.policy.train.checkpoint.dcp import SavedTensors, write_tensors
-
-torch.set_num_threads(1)
-action, folder, rank, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-store = dist.FileStore(f"{folder}/store-{action}-{size}", size)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-mesh = init_device_mesh("cpu", (size,))
-whole = {"weights/a": torch.arange(35.0).reshape(7, 5), "trainer/step:a": torch.tensor(3.0)}
-if action == "write":
-    held = {**whole, "weights/a": distribute_tensor(whole["weights/a"], mesh, [Shard(0)])}
-    digests = write_tensors(LocalFileSystem(), f"{folder}/parts", held, dist.group.WORLD)
-    assert len(digests) == size + 1, digests
-else:
-    held = {"weights/a": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)]), "trainer/step:a": torch.zeros(())}
-    SavedTensors(LocalFileSystem(), f"{folder}/parts").read_into(held, dist.group.WORLD)
-    assert torch.equal(held["weights/a"].full_tensor(), whole["weights/a"])
-    assert held["trainer/step:a"] == 3.0
-dist.destroy_process_group()
-"""
-
 
 def ranks(folder: Path, action: str, size: int) -> None:
     """Run `size` processes that write or read one sharded tensor."""
-    command = [sys.executable, "-W", "error::UserWarning", "-c", RANKS, action, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([*command, str(rank), str(size)], stderr=subprocess.PIPE, text=True, env=environment)
-        for rank in range(size)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * size, errors
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(forked(write_or_read_shards, action, folder, rank, size)) for rank in range(size)
+        ]
+        assert [list(child.received()) for child in children] == [["done"]] * size
+        assert [child.exit_code() for child in children] == [0] * size
 
 
 def test_dcp_tensors_of_two_ranks_are_readable_by_any_number(tmp_path: Path) -> None:

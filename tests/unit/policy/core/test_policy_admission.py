@@ -39,8 +39,8 @@ def test_admission_accepts_commands_that_fit(command: PolicyCommand) -> None:
     [
         (train(3), "step 3 needs version 2, and this policy holds version 3"),
         (train(5), "step 5 needs version 4, and this policy holds version 3"),
-        (train(4, ()), "step 4 must have groups or examples, and not both"),
-        (train(4, GROUPS, EXAMPLES), "step 4 must have groups or examples, and not both"),
+        (train(4, ()), "step 4 must have groups or examples, but not both"),
+        (train(4, GROUPS, EXAMPLES), "step 4 must have groups or examples, but not both"),
         (publish(1), "version 1 cannot be published: this policy holds version 3"),
         (publish(4), "version 4 cannot be published: this policy holds version 3"),
         (save(2), "step 2 cannot be saved: this policy holds version 3"),

@@ -46,7 +46,7 @@ def test_learner_that_slept_makes_the_same_versions(tiny: Make, make_groups: Mak
         for learner in (steady, sleeper):
             learner.reinforce(make_groups([(6, [4, 1]), (3, [2, 5])], seed=step), step=step, num_steps=3)
         num_bytes = sum(tensor.nbytes for tensor in sleeper.tensors.values())
-        assert sleeper.sleep() > 2 * num_bytes, "the averages of the optimizer go too"
+        assert sleeper.sleep() > 2 * num_bytes, "the moments of the optimizer go too"
         assert sleeper.asleep
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in sleeper.tensors.values())
         sleeper.wake()

@@ -117,7 +117,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
-    """Two equal matrices, large enough for averages of 8 bits, and vectors."""
+    """Two equal matrices, large enough for moments of 8 bits, and vectors."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         layers = torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)

@@ -115,7 +115,7 @@ def settings(algorithm: AlgorithmSettings) -> PolicySettings:
 
 
 def begun(model: Any, groups: list[ScoredGroup]) -> RlTrainer:
-    """Return a trainer after one step, so that its averages are not empty."""
+    """Return a trainer after one step, so that its moments are not 0."""
     trainer = RlTrainer(model, settings(AlgorithmSettings()), total_steps=9)
     trainer.step(groups, step=1)
     return trainer

@@ -116,5 +116,5 @@ def test_misaligned_tensor_is_refused_with_one_sentence() -> None:
     spec = TensorSpec(name="w", shape=(2,), dtype="float32")
     shard = Shard(tensor=0, box=Box(offset=(0,), size=(2,)), storage="file", offset_bytes=4, strides=(1,))
     layout = Layout(replica="r", tensors=(spec,), ranks=(RankLayout(place=Place(), shards=(shard,)),))
-    with pytest.raises(WeightsError, match="w lies at byte 4 of file, which is no place for float32"):
+    with pytest.raises(WeightsError, match="w lies at byte 4 of file, where float32 cannot be"):
         live_views(layout, 0, {"file": torch.zeros(13, dtype=torch.uint8)[1:]})

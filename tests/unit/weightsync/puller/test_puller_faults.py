@@ -342,7 +342,7 @@ def _end_in_the_midst_of_a_pull() -> None:
 
 def test_process_exits_during_a_pull() -> None:
     """After the end of the main thread, thread pools accept no more work."""
-    process = mp.get_context("spawn").Process(target=_end_in_the_midst_of_a_pull)
+    process = mp.get_context("forkserver").Process(target=_end_in_the_midst_of_a_pull)
     process.start()
     process.join(2 * DEADLINE_S)
     has_ended = process.exitcode is not None

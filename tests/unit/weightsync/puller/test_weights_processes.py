@@ -167,7 +167,7 @@ def test_leased_snapshot_is_not_overwritten(peer: Source, rollout: Rollout) -> N
 
 def test_reader_killed_in_mid_read_affects_no_other(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
-    victim = mp.get_context("spawn").Process(target=die_reading, args=(encode(peer.layout), encode(offer)))
+    victim = mp.get_context("forkserver").Process(target=die_reading, args=(encode(peer.layout), encode(offer)))
     victim.start()
     victim.join(ANSWER_S)
     assert victim.exitcode == -signal.SIGKILL
@@ -180,7 +180,7 @@ def test_reader_killed_in_mid_read_affects_no_other(peer: Source, rollout: Rollo
 def test_environment_cannot_override_required_ucx_options(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ucxx")
     monkeypatch.setenv("UCX_RCACHE_ENABLE", "n")  # without it, a reader's death crashes the source
-    with source("ucx") as peer:
+    with source("ucx", start_method="spawn") as peer:
         rollout = Rollout(peer)
         test_reader_killed_in_mid_read_affects_no_other(peer, rollout)
         rollout.puller.close()

@@ -128,6 +128,18 @@ def layout(replica: str, specs: Sequence[TensorSpec], held: Sequence[Sequence[Sh
     return Layout(replica=replica, tensors=tuple(specs), ranks=ranks)
 
 
+def rows(specs: Sequence[TensorSpec], edges: Sequence[int], replica: str = "policy-0") -> Layout:
+    """Every tensor cut along dim 0 at `edges`."""
+    held: list[list[Shard]] = [[] for _ in edges[1:]]
+    for index, spec in enumerate(specs):
+        for rank, (a, b) in enumerate(itertools.pairwise(edges)):
+            box = Box(offset=(a, *(0 for _ in spec.shape[1:])), size=(b - a, *spec.shape[1:]))
+            held[rank].append(
+                Shard(tensor=index, box=box, storage=spec.name, offset_bytes=0, strides=contiguous(box.size))
+            )
+    return layout(replica, specs, held)
+
+
 def full_tensors(specs: Sequence[TensorSpec], seed: int) -> Storages:
     return {spec.name: weights(spec.shape, getattr(torch, spec.dtype), seed + i) for i, spec in enumerate(specs)}
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing as mp
 import random
 from contextlib import ExitStack, closing
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from quantised_models import (
@@ -26,9 +21,11 @@ from quantised_models import (
     layout,
     local,
     quantised,
+    rows,
     source_layout,
     storages,
 )
+from quantised_ranks import SPECS, WEIGHT, Ranks
 from test_quantise import SMALL_FORMATS, weights
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 from torchao.quantization.granularity import PerBlock
@@ -45,7 +42,6 @@ from starling.weightsync.puller.puller import Puller
 from starling.weightsync.quantise.formats import FP8_BLOCK, FP8_ROW, NVFP4
 from starling.weightsync.quantise.layouts import received_layout
 from starling.weightsync.quantise.recipe import QuantRecipe, QuantRule, linear_weights
-from starling.weightsync.tensors.quantiser import GroupExchange
 
 torch.set_num_threads(1)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,21 +112,6 @@ def apart(layout: Layout) -> Layout:
             shards.append(shard)
         ranks.append(msgspec.structs.replace(held, shards=tuple(shards)))
     return msgspec.structs.replace(layout, ranks=tuple(ranks))
-
-
-def rows(specs: list[TensorSpec], edges: list[int], replica: str = "policy-0") -> Layout:
-    """Every tensor cut along dim 0 at `edges`."""
-    held: list[list[Shard]] = [[] for _ in edges[1:]]
-    for index, spec in enumerate(specs):
-        for rank, (a, b) in enumerate(itertools.pairwise(edges)):
-            box = Box(offset=(a, *(0 for _ in spec.shape[1:])), size=(b - a, *spec.shape[1:]))
-            held[rank].append(
-                Shard(tensor=index, box=box, storage=spec.name, offset_bytes=0, strides=contiguous(box.size))
-            )
-    return layout(replica, specs, held)
-
-
-WEIGHT = TensorSpec(name="layer.weight", shape=(256, 384), dtype="bfloat16")
 
 
 def torchaos(form: str, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -256,54 +237,9 @@ def test_rank_with_busy_snapshots_does_not_block_others() -> None:
 # --- real processes over gloo --------------------------------------------------------------------------------------
 
 
-def _rank(rank: int, path: str, form: str, deadline_s: float, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    specs = [WEIGHT, TensorSpec(name="other.weight", shape=(256, 130), dtype="float32")]
-    source = rows(specs, [0, 77, 256])
-    exchange = GroupExchange(deadline_s=deadline_s)
-    with Publisher(source, transport="tcp", rank=rank, quantise=linear_weights(form), exchange=exchange) as publisher:
-        pipe.send_bytes(encode(publisher.layout))
-        while (version := pipe.recv()) is not None:
-            full = full_tensors(specs, seed=version)
-            try:
-                pipe.send_bytes(encode(publisher.publish(version, local(source, rank, full))))
-            except WeightsError as error:
-                pipe.send_bytes(str(error).encode())
-
-
-class Ranks:
-    """Two processes of one source."""
-
-    def __init__(self, path: Path, form: str, deadline_s: float) -> None:
-        context = mp.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, str(path), form, deadline_s, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def answer(self, rank: int) -> bytes:
-        assert self.pipes[rank].poll(60.0), f"rank {rank} does not answer"
-        return self.pipes[rank].recv_bytes()
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join(WAIT_S)
-
-
 @pytest.mark.parametrize("form", ["fp8_block", "nvfp4"])
 def test_processes_exchange_over_gloo(form: str, tmp_path: Path) -> None:
-    specs = [WEIGHT, TensorSpec(name="other.weight", shape=(256, 130), dtype="float32")]
+    specs = list(SPECS)
     recipe = linear_weights(form)
     wanted = received_layout(rows(specs, [0, 200, 256], "rollout-0"), recipe)
     with Ranks(tmp_path / "store", form, deadline_s=60.0) as ranks:

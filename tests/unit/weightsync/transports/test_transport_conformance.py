@@ -276,7 +276,7 @@ def test_source_killed_or_stopped_at_any_stage_is_handled(
             made.client.ask("source", opening, ReadTarget())
         elif stage != "asked":
             made.client.ask("source", made.request([wanted]), read_target([array]))
-        event = made.event(0.5 if number == signal.SIGSTOP else 20.0)
+        event = made.event(0.2 if number == signal.SIGSTOP else 20.0)
         whole_arrived = event is not None and not isinstance(event, ConnectionLost) and stage != "connected"
         if whole_arrived:
             assert array.tobytes() == content(wanted, (size,)).tobytes()

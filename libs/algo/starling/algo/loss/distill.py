@@ -53,9 +53,9 @@ def generalised_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, *, beta:
     all modes of the teacher, and ``beta = 1`` for KL(student || teacher), which seeks its main mode: these are the
     limits of the formula divided by beta, and by 1 - beta, as it is itself 0 there.
 
-    Over K of V tokens of the vocabulary, best the likeliest of the teacher. What probability is left forms one further
-    outcome, "any other token", on both sides: no probability is dropped or spread over the K, a student that favours
-    tokens outside them pays for it, and the value is a lower bound of the divergence over V, met if K = V.
+    Over K of V tokens of the vocabulary, best the most likely ones of the teacher. The remaining probability forms one
+    further outcome, "any other token", on both sides: no probability is dropped or spread over the K, a student that
+    favours tokens outside them pays for it, and the value is a lower bound of the divergence over V, met if K = V.
 
     Metrics: `jsd`, the loss itself, in nats; `teacher_tail`, the teacher's probability outside the K tokens.
 

@@ -59,15 +59,14 @@ def dpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Los
     return LossTerms(loss, _metrics(beta * chosen, beta * rejected))
 
 
-def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalised: bool = True) -> LossTerms:
+def ipo(pairs: Pairs, *, beta: float = 0.1) -> LossTerms:
     """Return the squared loss of each pair, [P].
 
     ``(h - 1 / (2 beta))^2`` with h as for `dpo` (IPO, arXiv:2310.12036, equation 17, whose tau is beta): where DPO
     pushes h without end, this has a goal, so it does not overfit pairs that all agree.
 
-    `length_normalised` takes log-probabilities per token, so that the goal means the same for completions of every
-    length; the authors' results use it, though equation 17 does not mention it. The metrics are those of `dpo`, of
-    whichever of the two is used.
+    The log-probabilities are those per token, so that the goal means the same for completions of every length; the
+    authors' results use them, though equation 17 does not mention it. The metrics are those of `dpo`, per token.
 
     Raises:
         ValueError: `beta` is not above 0.
@@ -75,18 +74,17 @@ def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalised: bool = True) -> L
     if not beta > 0.0:
         raise ValueError(f"beta is {beta}: it must be above 0")
     chosen, rejected = _log_ratios(pairs)
-    if length_normalised:
-        chosen, rejected = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
+    chosen, rejected = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
     loss = (chosen - rejected - 1.0 / (2.0 * beta)).square()
     return LossTerms(loss, _metrics(beta * chosen, beta * rejected))
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor, *, margins: Tensor | None = None, center: float = 0.0) -> LossTerms:
-    """Return ``-log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2`` of each pair, [P].
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, center: float = 0.0) -> LossTerms:
+    """Return ``-log sigmoid(chosen - rejected) + center (chosen + rejected)^2`` of each pair, [P].
 
     The first part is the likelihood of the preferences (Bradley and Terry, 1952; InstructGPT, arXiv:2203.02155,
-    equation 1), with a margin where the preference is strong (Llama 2, arXiv:2307.09288, equation 2). It leaves the
-    zero of the scale open; the second part holds the scores around 0 (arXiv:2312.09244, section 2; 0.01 is usual).
+    equation 1). It leaves the zero of the scale open; the second part keeps the scores around 0 (arXiv:2312.09244,
+    section 2; 0.01 is usual).
 
     Metrics, [P] each: `reward_chosen`, `reward_rejected`, `reward_margin` (their difference) and `accuracy`, 1 where
     it is above 0.
@@ -94,7 +92,6 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margins: Tensor | None = 
     Args:
         chosen: float32 [P], the scores of the preferred completions; differentiable.
         rejected: float32 [P], of the others; differentiable.
-        margins: float32 [P], by how much the preferred should win; None for 0.
         center: weight of the second part.
 
     Raises:
@@ -102,8 +99,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margins: Tensor | None = 
     """
     if not center >= 0.0:
         raise ValueError(f"center is {center}: it must be 0 or more")
-    difference = chosen - rejected
-    loss = -logsigmoid(difference if margins is None else difference - margins)
+    loss = -logsigmoid(chosen - rejected)
     if center:
         loss = loss + center * (chosen + rejected).square()
     return LossTerms(loss, _metrics(chosen, rejected))

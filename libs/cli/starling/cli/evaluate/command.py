@@ -24,7 +24,7 @@ MODEL = Group("Model", sort_key=1)
 ANSWERS = Group("Answers", sort_key=2)
 TASKS = Group("Tasks", sort_key=3)
 RESULTS = Group("Results", sort_key=4)
-UNDER_WAY = Group("A run under way, instead of a model", sort_key=8)
+UNDER_WAY = Group("A run in progress, instead of a model", sort_key=8)
 A_MODEL = frozenset({"--model", "--tasks", "--resume"})
 """Flags of the evaluation of a model; without any of them a run under way is evaluated."""
 A_RUN = frozenset({"--num-completions", "--controller", "--key", "--run", "--timeout", "--json"})
@@ -45,9 +45,7 @@ def evaluate(
     tasks: Annotated[
         str, Parameter(metavar="TASK[,TASK]", help="What to evaluate: see docs/how-to/evaluate.md.", group=TASKS)
     ] = "",
-    scorer: Annotated[
-        str, Parameter(help="Scorer of a dataset that has none of its own.", group=TASKS)
-    ] = "exact_match",
+    scorer: Annotated[str, Parameter(help="Scorer of a dataset that names none.", group=TASKS)] = "exact_match",
     out: Annotated[
         Path | None,
         Parameter(metavar="FOLDER", help="The run's folder, with answers.jsonl and summary.json.", group=RESULTS),
@@ -131,7 +129,7 @@ def _check_no_run(line: CommandLine, folder: Path | None) -> None:
     foreign = sorted(line.flags & (A_RUN - {"--num-completions"}))
     if foreign or folder is not None:
         what = foreign[0] if foreign else repr(str(folder))
-        raise ConfigError(f"{what} is for the evaluation of a run under way; leave it out, or give no --model")
+        raise ConfigError(f"{what} is for the evaluation of a run in progress; leave it out, or give no --model")
 
 
 def _check_model(command: str, model: ModelOptions) -> None:
@@ -201,7 +199,7 @@ def _resume(command: str, folder: Path, line: CommandLine, copy: Path | None, *a
         raise ConfigError(f"a run is resumed as it was started: give --resume FOLDER without {foreign[0]}")
     attempt = Attempt.find(folder)
     if not attempt.recipe.exists():
-        raise ConfigError(f"{attempt.folder} has no recipe.toml, so there is nothing to resume; start anew")
+        raise ConfigError(f"{attempt.folder} has no recipe.toml, so there is nothing to resume; start a new run")
     recipe = load_recipe([attempt.recipe], [])
     if recipe.run.kind != command:
         raise ConfigError(f"{attempt.folder} is a run of kind {recipe.run.kind!r}; use starling run --resume")

@@ -26,8 +26,8 @@ class AnswerOptions:
     num_completions: Annotated[
         int | None, Parameter(help="Completions of each prompt: 1 by default; for a run, as in its recipe.")
     ] = None
-    temperature: Annotated[float, Parameter(help="0: the likeliest token at each place.")] = 0.0
-    max_tokens: Annotated[int, Parameter(help="Most tokens of each completion.")] = 1024
+    temperature: Annotated[float, Parameter(help="0: the most likely token at each position.")] = 0.0
+    max_tokens: Annotated[int, Parameter(help="Maximum tokens of each completion.")] = 1024
     limit: Annotated[int, Parameter(help="Only the first prompts (of each task); 0 for all.")] = 0
     plain: Annotated[bool, Parameter(help="Prompts are plain text, not turns of a conversation.")] = False
     system: Annotated[str, Parameter(help="System message of each conversation that has none.")] = ""

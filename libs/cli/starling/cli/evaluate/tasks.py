@@ -42,7 +42,7 @@ class TaskOptions:
     """Options of the command line for all tasks."""
 
     limit: int = 0
-    """Most prompts of each task; 0 for all."""
+    """Maximum number of prompts of each task; 0 for all."""
     scorer: str = "exact_match"
     """Scorer of a dataset without one of its own."""
     plain: bool = False

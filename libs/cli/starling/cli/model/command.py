@@ -1,4 +1,4 @@
-"""`starling export` and `starling scratch`: folders of models in Hugging Face form."""
+"""`starling export` and `starling scratch`: folders of models in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def export(
     out: Annotated[Path, Parameter(help="The folder to write; it must not exist, or be empty.")],
     /,
     *,
-    ema: Annotated[bool, Parameter(help="Write the averaged weights instead of the newest ones.")] = False,
+    ema: Annotated[bool, Parameter(help="Write the EMA of the weights instead of the newest weights.")] = False,
     model: Annotated[
-        str, Parameter(metavar="DIR", help="The model that was trained; by default as the run says.")
+        str, Parameter(metavar="DIR", help="The model that was trained; by default that of the run.")
     ] = "",
-    shard_mb: Annotated[int, Parameter(help="Most MiB of one file of weights.")] = 5000,
+    shard_mb: Annotated[int, Parameter(help="Maximum MiB of one file of weights.")] = 5000,
     storage_options: Annotated[
         str, Parameter(metavar="JSON", help="Options of fsspec as JSON, where the state is a URL.")
     ] = "{}",
     trust_remote_code: Annotated[bool, Parameter(help="Run Python code from the model's folder.")] = False,
 ) -> int:
-    """Write the model of a saved state in Hugging Face form."""
+    """Write the model of a saved state in Hugging Face format."""
     from starling.cli.model.export import export_model
 
     export_model(
@@ -45,7 +45,7 @@ def export(
 
 def scratch(
     recipe: Annotated[Path, Parameter(help="The recipe with the section [model.scratch].")],
-    folder: Annotated[Path, Parameter(help="Where to make the model's folder.")],
+    folder: Annotated[Path, Parameter(help="The folder to create.")],
     /,
     *,
     line: Line,

@@ -1,4 +1,4 @@
-"""Export of a saved state: its model in Hugging Face form, without a run."""
+"""Export of a saved state: its model in Hugging Face format, without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model folder from nothing: a configuration and a character tokenizer in Hugging Face form, without weights.
+"""A model folder from nothing: a configuration and a character tokenizer in Hugging Face format, without weights.
 
 The policy that opens such a folder starts from random weights. The same settings give the same bytes.
 
@@ -53,7 +53,7 @@ class ScratchSettings(BaseModel):
     chat_template: str | None = None
     """Jinja chat template of the tokenizer; none for a model that is prompted with plain text."""
     max_length: int = Field(default=512, ge=1)
-    """Most tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
 
     @field_validator("alphabet")
     @classmethod
@@ -145,7 +145,7 @@ def _make_config(settings: ScratchSettings, tokenizer: PreTrainedTokenizerFast) 
 
     if settings.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"model_type = {settings.model_type!r} is no causal language model of transformers; "
+            f"model_type = {settings.model_type!r} is not a causal language model of transformers; "
             f"{_nearest(settings.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}"
         )
     kind = CONFIG_MAPPING[settings.model_type]

@@ -92,7 +92,7 @@ def change_setting(
 
 
 def stop(folder: RunFolder = None, /, *, connection: Flags = NO_CONNECTION) -> int:
-    """Stop a run in order: finish the step, write a checkpoint."""
+    """Stop a run gracefully: finish the step, write a checkpoint."""
     from starling.common.wire.messages import RequestStop
 
     return ask(lambda request: RequestStop(request=request, reason=REASON), folder, connection)

@@ -24,9 +24,9 @@ def make(
     name: Annotated[str, Parameter(help="For example policy-0, rollout-0, reward-0 or operator-0.")],
     /,
     *names: str,
-    replace: Annotated[bool, Parameter(help="Give a name that has a key a new one.")] = False,
+    replace: Annotated[bool, Parameter(help="Replace the key of a name that has one.")] = False,
 ) -> int:
-    """Make a key for each name; a folder that has keys already gets more."""
+    """Create a key for each name, in a new folder or in one that has keys."""
     from starling.common.net.keyring import list_keys, make_keys
 
     make_keys(folder, [name, *names], replace=replace)
@@ -46,7 +46,7 @@ def show(folder: Folder, /) -> int:
 def revoke(
     folder: Folder, name: Annotated[str, Parameter(help="A name that `starling keys list` shows.")], /, *names: str
 ) -> int:
-    """Allow the keys of these names no longer; also while the run is under way."""
+    """Revoke the keys of these names, also during the run."""
     from starling.common.net.keyring import revoke_keys
 
     revoke_keys(folder, [name, *names])

@@ -33,7 +33,8 @@ def plan(
     bucket_mib: Annotated[float, Parameter(help="Size of a bucket in MiB.", group=MACHINES)] = 32.0,
     rows: Annotated[int, Parameter(help="Rows of each table.", group=OUTPUT)] = 10,
     picture: Annotated[
-        Path | None, Parameter(metavar="FILE", help="Draw who sends what to whom: an .svg or a .png.", group=OUTPUT)
+        Path | None,
+        Parameter(metavar="FILE", help="Draw which replica sends what to which: an .svg or a .png.", group=OUTPUT),
     ] = None,
     json: Annotated[bool, Parameter(help="Print one JSON object instead.", group=OUTPUT)] = False,
 ) -> int:

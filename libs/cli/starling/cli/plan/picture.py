@@ -38,7 +38,7 @@ def draw(plan: Plan, fan_out: FanOut, sources: Sequence[Place], destinations: Se
         ConfigError: another ending, or a path that cannot be written.
     """
     if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"{path} is no picture that can be drawn; end its name in .svg or .png")
+        raise ConfigError(f"{path} is not a picture that can be drawn; end its name in .svg or .png")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -23,7 +23,7 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
     Raises:
         ConfigError: there is no such algorithm or option of it, or no such model.
     """
-    if recipe.run.learns_from is None:
+    if not recipe.kind.trains:
         return [*_answering(recipe), f"model: {_size(recipe)}, in each of {recipe.launch.num_rollouts} instances"]
     lines = []
     steps, what, kind = recipe.examples, "examples", "supervised"
@@ -93,7 +93,9 @@ def _reinforcement(recipe: Recipe) -> list[str]:
     teachers = []
     if recipe.teacher is not None:
         num, top_k = recipe.launch.num_teachers, recipe.teacher.top_k
-        scores = f"the {top_k} likeliest tokens at each place" if top_k else "log-probabilities of the sampled tokens"
+        scores = (
+            f"the {top_k} most likely tokens at each position" if top_k else "log-probabilities of the sampled tokens"
+        )
         teachers = [f"teachers: {num}; each completion is scored by one: {scores}"]
     return [
         f"a step: {rl.prompts_per_step} prompts x {rl.group_size} completions = {sequences} sequences, "

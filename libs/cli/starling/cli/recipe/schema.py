@@ -51,7 +51,7 @@ class LaunchSettings(SettingsSection):
     screen: Literal["auto", "live", "plain"] = "auto"
     """`live`: one screen that is redrawn. `plain`: lines. `auto`: live on a terminal."""
     stop_s: float = Field(default=300.0, gt=0)
-    """How long an orderly stop may take (the current step, the checkpoint) before everything is killed."""
+    """How long a graceful stop may take (the current step, the checkpoint) before everything is killed."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of each process that dies within `restart_window_s`, before the run fails."""
     restart_window_s: float = Field(default=600.0, gt=0)
@@ -77,7 +77,7 @@ class Recipe(ControllerProcess):
             raise ValueError(f"model.path = {self.model.path!r} and [model.scratch] exclude each other; remove one")
         if self.model.scratch is not None and self.model.lora is not None:
             raise ValueError("[model.scratch] has no weights that [model.lora] could adapt; give the path of a model")
-        if self.model.scratch is not None and self.run.learns_from is None:
+        if self.model.scratch is not None and not self.kind.trains:
             raise ValueError(
                 f"[model.scratch] has no weights, and run.kind = {self.run.kind!r} has no policy to initialise them; "
                 "give the path of a model"
@@ -139,7 +139,7 @@ class Recipe(ControllerProcess):
     @property
     def replicas(self) -> dict[str, int]:
         """How many replicas of each role a run on this machine has."""
-        policy = {"policy": 1} if self.run.learns_from is not None else {}
+        policy = {"policy": 1} if self.kind.trains else {}
         if not self.generates:
             return policy
         scores = self.reward is not None and self.kind.is_scored
@@ -165,7 +165,7 @@ class Recipe(ControllerProcess):
 def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     """Read a recipe and resolve what follows from it. Raises ConfigError."""
     recipe = load(Recipe, files, flags)
-    untrained = recipe.run.learns_from is None
+    untrained = not recipe.kind.trains
     if recipe.model.scratch is None:
         wanted = untrained or recipe.policy.init == "pretrained"
         check_model_folder(recipe.model.path, weights=wanted, may_draw=not untrained)

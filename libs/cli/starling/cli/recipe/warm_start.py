@@ -7,10 +7,11 @@ from typing import Final
 
 from starling.cli.recipe.schema import Recipe
 from starling.common.errors import ConfigError
-from starling.policy.train.checkpoint.header import StateHeader, TrainerKind, find_state
+from starling.common.ids import TrainerKind
+from starling.policy.train.checkpoint.header import StateHeader, find_state
 
 STEPS: Final = {"rl": "rl.num_steps or sft.num_steps", "sft": "sft.num_steps"}
-"""Settings with the number of steps, by kind of run; all other kinds learn from pairs."""
+"""Settings with the number of steps, by trainer; all others learn from pairs."""
 
 
 def start_from_state(recipe: Recipe, state: str) -> Recipe:
@@ -36,13 +37,13 @@ def start_from_state(recipe: Recipe, state: str) -> Recipe:
 
 def _next_kind(recipe: Recipe, state: StateHeader) -> TrainerKind:
     """Return the kind of the first step after `state`."""
-    kind = recipe.run.learns_from
-    assert kind is not None, "_problem excludes it"
-    return "sft" if kind == "rl" and state.version < recipe.plan().num_supervised_steps else kind
+    trainer = recipe.kind.trainer
+    assert trainer is not None, "_problem excludes it"
+    return "sft" if trainer == "rl" and state.version < recipe.plan().num_supervised_steps else trainer
 
 
 def _problem(recipe: Recipe, state: StateHeader) -> str | None:
-    plan, trainer, kind = recipe.plan(), state.trainer, recipe.run.learns_from
+    plan, trainer, kind = recipe.plan(), state.trainer, recipe.kind.trainer
     if kind is None:
         return (
             f"a run of run.kind = {recipe.run.kind!r} trains nothing; set model.path to the folder that "

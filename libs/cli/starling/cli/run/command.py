@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 NOT_EVALUATED = ("--evaluation.at-start=false", "--evaluation.at-end=false", "--evaluation.every=0")
 """Settings of a run that trains no versions, or generates nothing, and so has nothing to evaluate."""
 MOST_USED = {
-    "model.path": "folder of the model, in Hugging Face form",
+    "model.path": "folder of the model, in Hugging Face format",
     "data.source": "prompts: a .jsonl or .parquet, hf:NAME, or MODULE:FACTORY",
     "reward.scorers": "how completions are scored: '[{name = \"math\"}]'",
     "rl.num_steps": "optimizer steps",
     "rl.prompts_per_step": "prompts of one step",
     "rl.group_size": "completions of each prompt",
     "rl.max_staleness": "how many versions old a trained token may be",
-    "sampling.max_tokens": "most tokens of a completion",
+    "sampling.max_tokens": "maximum tokens of a completion",
     "policy.algorithm.name": "grpo, dr_grpo, dapo, gspo, ...",
     "policy.optimizer.learning_rate": "step size of the optimizer",
     "rollout.engine": "transformers, vllm, or MODULE:CLASS",
@@ -120,7 +120,7 @@ def policy_replay(
 
 
 def smoke(*, line: Line) -> int:
-    """Prove in under a minute that everything works here."""
+    """Check in under a minute that everything works on this machine."""
     from starling.cli.run.smoke import run_smoke
 
     run_smoke(line.settings)

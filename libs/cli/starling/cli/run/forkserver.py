@@ -82,7 +82,7 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], output:
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()
-    # Its own session: Ctrl-C reaches the supervisor only, which then ends the run in order.
+    # Its own session: Ctrl-C reaches the supervisor only, which then stops the run gracefully.
     os.setsid()
     die_with_parent()  # that is the server, which lives as long as any of its children
     threading.Thread(target=_die_with_supervisor, name="supervisor", daemon=True).start()

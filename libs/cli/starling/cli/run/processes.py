@@ -121,7 +121,7 @@ class ServiceProcesses:
             text=True,
             errors="replace",
             env={**self._environment, **environment},
-            # A session of its own: Ctrl-C reaches the supervisor only, which then stops the run in order.
+            # A session of its own: Ctrl-C reaches the supervisor only, which then stops the run gracefully.
             start_new_session=True,
             preexec_fn=die_with_parent,
         )

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from starling.cli.recipe.schema import Recipe
 from starling.common.ids import Activity, Objective
+from starling.common.kinds import TRAINED_PHASES
 from starling.common.wire.telemetry import RunSnapshot
-from starling.controller.core.kinds import TRAINED_PHASES
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_NOTICES = 4

@@ -28,9 +28,9 @@ from starling.cli.run.processes import ServiceProcess, ServiceProcesses
 from starling.cli.run.restarts import Restarts
 from starling.cli.run.screen import Screen, make_screen
 from starling.common.errors import StarlingError
+from starling.common.kinds import RunKind
 from starling.common.net.telemetry import TelemetrySubscriber
 from starling.common.observe.process import EXIT_USAGE
-from starling.controller.core.kinds import RunKind
 
 POLL_S = 0.1
 START_S = 60.0
@@ -44,7 +44,7 @@ ENDING = ("draining", "over")
 
 
 def kept_at_stop(kind: RunKind) -> str:
-    """Return what becomes of the work in progress when a run is stopped."""
+    """Return what happens to the work in progress when a run is stopped."""
     if kind.serves_requests:
         return "requests in progress get no answer"
     return "the active step, then a checkpoint" if kind.trains else "answered prompts are kept"
@@ -55,7 +55,7 @@ class ProcessFailedError(StarlingError):
 
 
 class InterruptedRunError(StarlingError):
-    """The run was interrupted by a second Ctrl-C, or before there was anything to stop in order."""
+    """The run was interrupted by a second Ctrl-C, or before there was anything to save."""
 
 
 class Supervisor:
@@ -105,7 +105,7 @@ class Supervisor:
         return self._interrupts > 0
 
     def stop(self) -> None:
-        """Stop the run in order, as Ctrl-C does."""
+        """Stop the run gracefully, as Ctrl-C does."""
         self._interrupts += 1
 
     def on_poll(self) -> None:
@@ -217,13 +217,13 @@ class Supervisor:
         now = time.monotonic()
         if self._stop_by is None:
             self._stop_by = now + self.recipe.launch.stop_s
-            self.screen.say(f"stopping in order: {kept_at_stop(self.recipe.kind)}; Ctrl-C again kills")
+            self.screen.say(f"stopping gracefully: {kept_at_stop(self.recipe.kind)}; Ctrl-C again kills")
         # Only a controller that listens has taken over the signal.
         if not self._stopping and self._watch is not None:
             self._stopping = True
             self._controller.process.send_signal(signal.SIGTERM)
         if now > self._stop_by:
-            raise ProcessFailedError(f"the run did not stop in order within {self.recipe.launch.stop_s:g} s")
+            raise ProcessFailedError(f"the run did not stop gracefully within {self.recipe.launch.stop_s:g} s")
 
     # --- ends and restarts -----------------------------------------------------------------------------------------
 
@@ -289,8 +289,7 @@ class Supervisor:
             # A replica's own error explains more than the controller's report of its loss.
             failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
             raise ProcessFailedError(self._report(failed[0] if failed and controller.code == 1 else controller))
-        trains = self.recipe.run.learns_from is not None
-        if self._interrupts and trains and not read_metrics(self.attempt.metrics, "checkpoint"):
+        if self._interrupts and self.recipe.kind.trains and not read_metrics(self.attempt.metrics, "checkpoint"):
             raise InterruptedRunError("stopped before the first step; there is nothing to save")
         for child in self.children.running():
             if child.name not in self._joined:  # restarted too late to join: no message would end it

@@ -1,7 +1,7 @@
 """Peers of a ROUTER by connection, and closing a single connection: ZeroMQ has no call for that.
 
 ZeroMQ's own threads may close a descriptor, and reuse its number for another connection, at any moment. A duplicate of
-the descriptor stays valid, and the peer's address tells whether it is still the connection that is meant.
+the descriptor stays valid, and the peer's address shows whether it is still the intended connection.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ CONTROLLER = "controller"
 ALLOWED = "allowed.json"
 ZAP_DOMAIN = "starling"
 MAX_REFUSALS = 1000
-"""Most unknown keys that are logged, so that attempts fill neither memory nor disk."""
+"""Maximum number of unknown keys that are logged, so that attempts fill neither memory nor disk."""
 
 
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,4 +134,4 @@ def read_private(path: Path, kind: Any) -> Any:
             f"the key file {path} cannot be read ({error.strerror}); make keys with `starling keys`"
         ) from None
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no key file ({error}); make keys with `starling keys`") from None
+        raise ConfigError(f"{path} is not a key file ({error}); make keys with `starling keys`") from None

@@ -3,7 +3,7 @@
 When the controller dies, ZeroMQ reconnects to its address with exponential backoff. It keeps the messages that are
 still in the socket and sends them to the next controller. Therefore messages are put into the socket only while it is
 connected; only the very first one waits there for a connection. (ZMQ_IMMEDIATE seems to be made for this; but with it,
-a connection that closes discards the messages *received* over it, and a full queue cannot be told from a lost peer.)
+a connection that closes discards the messages *received* over it, and a full queue looks like a lost peer.)
 """
 
 from __future__ import annotations

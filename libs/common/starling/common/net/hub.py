@@ -6,7 +6,7 @@ the key of the connection. No peer can therefore send, or receive, under the nam
 Peers are bounded (`limits`): the role determines which messages, of which size; an allowance determines the rate.
 Messages beyond them are dropped and counted, and a peer that keeps flooding loses its connection. A peer that does not
 read costs one log line a minute and the memory of `SEND_HIGH_WATER` messages. Changes of the allow-list take effect
-while the run is going on.
+during the run.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from starling.common.wire.messages import (
 log = structlog.get_logger(__name__)
 
 MAX_BATCH = 256
-"""Most messages of one `poll`, so that a flood cannot delay the controller's clock."""
+"""Maximum number of messages of one `poll`, so that a flood cannot delay the controller's clock."""
 MAX_LOGGED = 300
-"""Most characters of a logged reason, which may contain text from a peer."""
+"""Maximum number of characters of a logged reason, which may contain text from a peer."""
 RELEASE_WITHIN_S = 0.02
 """How long a release waits for others to the same peer. It is not urgent: it only ends the resending."""
 MAX_RELEASES = 64
@@ -59,14 +59,14 @@ SEND_HIGH_WATER: Final = 1000
 WARN_EVERY_S: Final = 60.0
 """How often, at most, a peer that does not read is logged."""
 MAX_WARNINGS: Final = 10_000
-"""Most pairs of peer and kind of bad message that are logged."""
+"""Maximum number of pairs of peer and kind of bad message that are logged."""
 BIND_WITHIN_S = 1.0
 """How long to retry an address that is in use: its last owner may be closing."""
 BACKLOG: Final = 4096
 """Connections that wait to be accepted: a fleet that lost its controller reconnects at once."""
 PING_MS: Final = 10_000
 SILENT_MS: Final = 60_000
-"""A connection without a ZeroMQ ping for so long is closed: the machine of the peer is gone."""
+"""Time without a ZeroMQ ping after which a connection is closed: the machine of the peer is gone."""
 _USER: Final[Any] = b"User-Id"
 """Property of a frame: the public key of its connection, set by the authenticator."""
 STRANGER: Final = "an unknown peer"

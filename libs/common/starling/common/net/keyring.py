@@ -1,4 +1,4 @@
-"""The folder of a run's keys: keys are made, listed and revoked, also while the run is going on.
+"""The folder of a run's keys: keys are made, listed and revoked, also during the run.
 
 Every file is written under a temporary name and then renamed: a running controller that reads the folder sees the old
 file or the new one. `allowed.json` is written last when a key is made and first when one is revoked, so that no key is
@@ -41,7 +41,9 @@ def make_keys(folder: Path, names: Sequence[str], *, replace: bool = False) -> N
     """
     for number, name in enumerate(names):
         if name == CONTROLLER:
-            raise ConfigError("the controller's key is made with the first others; leave out the name controller")
+            raise ConfigError(
+                "the controller's key comes with the first keys of a folder; leave out the name controller"
+            )
         _check_name(name)
         if name in names[:number]:
             raise ConfigError(f"{name} is given twice; give each name once")
@@ -82,7 +84,7 @@ def revoke_keys(folder: Path, names: Sequence[str]) -> None:
         known = sorted(set(allowed.values()))
         for name in names:
             if name not in known:
-                raise ConfigError(f"{folder} allows no key of {name}; it allows {', '.join(known) or 'nobody'}")
+                raise ConfigError(f"{folder} allows no key of {name}; it allows {', '.join(known) or 'no key'}")
         allowed = {public: name for public, name in allowed.items() if name not in names}
         write_whole(folder / ALLOWED, msgspec.json.encode(allowed), private=True)
         for name in names:

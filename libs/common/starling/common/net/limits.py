@@ -30,7 +30,7 @@ MAX_BYTES: Final = {
     "operator": 64 << 10,  # a key and its value
     "observer": 0,
 }
-"""Most bytes of one message of each role, over all its frames. The limits of the codec apply too."""
+"""Maximum bytes of one message of each role, over all its frames. The limits of the codec apply too."""
 
 
 @dataclass(frozen=True)

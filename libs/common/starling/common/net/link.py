@@ -7,8 +7,8 @@ thread to thread. The heartbeat thread serves the connection while the working t
 - send heartbeats,
 - deliver each new command to the working thread once, however often it arrives,
 - send each result, and send it again until the controller releases its lease,
-- reconnect after the controller was away, and accept only its newest incarnation; meanwhile the working thread goes on
-  with the commands that it has, and its results are kept,
+- reconnect after the controller was away, and accept only its newest incarnation; meanwhile the working thread
+  continues with the commands that it has, and its results are kept,
 - end with one clear error when the controller refuses this replica or stays silent beyond its deadline.
 
 Several threads may use a ZeroMQ socket in turn; `_lock` serialises them. While the working thread waits it does not
@@ -59,7 +59,7 @@ LINGER_MS = 1
 HELLO_EVERY_S = 0.5
 RESEND_S = 2.0
 QUIET_S = 10.0
-"""After so long a silence of the controller, nothing is resent to it: the messages would pile up in the socket."""
+"""Silence of the controller after which nothing is resent to it: the messages would pile up in the socket."""
 LOOK_EVERY_S = 0.1
 """Longest period of the heartbeat thread; the heartbeat may be more frequent."""
 

@@ -32,7 +32,7 @@ class OperatorClient:
         """
         key = None if key_path is None else curve.load_key(key_path)
         if key is not None and key.name != name:
-            raise ConfigError(f"the key file {key_path} was made for {key.name}, and this is {name}; give the other")
+            raise ConfigError(f"the key file {key_path} was made for {key.name}, not for {name}; give that of {name}")
         self._run, self._name = run, name
         self._incarnation = 0
         self._dealer = Dealer(address, name, key)

@@ -9,25 +9,41 @@ from typing import Literal
 import structlog
 
 
-def configure(role: str, *, form: Literal["console", "json"] = "console", level: str = "INFO") -> None:
-    """Set up structlog for this process, and route the standard library's log records through it."""
+def configure(role: str, form: Literal["text", "json"] = "text") -> None:
+    """Set up the log of this process: that of structlog, and the standard library's, which other packages write to.
+
+    Every line has the field `role`, unless its event has one of its own.
+    """
+
+    def add_role(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event.setdefault("role", role)
+        return event
+
+    is_json = form == "json"
+    shared: list[structlog.typing.Processor] = [
+        add_role,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso" if is_json else "%H:%M:%S", utc=is_json),
+        structlog.processors.format_exc_info,
+    ]
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
-        if form == "json"
+        if is_json
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
     )
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
-    ]
     structlog.configure(
-        processors=[*shared, structlog.processors.format_exc_info, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level)),
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(role=role)
+    formatter = (
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+        )
+        if is_json
+        else logging.Formatter(f"%(asctime)s [%(levelname)s] %(message)s role={role}", "%H:%M:%S")
+    )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [%(levelname)s] %(message)s role={role}", "%H:%M:%S"))
+    handler.setFormatter(formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

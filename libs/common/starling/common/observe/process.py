@@ -27,7 +27,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 STOP_S = 25.0
-"""How long a replica may take to exit in good order; less than the half minute after which schedulers kill."""
+"""How long a replica may take to exit gracefully; less than the half minute after which schedulers kill."""
 
 
 class ServiceStopped(BaseException):

@@ -116,6 +116,6 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """A replica's last message. Sent when it exits in good order; its leases are free."""
+    """A replica's last message. Sent when it exits gracefully; its leases are free."""
 
     reason: str

@@ -1,7 +1,7 @@
 """Every message between services, declared once. All code imports messages and their structs from here.
 
 Two tagged unions: `Up` (replica or operator to controller) and `Down` (controller to replica or operator). The messages
-are declared by family, each request beside its answer: `weight_sync`, `rollout`, `training`, `membership` and
+are declared by family, each request next to its answer: `weight_sync`, `rollout`, `training`, `membership` and
 `operations`; `structs` holds what several of them contain. A message may be followed by raw buffer frames, which it
 describes by `TensorMeta`; the controller forwards them without decoding them.
 

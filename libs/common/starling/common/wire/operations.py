@@ -36,7 +36,7 @@ class RequestEvaluation(msgspec.Struct, frozen=True, kw_only=True, tag="request_
 
 
 class RequestStop(msgspec.Struct, frozen=True, kw_only=True, tag="request_stop"):
-    """Ends the run in good order. Sent by `starling stop`; answered by `OperatorReply`."""
+    """Stops the run gracefully. Sent by `starling stop`; answered by `OperatorReply`."""
 
     request: str
     reason: str

@@ -86,13 +86,13 @@ FAMILIES: Final = (
     ),
     MessageFamily(
         "Rollout",
-        "A prompt goes to a rollout, its completions come back, and go on to the rewards and, for distillation, to a "
-        "teacher.",
+        "A prompt goes to a rollout; its completions come back, and are passed on to the rewards and, in distillation, "
+        "to a teacher.",
         (GenerateGroup, GroupGenerated, GroupInterrupted, ScoreGroup, GroupScored, ScoreTokens, TokensScored),
     ),
     MessageFamily(
         "Evaluation",
-        "An evaluation can be requested while a run is going on. Its groups travel as those of training do, with "
+        "An evaluation can be requested during a run. Its groups travel as those of training do, with "
         "`purpose` `evaluate`.",
         (RequestEvaluation,),
     ),
@@ -122,7 +122,7 @@ FAMILIES: Final = (
     ),
     MessageFamily(
         "Operations",
-        "Commands of an operator while a run is going on.",
+        "Commands of an operator during a run.",
         (QueryRun, ChangeSetting, RequestStop, OperatorReply),
     ),
 )
@@ -146,7 +146,7 @@ RECEIVERS: Final[dict[type[msgspec.Struct], tuple[str, ...]]] = {
     Drain: _REPLICAS,
     OperatorReply: ("operator",),
 }
-"""Roles that receive each message of the controller. `ALLOWED_MESSAGES` says who sends the others."""
+"""Roles that receive each message of the controller. `ALLOWED_MESSAGES` lists the senders of the others."""
 
 _MODULES: Final = re.compile(r"starling\.common\.wire\.\w+\.|typing\.")
 

@@ -50,7 +50,7 @@ class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     nbytes: int
     name: str = ""
-    """Name of the tensor where its position does not tell, for example ``pixel_values``."""
+    """Name of the tensor where its position does not identify it, for example ``pixel_values``."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters."""
 
     max_tokens: int
-    """Most tokens of one completion; a completion that reaches it is `truncated`."""
+    """Maximum number of tokens of one completion; a completion that reaches it is `truncated`."""
     temperature: float = 1.0
     """Divisor of the logits; 0 for greedy decoding."""
     top_p: float = 1.0

@@ -39,7 +39,7 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step"):
     next_prompt: int = -1
     """Position in the data of the first prompt that no step up to this one trains; -1 for unchanged."""
     max_tokens: int = 0
-    """Most tokens that a completion of these groups could have; 0 if not reported."""
+    """Maximum number of tokens that a completion of these groups could have; 0 if not reported."""
 
 
 class StepTrained(msgspec.Struct, frozen=True, kw_only=True, tag="step_trained"):
@@ -53,7 +53,7 @@ class StepTrained(msgspec.Struct, frozen=True, kw_only=True, tag="step_trained")
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save_checkpoint"):
-    """Write the present weights in Hugging Face form or, with `state`, everything needed to resume. Sent when the
+    """Write the present weights in Hugging Face format or, with `state`, everything needed to resume. Sent when the
     settings or the end of the run ask for it; answered by `CheckpointSaved`."""
 
     lease: str

@@ -99,7 +99,7 @@ def _smaller(value: int, least: int) -> Iterator[int]:
 
 IMPORTS: Final = {
     "Sampling": "starling.common.wire.messages",
-    "KINDS": "starling.controller.core.kinds",
+    "KINDS": "starling.common.kinds",
     "RunPlan": "starling.controller.core.plan",
     "Faults": "starling.sim.scenario.faults",
     "Fleet": "starling.sim.scenario.scenario",

@@ -8,7 +8,7 @@
 | finished work is not repeated                                 | each command and each record                      |
 | no prompt is lost or trained twice                            | the frozen steps, and the steps of the policies   |
 | each version exists once, bit for bit                         | the digest of each policy after each step         |
-| no token of a rollout that leaves in good order is lost       | each interrupted group when it is dispatched again|
+| no token of a rollout that leaves gracefully is lost          | each interrupted group when it is dispatched again|
 | staleness stays within the bound                              | each token of each step                           |
 | tokens are trained at the temperature they were sampled at    | each group of each step                           |
 | with teachers, no group is trained without teacher log-probs  | the log-probabilities of each group of each step  |
@@ -52,7 +52,7 @@ class Guarantees:
         self.files: dict[int, tuple[StoredGroup, ...]] = {}
         """By step, the groups that were written to files, which survive the controller."""
         self.num_repeated = 0
-        """Steps that one more policy made, or that were made again."""
+        """Steps that another policy computed too, or that were computed again."""
         self._adopted: dict[tuple[str, int], set[int]] = {}
         self._journal: SimulatedJournal | None = None
         self._reset()

@@ -107,7 +107,7 @@ class Invariants:
     def _check_buffer(self) -> None:
         buffer = self.state.buffer
         require(buffer.num_live <= self._max_live, f"{buffer.num_live} groups are live, of {self._max_live} at most")
-        # Groups that a run without a policy gives up are written to its files like all others.
+        # Discarded groups of a run without a policy are written to its files like all others.
         num_gone = buffer.num_discarded + buffer.num_filtered if self.plan.kind.trains else 0
         accounted = buffer.num_live + buffer.num_trained_groups + num_gone
         require(

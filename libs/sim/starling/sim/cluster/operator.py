@@ -1,4 +1,4 @@
-"""Simulated operator, who changes settings, requests evaluations and queries the run at random times."""
+"""Simulated operator: changes settings, requests evaluations and queries the run at random times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starling.sim.errors import require
 NAME: Final = "operator-0"
 REPEAT_S: Final = 1.0
 TIMEOUT_S: Final = 120.0
-"""Every request is answered within this time, under all faults, while the run goes on."""
+"""Every request is answered within this time, under all faults, while the run continues."""
 CHANGES: Final = (
     ("policy.optimizer.learning_rate", (1e-6, 2e-6, 1e-5)),
     ("policy.algorithm.clip_high", (0.2, 0.28)),

@@ -233,7 +233,7 @@ class SimulatedReplica:
         others = {"policy", "rollout"} - {self.role}
         for other in self.cluster.replicas.values():
             clash = other.alive and other.awake and other.role in others
-            require(not clash, f"{self.name} wakes beside {other.name}, which is awake")
+            require(not clash, f"{self.name} wakes while {other.name} is awake")
         self.awake = True
 
     def cancel(self, leases: tuple[str, ...]) -> None:

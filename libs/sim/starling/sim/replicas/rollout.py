@@ -131,7 +131,7 @@ class SimulatedRollout(SimulatedReplica):
         self._depart(self.cluster.clock.now + LEAVE_TIMEOUT_S)
 
     def fall_asleep(self) -> None:
-        """Give back what it has of each group, and sleep."""
+        """Return the partial completions of each group, and sleep."""
         if self.engine:
             was_asleep, self.core.asleep = self.core.asleep, False
             self._interrupt()

@@ -32,7 +32,7 @@ class Faults:
     leave_every_s: float = 0.0
     """A replica leaves and does not come back."""
     preempt_every_s: float = 0.0
-    """A rollout with work in progress leaves in good order, and is restarted."""
+    """A rollout with work in progress leaves gracefully, and is restarted."""
     request_every_s: float = 0.0
     """An operator changes a setting, requests an evaluation, or queries the run."""
     stragglers: float = 0.0

@@ -9,15 +9,15 @@ from typing import Any, Final
 
 import msgspec
 
+from starling.common.kinds import EVALUATE, GENERATE, INFER, RunKind
 from starling.common.wire.messages import Sampling
-from starling.controller.core.kinds import EVALUATE, GENERATE, INFER, RunKind
 from starling.controller.core.plan import RunPlan
 from starling.sim.scenario.faults import ALL, CALM, Faults
 
 WIDTH: Final = 90
 """Longest expression, in characters, that `code_of` writes on one line."""
 MAX_SLOTS: Final = 4
-"""Most groups that a replica of a random scenario works on at a time."""
+"""Maximum number of groups that a replica of a random scenario works on at a time."""
 
 DYNAMIC_SHARE: Final = 0.4
 """Share of the random scenarios with dynamic sampling."""

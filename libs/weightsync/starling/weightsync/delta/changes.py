@@ -44,7 +44,7 @@ WINDOW_BLOCKS: Final = 16
 WINDOW: Final = WINDOW_BLOCKS * BLOCK
 """Elements of a window."""
 RUN_CELL: Final = CELL // 2
-"""Runs are counted only in blocks with so many changes in one cell: others have no runs worth writing."""
+"""Changes in one cell from which on the runs of a block are counted: with fewer, no runs are worth writing."""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def digest_bytes(digest: str | None) -> bytes | None:
     except ValueError:
         data = b""
     if len(data) != 16:
-        raise WeightsError(f"A digest has 32 hex digits, which {digest!r} has not: give `digest_of` the piece.")
+        raise WeightsError(f"A digest has 32 hex digits, unlike {digest!r}: give `digest_of` the piece.")
     return data
 
 

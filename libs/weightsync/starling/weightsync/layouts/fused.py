@@ -75,7 +75,7 @@ def _target(weight: Weight, fusions: Sequence[Fusion]) -> tuple[str, Fusion | No
 def _parameter(
     name: str, members: Sequence[LocalWeight], num_stacked: int, prefixes: Sequence[tuple[str, str]]
 ) -> Parameter:
-    """Concatenate `members` along dim 0; with `num_stacked`, so many at each index of a new first dim."""
+    """Concatenate `members` along dim 0; with `num_stacked`, that many at each index of a new first dim."""
     parts: list[ParameterPart] = []
     row = 0
     for index, local in enumerate(members):

@@ -24,7 +24,7 @@ class BufferPool:
         return self._memory
 
     def clear(self) -> None:
-        """Mark every block as free; none may be used any more."""
+        """Mark every block as free; none may be used afterwards."""
         self._free = [(0, self.size_bytes)] if self.size_bytes else []
 
     def acquire(self, size_bytes: int) -> Memory | None:

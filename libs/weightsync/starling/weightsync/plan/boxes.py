@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _CHUNK: Final = 1 << 22
-"""Most pairs of neighbours that are compared at once, which bounds the memory of a sweep."""
+"""Maximum number of pairs of neighbours that are compared at once, which bounds the memory of a sweep."""
 
 
 def intersection(a: Box, b: Box) -> Box | None:

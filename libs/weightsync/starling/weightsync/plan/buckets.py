@@ -24,11 +24,11 @@ from starling.weightsync.plan.moves import MAX_TRANSFERS, Bucket, Moves, PieceIn
 DIRECT_BYTES: Final = 64 << 10
 """Smaller boxes are packed together: a separate message would cost more than the copy."""
 BUCKETS_PER_SOURCE: Final = 4
-"""Most buckets in flight from one source to one destination rank."""
+"""Maximum number of buckets in flight from one source to one destination rank."""
 MAX_ROWS: Final = 1 << 26
-"""Most transfers into one rank."""
+"""Maximum number of transfers into one rank."""
 MAX_BOXES: Final = 1 << 20
-"""Most distinct boxes among them."""
+"""Maximum number of distinct boxes among them."""
 
 
 def row_major(size: Sequence[int]) -> tuple[int, ...]:

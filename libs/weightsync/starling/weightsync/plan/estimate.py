@@ -46,7 +46,7 @@ NUM_SNAPSHOTS: Final = 2
 """One is read while the next is written."""
 PAGE_BYTES: Final = 4096
 MAX_PACKING_BYTES: Final = 256 << 20
-"""Most that a UCX source packs at once for all its readers; a single larger request is served alone."""
+"""Maximum that a UCX source packs at once for all its readers; a single larger request is served alone."""
 
 
 class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from starling.weightsync.plan.boxes import Ints
 from starling.weightsync.plan.layout import Box
 
 MAX_TRANSFERS: Final = 1024
-"""Most transfers in one bucket, which bounds the request for it."""
+"""Maximum number of transfers in one bucket, which bounds the request for it."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

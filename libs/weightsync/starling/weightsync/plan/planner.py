@@ -59,7 +59,7 @@ __all__ = [
 MAX_BUCKET_BYTES: Final = 1 << 30
 """Largest bucket that can be requested, and the most that a source sends at once."""
 MAX_IN_FLIGHT: Final = 1024
-"""Most buckets in flight of one destination rank."""
+"""Maximum number of buckets in flight of one destination rank."""
 MAX_PLANS: Final = 1024
 """Plans that a `PlanCache` keeps; the least recently used ones are dropped."""
 MAX_LAYOUT_DIGESTS: Final = 65_536
@@ -76,7 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     bucket_bytes: int
     """Largest size of a bucket, with padding."""
     buckets_in_flight: int
-    """Most buckets in flight of one destination rank, over all its sources."""
+    """Maximum number of buckets in flight of one destination rank, over all its sources."""
     source_pieces: PieceIndex
     destination_pieces: PieceIndex
     moves: tuple[Moves, ...]

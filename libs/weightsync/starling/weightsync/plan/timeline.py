@@ -20,7 +20,7 @@ PARTS: Final = ("prepare", "read", "confirm", "switch", "wait")
 
 PART_MEANINGS: Final = {
     "prepare": "checking plan and offer, preparing memory",
-    "read": "connecting, reading, unpacking and digesting, while generation goes on",
+    "read": "connecting, reading, unpacking and digesting, while generation continues",
     "confirm": "checking that the snapshots did not change",
     "switch": "the pause of generation: writing live tensors, digests of the weights that the engine holds",
     "wait": "messages in flight, an earlier pull, the next token boundary",

@@ -25,7 +25,7 @@ DEVICE, NUMA, HOST, RAIL, SWITCH, FAR = range(len(LINKS))
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=65536)]
 MAX_RANKS: Final = 1 << 20
-"""Most GPUs and most cards of a topology."""
+"""Maximum number of GPUs, and of cards, of a topology."""
 
 
 class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -48,7 +48,7 @@ def check_index(index: PieceIndex, replica: str) -> None:
         _check_range(np.array([rank]), index.num_ranks, f"rank of {replica}")
         num_shards = int(index.first_pieces(rank)[-1])
         if len(order) != 4 * num_shards or not np.array_equal(np.sort(column(order)), np.arange(num_shards)):
-            raise WeightsError(f"The plan's order of the shards of rank {rank} of {replica} is no permutation.")
+            raise WeightsError(f"The plan's order of the shards of rank {rank} of {replica} is not a permutation.")
 
 
 def check_moves(moves: Moves, source: PieceIndex, destination: PieceIndex) -> None:

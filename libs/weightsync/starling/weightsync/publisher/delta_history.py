@@ -31,13 +31,13 @@ from starling.weightsync.plan.layout import Box, ShardPiece
 MAX_SHARE: Final = 0.5
 """A delta that takes a larger share of its piece is not worth computing."""
 MIN_PART_BYTES: Final = 256 << 10
-"""Least average size of the parts in which a piece is compared: with smaller ones the calls cost more than the work."""
+"""Minimum average size of the parts in which a piece is compared: for smaller ones the calls would dominate."""
 NUM_THREADS: Final = 2
 """Comparing threads: training needs the other cores."""
 MAX_PARTS: Final = 4096
-"""Most parts in which a piece is compared."""
+"""Maximum number of parts in which a piece is compared."""
 NOTIFY_INTERVAL_S: Final = 0.002
-"""Least time between two notifications of readers that wait for deltas."""
+"""Minimum time between two notifications of readers that wait for deltas."""
 
 CutKey = tuple[int, Box, int]
 """Piece, box and base."""

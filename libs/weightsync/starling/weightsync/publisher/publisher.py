@@ -1,4 +1,4 @@
-"""The publisher of one rank: copies its shards into a snapshot, which readers pull while training goes on."""
+"""The publisher of one rank: copies its shards into a snapshot, which readers pull while training continues."""
 
 from __future__ import annotations
 

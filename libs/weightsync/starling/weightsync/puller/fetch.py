@@ -43,7 +43,7 @@ from starling.weightsync.transports.messages import (
 MAX_ATTEMPTS: Final = 2
 """How often a source is asked for a bucket that arrives with a wrong digest."""
 PROGRESS_INTERVAL_S: Final = 0.1
-"""Least time between two progress reports."""
+"""Minimum time between two progress reports."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class FetchOptions:
     """Called with each read that is complete, by its index in the schedule, with the digests of its boxes and the
     deltas among them, whose memory is reused afterwards."""
     delta_bytes: int
-    """Most memory for deltas in flight."""
+    """Maximum memory for deltas in flight."""
     report: Callable[[PullProgress], None] | None = None
 
 
@@ -150,7 +150,7 @@ class BucketFetcher:
         buffers: memory for what must be unpacked.
         pool: threads that unpack and digest.
         options: how it is done.
-        numbers: reserves so many request numbers, and returns the first.
+        numbers: reserves this many request numbers, and returns the first.
         bases: for each read of the schedule the version that its boxes hold, or -1 where they hold parts of several;
             kept up to date.
     """

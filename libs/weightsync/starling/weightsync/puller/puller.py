@@ -41,11 +41,11 @@ from starling.weightsync.tensors.views import array_of, live_view, live_views, p
 PullerState = Literal["stale", "pulling", "staged", "current", "torn"]
 
 MAX_THREADS: Final = 4
-"""Most threads that copy, unpack and digest."""
+"""Maximum number of threads that copy, unpack and digest."""
 
 
 class Puller:
-    """The destination of one rank. Call `pull` in a thread of your own.
+    """The destination of one rank. Call `pull` in a dedicated thread.
 
     Args:
         layout: what the replica holds.

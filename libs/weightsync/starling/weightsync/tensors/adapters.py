@@ -1,7 +1,7 @@
-"""Low-rank adapters: put the same ones into every replica's model, and tell what of it travels.
+"""Low-rank adapters: create the same ones in every replica's model, and list the tensors that travel.
 
 The weights that adapters are for never change, so they do not travel: each replica reads them from files. That all
-read the same is proven once, when two replicas are planned for: their layouts tell a digest of them.
+read the same is proven once, when a transfer between two replicas is planned: their layouts contain a digest of them.
 """
 
 from __future__ import annotations

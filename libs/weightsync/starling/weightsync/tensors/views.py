@@ -38,8 +38,7 @@ def live_view(layout: Layout, rank: int, index: int, tensors: Mapping[str, torch
             tensor, offset_bytes = tensor[offset_bytes:end].view(getattr(torch, spec.dtype)), 0
         except RuntimeError as error:
             raise WeightsError(
-                f"{spec.name} lies at byte {offset_bytes} of {shard.storage}, "
-                f"which is no place for {spec.dtype}: {error}."
+                f"{spec.name} lies at byte {offset_bytes} of {shard.storage}, where {spec.dtype} cannot be: {error}."
             ) from error
     if str(tensor.dtype).removeprefix("torch.") != spec.dtype:
         raise WeightsError(

@@ -46,7 +46,7 @@ SLOWEST_BYTES_PER_S: Final = 10e6
 CONNECT_S: Final = 0.6
 """How long gloo tries to connect; it makes five attempts, which cannot be interrupted."""
 MAX_CTAS: Final = 4
-"""Most thread blocks of one group: all groups of a GPU must be able to run at once, or they could deadlock."""
+"""Maximum number of thread blocks of one group: all groups of a GPU must fit on it at once, or they could deadlock."""
 _SOURCE, _READER = 0, 1
 _SECRET: Final = "secret"
 _SECRET_BYTES: Final = 32

@@ -12,7 +12,7 @@ LONGEST_WAIT_S: Final = 0.05
 IDLE_TIMEOUT_S: Final = 10.0
 """How long a connection may last without a valid token, and how long a peer may accept none of what is sent."""
 MAX_CONNECTIONS: Final = 1024
-"""Most readers of one server."""
+"""Maximum number of readers of one server."""
 ACCEPT_BACKOFF_S: Final = 1.0
 """Pause after a connection could not be accepted, for example because the process has no descriptors left."""
 

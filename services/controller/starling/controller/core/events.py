@@ -36,7 +36,7 @@ class ReplicaDisconnected(msgspec.Struct, frozen=True, gc=False):
 
 
 class StopRequested(msgspec.Struct, frozen=True, gc=False):
-    """A signal asks the run to end in order before its last step."""
+    """A signal requests a graceful stop before the last step."""
 
     now: float
     reason: str

@@ -110,7 +110,7 @@ def _adoptions(state: ControllerState, adopting: list[Member]) -> str:
 
 
 def missing_role(state: ControllerState) -> str | None:
-    """Return which role has too few replicas for the run to go on, or None."""
+    """Return which role has too few replicas for the run to continue, or None."""
     plan, members = state.plan, state.replicas.membership
     num = members.num("policy")
     if plan.kind.trains and num == 0:
@@ -167,7 +167,7 @@ def overdue(state: ControllerState) -> str | None:
             "rl.filter_limit, or set rl.dynamic_sampling = false"
         )
     if state.lifecycle.stopping and now > state.lifecycle.deadline:
-        return f"the run did not stop in order within {state.plan.stop_s:g} s; it waits for {explain(state)}"
+        return f"the run did not stop gracefully within {state.plan.stop_s:g} s; it waits for {explain(state)}"
     return None
 
 
@@ -254,7 +254,7 @@ def _waits_for_work(state: ControllerState, name: str) -> list[dict[str, Any]]:
     leases = state.replicas.leases.all_of(name)
     for kind, num in Counter(lease.kind for lease in leases).items():
         if kind == "save" and not _ends(state):
-            continue  # the steps go on meanwhile; if they do not, the policy reports that it waits
+            continue  # the steps continue meanwhile; if they do not, the policy reports that it waits
         oldest = min((lease for lease in leases if lease.kind == kind), key=lambda lease: lease.begun_at)
         one, many, verb = WORK[kind]
         what = f"{num} {many if num > 1 else one} {verb}, the oldest {lease_subject(oldest.id)}"

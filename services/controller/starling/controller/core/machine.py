@@ -69,7 +69,7 @@ from starling.controller.core.training.results import on_policy_version, on_save
 from starling.controller.core.weights.distribution import adopt, catch_up, on_adopted, on_published, publish
 
 AWAITED_HEARTBEATS: Final = 3
-"""For so many heartbeats a restarted controller waits for replicas that may hold work."""
+"""Heartbeats for which a restarted controller waits for replicas that may hold work."""
 OPERATOR_COMMANDS: Final = (wire.QueryRun, wire.ChangeSetting, wire.RequestEvaluation, wire.RequestStop)
 """`wire.OperatorMessage` as a tuple: `isinstance` takes ten times as long with a union."""
 Result = (
@@ -103,7 +103,7 @@ class Controller:
         """Begin a run, or resume it.
 
         Args:
-            plan: what is to be done.
+            plan: the kind of the run, its sizes, bounds and deadlines.
             prompts: for reinforcement learning, or to be answered.
             examples: for the steps of examples.
             held_out: for evaluations.
@@ -170,7 +170,7 @@ def _handle(state: ControllerState, event: Event) -> None:
 
 
 def _tick(state: ControllerState) -> None:
-    """Remove replicas that are silent or hang, fail a run that cannot go on, and make every derivation due."""
+    """Remove replicas that are silent or hang, fail a run that cannot continue, and make every derivation due."""
     replicas, now = state.replicas, state.now
     if replicas.membership.awaited and not replicas.membership.is_awaiting(now):
         stop_awaiting(state)
@@ -179,7 +179,7 @@ def _tick(state: ControllerState) -> None:
     for lease in replicas.leases.expired(now):
         member = replicas.membership.members.get(lease.peer)
         if member is not None:
-            limit_s = state.plan.timeout_s(lease.kind)
+            limit_s = state.plan.timeouts.of(lease.kind)
             evict(state, member, f"{lease.peer} did not answer {lease.id} within {limit_s:g} s")
     if state.lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
         problem = overdue(state)
@@ -213,7 +213,7 @@ def _received(state: ControllerState, event: Received) -> None:
         case wire.Leave(reason=reason):
             remove(state, sender, f"it left: {reason}", ended=True)
         case _:
-            # To release a lease that is not, or no longer, in force is what makes a late result harmless.
+            # The release of a lease that is not, or no longer, in force makes a late result harmless.
             release(state, sender, message.lease)
             lease = leases.get(message.lease)
             if lease is None and reclaim(state, member, message.lease):
@@ -222,7 +222,7 @@ def _received(state: ControllerState, event: Received) -> None:
                 state.replicas.slots.mark(member, lease.kind)
                 _result(state, member, lease, message, event)
             elif isinstance(message, wire.StepTrained):
-                # Whatever became of its lease: this policy has made the step, and that cannot be undone.
+                # Whatever happened to its lease: this policy has made the step, and that cannot be undone.
                 on_policy_version(state, member, message.step)
 
 

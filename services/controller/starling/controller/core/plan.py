@@ -9,12 +9,50 @@ from typing import Any
 import msgspec
 
 from starling.common.ids import LeaseKind, Purpose, Role
+from starling.common.kinds import RL, RunKind, kind_of
 from starling.common.wire.messages import Sampling, Welcome
-from starling.controller.core.groups.buffer import TrainBuffer
-from starling.controller.core.kinds import RL, RunKind, kind_of
+from starling.controller.core.groups.buffer import GroupBuffer, buffer_class
 
 FILTER_LIMIT = 10
-"""How many steps' groups may be filtered out in a row, where the recipe sets no limit."""
+"""Steps' worth of groups that may be filtered out in a row, where the recipe sets no limit."""
+
+
+@dataclass(frozen=True)
+class LeaseTimeouts:
+    """How long one lease may take, by the kind of its work.
+
+    A replica that sends heartbeats and does not answer by then hangs, and is evicted.
+    """
+
+    generate_s: float = 3600.0
+    score_s: float = 900.0
+    teach_s: float = 900.0
+    train_s: float = 7200.0
+    publish_s: float = 900.0
+    adopt_s: float = 900.0
+    save_s: float = 3600.0
+    """A checkpoint or a saved state."""
+    sleep_s: float = 300.0
+    """Releasing shared devices, or taking them back."""
+
+    def of(self, kind: LeaseKind) -> float:
+        """Return the timeout of a lease of this kind, in seconds."""
+        return self._by_kind[kind]
+
+    @cached_property
+    def _by_kind(self) -> dict[LeaseKind, float]:
+        return {
+            "generate": self.generate_s,
+            "score": self.score_s,
+            "teach": self.teach_s,
+            "train": self.train_s,
+            "publish": self.publish_s,
+            "adopt": self.adopt_s,
+            "checkpoint": self.save_s,
+            "save": self.save_s,
+            "sleep": self.sleep_s,
+            "wake": self.sleep_s,
+        }
 
 
 @dataclass(frozen=True)
@@ -43,7 +81,7 @@ class RunPlan:
     dynamic_sampling: bool = False
     """Filter groups out whose rewards are all equal, and take the next prompts in their place."""
     filter_limit: int = 0
-    """The run fails after so many filtered groups in a row; 0 for ten times `prompts_per_step`."""
+    """Filtered groups in a row after which the run fails; 0 for ten times `prompts_per_step`."""
     evaluate_at_start: bool = False
     evaluate_at_end: bool = False
     evaluate_every: int = 0
@@ -54,7 +92,7 @@ class RunPlan:
     save_every: int = 0
     """Steps between two saved states of the policy; 0 saves only at a stop."""
     save_rest_s: float = 0.0
-    """Least seconds between two saved states, for steps that take less time than a save."""
+    """Minimum seconds between two saved states, for steps that take less time than a save."""
     samples_per_step: int = 0
     """Completions of each step in samples.jsonl; 0 for none."""
     samples_every: int = 1
@@ -75,18 +113,9 @@ class RunPlan:
     start_s: float = 120.0
     """How long the run may wait for its first replicas, and later for a replica of a role that has none."""
     stop_s: float = 240.0
-    """How long an orderly stop may take before the run fails: the step in hand, its publication, the checkpoint."""
+    """How long a graceful stop may take before the run fails: the current step, its publication, the checkpoint."""
     drain_s: float = 15.0
-    generate_s: float = 3600.0
-    """How long a replica may generate one group, and below score one, train a step, and so on. A replica that sends
-    heartbeats and does not answer by then hangs, and is evicted."""
-    score_s: float = 900.0
-    teach_s: float = 900.0
-    train_s: float = 7200.0
-    publish_s: float = 900.0
-    adopt_s: float = 900.0
-    save_s: float = 3600.0
-    sleep_s: float = 300.0
+    timeouts: LeaseTimeouts = LeaseTimeouts()
     evaluation_s: float = 7200.0
     """How long one evaluation may take; prompts that are not scored by then count as failed."""
 
@@ -113,9 +142,9 @@ class RunPlan:
         """Return the phase of the run during `step`: sft, dpo, reward_model, or what is done with groups."""
         return self.kind.phase(is_example_step=step <= self.num_supervised_steps)
 
-    def new_buffer(self) -> TrainBuffer:
+    def new_buffer(self) -> GroupBuffer:
         """Return the buffer of the run as it begins."""
-        buffer = self.kind.buffer(
+        buffer = buffer_class(self.kind)(
             num_steps=self.num_steps,
             prompts_per_step=self.prompts_per_step,
             max_staleness=self.max_staleness,
@@ -145,10 +174,11 @@ class RunPlan:
         }
 
     def to_fields(self) -> dict[str, Any]:
-        """Return all numbers of the plan as a recording holds them."""
+        """Return all numbers of the plan as a recording holds them: flat, the timeouts among them."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         del fields["kind"]
-        return {**fields, "objective": self.kind.objective, "activity": self.kind.activity}
+        timeouts = fields.pop("timeouts")
+        return {**fields, **timeouts, "objective": self.kind.objective, "activity": self.kind.activity}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> RunPlan:
@@ -160,7 +190,8 @@ class RunPlan:
         numbers = dict(fields)
         kind = kind_of(numbers.pop("objective", "sft"), numbers.pop("activity", "rl"))
         try:
-            return replace(msgspec.convert(numbers, cls), kind=kind)
+            timeouts = msgspec.convert(numbers, LeaseTimeouts)
+            return replace(msgspec.convert(numbers, cls), kind=kind, timeouts=timeouts)
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from None
 
@@ -168,25 +199,6 @@ class RunPlan:
         """Return the answer to each heartbeat of a member of this role."""
         shares = self.colocate and role in ("policy", "rollout")
         return Welcome(heartbeat_s=self.heartbeat_s, lease_s=self.lease_s, shares_devices=shares)
-
-    def timeout_s(self, kind: LeaseKind) -> float:
-        """Return how long a lease of this kind may take."""
-        return self._timeouts[kind]
-
-    @cached_property
-    def _timeouts(self) -> dict[LeaseKind, float]:
-        return {
-            "generate": self.generate_s,
-            "score": self.score_s,
-            "teach": self.teach_s,
-            "train": self.train_s,
-            "publish": self.publish_s,
-            "adopt": self.adopt_s,
-            "checkpoint": self.save_s,
-            "save": self.save_s,
-            "sleep": self.sleep_s,
-            "wake": self.sleep_s,
-        }
 
 
 def draw_seed(seed: int, purpose: str, ordinal: int, tries: int) -> int:

@@ -15,7 +15,7 @@ has which lease) the replicas report in their heartbeats.
 | `RewardsStored`       | rewards                                          | as above                   |
 | `TeacherLogprobsStored`       | a teacher's log-probabilities, with their payload | as above                  |
 | `GroupRequeued`     | completions were thrown away; how often so far   | as above                   |
-| `GroupDiscarded`    | a prompt that was given up, or filtered out      | the end                    |
+| `GroupDiscarded`    | a prompt that was discarded, or filtered out     | the end                    |
 | `StepFrozen`        | which groups a step trains                       | the end                    |
 | `StepCommitted`     | the step is made: its version exists             | the end                    |
 | `VersionPublished`  | a version was on offer, and its root             | the end                    |
@@ -146,7 +146,7 @@ class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, tag="group_return
 
 
 class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag="group_discarded"):
-    """A group was given up."""
+    """A group was discarded."""
 
     key: str
     prompt: str
@@ -219,7 +219,7 @@ class EvaluationRequested(msgspec.Struct, frozen=True, kw_only=True, tag="evalua
 
 
 class StopAsked(msgspec.Struct, frozen=True, kw_only=True, tag="stop_asked"):
-    """An operator was told that the run will end early.
+    """An operator was promised that the run stops early.
 
     This holds until the run has stopped, whatever crashes meanwhile: a run that resumes before stops first. A signal to
     the controller's process writes no such record: it is about the process, and a restart of it resumes the run.
@@ -229,7 +229,7 @@ class StopAsked(msgspec.Struct, frozen=True, kw_only=True, tag="stop_asked"):
 
 
 class RunStopped(msgspec.Struct, frozen=True, kw_only=True, tag="run_stopped"):
-    """The run has ended early, in order or not: from here on it can resume."""
+    """The run has ended early, gracefully or not: from here on it can resume."""
 
     reason: str
 
@@ -293,7 +293,7 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Position of the prompt in the data of the run that wrote it."""
     prompt: Prompt
     trajectories: tuple[TrajectoryMeta, ...] = ()
-    """Empty where the group was given up."""
+    """Empty where the group was discarded."""
     rewards: tuple[float | None, ...] = ()
     """In the order of the trajectories; empty where nothing scores."""
     components: dict[str, tuple[float | None, ...]] = {}
@@ -304,7 +304,7 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     temperature: float = 1.0
     """Divisor of the logits under which they were sampled."""
     problem: str = ""
-    """Why it was given up, in one sentence."""
+    """Why it was discarded, in one sentence."""
 
 
 class JournalEntry(msgspec.Struct, frozen=True):

@@ -73,16 +73,7 @@ def _apply(state: ControllerState, entry: JournalEntry) -> None:
             lifecycle.enter(RunStage.DRAINING)
             lifecycle.drain_sent = True
         case records.EvaluationOpened() as opened:
-            open_evaluation(
-                state,
-                opened.number,
-                opened.version,
-                opened.cause,
-                opened.num_completions,
-                opened.request,
-                opened.first,
-                deadline=float("inf"),
-            )
+            open_evaluation(state, opened, deadline=float("inf"))
         case records.EvaluationClosed() as closed:
             _close_evaluation(state, closed)
         case (

@@ -67,7 +67,7 @@ class RunPrompts:
 
 
 class ControllerState:
-    """One attribute per topic, which know nothing of each other, and the numbers that they share."""
+    """One attribute per topic, independent of each other, and the numbers that they share."""
 
     def __init__(self, plan: RunPlan, data: RunPrompts, incarnation: int = 1) -> None:
         """`incarnation`: how often a controller of this run has started, from 1."""

@@ -17,7 +17,7 @@ from starling.common.wire.messages import ChatMessage, Media
 from starling.controller.data.settings import DataSettings
 
 MAX_INLINE_BYTES: Final = 8 << 20
-"""Most bytes of the media inside a prompt. A control message may have twice as many."""
+"""Maximum bytes of the media inside a prompt. A control message may have twice as many."""
 
 _PNG_MODES: Final = {mode: mode for mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")} | {"I": "I;16"}
 """PNG modes of Pillow's modes. All other modes (such as CMYK) are converted to RGB, as a rollout would do."""

@@ -56,7 +56,7 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     num_groups: int
     num_usable: int
-    """Groups with trajectories, which were not given up."""
+    """Groups with trajectories, which were not discarded."""
     size_bytes: int
     sha256: str
 

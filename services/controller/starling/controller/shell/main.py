@@ -62,7 +62,7 @@ log = structlog.get_logger(__name__)
 
 METRICS = "metrics.jsonl"
 MAX_BATCH = 256
-"""Most messages that are handled between two commits and two looks at the clock."""
+"""Maximum number of messages that are handled between two commits and two looks at the clock."""
 QUIET_NOTES = frozenset({"step", "trained", "answered", "published", "adopted", "offered", "state", "filtered"})
 """Kinds of notes that come with every step. They go to metrics.jsonl and to the screen, not to the log."""
 

@@ -1,4 +1,4 @@
-"""Schedule of the ticks that tell the controller's core how much time has passed."""
+"""Schedule of the ticks by which the controller's core learns the time."""
 
 from __future__ import annotations
 

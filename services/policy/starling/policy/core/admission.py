@@ -67,7 +67,7 @@ class PolicyState:
             case TrainStep(num_replicas=num) if num != 1:
                 return f"step {command.step} is shared by {num} policies, and this policy trains only whole steps"
             case TrainStep(groups=groups, examples=examples) if bool(groups) == bool(examples):
-                return f"step {command.step} must have groups or examples, and not both"
+                return f"step {command.step} must have groups or examples, but not both"
             case PublishWeights(version=version) if version not in (self.version, self.published):
                 return f"version {version} cannot be published: this policy holds version {self.version}"
             case SaveCheckpoint(step=step) if step != self.version:

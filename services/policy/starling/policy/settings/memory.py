@@ -23,7 +23,7 @@ class MemorySettings(SettingsSection):
     offload_activations: bool = False
     """Keep activations for the backward pass in host memory. No effect for a model on a CPU."""
     offload_optimizer: bool = False
-    """Keep the optimizer's averages, its float32 weights and the gradients in host memory, and update there with
+    """Keep the optimizer's moments, its float32 weights and the gradients in host memory, and update there with
     `launch.num_threads` threads: the device keeps only the weights. `muon` is slow there. No effect for a model on a
     CPU."""
     compile: bool = False

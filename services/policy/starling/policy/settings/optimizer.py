@@ -15,7 +15,7 @@ class OptimizerSettings(SettingsSection):
     """Optimizer and learning-rate schedule."""
 
     kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """`adamw`; `adamw_8bit`, with averages of one byte instead of four (torchao); or `muon` for the matrices of hidden
+    """`adamw`; `adamw_8bit`, with moments of one byte instead of four (torchao); or `muon` for the matrices of hidden
     layers and AdamW for all other parameters, at a learning rate and weight decay suited to AdamW."""
     learning_rate: float = Field(default=1e-6, gt=0.0, allow_inf_nan=False)
     """Peak learning rate, reached at the end of the warm-up."""
@@ -38,11 +38,11 @@ class OptimizerSettings(SettingsSection):
     no_decay: tuple[str, ...] = ()
     """Regular expressions for the names of further parameters without weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's averages of the gradient and of its square."""
+    """Decay rates of AdamW's two moments: of the gradient, and of its square."""
     eps: float = Field(default=1e-8, gt=0.0, allow_inf_nan=False)
     """Added to AdamW's denominator."""
     momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay rate of Muon's average of the gradient."""
+    """Decay rate of Muon's momentum."""
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Decay rate, per update, of an exponential moving average of the weights; 0 keeps none."""
     max_grad_norm: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)

@@ -20,6 +20,7 @@ import structlog
 from pydantic import model_validator
 
 from starling.common.errors import ConfigError, StarlingError, WeightsError
+from starling.common.kinds import KINDS
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
 from starling.common.offers import OfferSender, lease_failure
@@ -316,14 +317,14 @@ def create_learner(path: Path, settings: PolicyProcess) -> Learner:
     from starling.policy.train.loss.objective import check_objective
     from starling.policy.train.optim.optimizer import check_optimizers
 
-    kind = settings.run.learns_from
-    if kind is None:
-        raise ConfigError(f"a run of run.kind = {settings.run.kind!r} trains nothing and has no policy; start none")
-    if kind == "rl":
+    trainer = KINDS[settings.run.kind].trainer
+    if trainer is None:
+        raise ConfigError(f"a run of run.kind = {settings.run.kind!r} trains nothing; start no policy")
+    if trainer == "rl":
         check_objective(settings.policy.algorithm)
     seed_random(settings.run.seed)
     learner = Learner(partial(load_version_0, path, settings), settings.policy)
-    check_optimizers(learner.model, settings.policy, kind)
+    check_optimizers(learner.model, settings.policy, trainer)
     return learner
 
 
@@ -340,7 +341,7 @@ def load_version_0(path: Path, settings: PolicyProcess) -> Any:
         seed=settings.run.seed,
         dtype=settings.model.dtype,
         trust_remote_code=settings.model.trust_remote_code,
-        scores=settings.run.kind == "reward_model",
+        scores=KINDS[settings.run.kind].trainer == "reward_model",
     )
     lora = settings.model.lora
     if lora is not None:

@@ -10,8 +10,9 @@ import structlog
 import torch
 from torch import Tensor
 
+from starling.common.ids import TrainerKind
 from starling.policy.settings.policy import PolicySettings, changed
-from starling.policy.train.checkpoint.header import TrainerKind, TrainerState
+from starling.policy.train.checkpoint.header import TrainerState
 from starling.policy.train.checkpoint.state import (
     REFERENCE,
     TRAINER,

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from starling.algo.loss.preference import Pairs, bradley_terry, dpo, ipo
 from starling.algo.loss.terms import LossTerms
+from starling.common.ids import TrainerKind
 from starling.policy.core.phases import PhaseClock
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.checkpoint.header import TrainerKind
 from starling.policy.train.data.examples import PackedPairs, PreferencePair, pack_pairs
 from starling.policy.train.data.packing import Index, MicrobatchInputs
 from starling.policy.train.loss.logprobs import token_logprobs

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from starling.algo.loss.terms import Tokens
 from starling.common.errors import ConfigError
+from starling.common.ids import TrainerKind
 from starling.policy.core.phases import PhaseClock
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.checkpoint.header import TrainerKind
 from starling.policy.train.data.groups import FloatArray, ScoredGroup
 from starling.policy.train.data.packing import Index, MicrobatchInputs, PackedBatch, check_lengths, pack_sequences
 from starling.policy.train.errors import StepBrokenError

@@ -11,9 +11,9 @@ import torch
 from starling.algo.loss.aggregate import token_mean
 from starling.algo.loss.sft import sft_loss
 from starling.common.errors import ConfigError
+from starling.common.ids import TrainerKind
 from starling.policy.core.phases import PhaseClock
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.checkpoint.header import TrainerKind
 from starling.policy.train.data.examples import SftExample
 from starling.policy.train.data.packing import PromptBlock, check_lengths, pack_sequences
 from starling.policy.train.loss.logprobs import token_logprobs

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from starling.algo.architecture import turn_off_router_logits
+from starling.common.ids import TrainerKind
 from starling.policy.core.phases import NullClock, PhaseClock
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.checkpoint.header import TrainerKind
 from starling.policy.train.data.groups import Flags, IntArray
 from starling.policy.train.data.packing import MicrobatchInputs, PackedBatch, to_tensors
 from starling.policy.train.memory.setup import optimizer_device

@@ -193,7 +193,9 @@ class Endpoint:
     def _check_model(self, name: str) -> None:
         if name != self._served.name:
             raise ApiError(
-                f"model {name!r} is not here; this replica serves {self._served.name!r}", "model_not_found", "model"
+                f"model {name!r} is not served; this replica serves {self._served.name!r}",
+                "model_not_found",
+                "model",
             )
 
     def _model_card(self) -> Json:
@@ -209,7 +211,7 @@ class Endpoint:
     def _request_slot(self) -> Iterator[None]:
         """Hold one of the concurrent requests. Raises ApiError when there is none left."""
         if self.stopping:
-            raise ApiError("this replica leaves and takes no more requests; ask another one", "stopping")
+            raise ApiError("this replica is shutting down and accepts no more requests; use another one", "stopping")
         if self._num_requests >= self._settings.max_requests:
             raise ApiError(
                 f"{self._num_requests} requests are in progress already; try again later, "
@@ -232,7 +234,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
     if api_error.status >= 500:
         log.warning("not_answered", path=request.url.path, reason=str(api_error))
     headers = {}
-    if api_error.status in (429, 503):  # clients wait so long before they try again
+    if api_error.status in (429, 503):  # clients wait this long before they retry
         headers["retry-after"] = "1"
     if api_error.status in (408, 413):  # the rest of the body must not be read as the next request
         headers["connection"] = "close"

@@ -14,7 +14,7 @@ ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assi
 """Roles of clients and of chat templates, which do not know OpenAI's newer name of the system's role."""
 
 ReadCalls = Callable[[str], tuple[str | None, tuple[tuple[str, str], ...]]]
-"""Parses the tool calls in a reply: returns the text beside them, and each call's name and arguments as JSON."""
+"""Parses the tool calls in a reply: returns the text around them, and each call's name and arguments as JSON."""
 
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 """Normalised contents of a message: role, text, and its tool calls, each a name with its arguments."""
@@ -41,13 +41,14 @@ def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
     """Return the tools of a request. Raises ApiError."""
     tools = given or []
     if not isinstance(tools, list):
-        raise ApiError("tools is no list; give a list of {type: function, function: {...}}", parameter="tools")
+        raise ApiError("tools is not a list; give a list of {type: function, function: {...}}", parameter="tools")
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
         if not named or tool.get("type", "function") != "function":
             raise ApiError(
-                f"tools[{number}] is no function; give {{type: function, function: {{name, description, parameters}}}}",
+                f"tools[{number}] is not a function; "
+                "give {type: function, function: {name, description, parameters}}",
                 parameter="tools",
             )
     return tuple(tools)
@@ -109,7 +110,7 @@ def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(
-                f"{where}: a call in tool_calls is no function; give {{id, type, function: {{name, arguments}}}}",
+                f"{where}: a call in tool_calls is not a function; give {{id, type, function: {{name, arguments}}}}",
                 parameter="messages",
             )
         arguments = _parsed(function.get("arguments"))
@@ -150,7 +151,7 @@ def make_call_reader(
 
 
 def _read_reply(parse: Parser, text: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-    """Return the text beside the calls, and the calls; a reply with a malformed call is text."""
+    """Return the text around the calls, and the calls; a reply with a malformed call is text."""
     found = parse(text)
     calls = [call for call in found if isinstance(call, Call)]
     if not calls or len(calls) < len(found):

@@ -284,7 +284,7 @@ class RolloutMachine:
         return self._after_drain() if self.adoption == "draining" and not self.running else []
 
     def cancelled(self, leases: tuple[str, ...]) -> list[Action]:
-        """The controller cancelled these leases. A pull under way goes on: its version is needed sooner or later."""
+        """The controller cancelled these leases. A running pull continues: its version is needed sooner or later."""
         actions: list[Action] = []
         for lease in leases:
             self._waiting_groups.pop(lease, None)

@@ -169,7 +169,7 @@ class EngineSpec:
     eos_token_ids: tuple[int, ...]
     """The tokens that end every completion."""
     max_model_len: int | None
-    """Most tokens of a sequence; None for the model's context length."""
+    """Maximum number of tokens of a sequence; None for the model's context length."""
     wake: Callable[[], None]
     """The engine calls this, from any thread, when `ready` becomes true."""
 
@@ -194,7 +194,7 @@ class Engine(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one sequence, prompt and completion together."""
+        """Maximum number of tokens of one sequence, prompt and completion together."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Configuration of a model folder in Hugging Face form: its end tokens, context length and trainable length."""
+"""Configuration of a model folder in Hugging Face format: its end tokens, context length and trainable length."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
         ConfigError: the folder or its configuration is missing or unreadable.
     """
     if not folder.is_dir():
-        raise ConfigError(f"model folder {str(folder)!r} does not exist; give a folder in Hugging Face form")
+        raise ConfigError(f"model folder {str(folder)!r} does not exist; give a folder in Hugging Face format")
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model folder {str(folder)!r} has no config.json; give a folder in Hugging Face form")
+        raise ConfigError(f"model folder {str(folder)!r} has no config.json; give a folder in Hugging Face format")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # the user's folder: transformers and the folder's own code may raise anything
@@ -48,7 +48,7 @@ def end_token_ids(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
 
 
 def max_trainable_length(config: Any, wanted: int | None) -> int | None:
-    """Return the most tokens of a sequence for training: `wanted`, or the model's limit if that is None.
+    """Return the maximum number of tokens of a sequence for training: `wanted`, or the model's limit if that is None.
 
     Raises:
         ConfigError: `wanted` is more than the policy can train.

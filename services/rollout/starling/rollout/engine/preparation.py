@@ -1,4 +1,4 @@
-"""Preparation of prompts: token ids and, in threads so that sampling goes on, the tensors of images and videos."""
+"""Preparation of prompts: token ids and, in threads so that sampling continues, the tensors of images and videos."""
 
 from __future__ import annotations
 

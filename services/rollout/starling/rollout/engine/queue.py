@@ -63,7 +63,7 @@ class EngineQueue:
         future: Future[GroupResult] = Future()
         with self._lock:
             if self._closed:
-                raise QueueClosedError("this replica leaves and takes no more requests; ask another one")
+                raise QueueClosedError("this replica is shutting down and accepts no more requests; use another one")
             self._submitted.append((request, future))
         self._wake()
         return future
@@ -139,7 +139,7 @@ class EngineQueue:
         requeued = []
         for lease, (request, future) in running.items():
             partial = engine.interrupt(lease)
-            # The engine's scores of the prompt are lost, so such a request begins anew.
+            # The engine's scores of the prompt are lost, so such a request starts over.
             if partial and not request.score_prompt:
                 request = replace(request, partial=partial)
             requeued.append((request, future))

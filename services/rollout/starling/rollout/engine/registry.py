@@ -28,6 +28,6 @@ def make_engine(spec: EngineSpec) -> Engine:
     if name not in ENGINES and not is_import_path(name):
         like = nearest(name, list(ENGINES))
         hint = f"did you mean {like!r}?" if like else f"choose {', '.join(ENGINES)}, or `module:Class` for your own"
-        raise ConfigError(f"rollout.engine = {name!r} is no engine; {hint}")
+        raise ConfigError(f"rollout.engine = {name!r} is not an engine; {hint}")
     engine: Engine = import_object(ENGINES.get(name, name), "Engine")(spec)
     return engine

@@ -54,7 +54,7 @@ class TokenScorer:
 
         Args:
             model: in eval mode, without gradients, as `build_model` returns it.
-            tokens_per_forward: most tokens of one forward pass, padding included.
+            tokens_per_forward: maximum number of tokens of one forward pass, padding included.
             top_k: how many of the most likely tokens to return for each position.
             num_ids: return only tokens with ids below this, which the policy shares; None for all.
 
@@ -111,7 +111,7 @@ class TokenScorer:
             raise TeacherRequestError("the prompt is empty; the first token needs at least one token before it")
         if sum(lengths) != len(token_ids) or any(length < 0 for length in lengths):
             raise TeacherRequestError(
-                f"completions of {list(lengths)} tokens were announced, but {len(token_ids)} tokens came"
+                f"completions of {list(lengths)} tokens were announced, but {len(token_ids)} tokens arrived"
             )
         ids = np.concatenate([prompt_ids, token_ids])
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]

@@ -46,9 +46,9 @@ def hermes(text: str) -> list[Call | Malformed]:
 
 
 def llama(text: str) -> list[Call | Malformed]:
-    """Read a reply that is nothing but ``{"name": ..., "parameters": {...}}``, several parted by ``;``, as Llama 3.1's.
+    """Read a reply that is nothing but ``{"name": ..., "parameters": {...}}``, as Llama 3.1 writes it.
 
-    A reply that is other text, or JSON of another kind, is an answer.
+    Several calls are separated by ``;``. A reply that is other text, or JSON of another kind, is an answer.
     """
     rest, calls = text.strip().removeprefix("<|python_tag|>").strip(), list[Call | Malformed]()
     if not re.match(r'\{\s*"(?:name|type|function|parameters)"', rest):

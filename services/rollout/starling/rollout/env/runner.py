@@ -1,4 +1,4 @@
-"""Runner of a replica's episodes, in an event loop of its own beside the engine's thread.
+"""Runner of a replica's episodes, in an event loop of its own, next to the engine's thread.
 
 engine's thread:   begin ─────────> episodes ──reply──> EngineQueue ──> engine     cancel, expire
 event loop:                            └──> PlayedGroup ──put──> inbox of the engine's thread

@@ -320,7 +320,7 @@ class Shell:
         return []
 
     def _refuse(self, message: wire.GenerateGroup, error: StarlingError) -> list[core.Action]:
-        """Fail a group for good: the prompt is at fault, and no other replica would do better."""
+        """Fail a group, not to be retried: its prompt is invalid for every replica."""
         self._fail(message.lease, f"prompt {message.prompt.id}: {error}", fatal=True)
         return self._core.finished(message.lease)
 

@@ -101,7 +101,7 @@ class Shell:
         try:
             scores = self._scorer.score(prompt_ids, token_ids, message.lengths, message.temperature)
         except TeacherRequestError as error:
-            # The tokens are at fault, and no other teacher would do better.
+            # The tokens are invalid for every teacher.
             reason = f"prompt {message.prompt_id}: {error}"
             log.warning("failed", lease=message.lease, reason=reason)
             failed = wire.LeaseFailed(lease=message.lease, status=wire.Status.INFRA_LOST, reason=reason, fatal=True)

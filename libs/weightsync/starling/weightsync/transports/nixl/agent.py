@@ -5,11 +5,11 @@ Measured, and the reasons for this design:
 - NIXL offers nothing to wait on, and its own progress thread spins, which delays everything else where cores are few.
   So it stays off, and the reader polls its reads. The source must drive NIXL too: where UCX has no memory access in
   hardware, the source's own processor answers the read.
-- Releasing a read, or removing the peer, does not stop the read: a source that was stopped goes on filling memory
+- Releasing a read, or removing the peer, does not stop the read: a source that was stopped continues to fill memory
   minutes later. Only closing the agent does.
 - Removing a peer leaves its connection open at both ends, and adding it again opens another one. So no peer is removed;
   UCX frees those that have ended when it is driven.
-- Two copies of UCX cannot both hook the process's memory calls: beside NIXL's, UCXX's would lose its registration
+- Two copies of UCX cannot both hook the process's memory calls: with NIXL's loaded, UCXX's would lose its registration
   cache, and crash when it closes a connection with sends under way. So NIXL's copy hooks nothing.
 - UCXX sets a threshold for the whole process, and its children, with which reads within one host go over TCP, at a
   tenth of the rate. It is hidden from NIXL.
@@ -66,7 +66,7 @@ def load_nixl() -> Any:
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
         raise WeightsError(
             f"NIXL is not available ({error}): run pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 "
-            "(nixl-cu13 beside CUDA 13), or choose transport 'ucx', 'tcp' or 'local'."
+            "(nixl-cu13 with CUDA 13), or choose transport 'ucx', 'tcp' or 'local'."
         ) from error
     SUPPORTED.check(version)
     if first:  # its import sets up logging for the whole process, to stdout, from INFO upwards
@@ -94,7 +94,7 @@ def _environment() -> Iterator[None]:
 
     These two can be set by the environment only. A user's own choice is kept, except for a threshold equal to UCXX's.
     """
-    with _environment_lock:  # another thread's changes would be taken for the user's, and restored for good
+    with _environment_lock:  # another thread's changes would be taken for the user's, and restored permanently
         before = {name: os.environ.get(name) for name in (_HOOKS, _THRESHOLD)}
         os.environ.setdefault(_HOOKS, "none")
         if before[_THRESHOLD] == _UCXX_THRESHOLD:

@@ -77,13 +77,13 @@ class _Connection:
     metadata: bytes = b""
     sent: dict[int, _SentRequest] = field(default_factory=dict)
     fault: str = ""
-    """Why it cannot be read any more, to be reported by the next `poll`."""
+    """Why it can no longer be read, to be reported by the next `poll`."""
     broken: bool = False
     """Whether its loss was reported."""
 
 
 class NixlClient:
-    """A `TransportClient` over NIXL: one agent for all sources, replaced when reads of a dropped source go on."""
+    """A `TransportClient` over NIXL: one agent for all sources, replaced when reads of a dropped source continue."""
 
     scatters = False
 

@@ -45,13 +45,13 @@ from starling.weightsync.transports.sockets.nonblocking import NonBlockingChanne
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
 
 NUM_THREADS: Final = 4
-"""Most threads of a server that pack and digest."""
+"""Maximum number of threads of a server that pack and digest."""
 PACKING_BYTES: Final = 256 << 20
 """Largest packing buffer of a server; a single request may need a larger one, and then is alone."""
 FIRST_PACKING_BYTES: Final = 16 << 20
-"""Least size of the packing buffer, which is allocated when first needed."""
+"""Minimum size of the packing buffer, which is allocated when first needed."""
 MAX_WAITING: Final = 64
-"""Most requests of one reader that wait or are being answered."""
+"""Maximum number of requests of one reader that wait or are being answered."""
 FETCH_TIMEOUT_S: Final = 60.0
 """How long a reader may take to fetch a payload before it is disconnected: others need the packing buffer."""
 POLL_S: Final = 0.001

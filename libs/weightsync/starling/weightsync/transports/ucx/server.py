@@ -44,7 +44,7 @@ from starling.weightsync.transports.ucx.protocol import (
 from starling.weightsync.transports.ucx.worker import UcxRequest, UcxWorker
 
 NUM_THREADS: Final = 4
-"""Most threads of a server that pack and digest."""
+"""Maximum number of threads of a server that pack and digest."""
 
 log = logging.getLogger(__name__)
 

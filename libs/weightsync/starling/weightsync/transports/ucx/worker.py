@@ -3,7 +3,7 @@
 Options, all measured: error handling on (else a dead peer aborts the survivor), which with UCX's defaults means slow
 TCP even on one host, so the kernel's copy between processes (CMA) is allowed under error handling by an opt-in; larger
 TCP segments. Messages go over TCP on one host too, never through UCX's queues in shared memory (posix, sysv): a peer
-that is killed between reserving an entry of such a queue and filling it blocks the queue for all others, for good.
+that is killed between reserving an entry of such a queue and filling it blocks the queue for all others, permanently.
 UCX notices a dead peer but never a stopped one or a cut network: deadlines and the forced close handle those. A request
 does not keep its buffer alive, and dropping a request does not stop it: `UcxWorker` holds both until completion.
 """

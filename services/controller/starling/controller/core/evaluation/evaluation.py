@@ -1,8 +1,8 @@
 """Evaluation of one pinned version on the held-out prompts, concurrent with training.
 
 An evaluation pins a few rollouts that hold its version. They adopt no other version until it is done, so all of its
-tokens are of one version. The other rollouts go on with training; the only rollout of a run gives it half of its slots.
-So an evaluation neither blocks training nor waits for it.
+tokens are of one version. The other rollouts continue with training; the only rollout of a run gives it half of its
+slots. So an evaluation neither blocks training nor waits for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Evaluation(Groups):
 
     @property
     def is_done(self) -> bool:
-        """Whether every prompt is scored or given up."""
+        """Whether every prompt is scored or discarded."""
         return self.num_live == self.count(GroupState.SCORED)
 
     def give_up(self) -> None:

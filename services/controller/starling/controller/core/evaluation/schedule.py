@@ -1,4 +1,4 @@
-"""Schedule of evaluations: begun when due, pinned to rollouts, closed when every prompt is scored or given up."""
+"""Schedule of evaluations: begun when due, pinned to rollouts, closed when every prompt is scored or discarded."""
 
 from __future__ import annotations
 
@@ -100,53 +100,41 @@ def _due_cause(state: ControllerState) -> str | None:
 
 def _begin(state: ControllerState, cause: str, num_completions: int, request: str = "") -> None:
     """Begin to evaluate the newest published version."""
-    number, first = state.evaluations.num_begun + 1, state.evaluations.num_groups
-    version, deadline = state.weights.version, state.now + state.plan.evaluation_s
-    open_evaluation(state, number, version, cause, num_completions, request, first, deadline)
-    state.outbox.write(
-        EvaluationOpened(
-            number=number,
-            version=version,
-            cause=cause,
-            num_completions=num_completions,
-            first=first,
-            request=request,
-        )
+    opened = EvaluationOpened(
+        number=state.evaluations.num_begun + 1,
+        version=state.weights.version,
+        cause=cause,
+        num_completions=num_completions,
+        first=state.evaluations.num_groups,
+        request=request,
     )
+    open_evaluation(state, opened, deadline=state.now + state.plan.evaluation_s)
+    state.outbox.write(opened)
 
 
-def open_evaluation(
-    state: ControllerState,
-    number: int,
-    version: int,
-    cause: str,
-    num_completions: int,
-    request: str,
-    first: int,
-    deadline: float,
-) -> None:
-    """Make evaluation `number` the current one; its groups have the ordinals from `first` on."""
-    evaluations = state.evaluations
+def open_evaluation(state: ControllerState, opened: EvaluationOpened, deadline: float) -> None:
+    """Make the evaluation of this record the current one."""
+    evaluations, num_completions = state.evaluations, opened.num_completions
     evaluation = Evaluation(
-        number,
-        version,
-        cause,
+        opened.number,
+        opened.version,
+        opened.cause,
         state.data.held_out,
         num_completions=num_completions,
         max_tries=state.buffer.max_tries,
-        first=first,
+        first=opened.first,
         deadline=deadline,
         expected=lambda prompt: expected_tokens(state, prompt, "evaluate", num_completions),
     )
-    if request:
-        evaluations.granted.add(request)
-        evaluations.requested = [wanted for wanted in evaluations.requested if wanted.request != request]
-    evaluations.num_begun, evaluations.num_groups = number, evaluation.num_admitted
+    if opened.request:
+        evaluations.granted.add(opened.request)
+        evaluations.requested = [wanted for wanted in evaluations.requested if wanted.request != opened.request]
+    evaluations.num_begun, evaluations.num_groups = opened.number, evaluation.num_admitted
     evaluations.current = evaluation
 
 
 def _pin(state: ControllerState, evaluation: Evaluation, rollouts: list[Member]) -> None:
-    """Pin the evaluation to as many rollouts as it may have; begin it anew when its version is lost."""
+    """Pin the evaluation to as many rollouts as it may have; restart it when its version is lost."""
     num = state.replicas.membership.num("rollout")
     _unpin_waiting(state, evaluation, rollouts)
     if num <= 2:  # the only rollout gives it half of its slots, and all of them once there is another rollout
@@ -182,7 +170,7 @@ def _revoke_all(state: ControllerState) -> None:
 
 
 def _unpin_waiting(state: ControllerState, evaluation: Evaluation, rollouts: list[Member]) -> None:
-    """Unpin rollouts that wait for a version that is not on offer any more."""
+    """Unpin rollouts that wait for a version that is no longer on offer."""
     if evaluation.version == state.weights.version or state.weights.is_offered(evaluation.version):
         return
     for member in rollouts:

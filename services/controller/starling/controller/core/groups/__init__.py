@@ -1,1 +1,1 @@
-"""Groups of completions: states and transitions, the train buffer, admission, dispatch, results, and files."""
+"""Groups of completions: states and transitions, the group buffer, admission, dispatch, results, and files."""

@@ -17,7 +17,7 @@ from starling.controller.core.state import ControllerState
 
 def admit(state: ControllerState) -> None:
     """Turn prompts into groups while there are slots."""
-    num, first = state.buffer.free_slots(), state.buffer.num_admitted
+    num, first = state.buffer.num_free_slots(), state.buffer.num_admitted
     if num == 0 or state.lifecycle.stopping:
         return
     state.outbox.write(GroupsOpened(first=first, num=num))

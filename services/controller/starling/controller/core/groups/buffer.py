@@ -1,10 +1,10 @@
-"""Train buffer: the groups to train, in the order of their admission, and the slots that bound their number.
+"""Group buffer: the live groups of a run, in the order of their admission, and the slots that bound their number.
 
 Stop 1 of the walk. The number of free slots is derived from the states of the groups and never counted separately, so
 no slot can leak. Whether the next step is full is known in a time that does not depend on the number of groups.
 
-Runs without a policy, and runs that train from files, use the same buffer with other rules of admission: `AnswerBuffer`
-and `ReplayBuffer`.
+`GroupBuffer` holds the groups of reinforcement learning. Runs without a policy, and runs that train from files, use it
+with other rules of admission: `AnswerBuffer` and `ReplayBuffer`. The groups of evaluations are not in it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import bisect
 
 from starling.algo.staleness import num_slots
+from starling.common.kinds import RunKind
 from starling.common.wire.messages import Prompt
 from starling.controller.core.groups.group import Group, Groups, GroupState
 
 
-class TrainBuffer(Groups):
-    """The groups to train. At most `num_slots` are live; steps take them in the order of admission."""
+class GroupBuffer(Groups):
+    """The groups of a run. At most `num_slots` are live; steps take them in the order of admission."""
 
     def __init__(
         self,
@@ -46,9 +47,9 @@ class TrainBuffer(Groups):
         self.num_filtered_in_a_row = 0
         """Groups filtered out since the last group that was kept."""
         self.num_discarded_in_a_row = 0
-        """Groups given up, of an evaluation too, since the last group that was scored."""
+        """Groups discarded, also those of an evaluation, since the last group that was scored."""
         self.last_discarded = ""
-        """The prompt that was given up last, and why."""
+        """The prompt that was discarded last, and why."""
         self._filtered: list[tuple[int, float]] = []
         """Ordinals, ascending, of filtered groups that no step has passed over yet, each with its reward."""
         self._filtered_rewards: dict[int, list[float]] = {}
@@ -65,7 +66,7 @@ class TrainBuffer(Groups):
         """Frozen groups by step, until it is published."""
 
     def begin(self, num_steps: int, position: int) -> None:
-        """Continue after a run that made so many steps of the prompts before `position`."""
+        """Continue after a run that made `num_steps` steps of the prompts before `position`."""
         assert not self.num_admitted, "nothing was admitted before the beginning"
         self.num_frozen_steps = self._initial_steps = num_steps
         self.num_admitted = self.num_trained_groups = self._initial_position = position
@@ -80,14 +81,14 @@ class TrainBuffer(Groups):
         """Groups that may be live."""
         return num_slots(self.prompts_per_step, self.max_staleness)
 
-    def free_slots(self) -> int:
+    def num_free_slots(self) -> int:
         """Return how many prompts may be admitted now."""
         num_kept = self.num_admitted - self._initial_position - self.num_discarded - self.num_filtered
         wanted = (self.num_steps - self._initial_steps) * self.prompts_per_step - num_kept
         return max(0, min(self.num_slots - self.num_live, wanted))
 
     def admit(self, prompt: Prompt, expected_tokens: int = 1) -> Group:
-        """Add a prompt as a waiting group of so many expected tokens."""
+        """Add a prompt as a waiting group of `expected_tokens`."""
         group = super().admit(prompt, expected_tokens)
         self._unfrozen.append(group.ordinal)
         return group
@@ -118,7 +119,7 @@ class TrainBuffer(Groups):
         self._count_ready()
 
     def discard(self, group: Group) -> None:
-        """Give a group up."""
+        """Discard a group."""
         super().discard(group)
         self._remove(group)
 
@@ -219,7 +220,7 @@ class TrainBuffer(Groups):
         return self._filtered_rewards.get(step, [])
 
 
-class AnswerBuffer(TrainBuffer):
+class AnswerBuffer(GroupBuffer):
     """The groups of a run without a policy: each prompt of the data is answered once, and written to a file.
 
     A file takes the place of a step: its groups are frozen when the next `prompts_per_step` prompts are answered, in
@@ -228,12 +229,12 @@ class AnswerBuffer(TrainBuffer):
     answered.
     """
 
-    def free_slots(self) -> int:
+    def num_free_slots(self) -> int:
         """Return how many prompts may be admitted now."""
         return max(0, min(self.num_slots - self.num_live, self.num_prompts - self.num_admitted))
 
     def discard(self, group: Group) -> None:
-        """Give a group up: the reason is its answer."""
+        """Discard a group: the reason is its answer."""
         self.num_discarded += 1
         group.trajectories, group.tensors, group.buffers, group.rewards = (), (), (), ()
         group.score_lease = group.teacher_lease = ""
@@ -246,9 +247,16 @@ class AnswerBuffer(TrainBuffer):
         return 0 < wanted == self._num_ready
 
 
-class ReplayBuffer(TrainBuffer):
+class ReplayBuffer(GroupBuffer):
     """The groups of a run that trains from trajectory files: `load` admits them, and none is generated."""
 
-    def free_slots(self) -> int:
+    def num_free_slots(self) -> int:
         """Return 0."""
         return 0
+
+
+def buffer_class(kind: RunKind) -> type[GroupBuffer]:
+    """Return the class of the buffer of a run of this kind."""
+    if not kind.trains:
+        return AnswerBuffer
+    return ReplayBuffer if kind.reads_trajectories else GroupBuffer

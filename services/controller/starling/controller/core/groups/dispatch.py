@@ -24,7 +24,7 @@ def dispatch(state: ControllerState) -> None:
     """
     evaluation = state.evaluations.current
     while evaluation is not None and (group := evaluation.next_longest()) is not None:
-        free_slots(state)
+        refreshed_slots(state)
         route = evaluation.routing.soonest(evaluation.version, group.expected_tokens)
         if route is None:
             break
@@ -38,7 +38,7 @@ def dispatch(state: ControllerState) -> None:
         if longest is not None and longest is not group and required_version(state, longest) == required:
             group = longest
         tokens = group.expected_tokens
-        routing = free_slots(state).routing
+        routing = refreshed_slots(state).routing
         route = routing.soonest(required, tokens)
         if route is None or routing.should_wait(route, required, tokens, buffer.waiting_tokens):
             return  # the groups behind it need at least as new a version
@@ -51,7 +51,7 @@ def score(state: ControllerState) -> None:
     purposes: tuple[Groups, ...] = (state.buffer,) if evaluation is None else (evaluation, state.buffer)
     for groups in purposes:
         while (group := groups.next_to_score()) is not None:
-            member = free_slots(state).rewards.least_busy()
+            member = refreshed_slots(state).rewards.least_busy()
             if member is None:
                 return
             _score(state, member, group)
@@ -60,13 +60,13 @@ def score(state: ControllerState) -> None:
 def score_with_teachers(state: ControllerState) -> None:
     """Give generated groups to teachers, before or after they have their rewards."""
     while (group := state.buffer.next_to_teacher()) is not None:
-        member = free_slots(state).teachers.least_busy()
+        member = refreshed_slots(state).teachers.least_busy()
         if member is None:
             return
         _score_tokens(state, member, group)
 
 
-def free_slots(state: ControllerState) -> SlotIndex:
+def refreshed_slots(state: ControllerState) -> SlotIndex:
     """Return the index of free slots, up to date."""
     return state.replicas.slots.refreshed(state.evaluations.current)
 

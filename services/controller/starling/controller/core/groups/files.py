@@ -34,7 +34,7 @@ WRITER = "controller"
 
 
 def fetch_step(state: ControllerState, step: int) -> None:
-    """Have the records of a step read, unless that is under way."""
+    """Request the records of a step, unless they are being read."""
     if state.training.fetching != step:
         state.training.fetching, state.training.fetched = step, None
         state.outbox.add(Fetch(step))

@@ -6,7 +6,7 @@
 
 `TRANSITIONS` lists every legal transition, and `Groups.move` enforces it.
 
-A rollout that leaves in good order gives back the tokens so far of its groups. Such a group waits with these partial
+A rollout that leaves gracefully gives back the tokens so far of its groups. Such a group waits with these partial
 completions, and the next rollout resumes from them. This is no failure of the group and does not count as a try.
 
 In a run with teachers a generated group is scored once it has both its rewards and its teacher's log-probabilities. The
@@ -32,7 +32,7 @@ from starling.controller.core.replicas.estimates import length_class
 
 
 class GroupState(enum.StrEnum):
-    """Where a group is."""
+    """State of a group."""
 
     WAITING = "waiting"
     LEASED = "leased"
@@ -56,11 +56,11 @@ TRANSITIONS: Final[dict[tuple[GroupState, GroupState], str]] = {
     (GroupState.GENERATED, GroupState.WAITING): "its completions cannot be scored",
     (GroupState.WAITING, GroupState.WAITING): "its partial completions were dropped",
     (GroupState.SCORED, GroupState.WAITING): "its prompt has changed",
-    # Given up
+    # Discarded
     (GroupState.WAITING, GroupState.DISCARDED): "the time of its evaluation is over, or it is out of tries",
     (GroupState.LEASED, GroupState.DISCARDED): "as above",
     (GroupState.GENERATED, GroupState.DISCARDED): "as above, or all its rewards are equal",
-    # Given up in a run without a policy: its place in the file then holds the reason
+    # Discarded in a run without a policy: its place in the file then holds the reason
     (GroupState.WAITING, GroupState.SCORED): "out of tries",
     (GroupState.LEASED, GroupState.SCORED): "out of tries",
     # Restored from the journal, which records no leases, or loaded from a file
@@ -102,7 +102,7 @@ class Group:
     temperature: float = 1.0
     """Divisor of the logits, as of its dispatch."""
     problem: str = ""
-    """Why it was given up."""
+    """Why it was discarded."""
     num_lost_engines: int = 0
     """Engines that died while they worked on it, since its tries were counted last."""
     partial: PartialCompletions | None = None
@@ -129,7 +129,7 @@ class Groups:
         self.purpose, self.max_tries, self.needs_teacher = purpose, max_tries, needs_teacher
         self.num_admitted = 0
         self.num_discarded = 0
-        """Groups that were given up, because their completions could not be generated or scored."""
+        """Groups that were discarded, because their completions could not be generated or scored."""
         self.num_env_errors = 0
         """Groups whose completions were thrown away because an environment failed, since this controller started."""
         self._live: dict[int, Group] = {}
@@ -143,7 +143,7 @@ class Groups:
         self._to_teacher: list[int] = []
 
     def admit(self, prompt: Prompt, expected_tokens: int = 1) -> Group:
-        """Add a prompt as a waiting group of so many expected tokens."""
+        """Add a prompt as a waiting group of `expected_tokens`."""
         group = Group(self.num_admitted, prompt, self.purpose, expected_tokens=expected_tokens)
         self.num_admitted += 1
         self._live[group.ordinal] = group
@@ -264,7 +264,7 @@ class Groups:
         self._complete(group)
 
     def _complete(self, group: Group) -> None:
-        """Note that a group is scored, if nothing is missing any more."""
+        """Note that a group is scored, if it is complete."""
         if group.rewards and (group.has_teacher_logprobs or not self.needs_teacher):
             self.move(group, GroupState.SCORED)
 
@@ -314,7 +314,7 @@ class Groups:
                 self.regenerate(group, group.tries)
 
     def discard(self, group: Group) -> None:
-        """Give a group up."""
+        """Discard a group."""
         self.num_discarded += 1
         self.move(group, GroupState.DISCARDED)
 

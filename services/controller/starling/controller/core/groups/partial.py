@@ -52,14 +52,14 @@ def parse_partial(
     if total == 0 and all(completion.num_tokens == 0 for completion in completions):
         return None
     if len(completions) != num or min(completion.num_tokens for completion in completions) < 0:
-        raise ValueError(f"{len(completions)} completions of {total} tokens came of a group of {num}")
+        raise ValueError(f"{len(completions)} completions of {total} tokens were returned for a group of {num}")
     if len(tensors) < NUM_TOKEN_TENSORS or len(buffers) != len(tensors):
         raise ValueError(
-            f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {NUM_TOKEN_TENSORS} or more"
+            f"{len(tensors)} tensors and {len(buffers)} buffers were returned; expected {NUM_TOKEN_TENSORS} or more"
         )
     for position, (tensor, buffer) in enumerate(zip(tensors, buffers, strict=True)):
         fits = len(buffer) == tensor.nbytes and tensor.shape[:1] == (total,)
         if not fits or (position < NUM_TOKEN_TENSORS and tensor.nbytes != 4 * math.prod(tensor.shape)):
-            raise ValueError(f"a tensor {tensor.shape} of {len(buffer)} bytes came with {total} tokens")
+            raise ValueError(f"a tensor {tensor.shape} of {len(buffer)} bytes was returned with {total} tokens")
     versions = memoryview(buffers[VERSIONS]).cast("i")
     return PartialCompletions(completions, tensors, tuple(buffers), min(versions), max(versions))

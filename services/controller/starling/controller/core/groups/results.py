@@ -30,8 +30,8 @@ TENSORS = ("prompt", "tokens", "logprobs", "versions")
 LOSS_MASK = "loss_mask"
 """Name of the tensor that marks tokens from the environment."""
 MAX_LOST_ENGINES = 2
-"""So many engines may die while they work on a group before this counts as a failure of the group: a prompt that kills
-every engine must not use up all of them. Groups that ran beside it count as guilty too, and are generated again."""
+"""Number of engines that may die with a group before this counts as a failure of the group: a prompt that kills every
+engine must not use up all of them. Groups that ran on the same engines count it too, and are generated again."""
 TEACHER_TENSORS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
 """Names of a teacher's tensors. It sends all of them, or only the first if it reports no likeliest tokens."""
 
@@ -39,7 +39,7 @@ TEACHER_TENSORS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"
 def on_generated(
     state: ControllerState, member: Member, lease: Lease, message: wire.GroupGenerated, event: Received
 ) -> None:
-    """Store the completions of a group, unless they are not those that were asked for."""
+    """Store the completions of a group if they are those that were requested."""
     state.dirty |= Dirty.SCORE | Dirty.DISPATCH
     found = state.group_of_lease(message.lease)
     if found is None:
@@ -50,7 +50,7 @@ def on_generated(
         reason, retryable, status = problem
         retry(state, groups, group, reason, retryable=retryable, status=status)
         return
-    if message.temperature >= 0:  # a controller that took the work over did not ask for it
+    if message.temperature >= 0:  # a controller that took the work over did not request it
         group.temperature = message.temperature
     # Nothing of an evaluation is trained. Its rewards need only the message, and its tokens would take memory until it
     # closes, and space in the journal.
@@ -106,7 +106,7 @@ def _update_estimates(state: ControllerState, member: Member, lease: Lease, grou
 
 
 def on_interrupted(state: ControllerState, member: Member, message: wire.GroupInterrupted, event: Received) -> None:
-    """Let a group wait again that a rollout cannot finish, with its tokens so far where they may be trained.
+    """Requeue a group that a rollout cannot finish, with its tokens so far where they may be trained.
 
     A rollout that gives a group back is about to leave, or has lost its engine, so it gets no other for a while.
     """
@@ -143,7 +143,7 @@ def _store_partial(
     oldest, newest = partial.oldest_version, partial.newest_version
     if not partial.is_within(group.min_version, newest_allowed(state, group)):
         raise ValueError(
-            f"tokens of versions {oldest} to {newest} came, and {group.min_version} was the oldest allowed"
+            f"tokens of versions {oldest} to {newest} were returned, and {group.min_version} was the oldest allowed"
         )
     # A controller that took the work over did not choose the temperature, and knows it only from the message.
     chosen = group.temperature if lease_incarnation(message.lease) == state.incarnation else -1.0
@@ -238,7 +238,7 @@ def retry(
     groups.retry(group, retryable=retryable)
     state.dirty |= Dirty.DISPATCH | Dirty.ADMIT | Dirty.TRAIN | Dirty.EVALUATE
     if group.state is not GroupState.WAITING:
-        # Where each prompt is answered once, a prompt that cannot be answered tells nothing about the others.
+        # Where each prompt is answered once, a prompt that cannot be answered says nothing about the others.
         state.buffer.num_discarded_in_a_row += state.plan.kind.trains or retryable
         state.buffer.last_discarded = f"prompt {group.prompt.id}: {reason}"
         state.outbox.write(GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason))
@@ -250,7 +250,7 @@ def retry(
 
 
 def _revoke_scoring(state: ControllerState, group: Group) -> None:
-    """Take a group whose completions are not wanted any more from the reward replica and the teacher that score it."""
+    """Revoke the scoring leases of a group whose completions are dropped."""
     replicas = state.replicas
     for lease in (group.score_lease, group.teacher_lease):
         held = replicas.leases.get(lease)

@@ -37,20 +37,20 @@ class Lifecycle:
     """The stage of the run, and why it ends."""
 
     drain_s: float
-    """Most seconds for replicas to leave."""
+    """Maximum seconds for replicas to leave."""
     stop_s: float
-    """Most seconds for an orderly stop."""
+    """Maximum seconds of a graceful stop."""
     stage: RunStage = RunStage.RUNNING
     stopping: str = ""
-    """Why the run is to end early; empty when it is not."""
+    """Why the run should stop early; empty when it should not."""
     stop_is_journaled: bool = False
-    """An operator was told that the run stops: the journal holds this until it has."""
+    """The journal holds the stop that an operator was promised, until the run has stopped."""
     failure: str = ""
     """Why the run has failed; empty when it has not."""
     deadline: float = float("inf")
     """Of the stop, and then of the drain."""
     drain_sent: bool = False
-    """The replicas were told to leave."""
+    """The replicas have the command to leave."""
     exported: set[str] = field(default_factory=set)
     """Policies that have written their part of the last checkpoint."""
 
@@ -60,12 +60,12 @@ class Lifecycle:
         return self.failure or self.stopping or "the run is complete"
 
     def enter(self, stage: RunStage) -> None:
-        """Go to another stage, which must be a legal transition."""
+        """Enter another stage, by a legal transition."""
         assert (self.stage, stage) in STAGE_TRANSITIONS, f"a run may not go from {self.stage} to {stage}"
         self.stage = stage
 
     def stop(self, reason: str, now: float) -> None:
-        """Note a stop request. The first reason stands, and a run that is ending already goes on."""
+        """Note a stop request. The first reason stands; a run that is ending already is not affected."""
         if self.stage is RunStage.RUNNING and not self.stopping:
             self.stopping, self.deadline = reason, now + self.stop_s
 

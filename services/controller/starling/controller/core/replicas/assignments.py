@@ -30,7 +30,7 @@ def grant(
     lease = lease_id(kind, subject, state.incarnation, leases.num_granted)
     send = Send(member.name, command(lease), buffers)
     state.outbox.add(send)
-    leases.grant(lease, kind, member.name, send, state.now, state.plan.timeout_s(kind), tokens)
+    leases.grant(lease, kind, member.name, send, state.now, state.plan.timeouts.of(kind), tokens)
     state.replicas.slots.mark(member, kind)
     return lease
 
@@ -39,18 +39,18 @@ def restore_lease(state: ControllerState, member: Member, kind: LeaseKind, lease
     """Put in force work that `member` was given by an earlier incarnation of the controller, or before it was lost."""
     found = state.group_of_lease(lease) if kind == "generate" else None
     tokens = found[1].expected_tokens if found is not None else 0
-    state.replicas.leases.grant(lease, kind, member.name, None, state.now, state.plan.timeout_s(kind), tokens)
+    state.replicas.leases.grant(lease, kind, member.name, None, state.now, state.plan.timeouts.of(kind), tokens)
     state.replicas.slots.mark(member, kind)
 
 
 def release(state: ControllerState, peer: str, *leases: str) -> None:
-    """Tell a replica to forget these leases."""
+    """Release these leases: the replica forgets their results."""
     if leases:
         state.outbox.send(peer, wire.ReleaseLeases(leases=leases))
 
 
 def revoke(state: ControllerState, peer: str, lease: str) -> bool:
-    """End a lease of `peer` before its result, and tell it so. Returns False when it does not hold the lease."""
+    """End a lease of `peer` before its result, and release it there. Returns False when it does not hold the lease."""
     held = state.replicas.leases.settle(lease, peer)
     if held:
         release(state, peer, lease)

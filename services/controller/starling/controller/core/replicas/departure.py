@@ -43,7 +43,7 @@ def evict(state: ControllerState, member: Member, reason: str) -> None:
 
 
 def refuse(state: ControllerState, name: str, reason: str) -> None:
-    """Tell a replica that it is not a member, and why."""
+    """Refuse a replica: it is not a member, for this reason."""
     state.outbox.note("refused", replica=name, reason=reason)
     state.outbox.send(name, wire.Refused(reason=reason))
 

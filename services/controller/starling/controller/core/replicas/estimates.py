@@ -19,7 +19,7 @@ DECAY: Final = 0.8
 CLASS_RATIO: Final = math.sqrt(2)
 """Ratio of two neighbouring speed classes. Each class is one more heap to look into for a rollout."""
 HYSTERESIS: Final = 0.75
-"""A rollout keeps its class while its speed is within so many classes of the middle of that class."""
+"""A rollout keeps its class while its speed is within this many classes of the middle of that class."""
 
 
 @dataclass

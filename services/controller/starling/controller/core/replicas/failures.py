@@ -14,11 +14,11 @@ from starling.controller.core.training.results import on_policy_version
 from starling.controller.core.weights.versions import check_outdated
 
 MAX_FAILED_TOGETHER: Final = 16
-"""So many failures to make a step together, without a step in between that was made, fail the run."""
+"""Failures of shared steps in a row after which the run fails."""
 SAVE_RETRY_S: Final = 15.0
-"""A state that could not be saved is saved again after so long."""
+"""Seconds after which a failed save of a state is retried."""
 MAX_FAILING_LEASES: Final = 3
-"""For so many times as long as a lease may a policy fail to adopt the weights of another, before it is evicted."""
+"""Lease periods for which a policy may fail to adopt the weights of another, before it is evicted."""
 
 
 def on_failed(state: ControllerState, member: Member, message: wire.LeaseFailed) -> None:
@@ -54,7 +54,7 @@ def _policy_failed(state: ControllerState, member: Member, kind: str, number: in
     training, can_work = state.training, state.replicas.sharing.has_devices(member)
     match kind:
         case "save":
-            # The run can go on without it for a while: the journal keeps the steps since the last saved state.
+            # The run can continue without it for a while: the journal keeps the steps since the last saved state.
             training.saved.not_before = state.now + SAVE_RETRY_S
         case "train" if not can_work:
             # It was asleep, having lost this controller meanwhile. The step is dispatched again.
@@ -62,7 +62,7 @@ def _policy_failed(state: ControllerState, member: Member, kind: str, number: in
         case _ if not can_work:
             pass  # as above
         case "publish" if member.version != number:
-            pass  # it went on to the next step: that version will be published instead
+            pass  # it has begun the next step: that version will be published instead
         case "train" if member.shares_steps and training.step is not None:
             training.step.shares.pop(member.name, None)
             training.step.broken = True  # a replica that it needed is gone; the others may have made the step

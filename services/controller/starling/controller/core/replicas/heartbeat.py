@@ -15,7 +15,7 @@ from starling.controller.core.weights.versions import check_outdated, set_held_v
 
 
 def on_heartbeat(state: ControllerState, member: Member, message: wire.Heartbeat) -> None:
-    """Take in the state of a replica: its version, then its leases."""
+    """Apply the reported state of a replica: its version, then its leases."""
     member.gauges, member.waits = message.gauges, message.waits
     member.progress = {held.lease: held.progress for held in message.leases if held.progress is not None}
     _update_version(state, member, message.version)

@@ -16,7 +16,7 @@ from starling.weightsync.plan.layout import Layout, decode_layout
 
 
 def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> None:
-    """Admit a replica, or tell it why not."""
+    """Admit a replica, or refuse it with a reason."""
     replicas, name, incarnation = state.replicas, event.sender, event.incarnation
     known = replicas.membership.members.get(name)
     refusal, layout = _check(state, event, message)
@@ -48,7 +48,7 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
 
 
 def welcome(state: ControllerState, member: Member) -> None:
-    """Tell a replica that it is a member."""
+    """Welcome a replica as a member."""
     state.outbox.send(member.name, state.plan.welcome(member.role))
 
 
@@ -64,7 +64,7 @@ def _check(state: ControllerState, event: Received, message: wire.Hello) -> tupl
     if refusal is None and message.role == "policy":
         refusal = version_problem(state, message.version)
     has_no_weights = message.role == "rollout" and message.version < membership.initial_version
-    # A rollout that was a member had weights: its engine is being made again.
+    # A rollout that was a member had weights: its engine is being rebuilt.
     if refusal is None and has_no_weights and not membership.was_member(name, incarnation):
         refusal = f"this run has no policy, and {name} holds no weights; set rollout.load_weights = true"
     return refusal, layout

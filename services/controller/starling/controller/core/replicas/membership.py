@@ -10,7 +10,7 @@ from starling.common.wire.messages import Hello, LeaseProgress, Wait
 from starling.weightsync.plan.layout import Layout
 
 MAX_GONE = 4096
-"""Replicas that left and of which incarnation and proven version are still known."""
+"""Departed replicas whose incarnation and proven version are remembered."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
 
 
@@ -84,7 +84,7 @@ class Membership:
         if hello.role not in REPLICA_ROLES:
             return f"a {hello.role} does not join a run; a replica is a policy, a rollout, a reward or a teacher"
         if name.rpartition("-")[0] != hello.role:
-            return f"{name} is no name of a {hello.role}; it must be {hello.role}-<number>"
+            return f"{name} is not the name of a {hello.role}; it must be {hello.role}-<number>"
         banned = self._banned.get(name)
         if banned is not None and banned[0] == incarnation:
             return banned[1]

@@ -101,7 +101,7 @@ def _is_of_these_completions(group: Group, lease: str) -> bool:
 
 
 def _train(state: ControllerState, member: Member, subject: str, lease: str) -> bool:
-    """Reclaim a step. A policy that shares steps gets it anew, because the other shares are not known."""
+    """Reclaim a step. A policy that shares steps gets it again, because the other shares are not known."""
     if member.shares_steps or not subject.isdigit() or int(subject) != member.version + 1:
         return False
     step = int(subject)

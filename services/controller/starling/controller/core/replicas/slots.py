@@ -97,7 +97,7 @@ class SlotIndex:
         self.rewards, self.teachers = FreeSlots(), FreeSlots()
         self.rates = RateEstimates()
         self.cooldowns: dict[str, float] = {}
-        """Rollouts that get no group for now, and until when."""
+        """Rollouts in cooldown, and until when."""
         self._changed: dict[str, Member] = {}
         """Members whose leases or version changed since the last refresh."""
 

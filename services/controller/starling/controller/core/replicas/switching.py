@@ -2,7 +2,7 @@
 
 | side     | has the devices for                                                                               |
 |----------|---------------------------------------------------------------------------------------------------|
-| policies | steps, publications, states and checkpoints, catching up, and versions that are on offer no longer |
+| policies | steps, publications, states and checkpoints, catching up, and versions that are no longer on offer |
 | rollouts | everything else: adoptions, groups, evaluations                                                    |
 
 A published snapshot is in the memory of the host, so rollouts adopt it while the policies sleep. An evaluation ends

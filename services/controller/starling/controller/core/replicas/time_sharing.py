@@ -4,7 +4,7 @@
       (a replica that joins, returns or meets a restarted controller is unknown until it answers such a command)
 
 No replica is woken before every replica of the other side has answered that it sleeps. A replica that was lost without
-a goodbye may still be awake. The waking side waits for it until it returns, or until so many leases have passed that it
+a goodbye may still be awake. The waking side waits for it until it returns, or until enough leases have passed that it
 must have fallen asleep without a controller, or be dead (see `starling.common.membership`).
 """
 
@@ -21,7 +21,7 @@ from starling.controller.core.replicas.membership import Member
 DeviceRole = Literal["policy", "rollout"]
 DEVICE_ROLES: Final[tuple[DeviceRole, DeviceRole]] = ("policy", "rollout")
 RETRY_S: Final = 1.0
-"""A failed sleep or wake is tried again after so long."""
+"""Seconds after which a failed sleep or wake is retried."""
 
 
 class DeviceState(enum.Enum):
@@ -94,7 +94,7 @@ class TimeSharing:
         self._retry_at[member.name] = now + RETRY_S
 
     def may_command(self, member: Member, now: float) -> bool:
-        """Say whether a member can be sent Sleep or Wake: it has not failed one just now."""
+        """Say whether a member can be sent Sleep or Wake: none has failed just now."""
         return now >= self._retry_at.get(member.name, now)
 
     def note_answer(self, member: Member, *, asleep: bool) -> None:
@@ -112,7 +112,7 @@ class TimeSharing:
                     self._lost[member.name] = side, now + DEVICE_GRACE_LEASES[side] * self.lease_s
 
     def restart(self, now: float) -> None:
-        """Begin after a restart of the controller: any replica of before may be awake."""
+        """Begin after a restart of the controller: any earlier replica may be awake."""
         self._not_before = {side: now + DEVICE_GRACE_LEASES[side] * self.lease_s for side in DEVICE_ROLES}
 
     def obstacle(self, others: Iterable[Member], now: float) -> str:

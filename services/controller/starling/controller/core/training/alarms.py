@@ -1,4 +1,4 @@
-"""Alarms of a step: what a policy reports as wrong, noted once when it begins and once when it is over.
+"""Alarms of a step: problems that a policy reports, noted once when it begins and once when it is over.
 
 Policies report with each step all alarms that are on. The controller notes the difference, so that nothing is noted
 twice when a result arrives twice or a process restarts.

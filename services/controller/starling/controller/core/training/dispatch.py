@@ -1,4 +1,4 @@
-"""Dispatch and commit of steps (stop 8 of the walk), and the states that are saved on the way."""
+"""Dispatch and commit of steps (stop 8 of the walk), and the states that are saved between steps."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def redispatch(state: ControllerState, policy: Member, step: int, groups: list[G
 
 
 def can_be_dispatched(state: ControllerState, step: int) -> bool:
-    """Say whether a policy can have been told to make `step`, the next one."""
+    """Say whether `step`, the next one, may have been dispatched to a policy."""
     has_no_groups = step <= state.plan.num_supervised_steps or state.plan.kind.reads_trajectories
     return has_no_groups or bool(state.buffer.frozen_groups(step))
 
@@ -217,7 +217,7 @@ def _command(state: ControllerState, step: int) -> wire.TrainStep:
 
 
 def save(state: ControllerState) -> None:
-    """Have a policy save a state to resume from, every so many steps, before it gets the next one.
+    """Have a policy save a state to resume from, every `save_every` steps, before it gets the next one.
 
     It copies the state when the command comes, and writes it while it makes further steps.
     """

@@ -70,7 +70,7 @@ def check(key: str, value: Value) -> float:
         hint = f"did you mean {near[0]}?" if near else f"these may: {', '.join(DYNAMIC)}"
         raise ValueError(f"{key} may not change in a running job; {hint}")
     if isinstance(value, bool | str):
-        raise ValueError(f"{key} = {value!r} is no number; it must be {setting.valid_range}")
+        raise ValueError(f"{key} = {value!r} is not a number; it must be {setting.valid_range}")
     number = float(value)
     if not math.isfinite(number) or (setting.is_whole and number != int(number)) or not setting.is_valid(number):
         raise ValueError(f"{key} = {value} is out of range; it must be {setting.valid_range}")

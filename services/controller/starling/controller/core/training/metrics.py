@@ -8,7 +8,7 @@ from typing import Any
 
 from starling.algo.staleness import staleness
 from starling.common.wire.messages import Status
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import Group
 
 
@@ -36,7 +36,7 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in fields.items() if type(value) in (int, float)}
 
 
-def filtered_metrics(buffer: TrainBuffer, step: int) -> dict[str, float]:
+def filtered_metrics(buffer: GroupBuffer, step: int) -> dict[str, float]:
     """Return the number and share of the groups that were filtered out for a step, and the reward of all its groups.
 
     The reward of the trained groups says little of the model: groups that it always solves are not among them.
@@ -53,7 +53,7 @@ def filtered_metrics(buffer: TrainBuffer, step: int) -> dict[str, float]:
     }
 
 
-def step_metrics(buffer: TrainBuffer, step: int) -> dict[str, float]:
+def step_metrics(buffer: GroupBuffer, step: int) -> dict[str, float]:
     """Return the metrics of the groups of a step; nothing for a step of examples."""
     groups = buffer.frozen_groups(step)
     if not groups:

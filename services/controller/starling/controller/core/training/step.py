@@ -6,8 +6,8 @@ There is one step at a time. It is dispatched to the policies that are members a
       ^     |
       +-----+ (a replica died before any policy had made it: dispatched again, with the same groups)
 
-A step is *made* once one policy holds its version: it can only have got there with the share of every replica. Policies
-that have done only their share are then outdated, and pull the weights from a policy that holds them.
+A step is *made* once one policy holds its version: it can only have reached it with the share of every replica.
+Policies that have done only their share are then outdated, and pull the weights from a policy that holds them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from starling.common.wire.messages import Alarm, Sampling
-from starling.controller.core.groups.buffer import TrainBuffer
+from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.records import JournalEntry
 from starling.controller.core.training.dynamic_settings import DYNAMIC, SettingChanges
 from starling.controller.core.training.metrics import LatestMetrics
@@ -79,7 +79,7 @@ class SavedStates:
 
 
 class Training:
-    """The active step, and what carries over from one step to the next."""
+    """The active step, and the values that persist from one step to the next."""
 
     def __init__(self, begin_version: int, sampling: Sampling) -> None:
         """`begin_version`: the version that the run begins with, which has a saved state."""
@@ -98,7 +98,7 @@ class Training:
         """How tokens of training groups are sampled now, with the changes of operators."""
         self.metrics = LatestMetrics()
 
-    def change_setting(self, buffer: TrainBuffer, key: str, value: float, step: int, request: str) -> None:
+    def change_setting(self, buffer: GroupBuffer, key: str, value: float, step: int, request: str) -> None:
         """Change a setting from `step` on; settings of samples and slots change at once."""
         self.changes.add(key, value, step, request)
         if key == "rl.max_staleness":

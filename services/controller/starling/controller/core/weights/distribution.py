@@ -183,7 +183,7 @@ def on_adopted(state: ControllerState, member: Member, message: wire.WeightsAdop
     elif member.role == "policy":
         evict(state, member, f"{member.name} does not hold version {message.version} bit for bit after adopting it")
     else:
-        # It generates with weights that were never published: it gets no work until it has adopted a version properly.
+        # It generates with weights that were never published: it gets no work until it has adopted a published version.
         take_back_groups(state, member)
         state.weights.back_off(member.name, state.now)
         set_held_version(state, member, -1)

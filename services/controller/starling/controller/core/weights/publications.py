@@ -17,9 +17,9 @@ from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import PlanCache
 
 RETRY_S = 1.0
-"""A failed adoption, or one without a source, is tried again after so long."""
+"""Seconds after which a failed adoption, or one without a source, is retried."""
 MAX_VERSIONS = 1000
-"""Publications whose roots are known: a rollout that adopts an older version is not believed."""
+"""Number of publications whose roots are remembered: the adoption of an older version is not accepted."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Publications:
     version: int = -1
     """The newest version that was ever on offer."""
     requested: int = -1
-    """The newest version that a policy was told to publish."""
+    """The newest version that a policy has the command to publish."""
     roots: dict[int, set[str]] = field(default_factory=dict)
     """The root digests under which each version that may still be adopted was on offer. There may be several: of
     holders that split tensors otherwise, and of a policy that made the version again."""
@@ -51,7 +51,7 @@ class Publications:
     outdated: dict[str, None] = field(default_factory=dict)
     """Rollouts that need another version and do not pull it yet."""
     failing_since: dict[str, float] = field(default_factory=dict)
-    """Since when a replica has failed, again and again, to adopt or to offer weights."""
+    """Since when a replica has failed repeatedly to adopt or to offer weights."""
     _retry_at: dict[str, float] = field(default_factory=dict)
     _places: dict[int, dict[str, dict[str, PublishedOffer]]] = field(default_factory=dict)
     """The offers by version, host and holder: the time to find the nearest must not grow with their number."""
@@ -137,7 +137,7 @@ class Publications:
             self.holders.setdefault((member.version, member.host), {})[member.name] = None
 
     def remove_holder(self, member: Member) -> None:
-        """Note that a rollout does not hold its version any more."""
+        """Note that a rollout no longer holds its version."""
         held = self.holders.get((member.version, member.host))
         if held is not None:
             held.pop(member.name, None)
@@ -177,6 +177,6 @@ class Publications:
 
 
 def _preferred(offers: Iterable[PublishedOffer], destination: Member, *, with_state: bool) -> PublishedOffer | None:
-    """Return the offer that `destination` had best pull from: of a policy if there is one; names break ties."""
+    """Return the offer that `destination` should pull from: of a policy if there is one; names break ties."""
     fit = [one for one in offers if one.holder != destination.name and (one.is_policy or not with_state)]
     return min(fit, key=lambda offer: (not offer.is_policy, offer.holder)) if fit else None

@@ -11,8 +11,8 @@ import msgspec
 import structlog
 
 from starling.common.errors import ConfigError
+from starling.common.kinds import TRAINED_PHASES
 from starling.controller.core.groups.digest import digest_of_prompts
-from starling.controller.core.kinds import TRAINED_PHASES
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,
@@ -67,7 +67,7 @@ def start_incarnation(journal: Journal, run: str, plan: RunPlan) -> Incarnation:
 def missing_lines(
     entries: Iterable[JournalEntry], written: Set[tuple[str, int]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield kind and fields of the lines about steps and evaluations that metrics.jsonl should have and has not.
+    """Yield kind and fields of the lines about steps and evaluations that metrics.jsonl lacks.
 
     They are committed to the journal first; a crash, also one between two lines of one step, or a full disk may keep
     them out of metrics.jsonl.

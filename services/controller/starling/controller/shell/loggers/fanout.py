@@ -81,7 +81,7 @@ class LoggerFanout:
                 self._put(LogEntry(int(fields["version"]), metrics, is_step=False))
 
     def check(self) -> None:
-        """Give up loggers that hang, and log how many entries were dropped."""
+        """Drop loggers that hang, and log how many entries were dropped."""
         for thread in self.threads:
             thread.check()
 

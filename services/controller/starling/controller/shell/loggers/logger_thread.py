@@ -1,6 +1,6 @@
 """Thread of one logger with a bounded queue: a logger that is slow, hangs or fails does not disturb the run.
 
-    put -> queue -> log -> mark        (queue full or exception: dropped and counted; too slow: given up)
+    put -> queue -> log -> mark        (queue full or exception: dropped and counted; too slow: the logger is dropped)
 
 The mark is the last step that the logger has taken, in a file of the run's folder. A new incarnation of the controller
 passes it the later steps from the journal, so a logger gets every committed step at least once, unless it was reported
@@ -95,7 +95,7 @@ class LoggerThread:
                 self._changed.notify()
 
     def check(self) -> None:
-        """Give up a logger that hangs, and log how many entries were dropped. Called at intervals."""
+        """Drop a logger that hangs, and log how many entries were dropped. Called at intervals."""
         since = self._busy_since
         if since is not None and time.monotonic() - since > self._deadline_s:
             self._give_up(f"it hangs: it took more than {self._deadline_s:g} s", in_progress=self._in_progress)

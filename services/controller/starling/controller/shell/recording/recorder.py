@@ -32,7 +32,7 @@ from starling.controller.shell.recording.format import (
 log = structlog.get_logger(__name__)
 
 FLUSH_BYTES: Final = 1 << 20
-"""Most bytes that are entry in memory between two ticks."""
+"""Maximum bytes that are entry in memory between two ticks."""
 
 
 class Recorder:
@@ -56,7 +56,7 @@ class Recorder:
         """Begin the file with everything that the core is constructed from; `cap_bytes` limits its size."""
         self.path = path
         self.stopped = ""
-        """Reason why the recording ended; empty while it goes on."""
+        """Reason why the recording ended; empty while it runs."""
         self._cap = cap_bytes
         self._buffer = bytearray(FIRST_LINE)
         self._written = 0

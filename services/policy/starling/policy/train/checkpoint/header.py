@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from starling.common.errors import ConfigError
+from starling.common.ids import TrainerKind
 from starling.policy.train.checkpoint.storage import MANIFEST, Storage
 from starling.weightsync.plan.offer import digest_of
 
@@ -18,10 +19,6 @@ STATES: Final = "states"
 PREFIX: Final = "version-"
 
 log = structlog.get_logger(__name__)
-
-
-TrainerKind = Literal["sft", "rl", "dpo", "reward_model"]
-"""Kind of a trainer: supervised examples, scored groups, or preference pairs."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):

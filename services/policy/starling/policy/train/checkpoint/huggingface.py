@@ -30,7 +30,7 @@ SHARD_MB = 5000
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 """Image and video processor settings. The policy creates no processor, so these files are copied unchanged."""
 EMA = "ema:"
-"""Prefix of the averaged weights among the tensors of a trainer, followed by the parameter's name."""
+"""Prefix of the EMA weights among the tensors of a trainer, followed by the parameter's name."""
 _LAST = "config.json"
 """Without this file a folder is not a model: it is written last where a folder cannot be renamed into place."""
 
@@ -58,7 +58,7 @@ def save_hf(
         folder: replaced, if it exists.
         weights: by the names of `version_tensors`, copied, because training may change those of `model`. For a model
             with adapters either the adapters, in peft's format, or all weights merged.
-        shard_mb: most MiB of one file of weights.
+        shard_mb: maximum MiB of one file of weights.
 
     Raises:
         ConfigError: as `whole_folder`.
@@ -145,11 +145,11 @@ def export_state(
             base of adapters, because the state contains all others.
         options: for fsspec.
         seed: of the run, for weights that are neither in the folder nor in the state.
-        ema: write the averaged weights; parameters that are not trained keep their newest values.
-        shard_mb: most MiB of one file.
+        ema: write the EMA weights; parameters that are not trained keep their newest values.
+        shard_mb: maximum MiB of one file.
 
     Raises:
-        ConfigError: no such state, a state of another model or without averaged weights, or `out` cannot be written.
+        ConfigError: no such state, a state of another model or without EMA weights, or `out` cannot be written.
     """
     from transformers import AutoTokenizer
 
@@ -159,7 +159,7 @@ def export_state(
     live = version_tensors(model)
     saved.restore(WEIGHTS, live)
     if ema:
-        _put_averages(saved, found.url, live)
+        _put_ema(saved, found.url, live)
     folder = Path(settings.path)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     export_hf(
@@ -195,11 +195,9 @@ def _architecture(saved: SavedState, url: str, settings: ModelSettings, seed: in
 
 
 @torch.no_grad()
-def _put_averages(saved: SavedState, url: str, live: dict[str, Tensor]) -> None:
-    averaged = {name.removeprefix(EMA): tensor for name, tensor in saved.read(TRAINER).items() if name.startswith(EMA)}
-    if not averaged:
-        raise ConfigError(
-            f"the state {url} has no averaged weights: omit --ema, or train with policy.optimizer.ema_decay"
-        )
-    for name, tensor in averaged.items():
+def _put_ema(saved: SavedState, url: str, live: dict[str, Tensor]) -> None:
+    ema = {name.removeprefix(EMA): tensor for name, tensor in saved.read(TRAINER).items() if name.startswith(EMA)}
+    if not ema:
+        raise ConfigError(f"the state {url} has no EMA weights: omit --ema, or train with policy.optimizer.ema_decay")
+    for name, tensor in ema.items():
         live[name].copy_(tensor)

@@ -4,7 +4,7 @@
         state.json      position of the run, generators of random numbers, digests of the files
         parts/          tensors in DCP's format:
                             weights/<Hugging Face name>     the version itself
-                            trainer/<field>:<parameter>     the optimizer's averages, master weights, averaged weights
+                            trainer/<field>:<parameter>     the optimizer's moments, master weights, EMA weights
                             reference/<name>                the model of the KL term, where it is not the initial one
                             random/<device>                 the states of torch's generators
 

@@ -110,7 +110,7 @@ def pack_pairs(
     Args:
         pairs: those of the step.
         settings: the token budget of a microbatch.
-        longest: most tokens of a sequence.
+        longest: maximum number of tokens of a sequence.
         pair_cost: see `starling.algo.packing.PAIR_COST`.
         closing: tokens to append to each response, so that its own last token is an input of the model.
 

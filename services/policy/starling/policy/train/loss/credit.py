@@ -190,8 +190,8 @@ def group_metrics(step_groups: StepGroups) -> dict[str, float]:
 def _check(group: ScoredGroup, step: int) -> None:
     if len(group.versions) and int(group.versions.max()) >= step:
         raise ConfigError(
-            f"group {group.prompt_id!r} cannot be trained: a token is of version {int(group.versions.max())}, which "
-            f"step {step} has yet to make or a later one"
+            f"group {group.prompt_id!r} cannot be trained: a token is of version {int(group.versions.max())}, and step "
+            f"{step} trains from version {step - 1}"
         )
     if not np.isfinite(group.logprobs).all():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101), with averages in the parameters' type or in 8 bits."""
+"""AdamW (arXiv:1711.05101), with moments in the parameters' type or in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
 def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return torch's AdamW with empty averages, as one fused kernel for all parameters where the device has it.
+    """Return torch's AdamW with moments of 0, as one fused kernel for all parameters where the device has it.
 
     Args:
         groups: ``params``, ``lr`` and ``weight_decay`` each.
@@ -38,7 +38,7 @@ def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.op
 
 
 def adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return torchao's AdamW with averages of 8 bits (arXiv:2110.02861); see `adamw`.
+    """Return torchao's AdamW with moments of 8 bits (arXiv:2110.02861); see `adamw`.
 
     Raises:
         ConfigError: torchao is not installed.

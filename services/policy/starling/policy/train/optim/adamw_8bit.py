@@ -1,4 +1,4 @@
-"""AdamW with averages of 8 bits. Imports torchao, which takes seconds: import this module only where it is needed."""
+"""AdamW with moments of 8 bits. Imports torchao, which takes seconds: import this module only where it is needed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from starling.policy.settings.optimizer import OptimizerSettings
 
 
 class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
-    """AdamW with averages as codes `uint8 [shape]` and a float32 scale for each 256 of them.
+    """AdamW with moments as codes `uint8 [shape]` and a float32 scale for each 256 of them.
 
-    Tensors of less than 4096 elements, or of a number that 256 does not divide, have averages in float32. On a
+    Tensors of less than 4096 elements, or of a number that 256 does not divide, have moments in float32. On a
     GPU the update is compiled, once for each shape. On a CPU it is not: that needs a C++ compiler, and takes longer
     than typical training on a CPU.
     """
 
     def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSettings) -> None:
-        """Start with empty averages; see `starling.policy.train.optim.adamw.adamw`."""
+        """Start with moments of 0; see `starling.policy.train.optim.adamw.adamw`."""
         super().__init__(groups, betas=settings.betas, eps=settings.eps)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._compiles = all(parameter.device.type != "cpu" for parameter in parameters)

@@ -7,8 +7,8 @@ which are rounded to nearest into the model. Likewise a gradient summed in bfloa
     backward -> gradient in bfloat16 -> added to the master's in float32, and freed -> norm, clip, optimizer
              -> master -> rounded -> parameter
 
-Bytes per parameter with AdamW: 2 of the model, 4 of the master, 4 of the gradient, 8 of the averages: 18, where a model
-in float32 takes 16; an average of the weights takes 4 more in both cases. A bfloat16 gradient lives only until autograd
+Bytes per parameter with AdamW: 2 of the model, 4 of the master, 4 of the gradient, 8 of the moments: 18, where a model
+in float32 takes 16; an EMA of the weights takes 4 more in both cases. A bfloat16 gradient lives only until autograd
 has passed it on. Averages of 8 bits take 2 bytes instead of 8, Muon's take 4.
 
 Masters may be on another device than their parameters, also those of float32 parameters: then that device holds all of

@@ -1,4 +1,4 @@
-"""Muon: updates a matrix by its averaged gradient, with all singular values set to about 1.
+"""Muon: updates a matrix by the momentum of its gradient, with all singular values set to about 1.
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); scaled as in "Muon is scalable for LLM
 training" (arXiv:2502.16982), so that an entry changes about as much as with AdamW. `torch.optim.Muon` does the same for
@@ -75,11 +75,11 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
-        """Start with empty averages.
+        """Start with momenta of 0.
 
         Args:
             groups: ``params``, ``lr`` and ``weight_decay`` each.
-            momentum: decay rate of the average of the gradient.
+            momentum: decay rate of the momentum.
         """
         super().__init__(groups, {"momentum": momentum})
         for group in self.param_groups:
@@ -95,8 +95,8 @@ class Muon(torch.optim.Optimizer):
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                average = self.state[parameter]["momentum"].lerp_(gradient, 1.0 - momentum)
-                update = orthogonalised(gradient.lerp(average, momentum))  # Nesterov's look ahead
+                smoothed = self.state[parameter]["momentum"].lerp_(gradient, 1.0 - momentum)
+                update = orthogonalised(gradient.lerp(smoothed, momentum))  # Nesterov's look ahead
                 scale = _UPDATE_RMS * math.sqrt(max(parameter.shape[-2:]))
                 parameter.mul_(1.0 - rate * group["weight_decay"])
                 parameter.add_(update, alpha=-rate * scale)

@@ -1,7 +1,7 @@
-"""Optimizer of a model: master weights, gradient clipping, learning-rate schedule, and an average of the weights.
+"""Optimizer of a model: master weights, gradient clipping, learning-rate schedule, and the EMA of the weights.
 
 gradients -> norm -> skip if anything is not finite -> clip -> learning rates -> optimizer
-          -> round the masters into parameters of fewer bits -> average of the weights
+          -> round the masters into parameters of fewer bits -> EMA of the weights
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from starling.common.errors import ConfigError
+from starling.common.ids import TrainerKind
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.optim.adamw import adamw, adamw_8bit, import_adamw_8bit, plain_tensors
@@ -32,24 +33,24 @@ class UpdateResult:
     learning_rate: float
     """Of parameters without a factor on it."""
     skipped: bool
-    """The gradient or the loss was not finite: weights and averages stayed as they were."""
+    """The gradient or the loss was not finite: weights, moments and EMA stayed as they were."""
 
 
-class WeightAverage:
+class WeightEma:
     """Exponential moving average of weights, starting from their present values."""
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        """Copy `weights` in float32; a `decay` of 0 keeps no average."""
+        """Copy `weights` in float32; a `decay` of 0 keeps none."""
         self._weights, self._decay = dict(weights), decay
         self.tensors: dict[str, Tensor] = {}
-        """By parameter name, float32; empty without an average."""
+        """By parameter name, float32; empty for a `decay` of 0."""
         if decay:
             copies = {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in weights.items()}
             self.tensors = copies
 
     @torch.no_grad()
     def update(self) -> None:
-        """Set average = decay * average + (1 - decay) * weights."""
+        """Set EMA = decay * EMA + (1 - decay) * weights."""
         for name, tensor in self.tensors.items():
             tensor.lerp_(self._weights[name].to(tensor.dtype), 1.0 - self._decay)
 
@@ -69,13 +70,13 @@ class ModelOptimizer:
         *,
         device: torch.device | None = None,
     ) -> None:
-        """Start at step 1 of `total_steps`, with empty averages.
+        """Start at step 1 of `total_steps`, with moments of 0.
 
         Args:
             model: its trainable parameters are changed in place.
             settings: kind, schedule, decay and clipping.
             total_steps: planned number of steps; decides the decay of the learning rate.
-            device: of masters, averages and updates; by default each parameter's own.
+            device: of masters, moments and updates; by default each parameter's own.
 
         Raises:
             ConfigError: `total_steps` is negative, no parameter of the model is trainable, a pattern of the settings
@@ -88,13 +89,13 @@ class ModelOptimizer:
         self._settings = settings
         self._masters = Masters(_trainable(model), device)
         self._trained = self._masters.trained
-        self._average = WeightAverage(self._trained, settings.ema_decay)
+        self._ema = WeightEma(self._trained, settings.ema_decay)
         self._optimizers = _optimizers(model, self._trained, settings)
 
     @property
     def ema(self) -> Mapping[str, Tensor]:
         """Average of the weights, float32, by name of the trainable parameter; empty without one."""
-        return self._average.tensors
+        return self._ema.tensors
 
     def clear(self) -> None:
         """Discard the gradients, before the first microbatch of a step."""
@@ -132,7 +133,7 @@ class ModelOptimizer:
             _set_rate(optimizer, rate)
             optimizer.step()
         self._masters.write()
-        self._average.update()
+        self._ema.update()
         return UpdateResult(norm, rate, skipped=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -143,7 +144,7 @@ class ModelOptimizer:
         uint8, and ``exp_avg.scale`` of 8 bits, likewise of ``exp_avg_sq``), ``momentum`` of Muon, ``master``, ``ema``.
         """
         found = {f"master:{name}": tensor for name, tensor in self._masters.tensors.items()}
-        found |= {f"ema:{name}": tensor for name, tensor in self._average.tensors.items()}
+        found |= {f"ema:{name}": tensor for name, tensor in self._ema.tensors.items()}
         names = {tensor: name for name, tensor in self._trained.items()}
         for optimizer in self._optimizers:
             for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
@@ -173,10 +174,8 @@ class ModelOptimizer:
         self._masters.write()
 
 
-def check_optimizers(
-    model: torch.nn.Module, settings: PolicySettings, kind: Literal["rl", "sft", "dpo", "reward_model"]
-) -> None:
-    """Check the optimizer settings of a run of `kind` against `model`, before its first step. Changes nothing.
+def check_optimizers(model: torch.nn.Module, settings: PolicySettings, kind: TrainerKind) -> None:
+    """Check the optimizer settings of a run that ends with steps of `kind`, before its first one. Changes nothing.
 
     Raises:
         ConfigError: an optimizer's pattern matches no trainable parameter, or its package is not installed.

@@ -24,7 +24,7 @@ ROW_DTYPE: Final = np.dtype(
         ("position", np.int64),  # position id of `last`
         ("length", np.int64),  # tokens sampled
         ("num_resumed", np.int64),  # tokens of the partial completion; they are not drawn again
-        ("budget", np.int64),  # most tokens to sample
+        ("budget", np.int64),  # maximum number of tokens to sample
         ("last", np.int64),  # newest token, not yet in the cache
         ("temperature", np.float64),
         ("top_p", np.float64),
@@ -57,7 +57,7 @@ class EmbeddedGroup:
     number: int
     request: GroupRequest
     budget: int
-    """Most tokens per completion: `max_tokens`, or what is left of the context."""
+    """Maximum number of tokens per completion: `max_tokens`, or what is left of the context."""
     stops: tuple[int, ...]
     """The tokens that end a completion."""
     replay: bool = False
@@ -79,7 +79,7 @@ class EmbeddedGroup:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens of a row in the cache: its last sampled token never enters it."""
+        """Maximum number of tokens of a row in the cache: its last sampled token never enters it."""
         return len(self.request.prompt_ids) + self.budget - 1
 
     @property
@@ -115,7 +115,7 @@ class EmbeddedGroup:
         return self.request.partial[index] if self.request.partial else _NOTHING
 
     def budget_of(self, index: int) -> int:
-        """Return the most tokens of one completion; a replayed one that has ended ends at the same length again."""
+        """Return the maximum number of tokens of one completion; a replayed one ends at the same length again."""
         return len(self.done[index].token_ids) if index in self.done else self.budget
 
     def stream_key(self, index: int) -> int:

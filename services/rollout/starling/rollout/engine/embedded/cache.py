@@ -137,7 +137,7 @@ class RowCache(Cache):  # type: ignore[misc]
             prefilled: the prompts' keys and values, right-aligned, [prompts, heads, columns, dim] per layer.
             which: the prompt of each new row; rows of one group share one prefill.
             lengths: the number of tokens of each new row's prompt.
-            limits: the most tokens that each new row may ever hold.
+            limits: the maximum number of tokens that each new row may ever hold.
         """
         columns = prefilled.layers[0].keys.shape[2]
         first, rows = self.num_rows, self.num_rows + len(which)

@@ -101,7 +101,7 @@ class TransformersEngine:
             model: in eval mode, without gradients, as `build_model` returns it.
             eos_token_ids: the tokens that end every completion.
             max_rows: most sequences that run at a time; a group waits until all its rows fit.
-            max_model_len: most tokens of a sequence; None for the model's context length.
+            max_model_len: maximum number of tokens of a sequence; None for the model's context length.
             exclusive: generate each group in a batch of its own, so that its result depends bitwise only on weights,
                 prompt and sampling parameters, wherever it was interrupted.
             version: the version of the weights in place.
@@ -158,7 +158,7 @@ class TransformersEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one sequence, prompt and completion together."""
+        """Maximum number of tokens of one sequence, prompt and completion together."""
         return self._max_model_len
 
     @property

@@ -24,7 +24,7 @@ from starling.rollout.engine.embedded.cache import RowCache
 from starling.rollout.engine.embedded.sampling import join_prompt_logprobs, score_prompt_tokens
 
 PREFILL_TOKENS: Final = 4096
-"""Most tokens, padding included, of one prefill pass: bounds the mask's memory and the gap between decode steps."""
+"""Maximum number of tokens of one prefill, with padding: bounds the mask's memory and the gap between decode steps."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

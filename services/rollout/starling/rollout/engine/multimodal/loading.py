@@ -86,7 +86,7 @@ def _source(media: Media) -> Path | bytes:
     if uri.startswith("data:"):
         head, comma, body = uri.partition(",")
         if not comma or not head.endswith(";base64"):
-            raise RequestError(f"the {media.kind} {_named(media)} is no data URL in base64: write data:TYPE;base64,...")
+            raise RequestError(f"the {media.kind} {_named(media)} is not a base64 data URL: write data:TYPE;base64,...")
         try:
             return base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError) as error:

@@ -66,8 +66,8 @@ class PromptEncoder:
         Args:
             config: the model's configuration.
             tokenizer: the model's tokenizer; its chat template must support images if the model does.
-            folder: model folder in Hugging Face form, with the configuration of its processors.
-            max_media_bytes: most bytes of the images and videos of one prompt, decoded and as tensors.
+            folder: model folder in Hugging Face format, with the configuration of its processors.
+            max_media_bytes: maximum bytes of the images and videos of one prompt, decoded and as tensors.
             tools: functions that the model may call, for the chat template.
 
         Raises:

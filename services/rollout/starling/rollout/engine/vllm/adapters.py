@@ -60,7 +60,7 @@ def read(spec: EngineSpec) -> Layout:
     for name, layer in adapted_layers(model):
         if hasattr(layer, "parameter_name"):
             raise ConfigError(
-                f"[model.lora] adapts {base_name(name)}.{layer.parameter_name}, which is no layer of its own; vllm has "
+                f"[model.lora] adapts {base_name(name)}.{layer.parameter_name}, which is not a layer; vllm has "
                 "adapters on layers only: list those of attention in model.lora.targets, or set rollout.engine = "
                 "'transformers'"
             )

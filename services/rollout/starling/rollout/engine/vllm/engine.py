@@ -83,7 +83,7 @@ class VllmEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one sequence, prompt and completion together."""
+        """Maximum number of tokens of one sequence, prompt and completion together."""
         return int(self._model_config.max_model_len)
 
     @property

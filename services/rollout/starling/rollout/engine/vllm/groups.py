@@ -35,7 +35,7 @@ class VllmCompletion:
     index: int
     resumed: PartialCompletion | None
     budget: int
-    """Most tokens still to sample."""
+    """Maximum number of tokens still to sample."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: Any = None
@@ -98,7 +98,7 @@ class VllmGroup:
         Args:
             number: identifies the group, as leases can be reused.
             request: the request.
-            max_model_len: most tokens of a sequence.
+            max_model_len: maximum number of tokens of a sequence.
             items: the prompt's images and videos, from `multimodal.items_of`.
         """
         self.number, self.request, self.items = number, request, items

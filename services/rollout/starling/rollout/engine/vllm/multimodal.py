@@ -91,7 +91,7 @@ class _SizeLimits(BaseProcessingInfo):  # type: ignore[misc]
         return dict.fromkeys(("image", "video"))
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the most tokens of one item: the context length."""
+        """Return the maximum number of tokens of one item: the context length."""
         return dict.fromkeys(mm_counts, seq_len)
 
 

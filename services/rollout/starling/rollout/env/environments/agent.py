@@ -1,7 +1,7 @@
 """The environment `agent`: a user's program that calls the model as an OpenAI client.
 
-The program knows nothing of training. It gets an address and an API key, one key per episode: requests with that key
-are recorded into the episode's trajectory (`starling.rollout.api.recording`).
+The program needs no knowledge of training. It gets an address and an API key, one key per episode: requests with that
+key are recorded into the episode's trajectory (`starling.rollout.api.recording`).
 
     async def program(task: AgentTask) -> float:
         client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)

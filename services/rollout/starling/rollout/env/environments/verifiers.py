@@ -186,7 +186,7 @@ def _recording_exceptions(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _preserved_signal_handlers() -> Iterator[None]:
     """Restore the process's signal handlers: an environment replaces them when it is created, and would end the process
-    without an orderly shutdown."""
+    without a graceful shutdown."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("an environment of `verifiers` can be created in the main thread only")
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

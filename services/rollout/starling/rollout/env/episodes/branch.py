@@ -1,4 +1,4 @@
-"""Branches of an episode: conversations that continue it from an earlier reply, or start anew.
+"""Branches of an episode: conversations that continue it from an earlier reply, or start over.
 
 Programs that keep the conversation themselves branch: they ask twice, drop old messages, or hand part of the work to a
 second conversation. Branches share the tokens up to the reply where they part.

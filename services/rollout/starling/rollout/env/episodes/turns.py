@@ -130,7 +130,7 @@ class StopTexts:
         ids = completion.token_ids.tolist()
         if not self._texts or not self._found(ids):
             return completion
-        low, high = 1, len(ids)  # bisection: more tokens decode to a longer text, but for half a character at the end
+        low, high = 1, len(ids)  # bisection: more tokens decode to a longer text (but for a partial character)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self._found(ids[:middle]) else (middle + 1, high)

@@ -12,7 +12,8 @@
 | `infer`        | each prompt of the data once         | written to files                 | after its last file |
 | `serve`        | requests at the rollouts' endpoints  | returned to the clients          | when it is stopped  |
 
-This is the only module that knows a kind by its name. All other code asks a `RunKind` for the property that it needs.
+The command line names the kind that each of its commands starts. All other code asks a `RunKind` for the property that
+it needs, and never compares names.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
-from starling.common.ids import Activity, Objective
-from starling.controller.core.groups.buffer import AnswerBuffer, ReplayBuffer, TrainBuffer
+from starling.common.ids import Activity, Objective, TrainerKind
 
 
 class Feed(enum.Enum):
@@ -66,7 +66,7 @@ class RunKind:
     feed: Feed
     results: Results
     objective: Objective = "sft"
-    """What its steps of examples learn by."""
+    """The objective of its steps of examples."""
     examples_section: Literal["sft", "preference"] = "sft"
     """The section of the recipe that its steps of examples follow."""
     is_scored: bool = True
@@ -92,7 +92,7 @@ class RunKind:
 
     @property
     def learns_from_examples_only(self) -> bool:
-        """Whether it makes no other steps than those of examples."""
+        """Whether all its steps are steps of examples."""
         return self.feed is Feed.EXAMPLES_ONLY
 
     @property
@@ -104,13 +104,6 @@ class RunKind:
     def serves_requests(self) -> bool:
         """Whether its rollouts answer the requests of clients, and there are no groups."""
         return self.feed is Feed.REQUESTS
-
-    @property
-    def buffer(self) -> type[TrainBuffer]:
-        """The buffer of its groups, which decides what is admitted."""
-        if not self.trains:
-            return AnswerBuffer
-        return ReplayBuffer if self.reads_trajectories else TrainBuffer
 
     @property
     def filters_groups(self) -> bool:
@@ -137,6 +130,13 @@ class RunKind:
         return self.results is Results.TRAINED
 
     @property
+    def trainer(self) -> TrainerKind | None:
+        """The trainer of its last steps: for `replay` that of `rl`. None for a run without a policy."""
+        if not self.trains:
+            return None
+        return self.objective if self.learns_from_examples_only else "rl"
+
+    @property
     def keeps_tokens(self) -> bool:
         """Whether the tokens of completions are kept, and not only their texts."""
         return self.results in (Results.TRAINED, Results.WRITTEN_WITH_TOKENS)
@@ -153,7 +153,7 @@ class RunKind:
 
     @property
     def only_scores(self) -> bool:
-        """Whether the rewards of its completions are all that it is for."""
+        """Whether its only purpose is to score completions."""
         return self.answers_each_prompt and self.is_scored
 
     def publishes(self, plan: PlannedSteps) -> bool:
@@ -176,7 +176,7 @@ class RunKind:
         return not self.serves_requests and version >= last_step
 
     def needs_more_groups(self, num_frozen_steps: int, num_steps: int) -> bool:
-        """Say whether rollouts are needed for more than evaluations, with so many of the steps frozen."""
+        """Say whether rollouts are needed for more than evaluations, with `num_frozen_steps` steps frozen."""
         return self.serves_requests or num_frozen_steps < num_steps
 
 
@@ -211,7 +211,7 @@ TRAINED_PHASES: Final[frozenset[str]] = frozenset(kind.activity for kind in KIND
 
 
 def kind_of(objective: str, activity: str) -> RunKind:
-    """Return the kind of a run from what journals and recordings say of it. Kinds that they do not tell apart are `rl`.
+    """Return the kind of a run by its fields in journals and recordings. Kinds with the same fields are `rl`.
 
     Raises:
         ValueError: there is no such kind.
@@ -219,4 +219,4 @@ def kind_of(objective: str, activity: str) -> RunKind:
     for kind in KINDS.values():
         if (kind.objective, kind.activity) == (objective, activity):
             return kind
-    raise ValueError(f"there is no kind of run that learns by {objective!r} and does {activity!r}")
+    raise ValueError(f"there is no kind of run with the objective {objective!r} and the activity {activity!r}")
