@@ -73,6 +73,16 @@ def test_faults_of_the_mixes_occur() -> None:
     assert sum(replayed) > 0, "a restarted policy replays the steps since its saved state"
 
 
+def test_power_cuts_stop_everything_at_once() -> None:
+    clusters = [SimulatedCluster(scenario_of(seed, "power_cuts")).run() for seed in SEEDS]
+    for cluster in clusters:
+        num_cuts = cluster.host.incarnation - 1
+        starts = [replica.incarnation for replica in cluster.replicas.values()]
+        assert num_cuts == 0 or max(starts) > 1, "replicas stop with the controller"
+    assert sum(cluster.host.incarnation > 2 for cluster in clusters) >= 5
+    assert sum(cluster.guarantees.num_repeated for cluster in clusters) > 0, "steps since the saved state are replayed"
+
+
 def test_publication_overlaps_training_only_in_asynchronous_runs() -> None:
     overlaps = {True: 0, False: 0}
     for seed in SEEDS:

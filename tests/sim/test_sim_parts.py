@@ -134,6 +134,21 @@ def share(policy: str, replica: int, num: int, prompts: str, done: list[str]) ->
     )
 
 
+def test_network_loses_everything_in_transit_at_once() -> None:
+    clock = SimulatedClock()
+    network, arrived = SimulatedNetwork(clock, random.Random(0), Faults()), list[int]()
+    network.partition(["b"], late=True)
+    for peer, up in (("a", True), ("a", False), ("b", True)):
+        network.send(peer, up, arrived.append, 1)
+    network.lose_all()
+    network.heal(["b"])
+    network.send("a", True, arrived.append, 2)
+    clock.after(1.0, lambda: None)
+    while clock.now < 1.0:
+        clock.advance()
+    assert arrived == [2]
+
+
 def test_collective_waits_for_all_shares_of_a_step() -> None:
     collective, done = Collective(), list[str]()
     collective.arrive(share("a", 0, 3, "x", done))

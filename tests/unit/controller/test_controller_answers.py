@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,9 +13,9 @@ from transcript import SMALL, Script, Stream
 
 from starling.common.kinds import GENERATE, INFER, REPLAY, SERVE, RunKind
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Event, Fetched, FinishRun, Note, Store, Stored, Write
+from starling.controller.core.events import Event, Fetched, FinishRun, Note, Store, Stored, Ticked, Write
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored, StoredGroup
+from starling.controller.core.records import CompletionsStored, GroupsOpened, JournalEntry, RewardsStored, StoredGroup
 from starling.sim.replicas.weights import encoded_layout
 
 
@@ -345,3 +346,14 @@ def test_trained_groups_are_written_to_files_on_request(records: bool) -> None:
             "the file is written first"
         )
         assert msgspec.msgpack.encode(stores[0].groups[0])
+
+
+def test_completions_get_the_zero_rewards_that_a_power_cut_took() -> None:
+    """Nothing scores in this run, so no replica would send rewards for completions that the journal has without."""
+    one = wire.TrajectoryMeta(status=wire.Status.OK, num_tokens=1, text="", oldest_version=0, newest_version=0)
+    records = [GroupsOpened(first=0, num=2), CompletionsStored(key="t0", trajectories=(one, one), tensors=())]
+    plan = replace(SMALL, kind=INFER, num_prompts=2, num_steps=1, num_rewards=0, max_staleness=1)
+    journal = [JournalEntry(record) for record in records]
+    controller = Controller(plan, Stream("train"), Stream("sft"), (), journal=journal, incarnation=2)
+    written = [command.record for command in controller.step(Ticked(0.0)) if isinstance(command, Write)]
+    assert written == [RewardsStored(key="t0", rewards=(0.0, 0.0))]

@@ -117,6 +117,11 @@ class ControllerHost:
         self.journal.crash()
         self._clock.after(MAX_OUTAGE_S * self._rng.random() ** 2, self.start)
 
+    def lose_power(self) -> None:
+        """Crash, and lose the messages that the sockets of peers had buffered."""
+        self._deferred.clear()
+        self.crash()
+
     def handle(self, event: Event, cause: str = "") -> None:
         """Have the controller handle an event, and check its commands and its state; `cause`: id of the message."""
         if self.finish is not None:

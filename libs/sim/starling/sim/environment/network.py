@@ -25,6 +25,8 @@ class SimulatedNetwork:
         """The replicas that are cut off from the controller, each with the number of partitions it is in."""
         self._delayed: dict[str, list[tuple[bool, Delivery, tuple[Any, ...]]]] = {}
         """By replica, the messages that are delivered after its partition; without an entry they are lost."""
+        self._num_losses = 0
+        """How often every message in transit was lost."""
         self.num_messages = 0
 
     def partition(self, peers: list[str], *, late: bool = False) -> None:
@@ -41,7 +43,12 @@ class SimulatedNetwork:
             if not self.partitioned[peer]:
                 del self.partitioned[peer]
                 for up, deliver, arguments in self._delayed.pop(peer, ()):
-                    self._clock.after(self._delay(peer, up), self._arrive, peer, up, deliver, arguments)
+                    self._deliver_later(peer, up, deliver, arguments)
+
+    def lose_all(self) -> None:
+        """Lose every message in transit, as when the power of all machines fails."""
+        self._num_losses += 1
+        self._delayed = {peer: [] for peer in self._delayed}
 
     def send(self, peer: str, up: bool, deliver: Delivery, *arguments: Any) -> None:
         """Call `deliver` when a message has crossed the connection of `peer`, to the controller (`up`) or from it."""
@@ -53,7 +60,7 @@ class SimulatedNetwork:
             return
         self.num_messages += 1
         for _ in range(1 + (faults.duplicates > 0 and rng.random() < faults.duplicates)):
-            self._clock.after(self._delay(peer, up), self._arrive, peer, up, deliver, arguments)
+            self._deliver_later(peer, up, deliver, arguments)
 
     def _delay(self, peer: str, up: bool) -> float:
         """Return the delay of a message. Without `Faults.reorder` no message overtakes another."""
@@ -64,7 +71,12 @@ class SimulatedNetwork:
         self._last_arrival[up, peer] = at
         return at - now
 
-    def _arrive(self, peer: str, up: bool, deliver: Delivery, arguments: tuple[Any, ...]) -> None:
+    def _deliver_later(self, peer: str, up: bool, deliver: Delivery, arguments: tuple[Any, ...]) -> None:
+        self._clock.after(self._delay(peer, up), self._arrive, self._num_losses, peer, up, deliver, arguments)
+
+    def _arrive(self, sent_after: int, peer: str, up: bool, deliver: Delivery, arguments: tuple[Any, ...]) -> None:
+        if sent_after != self._num_losses:
+            return
         if peer in self.partitioned:
             self._hold(peer, up, deliver, arguments)
         else:

@@ -9,6 +9,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.groups.admission import newest_allowed, num_completions, required_version, sampling
 from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.groups.partial import NO_TOKENS, PartialCompletions
+from starling.controller.core.groups.results import store_zero_rewards
 from starling.controller.core.plan import draw_seed
 from starling.controller.core.replicas.assignments import grant
 from starling.controller.core.replicas.membership import Member
@@ -51,6 +52,9 @@ def score(state: ControllerState) -> None:
     purposes: tuple[Groups, ...] = (state.buffer,) if evaluation is None else (evaluation, state.buffer)
     for groups in purposes:
         while (group := groups.next_to_score()) is not None:
+            if not state.plan.num_rewards:  # the journal lost the record of its rewards
+                store_zero_rewards(state, groups, group)
+                continue
             member = refreshed_slots(state).rewards.least_busy()
             if member is None:
                 return

@@ -67,7 +67,7 @@ def on_generated(
     )
     state.outbox.write(record, buffers)
     if not state.plan.num_rewards:
-        _store_zero_rewards(state, groups, group)
+        store_zero_rewards(state, groups, group)
 
 
 def _problem(
@@ -164,7 +164,7 @@ def _store_partial(
     return partial.num_tokens
 
 
-def _store_zero_rewards(state: ControllerState, groups: Groups, group: Group) -> None:
+def store_zero_rewards(state: ControllerState, groups: Groups, group: Group) -> None:
     """Store rewards of 0 in a run that scores nothing: it learns only from its teacher's log-probabilities."""
     groups.store_rewards(group, (0.0,) * len(group.trajectories), {})
     state.outbox.write(RewardsStored(key=group.key, rewards=group.rewards))
